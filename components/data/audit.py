@@ -1,0 +1,132 @@
+"""What the model will be trained on, in numbers: printed and saved with every run."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from components.data.packing import Plan
+from components.data.store import Bools, Outcome, Tokens
+
+
+@dataclass(frozen=True)
+class SourceAudit:
+    """One source. Tokens and lengths are of the samples that are trained on, after truncation."""
+
+    name: str
+    format: str
+    samples: int
+    tokens: int
+    supervised: int
+    """Tokens that are targets."""
+    truncated: int
+    """Samples cut to ``data.max_length``."""
+    dropped: int
+    """Samples left out as they are longer than that."""
+    unsupervised: int
+    """Samples left out as they have no target."""
+    stop_token_trained: float | None
+    """Share of samples; None: not known, as in an indexed data set."""
+    length_p50: int
+    length_p90: int
+    length_p99: int
+    length_max: int
+    """Tokens of a sequence."""
+
+
+@dataclass(frozen=True)
+class SplitAudit:
+    """Train or eval."""
+
+    sources: tuple[SourceAudit, ...]
+    packing: str
+    rows: int
+    """Of the first epoch."""
+    fill_rate: float | None
+    """Tokens in rows over tokens that fit; None for padded rows."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    train: SplitAudit
+    eval: SplitAudit | None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    def render(self) -> Table:
+        """For a terminal: a column per source."""
+        table = Table(title="Data", title_justify="left")
+        table.add_column()
+        splits = {name: split for name in ("train", "eval") if (split := getattr(self, name)) is not None}
+        columns = [(name, split, source) for name, split in splits.items() for source in split.sources]
+        for name, _, source in columns:
+            table.add_column(f"{name}: {source.name}", justify="right", overflow="fold")
+        for field in fields(SourceAudit)[1:]:
+            cells = (_cell(getattr(source, field.name)) for _, _, source in columns)
+            table.add_row(field.name.replace("_", " "), *cells)
+        for field in fields(SplitAudit)[1:]:
+            table.add_row(
+                field.name.replace("_", " "), *(_cell(getattr(split, field.name)) for _, split, _ in columns)
+            )
+        return table
+
+
+def audit_source(
+    name: str, tokens: Tokens, outcome: Outcome, selected: Bools, *, with_left_out: bool = True
+) -> SourceAudit:
+    """Counts over the ``selected`` samples (bool per sample).
+
+    ``with_left_out``: also report those that were left out (they belong to one split only).
+    """
+    per_sample = tokens.sequences_per_sample
+    sequences = np.repeat(selected, per_sample)
+    lengths = tokens.lengths[sequences]
+    # A small share of several sources may take none of this one.
+    p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="nearest") if len(lengths) else (0, 0, 0)
+    trained = outcome.stop_trained if len(lengths) else None
+    return SourceAudit(
+        name=name,
+        format=outcome.format,
+        samples=int(selected.sum()),
+        tokens=int(lengths.sum()),
+        supervised=int(outcome.num_supervised[sequences].sum()),
+        truncated=int(outcome.truncated[selected].sum()),
+        dropped=outcome.dropped if with_left_out else 0,
+        unsupervised=outcome.unsupervised if with_left_out else 0,
+        stop_token_trained=None if trained is None else float(trained[selected].mean()),
+        length_p50=int(p50),
+        length_p90=int(p90),
+        length_p99=int(p99),
+        length_max=int(lengths.max(initial=0)),
+    )
+
+
+def audit_split(sources: Sequence[SourceAudit], plan: Plan, packing: str, capacity: int) -> SplitAudit:
+    """``plan``: of the first epoch; ``capacity``: tokens of a packed row."""
+    tokens = int((plan.segments[:, 2] - plan.segments[:, 1]).sum())
+    fill = None if packing == "none" else tokens / (plan.num_rows * capacity)
+    return SplitAudit(tuple(sources), packing, plan.num_rows, fill)
+
+
+def _cell(value: str | float | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.1%}"
+    return value if isinstance(value, str) else f"{value:,}"
+
+
+@contextmanager
+def show_progress(label: str) -> Iterator[Callable[[int], None]]:
+    """A line on the terminal, where there is one; call what it gives with the number done since."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}: {task.completed:,.0f}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(label, total=None)
+        yield lambda done: progress.advance(task, done)

@@ -1,0 +1,228 @@
+"""Global batches out of a plan: which rows belong to a step, and which of them to this rank."""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from components.data.audit import Audit
+from components.data.collators import collate_packed, collate_padded
+from components.data.indexed import IndexedTokens
+from components.data.packing import Ints, Plan
+from components.data.store import JoinedTokens, Tokens, TokenStore
+from runner.protocols import Batch, BatchStats
+
+
+class PlanFiles(Sequence[Plan]):
+    """The plans of a run, opened when asked for: a small data set may have thousands of epochs."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+
+    def __len__(self) -> int:
+        return len(self._folders)
+
+    def __getitem__(self, epoch: int) -> Plan:  # type: ignore[override]
+        return Plan.load(self._folders[epoch])
+
+    def __iter__(self) -> Iterator[Plan]:
+        return map(Plan.load, self._folders)
+
+
+def count_steps(plan: Plan, global_batch_size: int, *, drop_last: bool) -> int:
+    """Global batches of one epoch; the last one may be smaller, unless it is dropped."""
+    return (plan.num_rows if drop_last else plan.num_rows + global_batch_size - 1) // global_batch_size
+
+
+class DataLoader:
+    """See ``runner.protocols.DataLoader``.
+
+    A step is cut into ``ceil(rows / (data_size * micro_batch_size))`` micro-batches on every rank;
+    micro-batch ``j`` of rank ``r`` takes ``micro_batch_size`` rows from ``(j * data_size + r) *
+    micro_batch_size`` on. Rows beyond the end are empty.
+    """
+
+    def __init__(
+        self,
+        store: Tokens,
+        plans: Sequence[Plan],
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_rank: int,
+        data_size: int,
+        packed: bool,
+        pad_id: int,
+        drop_last: bool,
+        max_steps: int | None = None,
+    ) -> None:
+        assert 0 <= data_rank < data_size
+        assert global_batch_size % (data_size * micro_batch_size) == 0
+        self._store, self._plans, self._pad_id = store, plans, pad_id
+        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
+        self._data_rank, self._data_size = data_rank, data_size
+        self._collate = collate_packed if packed else collate_padded
+        steps = (count_steps(plan, global_batch_size, drop_last=drop_last) for plan in plans)
+        self._first_steps = [0, *accumulate(steps)]
+        self._num_steps = min(self._first_steps[-1], max_steps or self._first_steps[-1])
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    def microbatches(self, step: int) -> list[Batch]:
+        plan, start, stop = self._rows(step)
+        share = self._data_size * self._micro_batch_size
+        mine = self._data_rank * self._micro_batch_size
+        firsts = range(start + mine, start + mine + (stop - start + share - 1) // share * share, share)
+        return [
+            self._collate(
+                self._store,
+                [_row(plan, row, stop) for row in range(first, first + self._micro_batch_size)],
+                self._pad_id,
+            )
+            for first in firsts
+        ]
+
+    def stats(self, step: int) -> BatchStats:
+        """``num_samples`` counts a document that is cut across rows once, where it begins."""
+        segments = np.asarray(self._segments(step))
+        lengths = segments[:, 2] - segments[:, 1]
+        begun = int((segments[:, 1] == 0).sum())
+        counts = (self._store.count(seq, start + 1, stop + 1) for seq, start, stop in segments.tolist())
+        return BatchStats(
+            num_tokens=int(lengths.sum()),
+            num_samples=begun // self._store.sequences_per_sample,
+            num_labels=sum(counts),
+            seqlen_mean=float(lengths.mean()),
+            seqlen_max=int(lengths.max()),
+            sum_squared_seqlens=int((lengths**2).sum()),
+        )
+
+    def epoch(self, step: int) -> float:
+        done = min(bisect_right(self._first_steps, step) - 1, len(self._plans) - 1)
+        first, last = self._first_steps[done : done + 2]
+        return done + (step - first) / (last - first)
+
+    def _segments(self, step: int) -> Ints:
+        plan, start, stop = self._rows(step)
+        return plan.rows(start, stop)
+
+    def _rows(self, step: int) -> tuple[Plan, int, int]:
+        """The plan of the step's epoch, and the first and past-the-last of its rows."""
+        assert 0 <= step < self._num_steps, (step, self._num_steps)
+        epoch = bisect_right(self._first_steps, step) - 1
+        plan = self._plans[epoch]
+        start = (step - self._first_steps[epoch]) * self._global_batch_size
+        return plan, start, min(start + self._global_batch_size, plan.num_rows)
+
+
+def _row(plan: Plan, row: int, stop: int) -> Ints:
+    return plan.row(row) if row < stop else np.empty((0, 3), np.int64)
+
+
+@dataclass(frozen=True)
+class StoreFiles:
+    """Where the tokens of one source are."""
+
+    path: str
+    indexed: bool = False
+    """Megatron's .bin and .idx; ``path`` is their common prefix."""
+    max_length: int | None = None
+    """Where sequences of an indexed data set end; a token store has been cut already."""
+
+    def open(self) -> Tokens:
+        if self.indexed:
+            return IndexedTokens.open(Path(self.path), max_length=self.max_length)
+        return TokenStore.open(Path(self.path))
+
+
+@dataclass(frozen=True)
+class SplitFiles:
+    """Train or eval: its tokens, and the folder with a plan for every epoch."""
+
+    stores: tuple[StoreFiles, ...]
+    plans: str
+    epochs: int
+    num_steps: int
+    drop_last: bool
+
+    def open(self) -> tuple[Tokens, Sequence[Plan]]:
+        folders = [Path(self.plans, epoch_name(epoch)) for epoch in range(self.epochs)]
+        return JoinedTokens([store.open() for store in self.stores]), PlanFiles(folders)
+
+
+def epoch_name(epoch: int) -> str:
+    return f"epoch_{epoch:05d}"
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What the parent made and every rank opens; it travels as JSON."""
+
+    train: SplitFiles
+    eval: SplitFiles | None
+    packing: str
+    pad_id: int
+    global_batch_size: int
+    identity: str
+    """Changes with the data and all that shapes global batches, but for their size; not with this program."""
+    audit: Audit
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.train.num_steps
+
+    def train_loader(
+        self, *, global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int
+    ) -> DataLoader:
+        assert global_batch_size == self.global_batch_size, "planned for another size"
+        return self._loader(self.train, global_batch_size, micro_batch_size, data_rank, data_size)
+
+    def eval_loader(
+        self, *, global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int
+    ) -> DataLoader | None:
+        """One pass in order; None where there is nothing to evaluate on."""
+        if self.eval is None:
+            return None
+        return self._loader(self.eval, global_batch_size, micro_batch_size, data_rank, data_size)
+
+    def _loader(
+        self, split: SplitFiles, global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int
+    ) -> DataLoader:
+        return DataLoader(
+            *split.open(),
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            data_rank=data_rank,
+            data_size=data_size,
+            packed=self.packing != "none",
+            pad_id=self.pad_id,
+            drop_last=split.drop_last,
+            max_steps=split.num_steps,
+        )
+
+    def prompt(self) -> list[int]:
+        """Token ids to complete: the first sample's, held out where there is such, up to its first target.
+
+        Where everything is a target, half of the sequence, at most 32 tokens.
+        """
+        tokens, plans = (self.eval or self.train).open()
+        sequence, _, stop = plans[0].segments[0].tolist()
+        mask = tokens.mask(sequence, 0, stop)
+        length = min(32, stop // 2) if mask[0] else int(mask.argmax())
+        return [int(token) for token in tokens.tokens(sequence, 0, length)]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        prepared: Self = TypeAdapter(cls).validate_python(value)
+        return prepared

@@ -1,0 +1,308 @@
+"""Token files: written once, whole or not at all; read memory-mapped by every process."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+_TRUNCATED, _STOP_TRAINED = 1, 2
+_MEMO_BYTES = 2**26  # the digest of a larger file is remembered by its size and time
+
+
+class Tokens(Protocol):
+    """Sequences of tokens. Sample ``i`` is sequence ``i``, or for pairs ``2 * i`` (chosen), ``2 * i + 1``."""
+
+    @property
+    def sequences_per_sample(self) -> int: ...
+
+    @property
+    def lengths(self) -> Ints:
+        """int64 ``[S]``: tokens of every sequence."""
+
+    def tokens(self, sequence: int, start: int, stop: int) -> Array:
+        """Token ids ``start`` to ``stop``, in the file's type; like a slice, it ends with the sequence."""
+
+    def mask(self, sequence: int, start: int, stop: int) -> Bools:
+        """Of the same tokens: which are targets of the loss."""
+
+    def count(self, sequence: int, start: int, stop: int) -> int:
+        """How many are."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some tokenised samples, end to end, and what became of the others."""
+
+    tokens: npt.NDArray[np.uint32]
+    mask: Bools
+    """Like ``tokens``: which are targets."""
+    lengths: Ints
+    """Per sequence."""
+    truncated: Bools
+    """Per sample."""
+    stop_trained: Bools
+    """Per sample."""
+    dropped: int
+    """Left out as they are longer than ``data.max_length``."""
+    unsupervised: int
+    """Left out as no token of theirs would be trained."""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What is beside the arrays, in meta.json; it is written last."""
+
+    token_type: str
+    sequences_per_sample: int
+    masked: bool
+    """Whether there is a mask; otherwise every token is a target."""
+    format: str
+    dropped: int
+    unsupervised: int
+    sizes: dict[str, int]
+    """Bytes of every file."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the samples of a source."""
+
+    format: str
+    kept: Bools
+    """Per sample: whether it is trained on at all."""
+    truncated: Bools
+    """Per sample."""
+    stop_trained: Bools | None
+    """Per sample: whether the token that ends its last assistant turn is a target; None: not known."""
+    num_supervised: Ints
+    """Per sequence: its targets."""
+    dropped: int
+    unsupervised: int
+
+
+class TornStore(Exception):
+    """The folder is not a whole token store of this version."""
+
+
+class StoreWriter:
+    """Writes a token store beside ``path``; leaving the block puts it in place.
+
+    The caller holds a lock: there is one writer per path.
+    """
+
+    def __init__(
+        self, path: Path, *, vocab_size: int, sequences_per_sample: int, masked: bool, format: str
+    ) -> None:
+        self._path, self._masked, self._format = path, masked, format
+        self._type = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+        self._vocab_size = vocab_size
+        self._sequences_per_sample = sequences_per_sample
+        self._end = self.num_samples = self.dropped = self.unsupervised = 0
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        for left in self._path.parent.glob(f"{self._path.name}.tmp*"):  # by a writer that was killed
+            shutil.rmtree(left)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{self._path.name}.tmp", dir=self._path.parent))
+        names = ["tokens", "offsets", "supervised", "flags", *(["mask"] if self._masked else [])]
+        self._files: dict[str, BinaryIO] = {name: (self._folder / name).open("wb") for name in names}
+        self._write("offsets", np.zeros(1, np.int64))
+        return self
+
+    def append(self, chunk: Chunk) -> None:
+        self.dropped += chunk.dropped
+        self.unsupervised += chunk.unsupervised
+        self.num_samples += len(chunk.truncated)
+        if not len(chunk.lengths):
+            return
+        assert chunk.tokens.max() < self._vocab_size, "a token id beyond the vocabulary"
+        assert self._masked or chunk.mask.all()
+        ends = np.cumsum(chunk.lengths)
+        targets = chunk.mask.copy()
+        targets[ends - chunk.lengths] = False  # nothing predicts the first token
+        self._write("tokens", chunk.tokens.astype(self._type))
+        self._write("offsets", self._end + ends)
+        self._write("supervised", np.add.reduceat(targets, ends - chunk.lengths, dtype=np.int64))
+        flags = chunk.truncated * _TRUNCATED + chunk.stop_trained * _STOP_TRAINED
+        self._write("flags", flags.astype(np.uint8))
+        if self._masked:
+            self._write("mask", chunk.mask)
+        self._end += int(ends[-1])
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        if kind is not None:
+            shutil.rmtree(self._folder)
+            return
+        with (self._folder / "meta.json").open("w") as meta:
+            json.dump(asdict(self._meta()), meta)
+            meta.flush()
+            os.fsync(meta.fileno())
+        shutil.rmtree(self._path, ignore_errors=True)  # a torn one
+        self._folder.replace(self._path)
+
+    def _write(self, name: str, values: Array) -> None:
+        self._files[name].write(values.tobytes())
+
+    def _meta(self) -> Meta:
+        return Meta(
+            token_type=self._type.name,
+            sequences_per_sample=self._sequences_per_sample,
+            masked=self._masked,
+            format=self._format,
+            dropped=self.dropped,
+            unsupervised=self.unsupervised,
+            sizes={name: (self._folder / name).stat().st_size for name in self._files},
+        )
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """What ``StoreWriter`` wrote."""
+
+    path: Path
+    meta: Meta
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """TornStore: there is none, or part of it is missing."""
+        try:
+            meta = Meta(**json.loads((path / "meta.json").read_text()))
+            sizes = {name: (path / name).stat().st_size for name in meta.sizes}
+        except (OSError, ValueError, TypeError) as error:
+            raise TornStore(f"{path}: {error}") from error
+        if sizes != meta.sizes:
+            raise TornStore(f"{path}: sizes {sizes}, expected {meta.sizes}")
+        return cls(path, meta)
+
+    @property
+    def sequences_per_sample(self) -> int:
+        return self.meta.sequences_per_sample
+
+    @cached_property
+    def lengths(self) -> Ints:
+        return np.diff(self._offsets)
+
+    def outcome(self) -> Outcome:
+        flags = self._map("flags", np.uint8)
+        return Outcome(
+            format=self.meta.format,
+            kept=np.ones(len(flags), np.bool_),
+            truncated=(flags & _TRUNCATED).astype(np.bool_),
+            stop_trained=(flags & _STOP_TRAINED).astype(np.bool_),
+            num_supervised=self._map("supervised", np.int64),
+            dropped=self.meta.dropped,
+            unsupervised=self.meta.unsupervised,
+        )
+
+    def tokens(self, sequence: int, start: int, stop: int) -> Array:
+        return self._tokens[slice(*self._span(sequence, start, stop))]
+
+    def mask(self, sequence: int, start: int, stop: int) -> Bools:
+        first, last = self._span(sequence, start, stop)
+        return np.ones(last - first, np.bool_) if self._mask is None else self._mask[first:last]
+
+    def count(self, sequence: int, start: int, stop: int) -> int:
+        first, last = self._span(sequence, start, stop)
+        return last - first if self._mask is None else int(np.count_nonzero(self._mask[first:last]))
+
+    def _span(self, sequence: int, start: int, stop: int) -> tuple[int, int]:
+        begin, end = int(self._offsets[sequence]), int(self._offsets[sequence + 1])
+        return min(begin + start, end), min(begin + stop, end)
+
+    @cached_property
+    def _offsets(self) -> Ints:
+        return self._map("offsets", np.int64)
+
+    @cached_property
+    def _tokens(self) -> Array:
+        return self._map("tokens", np.dtype(self.meta.token_type))
+
+    @cached_property
+    def _mask(self) -> Bools | None:
+        return self._map("mask", np.bool_) if self.meta.masked else None
+
+    def _map(self, name: str, kind: npt.DTypeLike) -> Array:
+        # As a plain array: np.memmap's own class makes every small slice ten times slower.
+        return np.asarray(np.memmap(self.path / name, dtype=kind, mode="r"))
+
+
+class JoinedTokens:
+    """Several stores, one after another, as one."""
+
+    def __init__(self, parts: Sequence[Tokens]) -> None:
+        assert len({part.sequences_per_sample for part in parts}) == 1
+        self._parts = parts
+        counts = [len(part.lengths) for part in parts]
+        self._starts = [sum(counts[:i]) for i in range(len(parts))]
+
+    @property
+    def sequences_per_sample(self) -> int:
+        return self._parts[0].sequences_per_sample
+
+    @cached_property
+    def lengths(self) -> Ints:
+        return np.concatenate([part.lengths for part in self._parts])
+
+    @cached_property
+    def sources(self) -> npt.NDArray[np.int32]:
+        """int32 per sample: the part that it comes from."""
+        counts = [len(part.lengths) // self.sequences_per_sample for part in self._parts]
+        return np.repeat(np.arange(len(self._parts), dtype=np.int32), counts)
+
+    def tokens(self, sequence: int, start: int, stop: int) -> Array:
+        part, local = self._locate(sequence)
+        return part.tokens(local, start, stop)
+
+    def mask(self, sequence: int, start: int, stop: int) -> Bools:
+        part, local = self._locate(sequence)
+        return part.mask(local, start, stop)
+
+    def count(self, sequence: int, start: int, stop: int) -> int:
+        part, local = self._locate(sequence)
+        return part.count(local, start, stop)
+
+    def _locate(self, sequence: int) -> tuple[Tokens, int]:
+        part = bisect_right(self._starts, sequence) - 1
+        return self._parts[part], sequence - self._starts[part]
+
+
+def digest(value: Any) -> str:
+    """A short name for anything that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def file_digest(path: Path, cache: Path) -> str:
+    """SHA-256 of the bytes, remembered for a large file so that a second run starts at once."""
+    stat = path.stat()
+    memo = cache / "digests" / digest([str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino])
+    if memo.exists():
+        return memo.read_text()
+    with path.open("rb") as file:
+        value = hashlib.file_digest(file, "sha256").hexdigest()
+    if stat.st_size >= _MEMO_BYTES:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        temporary = memo.with_name(f"{memo.name}.{os.getpid()}")
+        temporary.write_text(value)
+        temporary.replace(memo)
+    return value

@@ -1,0 +1,5 @@
+"""FSDP2 over any transformers causal language model."""
+
+from components.engines.fsdp2.spec import FSDP2
+
+__all__ = ["FSDP2"]

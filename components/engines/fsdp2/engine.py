@@ -1,0 +1,193 @@
+"""The FSDP2 engine: sharded weights, one reduction a step, sums divided once."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from components.engines import process_group
+from components.engines.fsdp2 import state
+from components.engines.fsdp2.parallelize import (
+    Scorer,
+    build_scorer,
+    discard_iteration,
+    fsdp_modules,
+    whole,
+)
+from components.engines.sums import Sums, reduce_counts
+from components.models import ModelSpec, export_folder
+from components.optimizers import Optimizer, torch_optimizer
+from runner.protocols import Batch, Loss, StepResult, TokenStats
+
+
+class FSDP2Engine:
+    """Implements ``runner.protocols.Engine`` over ``torch.distributed.fsdp.fully_shard``.
+
+    Every rank builds it together, inside a process group. Weights come from ``model`` by their Hugging Face
+    names; a reference (``with_reference``) is a second, frozen copy of the same initial weights.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        optimizer: Optimizer,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        reshard_after_forward: bool = True,
+        with_reference: bool = False,
+        count_zeros: bool = False,
+    ) -> None:
+        self.device, self.dtype, self.spec, self.count_zeros = device, dtype, model, count_zeros
+        self.mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        self.group = self.mesh.get_group("dp")
+        self.data_rank, self.data_size = self.mesh.get_local_rank(), self.mesh.size()
+        weights = model.weights(seed)
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "device": device,
+            "reshard_after_forward": reshard_after_forward,
+        }
+        self.scorer = build_scorer(model, weights, self.mesh, trainable=True, **options)
+        self.reference: Scorer | None = None
+        if with_reference:
+            self.reference = build_scorer(model, weights, self.mesh, trainable=False, **options)
+        self.max_grad_norm, self.moments = optimizer.max_grad_norm, optimizer.moments
+        # The shards, once: while a module is gathered it shows its whole parameters instead.
+        self.weights = dict(self.scorer.named_weights())
+        self.optimizer = torch_optimizer(optimizer, list(self.weights.items()))
+        self.sums: Sums | None = None
+        # Dropout: every rank draws its own stream from here on.
+        torch.manual_seed(seed + self.data_rank)
+
+    # ---- the train step
+
+    def begin_train_step(self, counts: Mapping[str, int] | None = None) -> None:
+        assert self.sums is None, "begin_train_step: the step before was neither finished nor aborted"
+        self.sums = Sums(None if counts is None else reduce_counts(counts, self.group, self.device))
+
+    def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss) -> None:
+        assert self.sums is not None, "train_microbatches outside of a train step"
+        for index, batch in enumerate(microbatches):
+            # Gradients of a call add up in place and are reduced with its last micro-batch.
+            self._set_gradient_sync(index == len(microbatches) - 1)
+            batch = batch.to(self.device)
+            output = loss(self._stats(self.scorer, batch, loss), batch)
+            self.sums.objective(output).backward()
+            self.sums.add(output, loss.counts(batch))
+
+    def finish_train_step(self, lr: float) -> StepResult:
+        assert self.sums is not None, "finish_train_step without begin_train_step"
+        means, n_main = self.sums.reduce(self.group, self.device)
+        grads = [p.grad for p in self.weights.values() if p.grad is not None]
+        torch._foreach_div_([local(g) for g in grads], max(n_main, 1))
+        total_norm = whole(get_total_norm(grads))
+        grad_norm, loss = total_norm.item(), means.pop("loss")
+        zeros = self._count_zeros(grads) if self.count_zeros else None
+        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        if not skipped:
+            self._update(total_norm, lr)
+        self._drop_gradients()
+        self.sums = None
+        return StepResult(loss, grad_norm, skipped, means, zeros)
+
+    def abort_train_step(self) -> None:
+        self.sums = None
+        discard_iteration(self.scorer)
+        self._drop_gradients()
+
+    # ---- without gradient
+
+    @torch.no_grad()
+    def logps(self, microbatches: Sequence[Batch], *, reference: bool = False) -> list[Tensor]:
+        model = self.reference if reference else self.scorer
+        assert model is not None, "the engine was built without a reference model"
+        moved = (batch.to(self.device) for batch in microbatches)
+        return [model(batch, frozenset(), None)[0] for batch in moved]
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
+        sums = Sums()
+        self.scorer.eval()
+        for microbatches in batches:
+            for batch in (b.to(self.device) for b in loss.prepare(microbatches, self)):
+                sums.add(loss(self._stats(self.scorer, batch, loss), batch), loss.counts(batch))
+        self.scorer.train()
+        means, _ = sums.reduce(self.group, self.device)
+        return means
+
+    # ---- state
+
+    def save(self, path: Path, *, model_only: bool = False) -> None:
+        optimizer = None if model_only else self.optimizer
+        state.save(path, self.weights, optimizer, self.moments, self.data_rank)
+
+    def load(self, path: Path) -> None:
+        state.load(path, self.weights, self.optimizer, self.moments, self.data_rank)
+
+    def export(self, path: Path) -> None:
+        def gathered() -> Iterator[tuple[str, Tensor]]:
+            for name, parameter in self.weights.items():
+                yield name, whole(parameter.detach()).to(self.dtype)
+
+        export_folder(self.spec, gathered(), path, self.dtype, write=dist.get_rank() == 0)
+        dist.barrier()
+
+    def agree(self, flag: bool) -> bool:
+        votes = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(votes)
+        return bool(votes.item())
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "engine": "fsdp2",
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "world_size": dist.get_world_size(),
+            "mesh": {
+                "dims": dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),
+                "ranks": self.mesh.mesh.tolist(),
+            },
+            "parameters": sum(p.numel() for p in self.weights.values()),
+        }
+
+    def close(self) -> None:
+        process_group.leave()
+
+    # ---- private
+
+    def _stats(self, model: Scorer, batch: Batch, loss: Loss) -> TokenStats:
+        return TokenStats(*model(batch, loss.requires, loss.weights(batch)))
+
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        for module in fsdp_modules(self.scorer):
+            module.set_requires_gradient_sync(enabled, recurse=False)
+            module.set_is_last_backward(enabled)
+
+    def _update(self, total_norm: Tensor, lr: float) -> None:
+        if self.max_grad_norm:
+            clip_grads_with_norm_(self.weights.values(), self.max_grad_norm, total_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _count_zeros(self, grads: Sequence[Tensor]) -> int:
+        zeros = sum((local(g) == 0).sum() for g in grads)
+        total = torch.as_tensor(zeros, dtype=torch.int64, device=self.device)
+        dist.all_reduce(total, group=self.group)
+        return int(total.item())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard (which shares memory with ``tensor``)."""
+    return getattr(tensor, "_local_tensor", tensor)

@@ -1,0 +1,132 @@
+"""From a description of a model to its sharded module, and back to whole tensors."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from components.engines.attention import ATTENTION, attention_kwargs
+from components.engines.logps import token_stats
+from components.models import ModelSpec, WeightSource, materialize_buffers
+from runner.protocols import Batch
+
+
+class Scorer(nn.Module):
+    """A causal language model that answers with per-token statistics of the labels, never with logits.
+
+    It is the root of the sharding: the head's weight is read directly, so no module below may own it.
+    """
+
+    lm: PreTrainedModel
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(
+        self, batch: Batch, requires: frozenset[str], weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The fields of ``TokenStats``, as a tuple because FSDP hooks the tensors of a tuple only."""
+        hidden = self.lm.base_model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            **attention_kwargs(batch),
+        ).last_hidden_state
+        head = self.lm.get_output_embeddings()
+        stats = token_stats(
+            hidden, head.weight, batch.labels, head_bias=head.bias, requires=requires, weights=weights
+        )
+        return stats.logps, stats.logsumexp, stats.mean_logp
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under their Hugging Face names, tied ones once."""
+        return self.lm.named_parameters()
+
+
+def build_scorer(
+    spec: ModelSpec,
+    weights: WeightSource,
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    reshard_after_forward: bool,
+    trainable: bool,
+) -> Scorer:
+    """The model sharded over ``mesh``, block by block, holding ``weights``.
+
+    A trainable model keeps fp32 shards (the master weights), computes in ``dtype`` and reduces gradients
+    in fp32; a frozen one is stored in ``dtype``. Peak memory is the shard and one whole tensor.
+    """
+    scorer = Scorer(spec.build(spec.config(), attention=ATTENTION))
+    if not trainable:
+        scorer.to(dtype).requires_grad_(False)
+    shard(scorer, mesh, dtype, reshard_after_forward)
+    scorer.to_empty(device=device)
+    materialize_buffers(scorer.lm, device)
+    for name, parameter in scorer.named_weights():
+        copy_whole(parameter, weights(name))
+    return scorer.train(trainable)
+
+
+def shard(scorer: Scorer, mesh: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool) -> None:
+    """``fully_shard`` on every block, then on the root, with gradients summed instead of averaged."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in blocks(scorer.lm):
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(scorer, mesh=mesh, mp_policy=policy)
+    for module in fsdp_modules(scorer):
+        # The engine divides once, at the end of the step; a factor of 1 alone is not a plain sum on gloo.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def blocks(lm: PreTrainedModel) -> list[nn.Module]:
+    """The decoder blocks, as transformers itself names them (``_no_split_modules``)."""
+    names = set(lm._no_split_modules or ())
+    found = [module for module in lm.modules() if type(module).__name__ in names]
+    assert found, f"{type(lm).__name__} names no block to shard"
+    return found
+
+
+def fsdp_modules(scorer: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in scorer.modules() if isinstance(module, FSDPModule))
+
+
+@torch.no_grad()
+def copy_whole(parameter: Tensor, whole: Tensor) -> None:
+    """Copies this rank's slice of ``whole`` (every rank holds it) into ``parameter``; no communication."""
+    if isinstance(parameter, DTensor):
+        whole = whole.to(parameter.device, parameter.dtype)
+        sliced = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(sliced.to_local())
+    else:
+        parameter.copy_(whole)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank (a collective call)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def discard_iteration(scorer: Scorer) -> None:
+    """Forgets a forward or backward that did not finish, and every gradient not reduced yet.
+
+    ``reset_iter_state`` puts FSDP's own state right but keeps what ``set_requires_gradient_sync(False)``
+    has accumulated in the unsharded parameters, which no public call can drop.
+    """
+    assert isinstance(scorer, FSDPModule)
+    if scorer._get_fsdp_state()._is_root is None:
+        return  # no forward has run yet
+    scorer.reset_iter_state()
+    for module in fsdp_modules(scorer):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None

@@ -1,0 +1,87 @@
+"""What a checkpoint of this engine holds: tensors under names that no layout changes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from components.checkpoint.format import load_tensors, save_tensors, saved_keys
+
+Weights = dict[str, nn.Parameter]
+"""Shards by Hugging Face name."""
+
+STEP = "optimizer_step"
+"""Updates made so far: AdamW's bias correction counts them, and a skipped step is none."""
+
+
+def save(
+    path: Path, weights: Weights, optimizer: torch.optim.Optimizer | None, moments: Sequence[str], rank: int
+) -> None:
+    """Every rank writes its shards; without ``optimizer`` the weights alone."""
+    tensors = weight_tensors(weights)
+    if optimizer is not None:
+        make_moments(optimizer, moments)
+        tensors |= moment_tensors(weights, optimizer, moments)
+        tensors[STEP] = first_step(optimizer)
+        tensors |= rng_tensors(rank)
+    save_tensors(path, tensors)
+
+
+def load(
+    path: Path, weights: Weights, optimizer: torch.optim.Optimizer, moments: Sequence[str], rank: int
+) -> None:
+    """Restores in place what ``save`` wrote on any number of ranks.
+
+    A rank that had no twin when the checkpoint was written keeps its own random stream.
+    """
+    make_moments(optimizer, moments)
+    step, rng, keys = torch.zeros(1), rng_tensors(rank), saved_keys(path)
+    tensors = weight_tensors(weights) | moment_tensors(weights, optimizer, moments) | {STEP: step}
+    known = {name: value for name, value in rng.items() if name in keys}
+    load_tensors(path, tensors | known)
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].fill_(step.item())
+    restore_rng(known)
+
+
+def weight_tensors(weights: Weights) -> dict[str, Tensor]:
+    return {f"model/{name}": parameter.detach() for name, parameter in weights.items()}
+
+
+def moment_tensors(
+    weights: Weights, optimizer: torch.optim.Optimizer, moments: Sequence[str]
+) -> dict[str, Tensor]:
+    return {f"{m}/{name}": optimizer.state[p][m] for name, p in weights.items() for m in moments}
+
+
+def make_moments(optimizer: torch.optim.Optimizer, moments: Sequence[str]) -> None:
+    """Zero moments where no step has been taken yet: the values torch's optimizers start from."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state and moments:
+                state.update({moment: torch.zeros_like(parameter.detach()) for moment in moments})
+                if "exp_avg" in moments:
+                    device = parameter.device if group.get("fused") else torch.device("cpu")
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+
+
+def first_step(optimizer: torch.optim.Optimizer) -> Tensor:
+    states = [state["step"] for state in optimizer.state.values() if "step" in state]
+    return states[0].detach().cpu().reshape(1) if states else torch.zeros(1)
+
+
+def rng_tensors(rank: int) -> dict[str, Tensor]:
+    """This rank's random streams, as they are now."""
+    streams = {f"rng/{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        streams[f"rng_cuda/{rank}"] = torch.cuda.get_rng_state()
+    return streams
+
+
+def restore_rng(streams: dict[str, Tensor]) -> None:
+    for name, state in streams.items():
+        setter = torch.cuda.set_rng_state if name.startswith("rng_cuda/") else torch.set_rng_state
+        setter(state)

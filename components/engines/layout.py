@@ -1,0 +1,29 @@
+"""How many ranks a layout takes."""
+
+from collections.abc import Mapping
+
+from runner.errors import ConfigError
+
+
+def world_size(
+    *, dp: int | None, default_dp: int, model_ranks: int, environ: Mapping[str, str], num_gpus: int
+) -> int:
+    """Ranks of the run: ``model_ranks`` (tp x pp x cp) times dp.
+
+    Where dp is unset it fills WORLD_SIZE, else the visible GPUs, else it is ``default_dp``.
+
+    Raises:
+        ConfigError: the sizes do not fit WORLD_SIZE.
+    """
+    joined = int(environ["WORLD_SIZE"]) if "WORLD_SIZE" in environ else None
+    if dp is None:
+        available = joined or num_gpus
+        ranks = max(available // model_ranks, 1) * model_ranks if available else default_dp * model_ranks
+    else:
+        ranks = dp * model_ranks
+    if joined is not None and ranks != joined:
+        raise ConfigError(
+            f"parallelism.dp: this layout takes {ranks} ranks but the launcher started WORLD_SIZE={joined}; "
+            f"start {ranks} processes, or choose sizes whose product tp x pp x cp x dp is {joined}."
+        )
+    return ranks

@@ -1,0 +1,69 @@
+"""The sums and counts of one train step or of one evaluation."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runner.protocols import LossOutput
+
+
+def reduce_counts(
+    counts: Mapping[str, int], group: dist.ProcessGroup, device: torch.device
+) -> dict[str, int]:
+    """Adds ``counts`` over the data ranks of ``group``; every rank passes the same keys in the same order."""
+    values = torch.tensor(list(counts.values()), dtype=torch.int64, device=device)
+    dist.all_reduce(values, group=group)
+    return dict(zip(counts, values.tolist(), strict=True))
+
+
+@dataclass
+class Sums:
+    """Un-normalised sums of this rank. They stay on the device: nothing is read back inside a step."""
+
+    counts: Mapping[str, int] | None = None
+    """Global counts by term, where they are known before the first forward."""
+    terms: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
+    term_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    metrics: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
+    metric_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def objective(self, output: LossOutput) -> Tensor:
+        """What enters the backward pass: each term times N_main / N_term; the first term is the main one."""
+        main, *others = output.terms.items()
+        if not others:
+            return main[1]
+        assert self.counts is not None, "a loss of several terms needs its counts at begin_train_step"
+        n_main = self.counts[main[0]]
+        scaled = [term * (n_main / self.counts[name]) for name, term in others if self.counts[name]]
+        return torch.stack([main[1], *scaled]).sum()
+
+    def add(self, output: LossOutput, counts: Mapping[str, int]) -> None:
+        """Adds one micro-batch."""
+        for name, term in output.terms.items():
+            self.terms[name] += term.detach().double()
+            self.term_counts[name] += counts[name]
+        for name, (total, count) in output.metrics.items():
+            self.metrics[name] += total.double()
+            self.metric_counts[name] += count
+
+    def reduce(self, group: dist.ProcessGroup, device: torch.device) -> tuple[dict[str, float], int]:
+        """``(means, N_main)`` over all data ranks, in one all-reduce.
+
+        ``means["loss"]`` is the sum over terms of sum / count, NaN where the main term has no count. Every
+        data rank holds the same names: a rank without rows has run an empty micro-batch.
+        """
+        tables = (self.terms, self.term_counts, self.metrics, self.metric_counts)
+        values = [torch.as_tensor(v, dtype=torch.float64, device=device) for t in tables for v in t.values()]
+        packed = torch.stack(values)
+        dist.all_reduce(packed, group=group)
+        numbers = iter(packed.tolist())
+        terms, term_counts, metrics, metric_counts = ({name: next(numbers) for name in t} for t in tables)
+        n_main = next(iter(term_counts.values()))
+        parts = [terms[name] / count for name, count in term_counts.items() if count]
+        means = {name: metrics[name] / count if count else math.nan for name, count in metric_counts.items()}
+        return {"loss": math.fsum(parts) if n_main else math.nan, **means}, round(n_main)

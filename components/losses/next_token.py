@@ -1,0 +1,78 @@
+"""Cross entropy with the next token: pre-training and supervised fine-tuning."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from runner.errors import ConfigError
+from runner.protocols import IGNORE, Batch, Engine, LossOutput, TokenStats
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """``(1 - eps) * -logp + eps * -mean_logp + z_loss * logsumexp ** 2`` at every labelled token.
+
+    Label smoothing is Szegedy et al. 2016 (uniform over the whole vocabulary), the z-loss PaLM's (2022).
+    """
+
+    kind: Literal["text", "chat"]
+    normalize: Literal["token", "sequence"]
+    """What counts the same: every labelled token, or every sequence (by its mean over labelled tokens)."""
+    label_smoothing: float
+    z_loss: float
+
+    needs_reference: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ConfigError(
+                f"stage.label_smoothing: must be at least 0 and below 1, got {self.label_smoothing}."
+            )
+        if not 0 <= self.z_loss < math.inf:
+            raise ConfigError(f"stage.z_loss: must be a number of at least 0, got {self.z_loss}.")
+
+    @property
+    def requires(self) -> frozenset[str]:
+        wanted = {"mean_logp": self.label_smoothing, "logsumexp": self.z_loss}
+        return frozenset(name for name, strength in wanted.items() if strength)
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        labelled = batch.labels != IGNORE
+        if self.normalize == "token":
+            return {"loss": int(labelled.sum())}
+        return {"loss": int((batch.sum_per_sequence(labelled) > 0).sum())}
+
+    def weights(self, batch: Batch) -> Tensor | None:
+        return None if self.requires else self._token_weights(batch)
+
+    def prepare(self, microbatches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:  # noqa: ARG002
+        return microbatches
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        nll, eps, metrics = -stats.logps, self.label_smoothing, {}
+        per_token = nll
+        if self.requires:
+            metrics["nll"] = nll
+        if stats.mean_logp is not None:
+            per_token = (1 - eps) * per_token - eps * stats.mean_logp
+        if stats.logsumexp is not None:
+            metrics["z_loss"] = self.z_loss * stats.logsumexp.square()
+            per_token = per_token + metrics["z_loss"]
+        total = (self._token_weights(batch) * per_token).sum(dtype=torch.float64)
+        tokens = int((batch.labels != IGNORE).sum()) if metrics else 0
+        return LossOutput(
+            {"loss": total},
+            {name: (value.detach().sum(dtype=torch.float64), tokens) for name, value in metrics.items()},
+        )
+
+    def _token_weights(self, batch: Batch) -> Tensor:
+        """float32 like ``labels``: 1, or 1 / labelled tokens of the sequence; 0 where there is no label."""
+        labelled = batch.labels != IGNORE
+        if self.normalize == "token":
+            return labelled.float()
+        lengths = batch.sum_per_sequence(labelled).clamp(min=1)
+        return (labelled / lengths[batch.sequence_ids()]).float()

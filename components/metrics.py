@@ -1,0 +1,141 @@
+"""How much arithmetic a step needs, and how much the device could have done (MFU)."""
+
+import time
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+DENSE_PEAKS = {
+    "A100": (312e12, 19.5e12),
+    "A10": (125e12, 31.2e12),
+    "B200": (2250e12, 75e12),
+    "GH200": (989e12, 67e12),
+    "H100 NVL": (835e12, 60e12),
+    "H100 PCIe": (756e12, 51e12),
+    "H100": (989e12, 67e12),
+    "H200 NVL": (835e12, 60e12),
+    "H200": (989e12, 67e12),
+    "L4": (121e12, 30.3e12),
+    "L40S": (362e12, 91.6e12),
+    "RTX 3090": (71e12, 35.6e12),
+    "RTX 4090": (165e12, 82.6e12),
+    "RTX A6000": (155e12, 38.7e12),
+}
+"""FLOP/s of dense bf16 tensor cores and of fp32 without TF32, from NVIDIA's data sheets."""
+
+MEASURE_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class MatmulSizes:
+    """What a model multiplies its tokens with."""
+
+    linear: float
+    """Weights every token is multiplied with; embeddings are looked up and norms are no matmuls."""
+    head: float
+    """Weights of the output head, which only labelled positions need."""
+    attention: tuple[tuple[int, float], ...]
+    """Per layer: heads x head_dim, and how many tokens back it sees."""
+
+
+def matmul_sizes(model: PreTrainedModel) -> MatmulSizes:
+    """Counts on the shapes of ``model``, which may be on the meta device or sharded."""
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    head = model.get_output_embeddings().weight
+    skipped = {id(weight) for weight in (*tables, head)}
+    weights = (p for p in model.parameters() if p.ndim > 1 and id(p) not in skipped)
+    return MatmulSizes(
+        float(sum(p.numel() for p in weights)), float(head.numel()), attention_sizes(model.config)
+    )
+
+
+def attention_sizes(config: PreTrainedConfig) -> tuple[tuple[int, float], ...]:
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    window = getattr(text, "sliding_window", None) or inf
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    return tuple((width, window if kind == "sliding_attention" else inf) for kind in kinds)
+
+
+def train_flops(
+    sizes: MatmulSizes,
+    *,
+    num_tokens: int,
+    num_labels: int,
+    sum_squared_seqlens: float,
+    forward_only_passes: int = 0,
+) -> float:
+    """FLOPs that one training step needs (matmuls, forward and backward; nothing is counted twice).
+
+    The convention of PaLM (Chowdhery et al., 2022, appendix B), 6 x weights x tokens plus attention, with
+    two corrections that leave it a count of what is *needed*: attention is causal, so a sequence of T tokens
+    has T^2 / 2 pairs instead of T^2, and the head is applied where there is a label, which in pre-training is
+    everywhere. Recomputed activations and padding do not count.
+
+    Args:
+        sum_squared_seqlens: Over the sequences of the step, packed or not.
+        forward_only_passes: Passes without gradient over the same tokens: 1 for dpo's reference model.
+    """
+    pairs = sum(
+        width * min(sum_squared_seqlens / 2, window * num_tokens) for width, window in sizes.attention
+    )
+    # Query times key, and weight times value: two matmuls of 2 FLOPs a pair and channel.
+    forward = 2 * sizes.linear * num_tokens + 2 * sizes.head * num_labels + 4 * pairs
+    return forward * (3 + forward_only_passes)
+
+
+def mfu(flops: float, seconds: float, peak: float, world_size: int) -> float:
+    """Model FLOPs utilisation: ``flops`` over what ``world_size`` devices could do in ``seconds``."""
+    return flops / (seconds * peak * world_size)
+
+
+@cache
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s that one rank can reach: a data sheet's for known GPUs, else measured here, once.
+
+    The measurement is a square matmul repeated for 0.2 s with the threads this process has, so on CPU the
+    MFU says how much of the time goes into matmuls at their best speed.
+    """
+    if device.type == "cuda":
+        known = data_sheet_peak(torch.cuda.get_device_name(device), dtype)
+        if known is not None:
+            return known
+    return measure_peak(device, dtype)
+
+
+def data_sheet_peak(name: str, dtype: torch.dtype) -> float | None:
+    """The peak of the GPU ``name`` ("NVIDIA H100 80GB HBM3"); the longest entry that is part of it wins.
+
+    Laptop parts share a name with desktop ones that are twice as fast, so they are left to be measured.
+    """
+    words = f" {name.replace('-', ' ')} "
+    if " Laptop " in words:
+        return None
+    for known in sorted(DENSE_PEAKS, key=len, reverse=True):
+        if f" {known} " in words:
+            return DENSE_PEAKS[known][0 if dtype in (torch.bfloat16, torch.float16) else 1]
+    return None
+
+
+def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = torch.ones(2, size, size, device=device, dtype=dtype)
+    best, deadline = inf, time.perf_counter() + MEASURE_SECONDS
+    torch.mm(a, b)
+    while time.perf_counter() < deadline:
+        synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, b)
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,18 @@
+"""Any transformers causal language model: what it is, where its weights come from, how it is written."""
+
+from components.models.export import export_folder
+from components.models.initialize import materialize_buffers, random_weights
+from components.models.pretrained import pretrained_weights
+from components.models.spec import ModelSpec
+from components.models.weights import WeightSource, named_shapes, signature
+
+__all__ = [
+    "ModelSpec",
+    "WeightSource",
+    "export_folder",
+    "materialize_buffers",
+    "named_shapes",
+    "pretrained_weights",
+    "random_weights",
+    "signature",
+]

@@ -1,0 +1,30 @@
+"""What a user does with an exported folder: gives it a tokenizer, and lets it write."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+
+def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Saves ``tokenizer`` beside the weights and says in the configurations where a completion ends."""
+    tokenizer.save_pretrained(folder)
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | ids, indent=2) + "\n")
+    GenerationConfig(**ids).save_pretrained(folder)
+
+
+def complete(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remote_code: bool) -> list[int]:
+    """The greedy continuation of ``prompt`` by the model exported to ``folder``."""
+    logging.disable_progress_bar()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ids = torch.tensor([prompt], device=device)
+    with torch.no_grad():
+        answer = model.to(device).eval().generate(ids, max_new_tokens=max_new_tokens, do_sample=False)
+    continuation: list[int] = answer[0, len(prompt) :].tolist()
+    return continuation

@@ -1,0 +1,159 @@
+"""The ``model`` group: one description from which every process builds the same model."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from components.data.tokenizer import PATH as EMBEDDED_TOKENIZER
+from components.models.checks import check_config, check_model
+from components.models.completion import add_tokenizer, complete
+from components.models.configs import INVALID, check_same, make_config, read_config
+from components.models.folder import model_folder, one_line, read_json
+from components.models.initialize import random_weights
+from components.models.pretrained import pretrained_weights
+from components.models.weights import WeightSource, signature
+from runner.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """``init=pretrained`` takes shape, weights and tokenizer from ``path``.
+
+    ``init=random`` takes the shape from ``architecture`` (no file or network is touched), or from ``path``
+    where there is none.
+    """
+
+    path: str | None = None
+    """A folder, or an id of the Hugging Face hub."""
+    architecture: dict[str, Any] | None = None
+    """``model_type`` and fields of its transformers configuration."""
+    init: Literal["random", "pretrained"] = "random"
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    trust_remote_code: bool = False
+    tokenizer: str | None = None
+    """A folder or hub id; None: that of ``path`` where the shape comes from it, else the embedded one."""
+
+    def __post_init__(self) -> None:
+        if self.path is None:
+            if self.init == "pretrained":
+                raise ConfigError(
+                    "model.path: is null, and model.init=pretrained reads weights from it; set it."
+                )
+            if self.architecture is None:
+                raise ConfigError("model.path: is null and so is model.architecture; give one of them.")
+        if self.path is not None and not self._reads_path and Path(self.path).expanduser().is_dir():
+            raise ConfigError(
+                f"model.path={self.path}: is not read, as model.architecture gives the shape and "
+                "model.init=random the weights; use model=hf or model.init=pretrained."
+            )
+        if self.revision is not None and not self._reads_path:
+            raise ConfigError("model.revision: is not read with model.init=random and model.architecture.")
+
+    @property
+    def _reads_path(self) -> bool:
+        return self.init == "pretrained" or self.architecture is None
+
+    def folder(self, *, weights: bool = False) -> Path:
+        """Where the files of ``path`` are on this machine (downloaded if need be)."""
+        assert self.path is not None
+        return model_folder("model.path", self.path, self.revision, weights=weights)
+
+    def config(self) -> PreTrainedConfig:
+        """A fresh configuration for training (``use_cache`` off).
+
+        Raises:
+            ConfigError: it cannot be read or made, or describes a model that our engines do not compute.
+        """
+        if self._reads_path:
+            config = read_config(self.folder(), trust_remote_code=self.trust_remote_code)
+            if self.architecture is not None:
+                check_same(self.architecture, config, str(self.path))
+        else:
+            assert self.architecture is not None
+            config = make_config(self.architecture)
+        check_config(config)
+        # A cache makes transformers ignore where packed sequences begin.
+        config.use_cache = False
+        return config
+
+    def build(self, config: PreTrainedConfig, *, attention: str = "eager") -> PreTrainedModel:
+        """The model on the meta device, float32, tied weights tied; ``attention`` as transformers knows it.
+
+        Raises:
+            ConfigError: transformers cannot build it, or our engines cannot train it (``check_model``).
+        """
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(
+                    copy.deepcopy(config),
+                    dtype=torch.float32,
+                    attn_implementation=attention,
+                    trust_remote_code=self.trust_remote_code,
+                )
+        except (*INVALID, AssertionError, ImportError, RuntimeError, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"model: transformers cannot build this {config.model_type}: {one_line(error)}"
+            ) from error
+        check_model(model)
+        return model
+
+    def signature(self, model: PreTrainedModel) -> str:
+        """Two models with one signature can read each other's checkpoints."""
+        return signature(model)
+
+    def weights(self, seed: int) -> WeightSource:
+        """Initial weights by Hugging Face parameter name; ``seed`` is for ``init=random``."""
+        model = self.build(self.config())
+        if self.init == "random":
+            return random_weights(model, seed)
+        folder = self.folder(weights=True)
+        return pretrained_weights(folder, model, trust_remote_code=self.trust_remote_code)
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """
+        Raises:
+            ConfigError: there is none where it should be, or it cannot be read.
+        """
+        option, folder = self._tokenizer_folder()
+        if (folder / "tokenizer.json").is_file():
+            read_json(folder / "tokenizer.json")
+        elif not any(
+            (folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json")
+        ):
+            raise ConfigError(
+                f"{option}: {folder} has no tokenizer; point model.tokenizer at a folder that has one."
+            )
+        try:
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=self.trust_remote_code)
+        except (*INVALID, ImportError, OSError) as error:
+            raise ConfigError(
+                f"{option}: cannot load the tokenizer in {folder}: {one_line(error)}"
+            ) from error
+
+    def _tokenizer_folder(self) -> tuple[str, Path]:
+        if self.tokenizer is not None:
+            return "model.tokenizer", model_folder("model.tokenizer", self.tokenizer)
+        if self._reads_path:
+            return "model.path", self.folder()
+        return "model.tokenizer", Path(EMBEDDED_TOKENIZER)
+
+    def add_tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
+        """Completes an exported folder, and returns the tokenizer."""
+        tokenizer = self.load_tokenizer()
+        add_tokenizer(folder, tokenizer)
+        return tokenizer
+
+    def complete(self, folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
+        """The greedy continuation of ``prompt`` by the model exported to ``folder``."""
+        return complete(folder, prompt, max_new_tokens, trust_remote_code=self.trust_remote_code)

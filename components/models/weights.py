@@ -1,0 +1,29 @@
+"""The names a model's parameters have on disk, which are their names everywhere in this program."""
+
+import hashlib
+import json
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+WeightSource = Callable[[str], Tensor]
+"""Hugging Face parameter name -> the whole tensor on CPU, in float32 or as stored."""
+
+
+def named_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Every parameter in the model's own order; tied ones once, under the name that comes first."""
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The other names of tied parameters, and the one ``named_shapes`` lists: lm_head -> embed_tokens."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+def signature(model: nn.Module) -> str:
+    """A hash of names and shapes: two models with one signature can read each other's checkpoints."""
+    shapes = sorted((name, list(shape)) for name, shape in named_shapes(model).items())
+    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()

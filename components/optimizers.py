@@ -1,0 +1,99 @@
+"""Descriptions of optimizers, realised by every engine in its own way."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from runner.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
+
+    lr: float = 1e-3
+    """The peak; the scheduler says how much of it a step gets."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this L2 norm over all parameters; None or 0: never."""
+
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    """What is kept per parameter, under torch's names, each of the parameter's shape."""
+
+    def __post_init__(self) -> None:
+        check_at_least_zero(self, "lr", "eps", "weight_decay", "max_grad_norm")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(
+                f"optimizer.betas: both must be at least 0 and below 1, got {list(self.betas)}."
+            )
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent; weight decay is added to the gradient, as in torch."""
+
+    lr: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        check_at_least_zero(self, "lr", "momentum", "weight_decay", "max_grad_norm")
+        if self.nesterov and self.momentum == 0:
+            raise ConfigError("optimizer.nesterov: needs momentum; set optimizer.momentum above 0.")
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
+
+
+Optimizer = AdamW | SGD
+
+
+def check_at_least_zero(description: object, *names: str) -> None:
+    for name in names:
+        value = getattr(description, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"optimizer.{name}: must be a number of at least 0, got {value}.")
+
+
+def decays(name: str, ndim: int) -> bool:
+    """Whether weight decay applies to a parameter: not to biases and one-dimensional ones (norms).
+
+    By Hugging Face name and shape, so that engines that fuse or split tensors decide alike.
+    """
+    return ndim > 1 and not name.endswith(".bias")
+
+
+def torch_optimizer(
+    description: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """The torch optimizer over Hugging Face names and their (possibly sharded) parameters.
+
+    Its groups share one learning rate, which the engine sets at every step.
+    """
+    named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    groups = []
+    for decayed in (True, False):
+        members = [(name, p) for name, p in named if decays(name, p.ndim) is decayed]
+        if members:
+            groups.append({"params": members, "weight_decay": description.weight_decay if decayed else 0.0})
+    return realise(description, groups)
+
+
+def realise(description: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if isinstance(description, AdamW):
+        return torch.optim.AdamW(
+            groups, lr=description.lr, betas=description.betas, eps=description.eps, fused=True
+        )
+    # Fused SGD has no rule for sharded tensors (torch 2.13); foreach gives the same numbers.
+    return torch.optim.SGD(
+        groups, lr=description.lr, momentum=description.momentum, nesterov=description.nesterov, foreach=True
+    )

@@ -1,0 +1,65 @@
+"""Checks in the parent, before a process is spawned or a group is made."""
+
+from typing import Any
+
+import torch
+
+from runner.errors import ConfigError
+
+
+def resolve_device(device: str) -> str:
+    """``auto`` -> ``cuda`` where there is one.
+
+    Raises:
+        ConfigError: CUDA asked for where there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device: is cuda, but no CUDA device is visible; use run.device=auto or cpu.")
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def check_ranks(world_size: int, device: str, local_ranks: int) -> None:
+    """Every rank of this machine needs a GPU of its own."""
+    if device == "cuda" and local_ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"parallelism.dp: {world_size} ranks on {torch.cuda.device_count()} visible GPU(s); "
+            f"lower it, or use run.device=cpu."
+        )
+
+
+def check_batch(global_batch_size: int, micro_batch_size: int, data_size: int) -> None:
+    """A global batch is whole micro-batches on every data rank."""
+    unit = data_size * micro_batch_size
+    if global_batch_size % unit:
+        below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
+        near = f"{below} or {above}" if below else str(above)
+        raise ConfigError(
+            f"run.global_batch_size: {global_batch_size} does not divide by dp x run.micro_batch_size = "
+            f"{data_size} x {micro_batch_size}; use {near}."
+        )
+
+
+def check_model_fits_data(config: Any, tokenizer: Any, max_length: int) -> None:
+    """Positions and vocabulary of the model against the data's."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and max_length > positions:
+        raise ConfigError(
+            f"data.max_length: {max_length} is over the model's {positions} positions "
+            f"(max_position_embeddings); use data.max_length={positions} or less."
+        )
+    if len(tokenizer) > config.vocab_size:
+        raise ConfigError(
+            f"model.tokenizer: has {len(tokenizer)} tokens but the model's vocabulary is {config.vocab_size}; "
+            f"use the tokenizer that belongs to the model, or a model with a larger vocab_size."
+        )
+
+
+def check_normalisation(normalize: str | None, packing: str) -> None:
+    """A document that is cut across rows is no sample whose tokens could be averaged."""
+    if normalize == "sequence" and packing == "concat":
+        raise ConfigError(
+            "stage.normalize: is sequence, but data.packing=concat cuts samples across rows; "
+            "use data.packing=bfd or stage.normalize=token."
+        )

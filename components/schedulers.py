@@ -1,0 +1,166 @@
+"""Learning-rate schedules: pure functions of the step, so there is nothing to checkpoint.
+
+``lr(step, peak=, total_steps=)`` is the rate of the update made after ``step`` completed ones: 0 for the
+first. All begin with a linear warmup from 0, as transformers and Megatron do.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from runner.errors import ConfigError
+
+DecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
+
+DECAYS: dict[DecayStyle, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "exponential": lambda progress: 2 * 0.5**progress - 1,
+    "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+"""From progress in [0, 1] to the share of ``peak - min_lr`` that is left, from 1 to 0 (as in Megatron)."""
+
+
+@dataclass(frozen=True)
+class Scheduler(ABC):
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_steps", "decay_steps", "min_lr"):
+            value = getattr(self, name, None)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"scheduler.{name}: must be at least 0, got {value}.")
+
+    def check(self, *, peak: float, total_steps: int) -> None:
+        """
+        Raises:
+            ConfigError: the schedule does not fit a run of ``total_steps`` with the top rate ``peak``.
+        """
+        if self.warmup_steps > total_steps:
+            raise ConfigError(
+                f"scheduler.warmup_steps: is {self.warmup_steps}, but the run has {total_steps} steps; "
+                "lower it or raise run.max_steps."
+            )
+        min_lr = getattr(self, "min_lr", None)
+        if min_lr is not None and min_lr > peak:
+            raise ConfigError(f"scheduler.min_lr: is {min_lr}, above optimizer.lr={peak}; lower it.")
+
+    def lr(self, step: int, *, peak: float, total_steps: int) -> float:
+        """The learning rate after ``step`` completed updates in a run of ``total_steps``."""
+        if step < self.warmup_steps:
+            return peak * step / self.warmup_steps
+        return self.after_warmup(step, peak, total_steps)
+
+    @abstractmethod
+    def after_warmup(self, step: int, peak: float, total_steps: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Constant(Scheduler):
+    """``peak`` for ever."""
+
+    def after_warmup(self, step: int, peak: float, total_steps: int) -> float:  # noqa: ARG002
+        return peak
+
+
+@dataclass(frozen=True)
+class Decay(Scheduler):
+    """From ``peak`` to a floor in ``decay_steps``, then the floor."""
+
+    decay_steps: int | None = None
+    """After the warmup; None: all that is left of the run."""
+
+    style: ClassVar[DecayStyle]
+
+    @abstractmethod
+    def floor(self, peak: float) -> float: ...
+
+    def after_warmup(self, step: int, peak: float, total_steps: int) -> float:
+        length = total_steps - self.warmup_steps if self.decay_steps is None else self.decay_steps
+        return decayed(self.style, step - self.warmup_steps, length, peak, self.floor(peak))
+
+
+@dataclass(frozen=True)
+class Linear(Decay):
+    """A straight line from ``peak`` to ``min_lr``."""
+
+    min_lr: float = 0.0
+    style: ClassVar[DecayStyle] = "linear"
+
+    def floor(self, peak: float) -> float:  # noqa: ARG002
+        return self.min_lr
+
+
+@dataclass(frozen=True)
+class Cosine(Decay):
+    """Half a cosine from ``peak`` to ``min_lr`` (Loshchilov and Hutter, 2017)."""
+
+    min_lr: float = 0.0
+    style: ClassVar[DecayStyle] = "cosine"
+
+    def floor(self, peak: float) -> float:  # noqa: ARG002
+        return self.min_lr
+
+
+@dataclass(frozen=True)
+class CosineMinLR(Decay):
+    """Half a cosine that does not go to zero."""
+
+    min_lr: float | None = None
+    """None: a tenth of ``peak``."""
+    style: ClassVar[DecayStyle] = "cosine"
+
+    def floor(self, peak: float) -> float:
+        return peak / 10 if self.min_lr is None else self.min_lr
+
+
+@dataclass(frozen=True)
+class InverseSqrt(Scheduler):
+    """``peak * sqrt(warmup_steps / step)``, at least ``min_lr`` (Vaswani et al., 2017).
+
+    Without a warmup, ``peak / sqrt(step)``, as in Megatron; transformers takes a time scale of 10000 there.
+    """
+
+    decay_steps: int | None = None
+    """After the warmup, then ``min_lr`` at once; None: no end."""
+    min_lr: float = 0.0
+
+    def after_warmup(self, step: int, peak: float, total_steps: int) -> float:  # noqa: ARG002
+        if self.decay_steps is not None and step - self.warmup_steps > self.decay_steps:
+            return self.min_lr
+        return max(self.min_lr, peak * math.sqrt(max(self.warmup_steps, 1) / max(step, 1)))
+
+
+@dataclass(frozen=True)
+class WSD(Scheduler):
+    """Warmup, stable, decay: ``peak`` until the last ``decay_steps`` of the run (Hu et al., 2024)."""
+
+    decay_steps: int | None = None
+    """At the end of the run; None: a tenth of it, rounded up."""
+    min_lr: float = 0.0
+    decay_style: DecayStyle = "minus_sqrt"
+
+    def check(self, *, peak: float, total_steps: int) -> None:
+        super().check(peak=peak, total_steps=total_steps)
+        length = self._length(total_steps)
+        if self.warmup_steps + length > total_steps:
+            raise ConfigError(
+                f"scheduler.decay_steps: {length} after {self.warmup_steps} of warmup do not fit "
+                f"into a run of {total_steps} steps; lower one of them."
+            )
+
+    def after_warmup(self, step: int, peak: float, total_steps: int) -> float:
+        length = self._length(total_steps)
+        return decayed(self.decay_style, max(step - (total_steps - length), 0), length, peak, self.min_lr)
+
+    def _length(self, total_steps: int) -> int:
+        return math.ceil(total_steps / 10) if self.decay_steps is None else self.decay_steps
+
+
+def decayed(style: DecayStyle, steps: int, length: int, peak: float, min_lr: float) -> float:
+    """The rate ``steps`` into a decay of ``length`` steps; ``min_lr`` from its end on."""
+    if steps >= length:
+        return min_lr
+    return min_lr + (peak - min_lr) * DECAYS[style](steps / length)

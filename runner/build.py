@@ -1,0 +1,89 @@
+"""From a composed config to components: every key is checked against the signature that will read it."""
+
+import inspect
+import json
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hydra.utils import get_object
+from pydantic import TypeAdapter, ValidationError
+
+from runner.errors import ConfigError
+from runner.protocols import Loss, ParallelismSpec, SchedulerSpec
+from runner.provenance import Provenance, did_you_mean
+from runner.schema import RunConfig
+
+GROUPS = ("model", "parallelism", "optimizer", "scheduler", "stage", "data", "logger")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Every component as its own checked description; nothing heavy has been built."""
+
+    run: RunConfig
+    model: Any
+    parallelism: ParallelismSpec
+    optimizer: Any
+    scheduler: SchedulerSpec
+    stage: Loss
+    data: Any
+    logger: Any
+
+
+def build_experiment(config: Mapping[str, Any], where: Provenance) -> Experiment:
+    """Builds the descriptions of all groups.
+
+    Raises:
+        ConfigError: a key that nothing reads, a missing or ill-typed value, a value a component refuses.
+    """
+    known = {field.name for field in fields(Experiment)}
+    for key in config:
+        if key not in known:
+            raise ConfigError(f"{key} ({where.of(key)}): nothing reads this key; {did_you_mean(key, known)}")
+    parts = {group: build_component(group, config[group], where) for group in GROUPS}
+    return Experiment(run=construct(RunConfig, "run", config["run"], where), **parts)
+
+
+def build_component(group: str, node: Mapping[str, Any], where: Provenance) -> Any:
+    """The object that ``node['_target_']`` names, called with the other keys."""
+    path = node.get("_target_") if isinstance(node, Mapping) else None
+    if not isinstance(path, str):
+        raise ConfigError(f"{group}._target_ ({where.of(group)}): must name the class that reads this group.")
+    try:
+        target = get_object(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        name = f"{group}._target_"
+        raise ConfigError(f"{name} ({where.of(name)}): cannot import {path}; name an installed class.") from error
+    return construct(target, group, {k: v for k, v in node.items() if k != "_target_"}, where)
+
+
+def construct(target: Callable[..., Any], group: str, values: Mapping[str, Any], where: Provenance) -> Any:
+    """``target(**values)`` after binding and type-checking every value against the signature."""
+    parameters = inspect.signature(target).parameters
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for key in values:
+        if key not in parameters and not open_ended:
+            name = f"{group}.{key}"
+            hint = did_you_mean(name, (f"{group}.{p}" for p in parameters))
+            raise ConfigError(f"{name} ({where.of(name)}): nothing reads this key; {hint}")
+    for key, parameter in parameters.items():
+        required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        if required and key not in values:
+            raise ConfigError(f"{group}.{key} ({where.of(group)}): is missing; set {group}.{key}=VALUE.")
+    return target(**{k: typed(f"{group}.{k}", v, hints.get(k, Any), where) for k, v in values.items()})
+
+
+def typed(name: str, value: Any, annotation: Any, where: Provenance) -> Any:
+    """``value`` as ``annotation``: strictly (no text for a number), but a list may become a tuple."""
+    try:
+        return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise ConfigError(f"{name} ({where.of(name)}): got {value!r}; {lower_first(reason)}.") from error
+
+
+def lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,125 @@
+"""The command line. Nothing here imports torch: help, ``--cfg job`` and completion must answer at once."""
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from runner.errors import ConfigError, TrainingError
+from runner.provenance import Provenance, did_you_mean
+
+FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+
+
+def config_dir() -> str:
+    """conf/ as installed inside the package, or beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    return str(next(path for path in (here / "conf", here.parent / "conf") if path.is_dir()))
+
+
+@hydra.main(version_base="1.3", config_path=config_dir(), config_name="config")
+def job(config: DictConfig) -> float:
+    """One run, or one job of a sweep: returns the final loss (eval, else train)."""
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        return execute(config)  # Hydra collects the failures of a sweep
+    losses: list[float] = []
+    if code := exit_code(lambda: losses.append(execute(config))):
+        raise SystemExit(code)
+    return losses[0]
+
+
+def execute(config: DictConfig) -> float:
+    where = provenance()
+    plain = resolved(config, where)
+    from runner.launch import run
+
+    return run(plain, where, command=sys.argv)
+
+
+def main() -> None:
+    """Exit code 0: done; 1: failed while running; 2: a mistake in the configuration; 130: interrupted."""
+    # Hydra would print a stack and exit with 1 for every mistake; we want the exception itself.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    sys.exit(exit_code(job))
+
+
+def exit_code(task: Callable[[], Any]) -> int:
+    """Runs ``task`` and prints what a user should read about its failure."""
+    try:
+        task()
+    except ConfigError as error:
+        return complain(str(error), MISTAKE)
+    except (HydraException, OmegaConfBaseException) as error:
+        return complain(explain(error), MISTAKE)
+    except TrainingError as error:
+        return complain(str(error), FAILED)
+    except KeyboardInterrupt:
+        return complain("interrupted; nothing is left running.", INTERRUPTED)
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+    return 0
+
+
+def complain(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def provenance() -> Provenance:
+    """Of the job Hydra is running."""
+    state = HydraConfig.get()
+    folders = tuple(Path(s.path) for s in state.runtime.config_sources if s.schema == "file")
+    choices = {group: option for group, option in state.runtime.choices.items() if option is not None}
+    return Provenance(choices, tuple(state.overrides.task), folders)
+
+
+def resolved(config: DictConfig, where: Provenance) -> dict[str, Any]:
+    """The config with every interpolation replaced."""
+    try:
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+    except MissingMandatoryValue as error:
+        key = str(error.full_key)
+        raise ConfigError(f"{key} ({where.of(key)}): needs a value; give {key}=VALUE.") from error
+
+
+def explain(error: Exception) -> str:
+    """Hydra's message in one or two lines, with the nearest match for a misspelt word."""
+    text = str(error)
+    if option := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
+        group, word = option.groups()
+        return f"{group}={word}: there is no such option; {did_you_mean(word, options_of(group))}"
+    if key := re.search(r"(?:Could not override|Key) '([^']+)'", text):
+        return f"{key[1]} (the command line): nothing reads this key; {did_you_mean(key[1], known_keys())}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} (the command line): is no KEY=VALUE: {lines[0]}."
+    return " ".join(lines[:2])
+
+
+def options_of(group: str) -> list[str]:
+    return [path.stem for path in (Path(config_dir()) / group).glob("*.yaml")]
+
+
+def known_keys() -> list[str]:
+    """Dotted keys of the default composition, and the groups."""
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        config = OmegaConf.to_container(compose("config"), resolve=False)
+    return [*leaves("", config), *(path.name for path in Path(config_dir()).iterdir() if path.is_dir())]
+
+
+def leaves(prefix: str, node: Any) -> list[str]:
+    if not isinstance(node, dict):
+        return [prefix.rstrip(".")]
+    return [leaf for key, value in node.items() for leaf in leaves(f"{prefix}{key}.", value)]

@@ -1,0 +1,71 @@
+"""The folder of a run and the facts written into it."""
+
+import json
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+PACKAGES = ("runner", "torch", "transformers", "tokenizers", "datasets", "hydra-core", "omegaconf", "numpy")
+
+
+def create_run_folder(output_dir: str, name: str) -> Path:
+    """``output_dir/name/<stamp>``; two runs never share one, however close they start."""
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for suffix in count():
+        folder = Path(output_dir, name, f"{stamp}__{suffix}" if suffix else stamp).absolute()
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("unreachable")
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    (folder / "config.yaml").write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
+    return config
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return facts
+
+
+def write_facts(folder: Path, **facts: Any) -> None:
+    """Merges ``facts`` into run.json."""
+    path = folder / "run.json"
+    known = read_facts(folder) if path.exists() else {}
+    path.write_text(json.dumps(known | facts, indent=2) + "\n")
+
+
+def environment_facts(command: Sequence[str]) -> dict[str, Any]:
+    """Command line, versions and the commit of the source."""
+    return {
+        "command": list(command),
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+        "git_commit": git_commit(),
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout this code runs from; None where it is not one."""
+    here = Path(__file__).resolve().parent
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "--verify", "--quiet", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10, check=False
+        )
+    except FileNotFoundError:
+        return None
+    return answer.stdout.strip() or None

@@ -1,0 +1,82 @@
+"""Runs whose ranks were started by somebody else (torchrun): agreeing on one folder.
+
+The first rank prepares the run while the others wait at a key-value store, so that no collective can time
+out during tokenisation. On further nodes the first local rank repeats the preparation of the data: it finds
+the cache on a shared filesystem, and builds it on a local one.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from runner.errors import ConfigError
+
+PATIENCE = timedelta(days=2)
+"""How long the other ranks wait for a corpus to be tokenised."""
+
+
+def is_joined(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher has set this process's place in the run."""
+    return "RANK" in environ and "WORLD_SIZE" in environ
+
+
+def meet(environ: Mapping[str, str]) -> dist.TCPStore:
+    """The store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where the launcher does not.
+
+    Keep it alive: the process group meets at the same store.
+    """
+    hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        is_master=environ["RANK"] == "0" and not hosted,
+        wait_for_workers=False,
+    )
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    return store
+
+
+def agree_on_folder(
+    store: dist.Store,
+    environ: Mapping[str, str],
+    prepare: Callable[[], Path],
+    prepare_data: Callable[[], object],
+) -> Path:
+    """``prepare`` on rank 0, ``prepare_data`` on the first rank of every other node; all return one folder.
+
+    Raises:
+        ConfigError: on rank 0 what ``prepare`` raised; elsewhere SystemExit with the same exit code.
+    """
+    round_key = f"runner/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if environ["RANK"] == "0":
+        return publish(store, round_key, prepare)
+    answer = fetch(store, round_key)
+    if "error" in answer:
+        raise SystemExit(2)
+    node_key = f"{round_key}/node/{environ.get('GROUP_RANK', '0')}"
+    if environ.get("GROUP_RANK", "0") != "0":
+        if environ.get("LOCAL_RANK") == "0":
+            prepare_data()
+            store.set(node_key, "{}")
+        fetch(store, node_key)
+    return Path(answer["folder"])
+
+
+def publish(store: dist.Store, key: str, prepare: Callable[[], Path]) -> Path:
+    try:
+        folder = prepare()
+    except ConfigError as error:
+        store.set(key, json.dumps({"error": str(error)}))
+        raise
+    store.set(key, json.dumps({"folder": str(folder)}))
+    return folder
+
+
+def fetch(store: dist.Store, key: str) -> dict[str, str]:
+    store.wait([key], PATIENCE)
+    answer: dict[str, str] = json.loads(store.get(key))
+    return answer

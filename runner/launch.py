@@ -1,0 +1,112 @@
+"""From a composed config to a finished run: check, prepare in this process, then start the ranks."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from components import preflight
+from components.checkpoint import RunIdentity, resume_point
+from runner import join
+from runner.build import build_experiment
+from runner.folder import create_run_folder, environment_facts, write_config, write_facts
+from runner.logs import log_to
+from runner.provenance import Provenance
+from runner.summary import final_loss, summarize
+from runner.train import run_rank
+from runner.workers import run_workers
+
+
+def run(config: Mapping[str, Any], where: Provenance, command: Sequence[str]) -> float:
+    """One run from start to end; returns its final loss (eval, else train; NaN where neither was logged).
+
+    Raises:
+        ConfigError: before any rank starts.
+        TrainingError: a rank failed.
+    """
+    launch = Launch(config, where, command)
+    if join.is_joined(os.environ):
+        return launch.joined()
+    folder = launch.prepare()
+    if launch.world_size > 1:
+        run_workers(folder, launch.world_size)
+    else:
+        run_rank(folder)
+    summarize(launch.experiment, folder)
+    return final_loss(folder)
+
+
+class Launch:
+    """A checked experiment, its device and its number of ranks."""
+
+    def __init__(self, config: Mapping[str, Any], where: Provenance, command: Sequence[str]) -> None:
+        self.config, self.command = config, command
+        self.console = Console(stderr=True)
+        self.experiment = build_experiment(config, where)
+        self.device = preflight.resolve_device(self.experiment.run.device)
+        gpus = torch.cuda.device_count() if self.device == "cuda" else 0
+        self.world_size = self.experiment.parallelism.world_size(os.environ, gpus)
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        preflight.check_ranks(self.world_size, self.device, local_ranks)
+
+    def joined(self) -> float:
+        """Under torchrun: rank 0 does what the parent does elsewhere."""
+        store = join.meet(os.environ)
+        folder = join.agree_on_folder(store, os.environ, self.prepare, self.prepare_data)
+        run_rank(folder)
+        if os.environ["RANK"] == "0":
+            summarize(self.experiment, folder)
+        return final_loss(folder)
+
+    def prepare(self) -> Path:
+        """Checks everything that can be checked here, prepares the data, and fills the run folder."""
+        run, experiment = self.experiment.run, self.experiment
+        data_size = experiment.parallelism.data_size(self.world_size)
+        preflight.check_batch(run.global_batch_size, run.micro_batch_size, data_size)
+        experiment.logger.check()
+        model = experiment.model.build(experiment.model.config())
+        with log_to(None, self.console):
+            data = self.prepare_data()
+        experiment.scheduler.check(peak=experiment.optimizer.lr, total_steps=data.num_steps)
+        identity = RunIdentity(
+            model=experiment.model.signature(model),
+            data=data.identity,
+            optimizer=type(experiment.optimizer).__name__.lower(),
+            seed=run.seed,
+            global_batch_size=run.global_batch_size,
+        )
+        resume = resume_point(run.resume, Path(run.output_dir), run.name, identity)
+        folder = create_run_folder(run.output_dir, run.name)
+        write_config(folder, self.config)
+        write_facts(
+            folder,
+            **environment_facts(self.command),
+            world_size=self.world_size,
+            device=self.device,
+            resumed_from=None if resume is None else str(resume.absolute()),
+            identity=vars(identity),
+            data=data.to_json(),
+        )
+        (folder / "audit.json").write_text(data.audit.to_json())
+        self.console.print(data.audit.render())
+        self.console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+        return folder
+
+    def prepare_data(self) -> Any:
+        """Tokens and plans in the cache of this machine's filesystem."""
+        run, experiment = self.experiment.run, self.experiment
+        stage, data = experiment.stage, experiment.data
+        preflight.check_normalisation(getattr(stage, "normalize", None), data.resolve_packing(stage.kind))
+        tokenizer = experiment.model.load_tokenizer()
+        preflight.check_model_fits_data(experiment.model.config(), tokenizer, data.max_length)
+        return data.prepare(
+            stage.kind,
+            tokenizer,
+            seed=run.seed,
+            global_batch_size=run.global_batch_size,
+            max_steps=run.max_steps,
+            epochs=run.epochs,
+        )

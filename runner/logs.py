@@ -1,0 +1,46 @@
+"""Console and log file of a run."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+log = logging.getLogger("runner")
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints through rich, so that a progress bar stays below the lines."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.console.print(self.format(record), highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def log_to(path: Path | None, console: Console | None) -> Iterator[None]:
+    """Sends the ``runner`` and ``components`` loggers to ``console`` and to ``path``; restores them after."""
+    handlers: list[logging.Handler] = []
+    if console is not None:
+        handlers.append(ConsoleHandler(console))
+    if path is not None:
+        handlers.append(logging.FileHandler(path))
+        handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    loggers = [log, logging.getLogger("components")]
+    for logger in loggers:
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        for handler in handlers:
+            logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            for handler in handlers:
+                logger.removeHandler(handler)
+        for handler in handlers:
+            handler.close()

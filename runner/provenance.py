@@ -1,0 +1,61 @@
+"""Which file a key of the composed config came from, so that an error can name it."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+COMMAND_LINE = "the command line"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What the composition of one config was made of."""
+
+    choices: Mapping[str, str] = field(default_factory=dict)
+    """group -> chosen option."""
+    overrides: tuple[str, ...] = ()
+    """Of the command line, as typed."""
+    search_path: tuple[Path, ...] = ()
+    """Folders of YAML files, the first has precedence."""
+
+    def of(self, key: str) -> str:
+        """Where ``key`` (dotted) got its value: the command line, an experiment file, or its group's file."""
+        if any(name_of(override) == key for override in self.overrides):
+            return COMMAND_LINE
+        experiment = self._file("experiment")
+        if experiment is not None and contains(yaml.safe_load(experiment.read_text()), key.split(".")):
+            return display(experiment)
+        group_file = self._file(key.split(".", maxsplit=1)[0])
+        return display(group_file or Path("conf/config.yaml"))
+
+    def _file(self, group: str) -> Path | None:
+        option = self.choices.get(group)
+        candidates = (folder / group / f"{option}.yaml" for folder in self.search_path)
+        return next((path for path in candidates if path.is_file()), None) if option else None
+
+
+def name_of(override: str) -> str:
+    """``+run.x=1`` -> ``run.x``"""
+    return override.split("=", maxsplit=1)[0].lstrip("+~")
+
+
+def contains(node: Any, path: list[str]) -> bool:
+    if not path:
+        return True
+    return isinstance(node, Mapping) and path[0] in node and contains(node[path[0]], path[1:])
+
+
+def display(path: Path) -> str:
+    """The last three parts: conf/optimizer/adamw.yaml"""
+    return "/".join(path.parts[-3:])
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?``, or else what there is to choose from."""
+    options = sorted(known)
+    near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    return f"did you mean '{near[0]}'?" if near else f"known: {', '.join(options)}."

@@ -1,0 +1,137 @@
+"""What a run shows: the console line, the progress bar, and a row for every logger."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import psutil
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from components.loggers import Logger
+from runner.protocols import BatchStats, StepResult
+from runner.state import TrainState
+
+log = logging.getLogger("runner")
+
+Row = dict[str, float | int | None]
+
+
+@dataclass
+class Window:
+    """Steps since the last logged one; throughput is an average over them."""
+
+    steps: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
+class Reporter:
+    """Reports on the main rank; elsewhere it has no logger and no progress bar, and says nothing."""
+
+    log_every: int
+    flops: Callable[[BatchStats], float]
+    """Floating point operations of one step on a global batch."""
+    peak_flops: float | None
+    """Per second, of all ranks together; None where it is not known."""
+    logger: Logger | None = None
+    progress: Progress | None = None
+    window: Window = field(default_factory=Window)
+    task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        if self.progress is not None:
+            self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+        if self.logger is not None:
+            self.logger.close()
+
+    def start(self, state: TrainState, total_steps: int) -> None:
+        if self.progress is not None:
+            self.task = self.progress.add_task("training", total=total_steps, completed=state.step)
+
+    def step(
+        self, state: TrainState, stats: BatchStats, result: StepResult, *, lr: float, seconds: float
+    ) -> None:
+        """Counts one step, and writes a row where one is due."""
+        window = self.window
+        window.steps += 1
+        window.tokens += stats.num_tokens
+        window.flops += self.flops(stats)
+        window.seconds += seconds
+        if self.progress is not None and self.task is not None:
+            self.progress.update(self.task, completed=state.step)
+        if self.log_every and state.step % self.log_every == 0:
+            row = train_row(state, stats, result, lr) | performance(window, self.peak_flops)
+            self.window = Window()
+            self._write(row, train_line(row))
+
+    def evaluation(self, state: TrainState, means: Mapping[str, float]) -> None:
+        row: Row = {"step": state.step, **{f"eval/{name}": value for name, value in means.items()}}
+        numbers = "  ".join(f"{name} {value:.4f}" for name, value in means.items())
+        self._write(row, f"step {state.step}  eval: {numbers}")
+
+    def _write(self, row: Row, line: str) -> None:
+        if self.logger is not None:
+            log.info(line)
+            self.logger.log(row)
+
+
+def train_row(state: TrainState, stats: BatchStats, result: StepResult, lr: float) -> Row:
+    """Every ``train/`` key of one step; ``num_samples`` and ``skipped`` count from the run's first step."""
+    row: Row = {
+        "step": state.step,
+        "train/loss": result.loss,
+        "train/grad_norm": result.grad_norm,
+        "train/lr": lr,
+        "train/num_tokens": stats.num_tokens,
+        "train/num_labels": stats.num_labels,
+        "train/num_samples": state.num_samples,
+        "train/skipped": state.skipped,
+        "train/seqlen_mean": stats.seqlen_mean,
+        "train/seqlen_max": stats.seqlen_max,
+    }
+    if result.num_zeros is not None:
+        row["train/num_zeros_in_grad"] = result.num_zeros
+    return row | {f"train/{name}": value for name, value in result.metrics.items()}
+
+
+def performance(window: Window, peak_flops: float | None) -> Row:
+    flops_per_s = window.flops / window.seconds
+    return {
+        "perf/tokens_per_s": window.tokens / window.seconds,
+        "perf/step_ms": 1000 * window.seconds / window.steps,
+        "perf/mfu": flops_per_s / peak_flops if peak_flops else None,
+        "perf/memory_gib": memory_gib(),
+    }
+
+
+def memory_gib() -> float:
+    """Of this process: the most the GPU's allocator has held, or the resident set on CPU."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return psutil.Process().memory_info().rss / 2**30
+
+
+def train_line(row: Row) -> str:
+    return (
+        f"step {row['step']}  loss {row['train/loss']:.4f}  lr {row['train/lr']:.2e}  "
+        f"grad_norm {row['train/grad_norm']:.3f}  {row['perf/tokens_per_s']:,.0f} tok/s  "
+        f"{row['train/num_tokens']:,} tokens  {row['train/num_samples']:,} samples  "
+        f"{row['perf/step_ms']:.0f} ms  skipped {row['train/skipped']}  {row['perf/memory_gib']:.2f} GiB"
+    )
+
+
+def progress_bar(console: object) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True)  # type: ignore[arg-type]

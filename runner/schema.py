@@ -1,0 +1,55 @@
+"""The run keys: what the loop itself reads. Everything else belongs to a component."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runner.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """``run.*`` of the composed config; the comments of conf/config.yaml describe every key."""
+
+    name: str
+    output_dir: str
+    max_steps: int | None
+    epochs: int | None
+    global_batch_size: int
+    micro_batch_size: int
+    seed: int
+    dtype: Literal["fp32", "bf16"]
+    device: Literal["auto", "cpu", "cuda"]
+    log_every: int
+    eval_every: int
+    save_every: int
+    save_epochs: int
+    save_model_only: bool
+    keep_last: int
+    resume: str
+    export: bool
+    sample_tokens: int
+    max_skipped_steps: int
+    count_zeros: bool
+
+    def __post_init__(self) -> None:
+        for key in ("global_batch_size", "micro_batch_size", "max_skipped_steps", "max_steps", "epochs"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"run.{key}: must be at least 1, got {value}.")
+        for key in (
+            "log_every",
+            "eval_every",
+            "save_every",
+            "save_epochs",
+            "keep_last",
+            "sample_tokens",
+            "seed",
+        ):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"run.{key}: must be 0 (off) or more, got {getattr(self, key)}.")
+        if self.max_steps is None and self.epochs is None:
+            raise ConfigError("run.max_steps: is null and so is run.epochs; give one of them.")
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ConfigError(
+                f"run.name: {self.name!r} is not a folder name; leave out '/' and a leading '.'."
+            )

@@ -1,0 +1,68 @@
+"""The closing words of a run: where things are, how it went, and one completion."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from runner.build import Experiment
+from runner.folder import read_facts
+
+Row = dict[str, Any]
+
+
+def read_rows(folder: Path) -> list[Row]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def last_value(rows: list[Row], key: str) -> float:
+    """NaN where it was never logged."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return float(values[-1]) if values else math.nan
+
+
+def final_loss(folder: Path) -> float:
+    """The last eval loss, else the last train loss."""
+    rows = read_rows(folder)
+    evaluated = last_value(rows, "eval/loss")
+    return last_value(rows, "train/loss") if math.isnan(evaluated) else evaluated
+
+
+def summarize(experiment: Experiment, folder: Path) -> None:
+    """Finishes the export (the tokenizer belongs to it) and prints what a user wants to know, on stdout."""
+    facts = {"run folder": str(folder)} | checkpoint_facts(folder) | metric_facts(read_rows(folder))
+    if (folder / "export").is_dir():
+        facts |= export_facts(experiment, folder)
+    print()
+    for name, value in facts.items():
+        print(f"{name:<12}{value}")
+
+
+def checkpoint_facts(folder: Path) -> dict[str, str]:
+    saved = sorted((folder / "checkpoints").glob("step_*"))
+    return {"checkpoint": str(saved[-1])} if saved else {}
+
+
+def metric_facts(rows: list[Row]) -> dict[str, str]:
+    facts = {}
+    losses = [(row["step"], row["train/loss"]) for row in rows if row.get("train/loss") is not None]
+    if losses:
+        facts["train loss"] = ", ".join(f"{loss:.4f} at step {step}" for step, loss in (losses[0], losses[-1]))
+    if not math.isnan(evaluated := last_value(rows, "eval/loss")):
+        facts["eval loss"] = f"{evaluated:.4f}"
+    if not math.isnan(rate := last_value(rows, "perf/tokens_per_s")):
+        facts["throughput"] = f"{rate:,.0f} tokens/s over the last logged steps"
+    return facts
+
+
+def export_facts(experiment: Experiment, folder: Path) -> dict[str, str]:
+    """Where the export is, and what its model makes of the first held-out prompt."""
+    tokenizer = experiment.model.add_tokenizer(folder / "export")
+    facts = {"export": str(folder / "export")}
+    if experiment.run.sample_tokens:
+        prompt = experiment.data.restore(read_facts(folder)["data"]).prompt()
+        answer = experiment.model.complete(folder / "export", prompt, experiment.run.sample_tokens)
+        facts["prompt"] = repr(tokenizer.decode(prompt))
+        facts["completion"] = repr(tokenizer.decode(answer))
+    return facts

@@ -1,0 +1,117 @@
+"""One rank's part: wires the components of a prepared run folder into the loop."""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from components.checkpoint import CheckpointPolicy, RunIdentity, read_meta
+from components.metrics import matmul_sizes, peak_flops, train_flops
+from runner.build import Experiment, build_experiment
+from runner.folder import read_config, read_facts, write_facts
+from runner.logs import log_to
+from runner.loop import Training, train
+from runner.protocols import BatchStats, Engine
+from runner.provenance import Provenance
+from runner.reporter import Reporter, progress_bar
+from runner.state import TrainState
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def run_rank(folder: Path) -> None:
+    """Trains, evaluates, saves and exports; every rank of the run calls it with the same folder."""
+    config, facts = read_config(folder), read_facts(folder)
+    experiment = build_experiment(config, Provenance())
+    # The one place where ranks differ: the first one speaks and writes the run's own files.
+    main = os.environ.get("RANK", "0") == "0"
+    console = Console(stderr=True) if main else None
+    with log_to(folder / "train.log" if main else None, console):
+        engine = build_engine(experiment, facts["device"])
+        try:
+            if main:
+                write_facts(folder, **engine.describe())
+            with reporter(experiment, engine, folder, console, config) as report:
+                train(wire(experiment, engine, folder, facts, report, main))
+            if experiment.run.export:
+                engine.export(folder / "export")
+        finally:
+            engine.close()
+
+
+def build_engine(experiment: Experiment, device: Any) -> Engine:
+    run = experiment.run
+    return experiment.parallelism.build(
+        experiment.model,
+        experiment.optimizer,
+        seed=run.seed,
+        dtype=DTYPES[run.dtype],
+        device=device,
+        with_reference=experiment.stage.needs_reference,
+        count_zeros=run.count_zeros,
+    )
+
+
+def wire(
+    experiment: Experiment,
+    engine: Engine,
+    folder: Path,
+    facts: Mapping[str, Any],
+    report: Reporter,
+    main: bool,
+) -> Training:
+    """The loop's arguments, at the start of the run or where ``facts['resumed_from']`` left off."""
+    run, share = experiment.run, {"data_rank": engine.data_rank, "data_size": engine.data_size}
+    data = experiment.data.restore(facts["data"])
+    rows = {"global_batch_size": run.global_batch_size, "micro_batch_size": run.micro_batch_size}
+    train_data = data.train_loader(**rows, **share)
+    state = TrainState()
+    if facts["resumed_from"] is not None:
+        point = Path(facts["resumed_from"])
+        engine.load(point)
+        state = TrainState(**read_meta(point).state)
+    report.start(state, train_data.num_steps)
+    return Training(
+        engine=engine,
+        loss=experiment.stage,
+        train_data=train_data,
+        eval_data=data.eval_loader(**rows, **share),
+        lr=partial(experiment.scheduler.lr, peak=experiment.optimizer.lr, total_steps=train_data.num_steps),
+        checkpoints=CheckpointPolicy(
+            folder / "checkpoints",
+            keep_last=run.keep_last,
+            model_only=run.save_model_only,
+            identity=RunIdentity(**facts["identity"]),
+            writes=main,
+        ),
+        reporter=report,
+        state=state,
+        run=run,
+    )
+
+
+def reporter(
+    experiment: Experiment, engine: Engine, folder: Path, console: Console | None, config: Mapping[str, Any]
+) -> Reporter:
+    """Speaks and logs where there is a ``console``; silent on every other rank."""
+    sizes = matmul_sizes(experiment.model.build(experiment.model.config()))
+    passes = 1 if experiment.stage.needs_reference else 0
+
+    def flops(stats: BatchStats) -> float:
+        return train_flops(
+            sizes,
+            num_tokens=stats.num_tokens,
+            num_labels=stats.num_labels,
+            sum_squared_seqlens=stats.sum_squared_seqlens,
+            forward_only_passes=passes,
+        )
+
+    if console is None:
+        return Reporter(experiment.run.log_every, flops, None)
+    peak = peak_flops(engine.device, DTYPES[experiment.run.dtype]) * engine.data_size
+    logger = experiment.logger.open(folder, config)
+    return Reporter(experiment.run.log_every, flops, peak, logger, progress_bar(console))

@@ -1,0 +1,150 @@
+"""Every mistake is one or two lines that name the option, what is wrong and what to do; exit code 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner import cli
+from tests.e2e.commands import call_here
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+
+# id: (arguments, words of the message). {tmp} is a folder with the files of the fixture.
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    # ---- names
+    "group option": (["stage=sfd"], ["stage=sfd", "did you mean 'sft'"]),
+    "group": (["stag=sft"], ["stag", "did you mean 'stage'"]),
+    "model option": (["model=tinny"], ["model=tinny", "tiny"]),
+    "experiment option": (["experiment=pretrain_wds"], ["experiment=pretrain_wds", "pretrain_wsd"]),
+    "run key": (["run.max_stepz=3"], ["run.max_stepz", "did you mean 'run.max_steps'"]),
+    "component key": (["optimizer.lrr=1"], ["optimizer.lrr", "did you mean 'optimizer.lr'"]),
+    "added root key": (["+foo=1"], ["foo", "the command line", "nothing reads"]),
+    "added run key": (["+run.stepz=1"], ["run.stepz", "the command line"]),
+    "added component key": (["+optimizer.momentun=1"], ["optimizer.momentun", "nothing reads"]),
+    "key in an experiment file": (
+        ["--config-dir={tmp}/conf", "experiment=typo"],
+        ["run.log_evry", "experiment/typo.yaml", "did you mean 'run.log_every'"],
+    ),
+    "component key in an experiment file": (
+        ["--config-dir={tmp}/conf", "experiment=typo2"],
+        ["optimizer.warmup", "experiment/typo2.yaml"],
+    ),
+    "key of another choice": (["optimizer=sgd", "+optimizer.betas=[0.9,0.9]"], ["optimizer.betas"]),
+    "class": (["stage._target_=nowhere.Loss"], ["stage._target_", "nowhere.Loss"]),
+    "syntax": (["run.max_steps=["], ["run.max_steps=[", "the command line"]),
+    # ---- types and values
+    "text for a number": (["run.max_steps=many"], ["run.max_steps", "the command line", "'many'"]),
+    "fraction for a count": (["run.max_steps=1.5"], ["run.max_steps", "1.5"]),
+    "text for a rate": (["optimizer.lr=fast"], ["optimizer.lr", "'fast'"]),
+    "number for a switch": (["data.shuffle=3"], ["data.shuffle"]),
+    "choice": (["run.dtype=fp16"], ["run.dtype", "'bf16'"]),
+    "choice of a component": (["data.packing=bdf"], ["data.packing", "'bfd'"]),
+    "null": (["run.seed=null"], ["run.seed"]),
+    "list": (["optimizer.betas=0.9"], ["optimizer.betas"]),
+    "zero steps": (["run.max_steps=0"], ["run.max_steps", "at least 1"]),
+    "no length": (["run.max_steps=null"], ["run.max_steps", "run.epochs"]),
+    "negative cadence": (["run.log_every=-1"], ["run.log_every"]),
+    "negative rate": (["optimizer.lr=-1e-3"], ["optimizer.lr"]),
+    "beta": (["stage=dpo", "stage.beta=0"], ["stage.beta"]),
+    "smoothing": (["stage.label_smoothing=1.5"], ["stage.label_smoothing"]),
+    "warmup longer than the run": (
+        ["run.max_steps=5", "scheduler.warmup_steps=9"],
+        ["scheduler.warmup_steps"],
+    ),
+    "name": (["run.name=a/b"], ["run.name"]),
+    "ranks": (["parallelism=fsdp2", "parallelism.dp=0"], ["parallelism.dp"]),
+    # ---- arithmetic and fit
+    "global batch": (["run.global_batch_size=5"], ["run.global_batch_size", "use 4 or 6"]),
+    "global batch on ranks": (
+        ["parallelism=fsdp2", "parallelism.dp=4", "run.global_batch_size=4"],
+        ["run.global_batch_size", "use 8"],
+    ),
+    "max_length over positions": (["data.max_length=8192"], ["data.max_length", "4096"]),
+    "small vocabulary": (["model.architecture.vocab_size=4096"], ["8192", "4096"]),
+    "normalisation of cut samples": (
+        ["stage=pt", "stage.normalize=sequence"],
+        ["stage.normalize", "data.packing"],
+    ),
+    # ---- files
+    "no data": (["data=files"], ["data.train"]),
+    "missing file": (["data=files", "data.train={tmp}/nowhere.jsonl"], ["data.train", "nowhere.jsonl"]),
+    "missing eval file": (
+        ["data=files", "data.train={tmp}/chat.jsonl", "data.eval={tmp}/nowhere.jsonl"],
+        ["data.eval", "nowhere.jsonl"],
+    ),
+    "malformed line": (["data=files", "data.train={tmp}/broken.jsonl"], ["broken.jsonl:2"]),
+    "unknown format": (["data=files", "data.train={tmp}/odd.jsonl"], ["odd.jsonl:1"]),
+    "unknown extension": (["data=files", "data.train={tmp}/data.xyz"], ["data.xyz"]),
+    "empty file": (["data=files", "data.train={tmp}/empty.jsonl"], ["empty.jsonl"]),
+    "wrong kind": (["data=files", "data.train={tmp}/text.jsonl", "stage=dpo"], ["text.jsonl", "stage"]),
+    "nothing supervised": (
+        ["data=files", "data.train={tmp}/long.jsonl", "data.max_length=16"],
+        ["long.jsonl", "data.max_length"],
+    ),
+    "weights": (["data=files", "data.sources=[{path: {tmp}/chat.jsonl, weight: -1}]"], ["data.sources"]),
+    # ---- models
+    "no path": (["model=hf"], ["model.path"]),
+    "folder without a config": (["model=hf", "model.path={tmp}"], ["model.path", "config.json"]),
+    "pretrained without a path": (["model.init=pretrained"], ["model.path"]),
+    "model type": (["model.architecture.model_type=qwen33"], ["qwen33"]),
+    "architecture key": (["+model.architecture.hiden_size=3"], ["hiden_size"]),
+    "tokenizer folder": (["model.tokenizer={tmp}/nowhere"], ["model.tokenizer"]),
+    # ---- resume and device
+    "resume path": (["run.resume={tmp}/nowhere"], ["run.resume", "nowhere"]),
+    "resume without a checkpoint": (["run.resume={tmp}"], ["run.resume"]),
+    "cuda": (["run.device=cuda"], ["run.device", "cuda"]),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tmp = tmp_path_factory.mktemp("mistakes")
+    lines = {
+        "chat": [json.dumps(CHAT)],
+        "broken": [json.dumps(CHAT), '{"messages": ['],
+        "odd": ['{"colour": "blue"}'],
+        "empty": [],
+        "text": ['{"text": "once upon a time"}'],
+        "long": [json.dumps({"instruction": "why " * 200, "output": "because"})],
+    }
+    for name, content in lines.items():
+        (tmp / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in content))
+    (tmp / "data.xyz").write_text("?")
+    (tmp / "conf" / "experiment").mkdir(parents=True)
+    header = "# @package _global_\n"
+    (tmp / "conf/experiment/typo.yaml").write_text(header + "run:\n  log_evry: 3\n")
+    (tmp / "conf/experiment/typo2.yaml").write_text(header + "optimizer:\n  warmup: 3\n")
+    return tmp
+
+
+def forbidden(*_: object) -> None:
+    raise AssertionError("a rank was started")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_explained(
+    name: str,
+    files: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if name == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    arguments, words = MISTAKES[name]
+    filled = [argument.replace("{tmp}", str(files)) for argument in arguments]
+    monkeypatch.setattr("runner.launch.run_rank", forbidden)
+    monkeypatch.setattr("runner.launch.run_workers", forbidden)
+    monkeypatch.chdir(tmp_path)
+    assert call_here(*filled) == cli.MISTAKE
+    message = capsys.readouterr().err
+    for word in words:
+        assert word in message
+    assert 1 <= len(message.strip().splitlines()) <= 2, message
+    assert not list(tmp_path.glob("outputs/*/*")), "a run folder was made"
+
+
+def test_there_are_enough() -> None:
+    assert len(MISTAKES) >= 40

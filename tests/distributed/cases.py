@@ -1,0 +1,181 @@
+"""What the ranks of a test run, and the same thing computed with plain transformers and torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from components.engines.fsdp2 import FSDP2
+from components.engines.fsdp2.engine import FSDP2Engine
+from components.engines.fsdp2.parallelize import whole
+from components.losses import NextToken
+from components.models import ModelSpec
+from components.optimizers import AdamW
+from runner.protocols import IGNORE, Batch, Loss, StepResult
+
+LENGTHS = (5, 17, 9, 30, 12, 3, 24, 8)
+VOCABULARY = 160
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 8},
+    "llama": {"model_type": "llama", "tie_word_embeddings": False},
+}
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    # Larger than usual, so that attention and its gradients are far from uniform.
+    "initializer_range": 0.2,
+}
+
+
+def spec(family: str) -> ModelSpec:
+    return ModelSpec(architecture=COMMON | SHAPES[family])
+
+
+@dataclass(frozen=True)
+class Sequence_:
+    """Token ids and shifted labels of one sequence."""
+
+    ids: Tensor
+    labels: Tensor
+
+
+def sequences(seed: int = 0) -> list[Sequence_]:
+    """Eight of uneven lengths, each supervised on a suffix of its own length."""
+    g = torch.Generator().manual_seed(seed)
+    made = []
+    for length in LENGTHS:
+        ids = torch.randint(0, VOCABULARY, (length + 1,), generator=g)
+        labels = ids[1:].clone()
+        labels[: int(torch.randint(0, length - 1, (1,), generator=g))] = IGNORE
+        made.append(Sequence_(ids[:-1], labels))
+    return made
+
+
+def packed(rows: Sequence[Sequence_]) -> Batch:
+    lengths = torch.tensor([len(row.ids) for row in rows], dtype=torch.int32)
+    return Batch(
+        input_ids=torch.cat([row.ids for row in rows])[None],
+        labels=torch.cat([row.labels for row in rows])[None],
+        position_ids=torch.cat([torch.arange(len(row.ids)) for row in rows])[None],
+        seqlens=lengths,
+        cu_seqlens=F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+        max_seqlen=int(lengths.max()),
+    )
+
+
+def padded(rows: Sequence[Sequence_]) -> Batch:
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad([row.ids for row in rows], batch_first=True)
+    return Batch(
+        input_ids=ids,
+        labels=pad([row.labels for row in rows], batch_first=True, padding_value=IGNORE),
+        position_ids=torch.arange(ids.shape[1]).expand_as(ids).contiguous(),
+        seqlens=torch.tensor([len(row.ids) for row in rows], dtype=torch.int32),
+    )
+
+
+LAYOUTS = {"packed": packed, "padded": padded}
+
+
+@dataclass(frozen=True)
+class Step:
+    loss: float
+    grad_norm: float
+    grads: dict[str, Tensor]
+
+
+def make_engine(
+    family: str = "qwen3",
+    *,
+    dp: int = 1,
+    dtype: torch.dtype = torch.float32,
+    max_grad_norm: float | None = None,
+    with_reference: bool = False,
+    count_zeros: bool = False,
+) -> FSDP2Engine:
+    """The engine of this rank over ``dp`` ranks."""
+    return FSDP2(dp=dp, default_dp=1, reshard_after_forward=True).build(
+        spec(family),
+        AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=max_grad_norm),
+        seed=0,
+        dtype=dtype,
+        device="cpu",
+        with_reference=with_reference,
+        count_zeros=count_zeros,
+    )
+
+
+def share(engine: FSDP2Engine, layout: str, micro_batch: int, seed: int = 0) -> list[Batch]:
+    """This rank's micro-batches of a global batch of eight sequences."""
+    rows = sequences(seed)
+    groups = [rows[i : i + micro_batch] for i in range(0, len(rows), micro_batch)]
+    return [LAYOUTS[layout](group) for group in groups[engine.data_rank :: engine.data_size]]
+
+
+def step(engine: FSDP2Engine, batches: Sequence[Batch], loss: Loss, lr: float = 1e-3) -> StepResult:
+    counts = [loss.counts(batch) for batch in batches]
+    engine.begin_train_step({name: sum(c[name] for c in counts) for name in counts[0]})
+    engine.train_microbatches(batches, loss)
+    return engine.finish_train_step(lr)
+
+
+def engine_step(family: str, layout: str, micro_batch: int, loss: Loss, dp: int) -> Step:
+    """One step of the engine on eight sequences, with the gradients it would have updated with."""
+    engine = make_engine(family, dp=dp)
+    grads: dict[str, Tensor] = {}
+
+    def capture(_norm: Tensor, _lr: float) -> None:
+        grads.update({name: whole(p.grad).clone() for name, p in engine.weights.items()})
+
+    engine._update = capture  # type: ignore[method-assign]
+    result = step(engine, share(engine, layout, micro_batch), loss)
+    engine.close()
+    return Step(result.loss, result.grad_norm, grads)
+
+
+def plain_step(family: str, normalize: str) -> Step:
+    """The same with nothing of ours but the initial weights: one sequence at a time, eager attention."""
+    model = plain_model(family)
+    rows = sequences()
+    total = torch.zeros(())
+    for row in rows:
+        logits = model(input_ids=row.ids[None], use_cache=False).logits[0]
+        nll = F.cross_entropy(logits, row.labels, ignore_index=IGNORE, reduction="sum")
+        total = total + (nll if normalize == "token" else nll / (row.labels != IGNORE).sum())
+    count = len(rows) if normalize == "sequence" else sum(int((row.labels != IGNORE).sum()) for row in rows)
+    (total / count).backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    norm = torch.stack([g.norm() for g in grads.values()]).norm().item()
+    return Step(total.item() / count, norm, grads)
+
+
+def plain_model(family: str) -> torch.nn.Module:
+    description = spec(family)
+    model = AutoModelForCausalLM.from_config(description.config(), attn_implementation="eager")
+    weights = description.weights(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights(name))
+    return model
+
+
+def assert_same(step: Step, reference: Step, relative: float = 1e-5) -> None:
+    assert abs(step.loss - reference.loss) <= relative * abs(reference.loss)
+    assert abs(step.grad_norm - reference.grad_norm) <= relative * reference.grad_norm
+    assert step.grads.keys() == reference.grads.keys()
+    for name, expected in reference.grads.items():
+        error = (step.grads[name] - expected).norm() / expected.norm()
+        assert error <= relative, f"{name}: relative error {error:.1e}"
+
+
+def next_token(normalize: str = "token") -> NextToken:
+    return NextToken(kind="chat", normalize=normalize, label_smoothing=0.0, z_loss=0.0)  # type: ignore[arg-type]

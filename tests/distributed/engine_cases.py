@@ -1,0 +1,177 @@
+"""Rank functions of test_engine.py."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from components.engines.fsdp2.engine import FSDP2Engine
+from components.engines.fsdp2.parallelize import whole
+from components.losses import NextToken
+from runner.protocols import Batch, LossOutput, StepResult, TokenStats
+from tests.distributed.cases import make_engine, next_token, share, step
+
+
+def snapshot(engine: FSDP2Engine) -> dict[str, Tensor]:
+    """Copies of every weight and every optimizer value."""
+    tensors = {name: whole(p.detach()).clone() for name, p in engine.weights.items()}
+    for name, parameter in engine.weights.items():
+        for key, value in engine.optimizer.state[parameter].items():
+            tensors[f"{key}/{name}"] = whole(value).clone()
+    return tensors
+
+
+def identical(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@dataclass(frozen=True)
+class FailsAt(NextToken):
+    """Raises when it has been called ``calls`` times."""
+
+    calls: int = 2
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        object.__setattr__(self, "calls", self.calls - 1)
+        if self.calls == 0:
+            raise RuntimeError("a bad micro-batch")
+        return super().__call__(stats, batch)
+
+
+@dataclass(frozen=True)
+class NotFinite(NextToken):
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        output = super().__call__(stats, batch)
+        return LossOutput({"loss": output.terms["loss"] * math.nan})
+
+
+def failing(kind: type[NextToken]) -> NextToken:
+    return kind(kind="chat", normalize="token", label_smoothing=0.0, z_loss=0.0)
+
+
+def two_steps(dp: int) -> tuple[StepResult, dict[str, Tensor]]:
+    engine, loss = make_engine(dp=dp), next_token()
+    step(engine, share(engine, "packed", 2), loss)
+    result = step(engine, share(engine, "packed", 2, seed=1), loss)
+    after = snapshot(engine)
+    engine.close()
+    return result, after
+
+
+def two_steps_and_an_error(dp: int) -> tuple[bool, StepResult, dict[str, Tensor]]:
+    """As ``two_steps``, but the second is first tried with a loss that raises in its second micro-batch."""
+    engine, loss = make_engine(dp=dp), next_token()
+    step(engine, share(engine, "packed", 2), loss)
+    before, second = snapshot(engine), share(engine, "packed", 2, seed=1)
+    engine.begin_train_step(None)
+    try:
+        engine.train_microbatches(second, failing(FailsAt))
+    except RuntimeError:
+        engine.abort_train_step()
+    engine.abort_train_step()
+    unchanged = identical(before, snapshot(engine))
+    result, after = step(engine, second, loss), snapshot(engine)
+    engine.close()
+    return unchanged, result, after
+
+
+def two_steps_and_an_abort(dp: int) -> tuple[bool, StepResult, dict[str, Tensor]]:
+    """As ``two_steps``, but all of the second is first computed, reduced and dropped."""
+    engine, loss = make_engine(dp=dp), next_token()
+    step(engine, share(engine, "packed", 2), loss)
+    before, second = snapshot(engine), share(engine, "packed", 2, seed=1)
+    engine.begin_train_step(None)
+    engine.train_microbatches(second, loss)
+    engine.abort_train_step()
+    unchanged = identical(before, snapshot(engine))
+    result, after = step(engine, second, loss), snapshot(engine)
+    engine.close()
+    return unchanged, result, after
+
+
+def skip_when_one_rank_is_not_finite(dp: int, bad_rank: int) -> tuple[bool, bool, bool]:
+    """(skipped, nothing changed, the step after is taken)."""
+    engine, loss = make_engine(dp=dp), next_token()
+    step(engine, share(engine, "packed", 2), loss)
+    before = snapshot(engine)
+    bad = failing(NotFinite) if engine.data_rank == bad_rank else loss
+    result = step(engine, share(engine, "packed", 2), bad)
+    unchanged = identical(before, snapshot(engine))
+    after = step(engine, share(engine, "packed", 2), loss)
+    engine.close()
+    return result.skipped, unchanged, not after.skipped
+
+
+def streamed(dp: int, calls: bool) -> StepResult:
+    """One step; with ``calls`` no counts are given and every micro-batch is a call of its own."""
+    engine, loss = make_engine(dp=dp), next_token()
+    batches = share(engine, "packed", 1)
+    if not calls:
+        result = step(engine, batches, loss)
+    else:
+        engine.begin_train_step(None)
+        for batch in batches:
+            engine.train_microbatches([batch], loss)
+        result = engine.finish_train_step(1e-3)
+    engine.close()
+    return result
+
+
+def curve(dp: int, dtype: torch.dtype, steps: int = 5) -> list[tuple[float, float]]:
+    """(loss, grad_norm) of ``steps`` steps, clipped at 1."""
+    engine, loss = make_engine(dp=dp, dtype=dtype, max_grad_norm=1.0), next_token()
+    results = [step(engine, share(engine, "packed", 2, seed=s % 2), loss) for s in range(steps)]
+    engine.close()
+    return [(r.loss, r.grad_norm) for r in results]
+
+
+def evaluate(dp: int) -> tuple[float, float]:
+    """(eval loss, train loss) on the same sequences."""
+    engine, loss = make_engine(dp=dp), next_token()
+    means = engine.evaluate([share(engine, "padded", 2)], loss)
+    result = step(engine, share(engine, "padded", 2), loss)
+    engine.close()
+    return means["loss"], result.loss
+
+
+def reference_logps(dp: int) -> bool:
+    """The reference stays what the policy was at the start."""
+    engine = make_engine(dp=dp, with_reference=True)
+    batches = share(engine, "packed", 4)
+    start = engine.logps(batches)
+    for _ in range(2):
+        step(engine, batches, next_token())
+    reference, moved = engine.logps(batches, reference=True), engine.logps(batches)
+    engine.close()
+    same = all(torch.equal(a, b) for a, b in zip(start, reference, strict=True))
+    return same and not any(torch.equal(a, b) for a, b in zip(start, moved, strict=True))
+
+
+def save_after(dp: int, steps: int, path: Path) -> dict[str, Tensor]:
+    engine = make_engine(dp=dp)
+    for s in range(steps):
+        step(engine, share(engine, "packed", 2, seed=s), next_token())
+    path.mkdir(exist_ok=True)
+    engine.save(path)
+    state = snapshot(engine)
+    engine.close()
+    return state
+
+
+def load_and_step(dp: int, path: Path, seed: int) -> tuple[dict[str, Tensor], float]:
+    """What was loaded, and the loss of one more step."""
+    engine = make_engine(dp=dp)
+    engine.load(path)
+    loaded = snapshot(engine)
+    result = step(engine, share(engine, "packed", 2, seed=seed), next_token())
+    engine.close()
+    return loaded, result.loss
+
+
+def zeros_in_grad(dp: int) -> int | None:
+    engine = make_engine("llama", dp=dp, count_zeros=True)
+    result = step(engine, share(engine, "packed", 2), next_token())
+    engine.close()
+    return result.num_zeros

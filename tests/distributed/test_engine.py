@@ -1,0 +1,120 @@
+"""The engine as a state machine, on one rank and on two."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import engine_cases as cases
+from tests.distributed.cases import make_engine, next_token, plain_model, plain_step, share
+from tests.ranks import Ranks
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(params=[1, 2])
+def run(request: pytest.FixtureRequest, two: Ranks) -> Run:
+    """Calls ``function(dp, ...)`` on dp ranks and returns the answer of each."""
+
+    def call(function: Callable[..., Any], *args: Any) -> list[Any]:
+        return [function(1, *args)] if request.param == 1 else two.run(function, 2, *args)
+
+    return call
+
+
+@pytest.mark.parametrize("detour", [cases.two_steps_and_an_error, cases.two_steps_and_an_abort])
+def test_abort_leaves_no_trace(run: Run, detour: Callable[..., Any]) -> None:
+    expected = run(cases.two_steps)
+    for (unchanged, result, after), (straight, state) in zip(run(detour), expected, strict=True):
+        assert unchanged
+        assert result == straight
+        assert cases.identical(after, state)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_one_bad_rank_makes_all_skip(two: Ranks, bad_rank: int) -> None:
+    assert two.run(cases.skip_when_one_rank_is_not_finite, 2, bad_rank) == [(True, True, True)] * 2
+
+
+def test_streamed_counts_and_many_calls(run: Run) -> None:
+    for many, one in zip(run(cases.streamed, True), run(cases.streamed, False), strict=True):
+        assert many.loss == pytest.approx(one.loss, rel=1e-6)
+        assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+
+
+def test_curves_are_equal_on_one_and_two_ranks(two: Ranks) -> None:
+    single = cases.curve(1, torch.float32)
+    for other in two.run(cases.curve, 2, torch.float32):
+        assert torch.tensor(other) == pytest.approx(torch.tensor(single), rel=1e-5)
+
+
+def test_bf16_follows_fp32(run: Run) -> None:
+    single = torch.tensor(cases.curve(1, torch.float32))
+    for other in run(cases.curve, torch.bfloat16):
+        assert torch.tensor(other) == pytest.approx(single, rel=3e-2)
+        assert not torch.equal(torch.tensor(other), single)
+
+
+def test_evaluation_has_the_training_normalisation(run: Run) -> None:
+    expected = plain_step("qwen3", "token").loss
+    for evaluated, trained in run(cases.evaluate):
+        assert evaluated == pytest.approx(expected, rel=1e-5)
+        assert trained == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_reference_is_frozen(run: Run) -> None:
+    assert all(run(cases.reference_logps))
+
+
+@pytest.mark.parametrize(("written_on", "read_on"), [(1, 1), (2, 2), (1, 2), (2, 1)])
+def test_a_checkpoint_of_any_layout_loads_on_any_other(
+    two: Ranks, tmp_path: Path, written_on: int, read_on: int
+) -> None:
+    def on(dp: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return [function(1, *args)] if dp == 1 else two.run(function, 2, *args)
+
+    saved = on(written_on, cases.save_after, 3, tmp_path / "c")[0]
+    uninterrupted = on(read_on, cases.save_after, 4, tmp_path / "d")[0]
+    for loaded, _ in on(read_on, cases.load_and_step, tmp_path / "c", 3):
+        assert cases.identical(loaded, saved)
+    assert uninterrupted.keys() == saved.keys()
+
+
+def test_zeros_are_counted_once(two: Ranks) -> None:
+    grads = plain_step("llama", "token").grads
+    expected = sum(int((g == 0).sum()) for g in grads.values())
+    assert expected > 0  # embeddings of tokens that do not occur
+    assert cases.zeros_in_grad(1) == expected
+    assert two.run(cases.zeros_in_grad, 2) == [expected] * 2
+
+
+def test_the_order_of_calls_is_checked() -> None:
+    engine = make_engine()
+    with pytest.raises(AssertionError, match="without begin"):
+        engine.finish_train_step(1e-3)
+    with pytest.raises(AssertionError, match="outside"):
+        engine.train_microbatches(share(engine, "packed", 8), next_token())
+    engine.begin_train_step(None)
+    with pytest.raises(AssertionError, match="neither finished nor aborted"):
+        engine.begin_train_step(None)
+    engine.abort_train_step()
+    engine.close()
+
+
+def test_export_is_read_by_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine = make_engine("llama")
+    engine.export(tmp_path)
+    engine.close()
+    exported, reference = AutoModelForCausalLM.from_pretrained(tmp_path), plain_model("llama")
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(exported.get_parameter(name), parameter), name

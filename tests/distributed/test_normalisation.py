@@ -1,0 +1,41 @@
+"""The same eight sequences give the same loss and gradients however they are cut up and laid out."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.cases import Step, assert_same, engine_step, next_token, plain_step
+from tests.ranks import Ranks
+
+CUTS = [(dp, mb) for dp in (1, 2, 4) for mb in (8, 4, 2, 1) if 8 % (dp * mb) == 0]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[dict[int, Ranks]]:
+    with Ranks(2) as two, Ranks(4) as four:
+        yield {2: two, 4: four}
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[tuple[str, str], Step]:
+    return {(f, n): plain_step(f, n) for f in ("qwen3", "llama") for n in ("token", "sequence")}
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize(("dp", "micro_batch"), CUTS)
+@pytest.mark.parametrize(
+    ("family", "normalize"), [("qwen3", "token"), ("qwen3", "sequence"), ("llama", "token")]
+)
+def test_loss_and_gradients_equal_plain_transformers(
+    ranks: dict[int, Ranks],
+    references: dict[tuple[str, str], Step],
+    family: str,
+    normalize: str,
+    dp: int,
+    micro_batch: int,
+    layout: str,
+) -> None:
+    case = (family, layout, micro_batch, next_token(normalize), dp)
+    steps = ranks[dp].run(engine_step, *case) if dp > 1 else [engine_step(*case)]
+    for step in steps:
+        assert_same(step, references[family, normalize])

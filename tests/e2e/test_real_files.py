@@ -1,0 +1,30 @@
+"""Files as people have them: twenty steps, and the loss falls."""
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from tests.e2e.commands import rows, run_here
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+CASES = {
+    "alpaca_en_demo.json": ("sft", "alpaca", "optimizer.lr=3e-3"),
+    "dpo_en_demo.json": ("dpo", "preference", "optimizer.lr=1e-4"),
+    "c4_demo.jsonl": ("pt", "text", "optimizer.lr=3e-3"),
+    "wiki_demo.txt": ("pt", "text", "optimizer.lr=3e-3"),
+}
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the folder ../shared/data is not there")
+@pytest.mark.parametrize("name", CASES)
+def test_twenty_steps(tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    stage, kind, rate = CASES[name]
+    data = ("data=files", f"data.train={DATA / name}", f"stage={stage}", rate, "data.max_length=256")
+    run = run_here(
+        tmp_path, *data, "run.max_steps=20", "run.log_every=1", "run.export=false", "run.device=cpu"
+    )
+    losses = [row["train/loss"] for row in rows(run, "train/loss")]
+    assert len(losses) == 20
+    assert mean(losses[-5:]) < mean(losses[:5])
+    assert kind in capfd.readouterr().err

@@ -1,0 +1,160 @@
+"""A whole run: what it leaves behind, and that it is the same run however it is started."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.commands import SMALL, call_here, command, curve, newest, rows, run_command, run_here
+
+TRAIN_KEYS = {
+    "step",
+    "train/loss",
+    "train/grad_norm",
+    "train/lr",
+    "train/num_tokens",
+    "train/num_samples",
+    "train/num_labels",
+    "train/skipped",
+    "train/seqlen_mean",
+    "train/seqlen_max",
+    "perf/tokens_per_s",
+    "perf/step_ms",
+    "perf/mfu",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_here(tmp_path_factory.mktemp("run"), *SMALL, "run.eval_every=2", "run.save_every=2")
+
+
+def test_the_folder(run: Path) -> None:
+    facts = json.loads((run / "run.json").read_text())
+    assert facts["engine"] == "fsdp2"
+    assert facts["world_size"] == 1
+    assert facts["mesh"] == {"dims": {"dp": 1}, "ranks": [0]}
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["command"][0] == "runner"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["run"]["max_steps"] == 4
+    assert config["run"]["name"] == run.parent.name == "sft_tiny"
+    audit = json.loads((run / "audit.json").read_text())
+    assert audit
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [
+        "step_00000002",
+        "step_00000004",
+    ]
+    assert "step 4" in (run / "train.log").read_text()
+
+
+def test_the_rows(run: Path) -> None:
+    train = rows(run, "train/loss")
+    assert [row["step"] for row in train] == [1, 2, 3, 4]
+    for row in train:
+        assert row.keys() >= TRAIN_KEYS
+        assert 0 < row["perf/mfu"] < 1
+        assert row["train/num_labels"] < row["train/num_tokens"] <= 4 * 128
+    consumed = [row["train/num_samples"] for row in train]
+    assert consumed == sorted(consumed)
+    assert [row["step"] for row in rows(run, "eval/loss")] == [2, 4]
+    assert all(math.isfinite(row["eval/loss"]) for row in rows(run, "eval/loss"))
+
+
+def test_the_export_is_the_trained_model(run: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(run / "export")
+    tokenizer = AutoTokenizer.from_pretrained(run / "export")
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "What is os?"}], return_tensors="pt")
+    ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
+    assert model(ids).logits.shape[-1] == 8192
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert 1_000 < sum(p.numel() for p in model.parameters()) < 1_000_000
+
+
+def test_two_runs_in_one_process_are_as_if_alone(run: Path, tmp_path: Path) -> None:
+    again = run_here(tmp_path, *SMALL, "run.eval_every=2", "run.save_every=2")
+    assert curve(again) == curve(run)
+
+
+@pytest.mark.parametrize("stage", ["pt", "dpo"])
+def test_other_stages(tmp_path: Path, stage: str) -> None:
+    run = run_here(tmp_path, *SMALL, f"stage={stage}")
+    train = rows(run, "train/loss")
+    assert all(math.isfinite(row["train/loss"]) for row in train)
+    if stage == "dpo":
+        assert train[0]["train/loss"] == pytest.approx(math.log(2))
+        assert {"train/rewards_margin", "train/accuracy"} <= train[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("stage", "packing"), [("pt", "concat"), ("pt", "none"), ("sft", "bfd"), ("sft", "none"), ("dpo", "bfd")]
+)
+@pytest.mark.parametrize("starter", ["own", "torchrun"])
+def test_two_ranks_give_the_curve_of_one(tmp_path: Path, starter: str, stage: str, packing: str) -> None:
+    if starter == "torchrun" and (stage, packing) != ("sft", "bfd"):
+        pytest.skip("one case is enough to show that the ranks are the same")
+    same = (*SMALL, f"stage={stage}", f"data.packing={packing}", "run.export=false", "optimizer.lr=1e-4")
+    single = run_here(tmp_path / "one", *same, "run.micro_batch_size=2")
+    two = [*same, "parallelism=fsdp2", "parallelism.dp=2", f"run.output_dir={tmp_path / 'two'}"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"]
+    arguments = command(*two) if starter == "own" else [command()[0], *launcher, *command(*two)[1:]]
+    answer = run_command(arguments, cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    runs = list((tmp_path / "two").glob("*/*/run.json"))
+    assert len(runs) == 1
+    assert json.loads(runs[0].read_text())["mesh"]["ranks"] == [0, 1]
+    for ours, theirs in zip(curve(runs[0].parent), curve(single), strict=True):
+        for key, value in theirs.items():
+            assert ours[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+
+
+def test_zero_turns_every_cadence_off(tmp_path: Path) -> None:
+    off = (
+        "run.log_every=0",
+        "run.eval_every=0",
+        "run.save_every=0",
+        "run.sample_tokens=0",
+        "run.export=false",
+    )
+    run = run_here(tmp_path, *SMALL, *off)
+    assert rows(run, "train/loss") == []
+    assert not (run / "export").exists()
+
+
+def test_epochs(tmp_path: Path) -> None:
+    chats = [{"instruction": f"say {word}", "output": word * 3} for word in "abcdefghij"]
+    path = tmp_path / "chats.json"
+    path.write_text(json.dumps(chats))
+    data = ("data=files", f"data.train={path}", "data.packing=none", "data.eval_fraction=0")
+    length = ("run.max_steps=null", "run.epochs=2", "run.save_epochs=1", "run.keep_last=0")
+    run = run_here(tmp_path / "o", *SMALL, *data, *length)
+    # Ten samples in batches of four: the third batch of an epoch holds two.
+    assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert [row["train/num_samples"] for row in rows(run, "train/loss")] == [4, 8, 10, 14, 18, 20]
+    saved = [path.name for path in sorted((run / "checkpoints").iterdir())]
+    assert saved == ["step_00000003", "step_00000006"]
+
+
+def test_skipped_steps_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = call_here(
+        f"run.output_dir={tmp_path}",
+        *SMALL,
+        "optimizer.lr=1e30",
+        "optimizer.max_grad_norm=null",
+        "run.max_steps=20",
+        "run.max_skipped_steps=3",
+    )
+    assert code == 1
+    assert "run.max_skipped_steps" in capsys.readouterr().err
+    last = rows(newest(tmp_path), "train/loss")[-1]
+    assert last["train/skipped"] == 3
+    assert last["train/loss"] is None
+
+
+def test_zeros_in_the_gradient_are_reported_where_asked(tmp_path: Path) -> None:
+    run = run_here(tmp_path, *SMALL, "run.count_zeros=true", "run.export=false")
+    assert all(row["train/num_zeros_in_grad"] >= 0 for row in rows(run, "train/loss"))

@@ -1,0 +1,89 @@
+"""No orphan, no silent success: what happens when ranks or their parent end early."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.commands import SMALL, command, run_command
+
+ROOT = Path(__file__).parents[2]
+TWO = (*SMALL, "parallelism=fsdp2", "parallelism.dp=2", "run.micro_batch_size=1", "run.export=false")
+FAILS = "stage._target_=tests.e2e.losses.Fails"
+SECONDS_TO_END = 5
+
+
+def arguments(tmp_path: Path, how: str, rank: int = 1) -> list[str]:
+    options = (f"+stage.how={how}", f"+stage.rank={rank}", f"+stage.ready={tmp_path / 'ready'}")
+    return command(*TWO, FAILS, *options, f"run.output_dir={tmp_path}")
+
+
+def start(tmp_path: Path, how: str) -> tuple["subprocess.Popen[str]", list[psutil.Process]]:
+    """The command, once its rank 1 hangs in a step, and the ranks it has started."""
+    process = subprocess.Popen(
+        arguments(tmp_path, how),
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A test runner in the background may have SIGINT ignored, which children would inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) >= 2
+    return process, ranks
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", ["rank 1 failed", "RuntimeError: the third call is a bad one", "losses.py"]),
+        ("exit", ["rank 1", "SystemExit: 3"]),
+        ("kill", ["rank 1 was killed by SIGKILL"]),
+    ],
+)
+def test_a_failing_rank_ends_the_run_with_its_own_words(tmp_path: Path, how: str, said: list[str]) -> None:
+    answer = run_command(arguments(tmp_path, how), cwd=ROOT)
+    ended = time.time()
+    assert answer.returncode == 1
+    for words in said:
+        assert words in answer.stderr
+    assert ended - (tmp_path / "ready").stat().st_mtime < SECONDS_TO_END
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything(tmp_path: Path, number: int) -> None:
+    process, ranks = start(tmp_path, "hang")
+    sent = time.monotonic()
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    _, alive = psutil.wait_procs(ranks, timeout=1)
+    assert not alive
+    assert time.monotonic() - sent < SECONDS_TO_END
+
+
+def test_killing_the_parent_leaves_nothing(tmp_path: Path) -> None:
+    process, ranks = start(tmp_path, "hang")
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=SECONDS_TO_END)
+    assert not alive
+
+
+def test_a_failure_on_one_rank_alone_has_a_traceback(tmp_path: Path) -> None:
+    """The first rank runs in the user's own process."""
+    single = [*SMALL, FAILS, "+stage.rank=0", f"run.output_dir={tmp_path}"]
+    answer = run_command(command(*single), cwd=ROOT)
+    assert answer.returncode == 1
+    assert "RuntimeError: the third call is a bad one" in answer.stderr

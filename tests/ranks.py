@@ -1,0 +1,71 @@
+"""A set of gloo ranks that stays up for many cases: importing torch and transformers costs seconds a process."""
+
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+
+class Ranks:
+    """``world_size`` processes; ``run`` calls a module-level function on all of them."""
+
+    def __init__(self, world_size: int) -> None:
+        context = get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, rank, world_size), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """What ``function(*args)`` returned, by rank. A new store each time: groups never meet stale keys."""
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for pipe in self.pipes:
+            pipe.send((store.port, function, args))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(timeout), f"rank {rank} did not answer"
+            answers.append(pipe.recv())
+        failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        assert not failed, "\n".join(failed)
+        return [answer for _, answer in answers]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve(pipe: Connection, rank: int, world_size: int) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    torch.set_num_threads(1)
+    while True:
+        port, function, args = pipe.recv()
+        os.environ["MASTER_PORT"] = str(port)
+        try:
+            pipe.send((True, function(*args)))
+        except Exception:  # noqa: BLE001  the test prints it
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()

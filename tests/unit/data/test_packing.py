@@ -1,0 +1,284 @@
+"""The plan of an epoch: nothing lost, nothing twice, nothing over, and the utilities over packed tensors."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from components.data.packing import (
+    WINDOW,
+    Plan,
+    align_sequences,
+    best_fit_decreasing,
+    cu_seqlens_from_packed_mask,
+    hold_out,
+    ltr_masks_and_position_ids,
+    plan_epoch,
+)
+from runner.protocols import IGNORE, Batch
+
+RNG = np.random.default_rng(0)
+
+
+def lengths_of(count: int, longest: int = 64) -> np.ndarray:
+    return RNG.integers(2, longest + 1, count)
+
+
+def plan(lengths: Any, **changes: Any) -> Plan:
+    settings: dict[str, Any] = {
+        "sequences_per_sample": 1,
+        "repeats": None,
+        "seed": 3,
+        "epoch": 0,
+        "max_length": 64,
+        "packing": "bfd",
+        "shuffle": True,
+    }
+    return plan_epoch(np.asarray(lengths, dtype=np.int64), **settings | changes)
+
+
+def sizes(one: Plan) -> np.ndarray:
+    """Tokens of every row."""
+    spans = one.segments[:, 2] - one.segments[:, 1]
+    return np.add.reduceat(spans, one.row_offsets[:-1])
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("packing", ["bfd", "none"])
+@pytest.mark.parametrize("per_sample", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 50, 2 * WINDOW + 10])
+def test_every_sample_once_and_whole(count: int, per_sample: int, packing: str, shuffle: bool) -> None:
+    lengths = lengths_of(count * per_sample)
+    one = plan(lengths, sequences_per_sample=per_sample, packing=packing, shuffle=shuffle)
+    assert sorted(one.segments[:, 0].tolist()) == list(range(len(lengths)))
+    assert (one.segments[:, 1] == 0).all()
+    assert (one.segments[:, 2] == lengths[one.segments[:, 0]]).all()
+    assert sizes(one).max() <= per_sample * 64
+    pairs = one.segments[:, 0].reshape(-1, per_sample)
+    assert (pairs == pairs[:, :1] + np.arange(per_sample)).all()
+    assert (one.row_offsets % per_sample == 0).all()
+    if packing == "none":
+        assert one.num_rows == count
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("max_length", [2, 7, 64, 10_000])
+def test_concat_holds_every_token_once_in_rows_of_max_length(max_length: int, shuffle: bool) -> None:
+    lengths = lengths_of(40)
+    one = plan(lengths, packing="concat", max_length=max_length, shuffle=shuffle)
+    seen = sorted((seq, t) for seq, start, stop in one.segments.tolist() for t in range(start, stop))
+    assert seen == [(seq, t) for seq, length in enumerate(lengths) for t in range(length)]
+    assert (sizes(one)[:-1] == max_length).all()
+    assert 0 < sizes(one)[-1] <= max_length
+    assert (one.segments[:, 2] > one.segments[:, 1]).all()
+
+
+def test_concat_goes_on_where_a_row_ended() -> None:
+    one = plan([5, 3, 2], packing="concat", max_length=4, shuffle=False)
+    assert one.segments.tolist() == [[0, 0, 4], [0, 4, 5], [1, 0, 3], [2, 0, 2]]
+    assert one.row_offsets.tolist() == [0, 1, 3, 4]
+
+
+def test_best_fit_decreasing_by_hand() -> None:
+    # 7 opens a bin (room 3), 6 another (4), 4 goes to room 4 exactly, 3 to room 3 exactly, 2 opens a third.
+    assert best_fit_decreasing(np.array([2, 3, 7, 4, 6]), 10) == [[0], [1, 2], [3, 4]]
+
+
+def test_bfd_fills_rows() -> None:
+    lengths = lengths_of(2 * WINDOW)
+    assert plan(lengths).num_rows <= 1.02 * np.ceil(lengths.sum() / 64)
+
+
+def test_the_length_of_samples_does_not_follow_time() -> None:
+    lengths = lengths_of(3 * WINDOW)
+    one = plan(lengths)
+    longest = [lengths[row[:, 0]].max() for row in map(one.row, range(one.num_rows))]
+    assert abs(np.corrcoef(np.arange(one.num_rows), longest)[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("packing", ["bfd", "none", "concat"])
+def test_without_shuffle_order_is_that_of_the_file(packing: str) -> None:
+    one = plan(lengths_of(300), packing=packing, shuffle=False)
+    firsts = [one.row(i)[0, 0] for i in range(one.num_rows)]
+    assert firsts == sorted(firsts)
+    assert all((np.diff(one.row(i)[:, 0]) > 0).all() for i in range(one.num_rows))
+
+
+@pytest.mark.parametrize("packing", ["bfd", "none", "concat"])
+def test_a_plan_is_a_function_of_its_arguments(packing: str) -> None:
+    lengths = lengths_of(300)
+
+    def order(**changes: Any) -> list[list[int]]:
+        return plan(lengths, packing=packing, **changes).segments.tolist()
+
+    assert order() == order()
+    assert order(seed=4) != order()
+    assert order(epoch=1) != order()
+    assert order(seed=3 + 2**40) != order()
+
+
+def test_the_order_is_pinned() -> None:
+    """A resumed run finds the plan it began with, whatever numpy it runs on."""
+    one = plan([2] * 8, packing="none")
+    assert one.segments[:, 0].tolist() == PINNED
+
+
+PINNED = [5, 4, 3, 1, 7, 6, 0, 2]
+
+
+@pytest.mark.parametrize(("weight", "times"), [(1.0, {1}), (2.0, {2}), (0.5, {0, 1}), (1.25, {1, 2})])
+@pytest.mark.parametrize("packing", ["bfd", "none"])
+def test_repeats(packing: str, weight: float, times: set[int]) -> None:
+    count = 400
+    repeats = np.full(count, weight)
+    drawn = [
+        np.bincount(
+            plan([4] * count, repeats=repeats, epoch=epoch, packing=packing).segments[:, 0], minlength=count
+        )
+        for epoch in range(2)
+    ]
+    for counts in drawn:
+        assert set(counts.tolist()) == times
+        assert counts.sum() == weight * count
+    assert (drawn[0] != drawn[1]).any() == (weight % 1 > 0)
+
+
+def test_repeats_differ_by_sample() -> None:
+    one = plan([4] * 6, repeats=np.array([0, 0, 1, 1, 3, 3.0]), packing="none")
+    assert np.bincount(one.segments[:, 0], minlength=6).tolist() == [0, 0, 1, 1, 3, 3]
+
+
+def test_a_fraction_of_few_samples_is_right_on_average() -> None:
+    drawn = [plan([4], repeats=np.array([0.3]), epoch=epoch, packing="none").num_rows for epoch in range(500)]
+    assert 0.22 < np.mean(drawn) < 0.38
+
+
+@pytest.mark.parametrize("packing", ["bfd", "none", "concat"])
+def test_no_sample_makes_no_row(packing: str) -> None:
+    assert plan([4, 4], repeats=np.zeros(2), packing=packing).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction", "held"), [(100, 0.1, 10), (100, 0.0, 0), (3, 0.01, 1), (1, 0.5, 1)]
+)
+def test_hold_out(count: int, fraction: float, held: int) -> None:
+    assert hold_out(count, fraction, 0).sum() == held
+    assert (hold_out(count, fraction, 0) == hold_out(count, fraction, 0)).all()
+
+
+def test_hold_out_follows_the_seed() -> None:
+    assert (hold_out(100, 0.5, 0) != hold_out(100, 0.5, 1)).any()
+
+
+def test_a_saved_plan_is_the_same(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    one = plan(lengths_of(50))
+    for _ in range(2):
+        one.save(tmp_path / "plans" / "epoch")
+    again = Plan.load(tmp_path / "plans" / "epoch")
+    assert (again.segments == one.segments).all()
+    assert (again.row_offsets == one.row_offsets).all()
+    assert [path.name for path in (tmp_path / "plans").iterdir()] == ["epoch"]
+    (tmp_path / "plans" / "epoch" / "segments.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises((OSError, ValueError)):
+        Plan.load(tmp_path / "plans" / "epoch")
+
+
+# Utilities
+
+
+def test_cu_seqlens_of_a_packed_mask() -> None:
+    mask = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]])
+    cu_seqlens, max_seqlen = cu_seqlens_from_packed_mask(mask)
+    assert cu_seqlens.tolist() == [0, 2, 5, 6, 7, 9, 12]
+    assert cu_seqlens.dtype == torch.int32
+    assert max_seqlen == 3
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        ([[1]], [0, 1]),
+        ([[1, 1], [1, 1]], [0, 2, 4]),
+        ([[1, 0, 0, 0]], [0, 1, 4]),
+        ([[0, 0], [0, 1]], [0, 2, 3, 4]),
+    ],
+)
+def test_cu_seqlens_at_the_edges(mask: list[list[int]], expected: list[int]) -> None:
+    cu_seqlens, max_seqlen = cu_seqlens_from_packed_mask(torch.tensor(mask))
+    assert cu_seqlens.tolist() == expected
+    assert max_seqlen == max(np.diff(expected))
+
+
+ROWS = [[5, 0, 6, 7, 0, 0, 8], [1, 2, 3, 4, 5, 6, 7], [0, 1, 1, 0, 2, 2, 0]]
+
+
+@pytest.mark.parametrize("reset_position_ids", [False, True])
+@pytest.mark.parametrize("reset_attention_mask", [False, True])
+@pytest.mark.parametrize("eod_mask_loss", [False, True])
+def test_ltr_masks_equal_megatrons(
+    reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
+) -> None:
+    megatron = pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    attention, loss_mask, positions = ltr_masks_and_position_ids(
+        torch.tensor(ROWS),
+        0,
+        reset_position_ids=reset_position_ids,
+        reset_attention_mask=reset_attention_mask,
+        eod_mask_loss=eod_mask_loss,
+    )
+    for i, row in enumerate(ROWS):
+        theirs = megatron._get_ltor_masks_and_position_ids(
+            torch.tensor(row), 0, reset_position_ids, reset_attention_mask, eod_mask_loss, True
+        )
+        assert torch.equal(~attention[i], theirs[0])
+        assert torch.equal(loss_mask[i], theirs[1])
+        assert torch.equal(positions[i], theirs[2])
+
+
+def test_ltr_masks_by_hand() -> None:
+    attention, loss_mask, positions = ltr_masks_and_position_ids(
+        torch.tensor([[4, 0, 5]]), 0, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
+    )
+    assert attention.tolist() == [[[[True, False, False], [True, True, False], [False, False, True]]]]
+    assert loss_mask.tolist() == [[1, 0, 1]]
+    assert positions.tolist() == [[0, 1, 0]]
+
+
+def packed_batch() -> Batch:
+    return Batch(
+        input_ids=torch.tensor([[1, 2, 3, 4, 5, 6, 7]]),
+        labels=torch.tensor([[2, 3, IGNORE, 5, 6, 7, IGNORE]]),
+        position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]),
+        seqlens=torch.tensor([3, 4], dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32),
+        max_seqlen=4,
+        ref_logps=torch.tensor([[-1, -2, 0, -3, -4, -5, 0.0]]),
+    )
+
+
+def test_align_sequences() -> None:
+    aligned = align_sequences(packed_batch(), 4, pad_id=9)
+    assert aligned.input_ids.tolist() == [[1, 2, 3, 9, 4, 5, 6, 7]]
+    assert aligned.labels.tolist() == [[2, 3, IGNORE, IGNORE, 5, 6, 7, IGNORE]]
+    assert aligned.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    assert aligned.ref_logps is not None
+    assert aligned.ref_logps.tolist() == [[-1, -2, 0, 0, -3, -4, -5, 0]]
+    assert aligned.cu_seqlens is not None
+    assert (aligned.cu_seqlens.tolist(), aligned.cu_seqlens.dtype) == ([0, 4, 8], torch.int32)
+    assert aligned.seqlens.tolist() == [3, 4]
+    assert aligned.max_seqlen == 4
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 3, 8])
+def test_alignment_keeps_sequences_and_their_sums(multiple: int) -> None:
+    batch = packed_batch()
+    aligned = align_sequences(batch, multiple, pad_id=0)
+    assert aligned.cu_seqlens is not None
+    assert batch.ref_logps is not None
+    assert aligned.ref_logps is not None
+    assert (aligned.cu_seqlens % multiple == 0).all()
+    assert torch.equal(aligned.sum_per_sequence(aligned.ref_logps), batch.sum_per_sequence(batch.ref_logps))
+    assert aligned.input_ids.shape == aligned.labels.shape == aligned.position_ids.shape
+    if multiple == 1:
+        assert torch.equal(aligned.input_ids, batch.input_ids)
