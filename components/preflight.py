@@ -51,7 +51,7 @@ def check_model_fits_data(config: Any, tokenizer: Any, max_length: int) -> None:
         )
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(
-            f"model.tokenizer: has {len(tokenizer)} tokens but the model's vocabulary is {config.vocab_size}; "
+            f"model.tokenizer: has {len(tokenizer)} tokens, the model's vocabulary only {config.vocab_size}; "
             f"use the tokenizer that belongs to the model, or a model with a larger vocab_size."
         )
 

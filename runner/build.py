@@ -55,7 +55,9 @@ def build_component(group: str, node: Mapping[str, Any], where: Provenance) -> A
         target = get_object(path)
     except (ImportError, AttributeError, ValueError) as error:
         name = f"{group}._target_"
-        raise ConfigError(f"{name} ({where.of(name)}): cannot import {path}; name an installed class.") from error
+        raise ConfigError(
+            f"{name} ({where.of(name)}): cannot import {path}; name an installed class."
+        ) from error
     return construct(target, group, {k: v for k, v in node.items() if k != "_target_"}, where)
 
 

@@ -51,30 +51,38 @@ def main() -> None:
     """Exit code 0: done; 1: failed while running; 2: a mistake in the configuration; 130: interrupted."""
     # Hydra would print a stack and exit with 1 for every mistake; we want the exception itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    sys.exit(exit_code(job))
+    code = exit_code(job)
+    if "RANK" in os.environ:
+        # A rank of torchrun: see runner.worker.main.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def exit_code(task: Callable[[], Any]) -> int:
     """Runs ``task`` and prints what a user should read about its failure."""
     try:
         task()
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
-    except (HydraException, OmegaConfBaseException) as error:
-        return complain(explain(error), MISTAKE)
-    except TrainingError as error:
-        return complain(str(error), FAILED)
     except KeyboardInterrupt:
-        return complain("interrupted; nothing is left running.", INTERRUPTED)
-    except Exception:
-        traceback.print_exc()
-        return FAILED
+        print("interrupted; nothing is left running.", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    except Exception as error:  # noqa: BLE001  all of it is printed
+        return explained(error)
     return 0
 
 
-def complain(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return code
+def explained(error: Exception) -> int:
+    """Prints one or two lines for a user's mistake, all there is for anything else; returns the exit code."""
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        error = ConfigError(in_short(error))
+    if not isinstance(error, ConfigError | TrainingError):
+        traceback.print_exception(error)
+        return FAILED
+    print(f"error: {error}", file=sys.stderr)
+    return MISTAKE if isinstance(error, ConfigError) else FAILED
 
 
 def provenance() -> Provenance:
@@ -94,7 +102,7 @@ def resolved(config: DictConfig, where: Provenance) -> dict[str, Any]:
         raise ConfigError(f"{key} ({where.of(key)}): needs a value; give {key}=VALUE.") from error
 
 
-def explain(error: Exception) -> str:
+def in_short(error: Exception) -> str:
     """Hydra's message in one or two lines, with the nearest match for a misspelt word."""
     text = str(error)
     if option := re.search(r"Could not find '([^']+)/([^'/]+)'", text):

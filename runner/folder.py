@@ -64,7 +64,12 @@ def git_commit() -> str | None:
     here = Path(__file__).resolve().parent
     try:
         answer = subprocess.run(
-            ["git", "rev-parse", "--verify", "--quiet", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10, check=False
+            ["git", "rev-parse", "--verify", "--quiet", "HEAD"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
         )
     except FileNotFoundError:
         return None

@@ -48,7 +48,9 @@ def metric_facts(rows: list[Row]) -> dict[str, str]:
     facts = {}
     losses = [(row["step"], row["train/loss"]) for row in rows if row.get("train/loss") is not None]
     if losses:
-        facts["train loss"] = ", ".join(f"{loss:.4f} at step {step}" for step, loss in (losses[0], losses[-1]))
+        facts["train loss"] = ", ".join(
+            f"{loss:.4f} at step {step}" for step, loss in (losses[0], losses[-1])
+        )
     if not math.isnan(evaluated := last_value(rows, "eval/loss")):
         facts["eval loss"] = f"{evaluated:.4f}"
     if not math.isnan(rate := last_value(rows, "perf/tokens_per_s")):

@@ -31,17 +31,21 @@ def report(folder: Path, error: BaseException) -> None:
 
 
 def main() -> None:
-    """Ends with ``os._exit``: a clean shutdown would wait for collectives that dead peers never join."""
+    """Ends with ``os._exit``: after a failure, a clean shutdown would wait for collectives that dead peers
+    never join; after success, threads of the process group can abort the interpreter's own teardown.
+    """
     die_with_parent()
-    folder = Path(sys.argv[1])
+    folder, code = Path(sys.argv[1]), 0
     try:
         from runner.train import run_rank
 
         run_rank(folder)
     except BaseException as error:  # noqa: BLE001  the parent prints it; nothing is swallowed
         report(folder, error)
-        sys.stdout.flush()
-        os._exit(1)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A set of gloo ranks that stays up for many cases: importing torch and transformers costs seconds a process."""
+"""A set of gloo ranks that stays up for many cases: the imports alone cost seconds a process."""
 
 import os
 import traceback

@@ -27,12 +27,13 @@ class RunIdentity:
 
 
 REMEDIES = {
-    "model": "the checkpoint is of another model; use the model it was written with",
-    "data": "the data, or a data option that shapes batches, differs; use those of the run it came from",
+    "model": "model: the checkpoint is of another model; use the one it was written with",
     "optimizer": "set optimizer={theirs}",
     "seed": "set run.seed={theirs}",
     "global_batch_size": "set run.global_batch_size={theirs}",
+    "data": "data: the samples, the tokenizer or an option that shapes batches differ; use those of its run",
 }
+"""In the order of asking: a seed changes the plan of the data too."""
 
 
 @dataclass(frozen=True)
@@ -144,4 +145,4 @@ def check_resumable(point: Path, identity: RunIdentity) -> None:
     for key, remedy in REMEDIES.items():
         theirs = meta.identity[key]
         if ours[key] != theirs:
-            raise ConfigError(f"run.resume: {point}: {key}: {remedy.format(theirs=theirs)}.")
+            raise ConfigError(f"run.resume: {point}: {remedy.format(theirs=theirs)}.")

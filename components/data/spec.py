@@ -150,7 +150,7 @@ class Data(ABC):
         if prefix is not None:
             assert isinstance(source, FileSource)
             return indexed_part(source, prefix, encoder, cache, weight)
-        workers = self.num_workers or min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
+        workers = self.num_workers or min(_MAX_WORKERS, os.cpu_count() or 1)
         store, identity = build_store(source, encoder, cache, workers)
         return Part(source.name, weight, identity, StoreFiles(str(store.path)), store, store.outcome())
 
@@ -167,10 +167,7 @@ class Data(ABC):
                 plan = train.plan(epoch)
                 steps = count_steps(plan, global_batch_size, drop_last=self.drop_last)
                 if not steps:
-                    raise ConfigError(
-                        f"run.global_batch_size: {global_batch_size} is more than the {plan.num_rows} row(s) "
-                        "of an epoch, and data.drop_last leaves out a smaller batch; lower it, or add data."
-                    )
+                    raise _no_step(plan.num_rows, epoch, global_batch_size)
                 num_steps += steps
                 advance(1)
         raise AssertionError("unreachable")
@@ -247,6 +244,15 @@ def _check_source(where: str, source: dict[str, Any]) -> None:
     known = ("auto", *get_args(Format))
     if source.get("format", "auto") not in known:
         raise ConfigError(f"{where}.format: {source['format']!r} is none of {', '.join(known)}.")
+
+
+def _no_step(num_rows: int, epoch: int, global_batch_size: int) -> ConfigError:
+    if not num_rows:
+        return ConfigError(f"data.sources: no sample is drawn in epoch {epoch}; raise a weight, or add data.")
+    return ConfigError(
+        f"run.global_batch_size: {global_batch_size} is more than the {num_rows} row(s) of epoch {epoch}, "
+        "and data.drop_last leaves out a smaller batch; lower it, or add data."
+    )
 
 
 def cache_folder(cache_dir: str | None) -> Path:

@@ -38,8 +38,6 @@ def call_here(*arguments: str) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         return cli.exit_code(cli.job)
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
     finally:
         sys.argv = argv
 

@@ -9,7 +9,7 @@ from tests.e2e.commands import SMALL, call_here, command, curve, rows, run_comma
 
 
 def test_four_jobs(tmp_path: Path) -> None:
-    sweep = [*SMALL, "-m", "optimizer.lr=1e-3,3e-3", "stage=pt,sft", "run.export=false"]
+    sweep = ["-m", *SMALL, "optimizer.lr=1e-3,3e-3", "stage=pt,sft", "run.export=false"]
     answer = run_command(command(*sweep, f"run.output_dir={tmp_path}"), cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     runs = sorted(tmp_path.glob("*_tiny/*/metrics.jsonl"))
@@ -32,4 +32,4 @@ def test_the_returned_value_is_the_final_eval_loss(tmp_path: Path, monkeypatch: 
 
 def test_a_failed_job_gives_a_failing_exit_code(tmp_path: Path) -> None:
     GlobalHydra.instance().clear()
-    assert call_here(*SMALL, "-m", "run.global_batch_size=4,5", f"run.output_dir={tmp_path}") == 2
+    assert call_here("-m", *SMALL, "run.global_batch_size=4,5", f"run.output_dir={tmp_path}") == 2

@@ -365,6 +365,12 @@ def test_mistakes_found_while_preparing(
     assert len(str(error.value).splitlines()) <= 2
 
 
+def test_an_epoch_without_a_sample_is_refused(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    data = FilesData(sources=[{"path": texts, "weight": 1e-6}])
+    with pytest.raises(ConfigError, match=r"data\.sources: no sample is drawn in epoch 0; raise a weight"):
+        prepare(data, tokenizer)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "documents", "message"),
     [

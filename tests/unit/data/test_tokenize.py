@@ -1,11 +1,11 @@
 """Samples to stores: what is cut, dropped and counted; in workers as without; once for one content."""
 
+import multiprocessing
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,13 @@ def texts(number: int) -> Iterator[Item]:
 
 
 def test_workers_give_the_same_in_the_same_order(text_encoder: Encoder) -> None:
-    alone, shared = (list(encode_all(texts(700), text_encoder, workers, patience_s=0)) for workers in (1, 2))
+    alone = list(encode_all(texts(700), text_encoder, 1, patience_s=0))
+    assert not multiprocessing.active_children()
+    workers = encode_all(texts(700), text_encoder, 2, patience_s=0)
+    shared = [next(workers)]
+    assert len(multiprocessing.active_children()) == 2
+    shared += workers
+    assert not multiprocessing.active_children()
     assert len(shared) == len(alone) == 11
     for one, other in zip(shared, alone, strict=True):
         assert np.array_equal(one.tokens, other.tokens)
@@ -108,12 +114,12 @@ def test_workers_give_the_same_in_the_same_order(text_encoder: Encoder) -> None:
 def test_workers_read_only_a_little_ahead_and_stop(text_encoder: Encoder) -> None:
     taken = 0
 
-    def endless() -> Iterator[Item]:
+    def many() -> Iterator[Item]:
         nonlocal taken
-        for taken in count():
+        for taken in range(6400):
             yield TextSample("a document"), f"file:{taken}"
 
-    chunks = encode_all(endless(), text_encoder, 2, patience_s=0)
+    chunks = encode_all(many(), text_encoder, 2, patience_s=0)
     for _ in range(3):
         next(chunks)
     chunks.close()  # type: ignore[attr-defined]

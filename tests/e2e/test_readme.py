@@ -1,0 +1,59 @@
+"""The README's own commands, and what it promises of the first one."""
+
+import re
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import SMALL, call_here, command, newest, rows, run_command
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^(?:\$ )?((?:python -m runner|torchrun) .*?)(?:  +#.*)?$", README, flags=re.MULTILINE)
+MINUTES = 3
+
+
+def test_the_default_run(tmp_path: Path) -> None:
+    """``python -m runner``: at least 100 steps in under three minutes, and it learns."""
+    began = time.monotonic()
+    answer = run_command(command(), cwd=tmp_path, environ={"OMP_NUM_THREADS": "2"})
+    assert answer.returncode == 0, answer.stderr
+    assert time.monotonic() - began < MINUTES * 60
+    run = newest(tmp_path / "outputs")
+    losses = [row["train/loss"] for row in rows(run, "train/loss")]
+    assert len(losses) >= 100
+    assert losses[-1] < losses[0] - 2.5
+    assert rows(run, "eval/loss")[-1]["eval/loss"] < losses[0] - 2.5
+    for words in ("run folder", "checkpoint", "train loss", "eval loss", "tokens/s", "export", "completion"):
+        assert words in answer.stdout
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) >= 6
+
+
+@pytest.mark.parametrize("text", COMMANDS)
+def test_a_command_of_the_readme_composes(text: str, tmp_path: Path) -> None:
+    """With ``--cfg job`` in place of the run: every group, option and key in it exists."""
+    words = shlex.split(text)
+    if "-m" in words[3:]:  # a sweep: its values one by one
+        words = [*words[:3], *(w.split(",")[0] for w in words[3:] if w != "-m")]
+    arguments = words[words.index("runner") + 1 :]
+    shown = [] if {"--help", "--cfg"} & set(arguments) else ["--cfg", "job"]
+    answer = run_command(command(*arguments, *shown), cwd=tmp_path)
+    wrong = "learning_rate" in text
+    assert (answer.returncode == 2) == wrong, answer.stderr
+    if wrong:
+        assert "nothing reads this key; did you mean" in answer.stderr
+
+
+def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's example of a loss outside the package trains."""
+    (source,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    (tmp_path / "my_losses.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = call_here(*SMALL, "stage._target_=my_losses.Focal", "+stage.gamma=2", f"run.output_dir={tmp_path}")
+    assert code == 0
+    assert len(rows(newest(tmp_path), "train/loss")) == 4

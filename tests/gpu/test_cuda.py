@@ -1,0 +1,34 @@
+"""The same command on a GPU. Skipped where there is none; nothing else needs one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.commands import SMALL, curve, rows, run_here
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("stage", ["pt", "sft", "dpo"])
+def test_fp32_gives_the_curve_of_the_cpu(tmp_path: Path, stage: str) -> None:
+    same = (*SMALL, f"stage={stage}", "run.export=false", "optimizer.lr=1e-5")
+    on_cpu = rows(run_here(tmp_path / "cpu", *same), "train/loss")
+    on_gpu = rows(run_here(tmp_path / "gpu", *same, "run.device=cuda"), "train/loss")
+    for ours, theirs in zip(on_gpu, on_cpu, strict=True):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-4)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("packing", ["bfd", "none"])
+def test_bf16_trains_and_resumes(tmp_path: Path, packing: str) -> None:
+    same = (*SMALL, "run.device=cuda", "run.dtype=bf16", f"data.packing={packing}", "run.max_steps=6")
+    straight = run_here(tmp_path / "a", *same, "run.save_every=3", "run.keep_last=0")
+    half = straight / "checkpoints" / "step_00000003"
+    rest = run_here(tmp_path / "b", *same, f"run.resume={half}")
+    for ours, theirs in zip(curve(rest), curve(straight)[3:], strict=True):
+        for key, value in theirs.items():
+            assert ours[key] == pytest.approx(value, rel=1e-3), key
