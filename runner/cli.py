@@ -93,6 +93,14 @@ def provenance() -> Provenance:
     return Provenance(choices, tuple(state.overrides.task), folders)
 
 
+def unless(other: Any, value: Any) -> Any:
+    """``${unless:OTHER,VALUE}``: a default that gives way where OTHER is set."""
+    return value if other is None else None
+
+
+OmegaConf.register_new_resolver("unless", unless, replace=True)
+
+
 def resolved(config: DictConfig, where: Provenance) -> dict[str, Any]:
     """The config with every interpolation replaced."""
     try:

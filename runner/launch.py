@@ -68,6 +68,7 @@ class Launch:
         preflight.check_batch(run.global_batch_size, run.micro_batch_size, data_size)
         experiment.logger.check()
         model = experiment.model.build(experiment.model.config())
+        experiment.model.weights(run.seed)  # opened only: what is missing shows before a rank starts
         with log_to(None, self.console):
             data = self.prepare_data()
         experiment.scheduler.check(peak=experiment.optimizer.lr, total_steps=data.num_steps)

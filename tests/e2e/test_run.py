@@ -135,13 +135,19 @@ def test_epochs(tmp_path: Path) -> None:
     path = tmp_path / "chats.json"
     path.write_text(json.dumps(chats))
     data = ("data=files", f"data.train={path}", "data.packing=none", "data.eval_fraction=0")
-    length = ("run.max_steps=null", "run.epochs=2", "run.save_epochs=1", "run.keep_last=0")
-    run = run_here(tmp_path / "o", *SMALL, *data, *length)
+    small = [override for override in SMALL if not override.startswith("run.max_steps")]
+    length = ("run.epochs=2", "run.save_epochs=1", "run.keep_last=0")
+    run = run_here(tmp_path / "o", *small, *data, *length)
     # Ten samples in batches of four: the third batch of an epoch holds two.
     assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3, 4, 5, 6]
     assert [row["train/num_samples"] for row in rows(run, "train/loss")] == [4, 8, 10, 14, 18, 20]
     saved = [path.name for path in sorted((run / "checkpoints").iterdir())]
     assert saved == ["step_00000003", "step_00000006"]
+
+
+def test_max_steps_wins_over_epochs(tmp_path: Path) -> None:
+    run = run_here(tmp_path, *SMALL, "run.epochs=1", "run.export=false")
+    assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3, 4]
 
 
 def test_skipped_steps_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
