@@ -1,9 +1,11 @@
 """Checks in the parent, before a process is spawned or a group is made."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from components.checkpoint import read_meta
 from runner.errors import ConfigError
 
 
@@ -53,6 +55,20 @@ def check_model_fits_data(config: Any, tokenizer: Any, max_length: int) -> None:
         raise ConfigError(
             f"model.tokenizer: has {len(tokenizer)} tokens, the model's vocabulary only {config.vocab_size}; "
             f"use the tokenizer that belongs to the model, or a model with a larger vocab_size."
+        )
+
+
+def check_length(eval_every: int, has_eval: bool, num_steps: int, resume: Path | None) -> None:
+    """Something to evaluate on where that is asked for, and steps left to take."""
+    if eval_every and not has_eval:
+        raise ConfigError(
+            f"run.eval_every: is {eval_every}, but there is no evaluation data; "
+            "set data.eval or data.eval_fraction, or run.eval_every=0."
+        )
+    if resume is not None and (done := read_meta(resume).state["step"]) >= num_steps:
+        raise ConfigError(
+            f"run.max_steps: {resume} has {done} steps already and the run ends at {num_steps}; "
+            "raise run.max_steps or run.epochs, or take an earlier checkpoint."
         )
 
 

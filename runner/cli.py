@@ -32,6 +32,10 @@ def config_dir() -> str:
 def job(config: DictConfig) -> float:
     """One run, or one job of a sweep: returns the final loss (eval, else train)."""
     if HydraConfig.get().mode is RunMode.MULTIRUN:
+        if "RANK" in os.environ:
+            raise ConfigError(
+                "-m: a sweep cannot run under torchrun; leave torchrun out (the runner starts its own ranks)."
+            )
         return execute(config)  # Hydra collects the failures of a sweep
     losses: list[float] = []
     if code := exit_code(lambda: losses.append(execute(config))):
@@ -68,7 +72,7 @@ def exit_code(task: Callable[[], Any]) -> int:
         print("interrupted; nothing is left running.", file=sys.stderr)
         return INTERRUPTED
     except SystemExit as leaving:
-        return int(leaving.code or 0)
+        return leaving.code if isinstance(leaving.code, int) else FAILED
     except Exception as error:  # noqa: BLE001  all of it is printed
         return explained(error)
     return 0

@@ -61,16 +61,18 @@ def environment_facts(command: Sequence[str]) -> dict[str, Any]:
 
 def git_commit() -> str | None:
     """The commit of the checkout this code runs from; None where it is not one."""
-    here = Path(__file__).resolve().parent
+    root = Path(__file__).resolve().parent.parent
     try:
         answer = subprocess.run(
-            ["git", "rev-parse", "--verify", "--quiet", "HEAD"],
-            cwd=here,
+            ["git", "rev-parse", "--show-toplevel", "--verify", "HEAD"],
+            cwd=root,
             capture_output=True,
             text=True,
             timeout=10,
-            check=False,
+            check=True,
         )
-    except FileNotFoundError:
+    except (FileNotFoundError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip() or None
+    toplevel, commit = answer.stdout.split("\n")[:2]
+    # An environment may lie inside somebody else's repository.
+    return commit if Path(toplevel) == root else None

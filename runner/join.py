@@ -15,13 +15,24 @@ import torch.distributed as dist
 
 from runner.errors import ConfigError
 
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 PATIENCE = timedelta(days=2)
 """How long the other ranks wait for a corpus to be tokenised."""
 
 
 def is_joined(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher has set this process's place in the run."""
-    return "RANK" in environ and "WORLD_SIZE" in environ
+    """Whether a launcher has set this process's place in the run.
+
+    Raises:
+        ConfigError: it has done so by half.
+    """
+    known = [name for name in PLACE if name in environ]
+    if known and len(known) < len(PLACE):
+        missing = ", ".join(sorted(set(PLACE) - set(known)))
+        raise ConfigError(
+            f"{known[0]}: is set in the environment, but {missing} is not; set all or unset it."
+        )
+    return bool(known)
 
 
 def meet(environ: Mapping[str, str]) -> dist.TCPStore:
@@ -63,13 +74,16 @@ def agree_on_folder(
             prepare_data()
             store.set(node_key, "{}")
         fetch(store, node_key)
-    return Path(answer["folder"])
+    folder = Path(answer["folder"])
+    if not folder.is_dir():
+        raise ConfigError(f"run.output_dir: this node does not see {folder}; put it on a shared filesystem.")
+    return folder
 
 
 def publish(store: dist.Store, key: str, prepare: Callable[[], Path]) -> Path:
     try:
         folder = prepare()
-    except ConfigError as error:
+    except BaseException as error:
         store.set(key, json.dumps({"error": str(error)}))
         raise
     store.set(key, json.dumps({"folder": str(folder)}))

@@ -76,10 +76,12 @@ class Launch:
             model=experiment.model.signature(model),
             data=data.identity,
             optimizer=type(experiment.optimizer).__name__.lower(),
+            reference=experiment.model.origin if experiment.stage.needs_reference else None,
             seed=run.seed,
             global_batch_size=run.global_batch_size,
         )
         resume = resume_point(run.resume, Path(run.output_dir), run.name, identity)
+        preflight.check_length(run.eval_every, data.eval is not None, data.num_steps, resume)
         folder = create_run_folder(run.output_dir, run.name)
         write_config(folder, self.config)
         write_facts(

@@ -31,6 +31,7 @@ def log_to(path: Path | None, console: Console | None) -> Iterator[None]:
         handlers.append(logging.FileHandler(path))
         handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     loggers = [log, logging.getLogger("components")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.INFO)
         logger.propagate = False
@@ -39,7 +40,9 @@ def log_to(path: Path | None, console: Console | None) -> Iterator[None]:
     try:
         yield
     finally:
-        for logger in loggers:
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+            logger.propagate = propagate
             for handler in handlers:
                 logger.removeHandler(handler)
         for handler in handlers:

@@ -217,8 +217,8 @@ class Engine(Protocol):
     def export(self, path: Path) -> None:
         """Writes a Hugging Face model folder (weights and config) in the run's dtype."""
 
-    def agree(self, flag: bool) -> bool:
-        """True on every rank if ``flag`` is true on any."""
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
 
     def describe(self) -> dict[str, Any]:
         """Engine, device, world size and the mesh as it was really built."""

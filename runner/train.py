@@ -35,12 +35,16 @@ def run_rank(folder: Path) -> None:
         try:
             if main:
                 write_facts(folder, **engine.describe())
-            with reporter(experiment, engine, folder, console, config) as report:
+            with reporter(experiment, engine, folder, facts["world_size"], console, config) as report:
                 train(wire(experiment, engine, folder, facts, report, main))
             if experiment.run.export:
                 engine.export(folder / "export")
-        finally:
-            engine.close()
+        except BaseException:
+            # With peers, closing would wait for what they never join; this process ends by itself.
+            if facts["world_size"] == 1:
+                engine.close()
+            raise
+        engine.close()
 
 
 def build_engine(experiment: Experiment, device: Any) -> Engine:
@@ -95,7 +99,12 @@ def wire(
 
 
 def reporter(
-    experiment: Experiment, engine: Engine, folder: Path, console: Console | None, config: Mapping[str, Any]
+    experiment: Experiment,
+    engine: Engine,
+    folder: Path,
+    world_size: int,
+    console: Console | None,
+    config: Mapping[str, Any],
 ) -> Reporter:
     """Speaks and logs where there is a ``console``; silent on every other rank."""
     sizes = matmul_sizes(experiment.model.build(experiment.model.config()))
@@ -112,6 +121,6 @@ def reporter(
 
     if console is None:
         return Reporter(experiment.run.log_every, flops, None)
-    peak = peak_flops(engine.device, DTYPES[experiment.run.dtype]) * engine.data_size
+    peak = peak_flops(engine.device, DTYPES[experiment.run.dtype]) * world_size
     logger = experiment.logger.open(folder, config)
     return Reporter(experiment.run.log_every, flops, peak, logger, progress_bar(console))

@@ -20,10 +20,10 @@ def die_with_parent() -> None:
         sys.exit("the parent ended before this rank began")
 
 
-def report(folder: Path, error: BaseException) -> None:
-    """Leaves this rank's traceback where the parent looks for it."""
+def report(folder: Path, error: BaseException, when: float) -> None:
+    """Leaves this rank's traceback, and when it failed, where the parent looks for it."""
     rank = int(os.environ["RANK"])
-    facts = {"rank": rank, "time": time.time(), "traceback": "".join(traceback.format_exception(error))}
+    facts = {"rank": rank, "time": when, "traceback": "".join(traceback.format_exception(error))}
     path = folder / "logs" / f"error_{rank}.json"
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(facts))
@@ -41,7 +41,7 @@ def main() -> None:
 
         run_rank(folder)
     except BaseException as error:  # noqa: BLE001  the parent prints it; nothing is swallowed
-        report(folder, error)
+        report(folder, error, time.time())
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

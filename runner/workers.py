@@ -77,6 +77,8 @@ def wait(folder: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
 
 def end(ranks: list[subprocess.Popen[bytes]]) -> None:
     """SIGTERM to every rank's session, SIGKILL to what is left after the grace period."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave ranks behind
     for number, grace in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
         alive = [process for process in ranks if process.poll() is None]
         for process in alive:
@@ -93,6 +95,8 @@ def blame(folder: Path, codes: list[int | None]) -> str:
     # A rank that was killed, or left without a word, has no report and cannot be anyone's consequence.
     reported = {report["rank"] for report in reports}
     silent = [r for r, code in enumerate(codes) if code not in (None, 0) and r not in reported]
+    if reported:  # NCCL aborts the peers of a rank that failed
+        silent = [r for r in silent if codes[r] != -signal.SIGABRT]
     if silent:
         rank = silent[0]
         return f"rank {rank} {how_it_ended(codes[rank])}{last_lines(rank_log(folder, rank))}"

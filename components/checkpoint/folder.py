@@ -22,6 +22,8 @@ class RunIdentity:
     """Hash of the data and of everything that shapes its plan, but for the batch size."""
     optimizer: str
     """Its kind: another one has other moments."""
+    reference: str | None
+    """Where the weights of a reference model come from; None: there is none."""
     seed: int
     global_batch_size: int
 
@@ -29,6 +31,7 @@ class RunIdentity:
 REMEDIES = {
     "model": "model: the checkpoint is of another model; use the one it was written with",
     "optimizer": "set optimizer={theirs}",
+    "reference": "the reference model was {theirs}; set model.init, model.path and model.revision to it",
     "seed": "set run.seed={theirs}",
     "global_batch_size": "set run.global_batch_size={theirs}",
     "data": "data: the samples, the tokenizer or an option that shapes batches differ; use those of its run",
@@ -60,6 +63,7 @@ def commit(folder: Path, meta: CheckpointMeta) -> None:
     sync(marker)
     marker.replace(folder / MARKER)
     sync(folder)
+    sync(folder.parent)
 
 
 def sync(path: Path) -> None:

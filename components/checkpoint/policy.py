@@ -43,9 +43,9 @@ class CheckpointPolicy:
         if self.writes:
             remove(target)  # left behind by a run that was killed here
             target.mkdir(parents=True)
-        engine.agree(True)  # nobody writes before the folder is clean
+        engine.barrier()  # nobody writes before the folder is clean
         engine.save(target, model_only=self.model_only)
-        engine.agree(True)  # everybody has written
+        engine.barrier()  # everybody has written
         if self.writes:
             commit(target, CheckpointMeta(vars(state).copy(), asdict(self.identity), self.model_only))
             log.info("step %d  saved %s", state.step, target)

@@ -26,6 +26,15 @@ def join(kind: Literal["cpu", "cuda"]) -> torch.device:
     return device
 
 
+def leave_alone() -> None:
+    """After a failure: leaves where this is the only rank, so that a sweep can go on in this process.
+
+    With peers it does nothing: they may never join what leaving waits for, and the process ends anyway.
+    """
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        dist.destroy_process_group()
+
+
 def leave() -> None:
     """Destroys every process group, so that the next run in this process starts clean."""
     if dist.is_initialized():

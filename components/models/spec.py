@@ -108,6 +108,12 @@ class ModelSpec:
         check_model(model)
         return model
 
+    @property
+    def origin(self) -> str:
+        """Where the initial weights come from, in words."""
+        at = f" of {self.path} {self.revision or ''}".rstrip() if self._reads_path else ""
+        return f"model.init={self.init}{at}"
+
     def signature(self, model: PreTrainedModel) -> str:
         """Two models with one signature can read each other's checkpoints."""
         return signature(model)

@@ -84,6 +84,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["long.jsonl", "data.max_length"],
     ),
     "weights": (["data=files", "data.sources=[{path: {tmp}/chat.jsonl, weight: -1}]"], ["data.sources"]),
+    "nothing to evaluate on": (
+        ["data=files", "data.train={tmp}/chat.jsonl", "run.eval_every=2"],
+        ["run.eval_every", "data.eval_fraction"],
+    ),
     # ---- models
     "no path": (["model=hf"], ["model.path"]),
     "folder without a config": (["model=hf", "model.path={tmp}"], ["model.path", "config.json"]),

@@ -160,14 +160,41 @@ def save_after(dp: int, steps: int, path: Path) -> dict[str, Tensor]:
     return state
 
 
-def load_and_step(dp: int, path: Path, seed: int) -> tuple[dict[str, Tensor], float]:
-    """What was loaded, and the loss of one more step."""
+def load_and_step(dp: int, path: Path, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What was loaded, and the state after one more step."""
     engine = make_engine(dp=dp)
     engine.load(path)
     loaded = snapshot(engine)
-    result = step(engine, share(engine, "packed", 2, seed=seed), next_token())
+    step(engine, share(engine, "packed", 2, seed=seed), next_token())
+    after = snapshot(engine)
     engine.close()
-    return loaded, result.loss
+    return loaded, after
+
+
+def bf16_by_sequence(dp: int, dtype: torch.dtype) -> StepResult:
+    engine, loss = make_engine(dp=dp, dtype=dtype), next_token("sequence")
+    result = step(engine, share(engine, "packed", 2), loss)
+    engine.close()
+    return result
+
+
+def logps_around_an_update(dp: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities after an update, with and without a look at them between backward and update."""
+    answers = []
+    engine, loss = make_engine(dp=dp), next_token()
+    batches = share(engine, "packed", 4)
+    engine.begin_train_step(None)
+    engine.train_microbatches(batches, loss)
+    engine.logps(batches)
+    engine.finish_train_step(1e-2)
+    answers.append(engine.logps(batches)[0])
+    # A backward gathers afresh whatever was left gathered.
+    engine.begin_train_step(None)
+    engine.train_microbatches(batches, loss)
+    engine.abort_train_step()
+    answers.append(engine.logps(batches)[0])
+    engine.close()
+    return answers[0], answers[1]
 
 
 def zeros_in_grad(dp: int) -> int | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import engine_cases as cases
 from tests.distributed.cases import make_engine, next_token, plain_model, plain_step, share
@@ -83,9 +84,42 @@ def test_a_checkpoint_of_any_layout_loads_on_any_other(
 
     saved = on(written_on, cases.save_after, 3, tmp_path / "c")[0]
     uninterrupted = on(read_on, cases.save_after, 4, tmp_path / "d")[0]
-    for loaded, _ in on(read_on, cases.load_and_step, tmp_path / "c", 3):
+    for loaded, after in on(read_on, cases.load_and_step, tmp_path / "c", 3):
         assert cases.identical(loaded, saved)
-    assert uninterrupted.keys() == saved.keys()
+        if written_on == read_on:
+            assert cases.identical(after, uninterrupted)
+        for name, expected in uninterrupted.items():
+            torch.testing.assert_close(after[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_of_sequences_stay_fp32_in_bf16(run: Run) -> None:
+    exact = cases.bf16_by_sequence(1, torch.float32)
+    for result in run(cases.bf16_by_sequence, torch.bfloat16):
+        assert result.loss == pytest.approx(exact.loss, rel=2e-2)
+        assert result.grad_norm == pytest.approx(exact.grad_norm, rel=3e-2)
+
+
+def test_logps_see_an_update_made_after_a_look(run: Run) -> None:
+    for seen, expected in run(cases.logps_around_an_update):
+        assert torch.equal(seen, expected)
+
+
+def test_abort_by_hand_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of torch before 2.13, which has no ``reset_iter_state``."""
+    expected, state = cases.two_steps(1)
+    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
+    unchanged, result, after = cases.two_steps_and_an_error(1)
+    assert unchanged
+    assert result == expected
+    assert cases.identical(after, state)
+
+
+def test_a_failed_build_leaves_the_process_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("components.engines.fsdp2.engine.torch_optimizer", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_engine()
+    make_engine().close()
 
 
 def test_zeros_are_counted_once(two: Ranks) -> None:

@@ -30,6 +30,23 @@ def test_the_returned_value_is_the_final_eval_loss(tmp_path: Path, monkeypatch: 
     assert returned == [rows(run, "eval/loss")[-1]["eval/loss"]]
 
 
+def test_a_sweep_under_torchrun_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    assert call_here("-m", *SMALL, "run.seed=1,2", f"run.output_dir={tmp_path}") == 2
+    assert "torchrun" in capsys.readouterr().err
+
+
+def test_half_a_launcher_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert call_here(*SMALL, f"run.output_dir={tmp_path}") == 2
+    assert "LOCAL_RANK, WORLD_SIZE is not" in capsys.readouterr().err
+
+
 def test_a_failed_job_gives_a_failing_exit_code(tmp_path: Path) -> None:
     GlobalHydra.instance().clear()
     assert call_here("-m", *SMALL, "run.global_batch_size=4,5", f"run.output_dir={tmp_path}") == 2

@@ -25,7 +25,9 @@ from components.checkpoint.format import load_tensors, save_tensors, saved_keys
 from runner.errors import ConfigError, TrainingError
 from tests.ranks import Ranks
 
-IDENTITY = RunIdentity(model="abc", data="def", optimizer="adamw", seed=1, global_batch_size=8)
+IDENTITY = RunIdentity(
+    model="abc", data="def", optimizer="adamw", reference=None, seed=1, global_batch_size=8
+)
 SHAPES = {"model/embed.weight": (7, 4), "model/norm.weight": (3,), "exp_avg/embed.weight": (7, 4)}
 
 

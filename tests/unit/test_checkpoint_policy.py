@@ -14,7 +14,9 @@ from components.checkpoint.folder import (
 )
 from components.checkpoint.policy import CheckpointPolicy
 
-IDENTITY = RunIdentity(model="abc", data="def", optimizer="adamw", seed=1, global_batch_size=8)
+IDENTITY = RunIdentity(
+    model="abc", data="def", optimizer="adamw", reference=None, seed=1, global_batch_size=8
+)
 
 
 @dataclass
@@ -30,9 +32,8 @@ class FakeEngine:
         self.dies_at = dies_at
         self.calls: list[str] = []
 
-    def agree(self, flag: bool) -> bool:
-        self.calls.append("agree")
-        return flag
+    def barrier(self) -> None:
+        self.calls.append("barrier")
 
     def save(self, path: Path, *, model_only: bool = False) -> None:
         assert list(path.iterdir()) == [], "nothing of an earlier save is left"
@@ -73,7 +74,7 @@ def test_a_save_is_whole_and_described(tmp_path: Path) -> None:
     assert RunIdentity(**meta.identity) == IDENTITY
     assert not meta.model_only
     # A barrier on either side: others neither write too early nor is the marker set too early.
-    assert engine.calls == ["agree", "save step_00000007 model_only=False", "agree"]
+    assert engine.calls == ["barrier", "save step_00000007 model_only=False", "barrier"]
 
 
 def test_weights_alone_are_saved_as_such(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_other_ranks_write_their_part_and_nothing_else(tmp_path: Path) -> None:
     engine = FakeEngine()
     save(policy(tmp_path, writes=False), 7, engine=engine)
     assert [file.name for file in path.iterdir()] == ["weights"]
-    assert engine.calls == ["agree", "save step_00000007 model_only=False", "agree"]
+    assert engine.calls == ["barrier", "save step_00000007 model_only=False", "barrier"]
 
 
 @pytest.mark.parametrize(("keep_last", "kept"), [(0, [1, 2, 3, 4]), (1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4])])

@@ -1,5 +1,6 @@
 """The FSDP2 engine: sharded weights, one reduction a step, sums divided once."""
 
+import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from components.engines.fsdp2.parallelize import (
     build_scorer,
     discard_iteration,
     fsdp_modules,
+    release,
     whole,
 )
 from components.engines.sums import Sums, reduce_counts
@@ -64,6 +66,8 @@ class FSDP2Engine:
         self.weights = dict(self.scorer.named_weights())
         self.optimizer = torch_optimizer(optimizer, list(self.weights.items()))
         self.sums: Sums | None = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         # Dropout: every rank draws its own stream from here on.
         torch.manual_seed(seed + self.data_rank)
 
@@ -75,13 +79,13 @@ class FSDP2Engine:
 
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss) -> None:
         assert self.sums is not None, "train_microbatches outside of a train step"
-        for index, batch in enumerate(microbatches):
+        for index, here in enumerate(microbatches):
             # Gradients of a call add up in place and are reduced with its last micro-batch.
             self._set_gradient_sync(index == len(microbatches) - 1)
-            batch = batch.to(self.device)
+            batch = here.to(self.device)
             output = loss(self._stats(self.scorer, batch, loss), batch)
             self.sums.objective(output).backward()
-            self.sums.add(output, loss.counts(batch))
+            self.sums.add(output, loss.counts(here))  # counted where it was made: reading a GPU would wait
 
     def finish_train_step(self, lr: float) -> StepResult:
         assert self.sums is not None, "finish_train_step without begin_train_step"
@@ -110,16 +114,20 @@ class FSDP2Engine:
         model = self.reference if reference else self.scorer
         assert model is not None, "the engine was built without a reference model"
         moved = (batch.to(self.device) for batch in microbatches)
-        return [model(batch, frozenset(), None)[0] for batch in moved]
+        logps = [model(batch, frozenset(), None)[0] for batch in moved]
+        release(model)
+        return logps
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
         sums = Sums()
         self.scorer.eval()
         for microbatches in batches:
-            for batch in (b.to(self.device) for b in loss.prepare(microbatches, self)):
-                sums.add(loss(self._stats(self.scorer, batch, loss), batch), loss.counts(batch))
+            for here in loss.prepare(microbatches, self):
+                batch = here.to(self.device)
+                sums.add(loss(self._stats(self.scorer, batch, loss), batch), loss.counts(here))
         self.scorer.train()
+        release(self.scorer)
         means, _ = sums.reduce(self.group, self.device)
         return means
 
@@ -127,10 +135,10 @@ class FSDP2Engine:
 
     def save(self, path: Path, *, model_only: bool = False) -> None:
         optimizer = None if model_only else self.optimizer
-        state.save(path, self.weights, optimizer, self.moments, self.data_rank)
+        state.save(path, self.weights, optimizer, self.moments, self.data_rank, self.device)
 
     def load(self, path: Path) -> None:
-        state.load(path, self.weights, self.optimizer, self.moments, self.data_rank)
+        state.load(path, self.weights, self.optimizer, self.moments, self.data_rank, self.device)
 
     def export(self, path: Path) -> None:
         def gathered() -> Iterator[tuple[str, Tensor]]:
@@ -140,10 +148,8 @@ class FSDP2Engine:
         export_folder(self.spec, gathered(), path, self.dtype, write=dist.get_rank() == 0)
         dist.barrier()
 
-    def agree(self, flag: bool) -> bool:
-        votes = torch.tensor(int(flag), device=self.device)
-        dist.all_reduce(votes)
-        return bool(votes.item())
+    def barrier(self) -> None:
+        dist.barrier()
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -159,6 +165,8 @@ class FSDP2Engine:
         }
 
     def close(self) -> None:
+        del self.scorer, self.reference, self.optimizer, self.weights
+        gc.collect()  # FSDP's hooks are cycles, and the next run of this process needs the memory
         process_group.leave()
 
     # ---- private

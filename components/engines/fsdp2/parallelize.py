@@ -1,11 +1,13 @@
 """From a description of a model to its sharded module, and back to whole tensors."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
@@ -76,7 +78,8 @@ def build_scorer(
 
 def shard(scorer: Scorer, mesh: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool) -> None:
     """``fully_shard`` on every block, then on the root, with gradients summed instead of averaged."""
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Inputs are ids, labels and fp32 weights of labels: casting those would round the loss.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in blocks(scorer.lm):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(scorer, mesh=mesh, mp_policy=policy)
@@ -114,19 +117,48 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def release(scorer: Scorer) -> None:
+    """Frees the gathered weights that a forward without backward leaves: no update would reach them."""
+    for module in fsdp_modules(scorer):
+        module.reshard()
+
+
 def discard_iteration(scorer: Scorer) -> None:
     """Forgets a forward or backward that did not finish, and every gradient not reduced yet.
 
-    ``reset_iter_state`` puts FSDP's own state right but keeps what ``set_requires_gradient_sync(False)``
-    has accumulated in the unsharded parameters, which no public call can drop.
+    FSDP's own reset keeps what ``set_requires_gradient_sync(False)`` has accumulated in the unsharded
+    parameters, which no public call can drop.
     """
     assert isinstance(scorer, FSDPModule)
-    if scorer._get_fsdp_state()._is_root is None:
+    state = scorer._get_fsdp_state()
+    if state._is_root is None:
         return  # no forward has run yet
-    scorer.reset_iter_state()
+    if hasattr(scorer, "reset_iter_state"):
+        scorer.reset_iter_state()
+    else:
+        reset_by_hand(state)
+    release(scorer)
     for module in fsdp_modules(scorer):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in param_groups(module._get_fsdp_state()):
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
+
+
+def reset_by_hand(root: Any) -> None:
+    """``reset_iter_state`` for torch before 2.13, which has none."""
+    for state in root._state_ctx.all_states:
+        state._training_state = TrainingState.IDLE
+        for group in param_groups(state):
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+    root._comm_ctx.post_forward_order.clear()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+
+
+def param_groups(state: Any) -> list[Any]:
+    """A list since torch 2.13; one or none before."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in (state._fsdp_param_group,) if g] if groups is None else groups

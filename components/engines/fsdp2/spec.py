@@ -50,13 +50,17 @@ class FSDP2:
     ) -> FSDP2Engine:
         """Joins the process group and builds this rank's engine; every rank calls it."""
         local = process_group.join(device)
-        return FSDP2Engine(
-            model,
-            optimizer,
-            seed=seed,
-            dtype=dtype,
-            device=local,
-            reshard_after_forward=self.reshard_after_forward,
-            with_reference=with_reference,
-            count_zeros=count_zeros,
-        )
+        try:
+            return FSDP2Engine(
+                model,
+                optimizer,
+                seed=seed,
+                dtype=dtype,
+                device=local,
+                reshard_after_forward=self.reshard_after_forward,
+                with_reference=with_reference,
+                count_zeros=count_zeros,
+            )
+        except BaseException:
+            process_group.leave_alone()
+            raise

@@ -16,7 +16,12 @@ STEP = "optimizer_step"
 
 
 def save(
-    path: Path, weights: Weights, optimizer: torch.optim.Optimizer | None, moments: Sequence[str], rank: int
+    path: Path,
+    weights: Weights,
+    optimizer: torch.optim.Optimizer | None,
+    moments: Sequence[str],
+    rank: int,
+    device: torch.device,
 ) -> None:
     """Every rank writes its shards; without ``optimizer`` the weights alone."""
     tensors = weight_tensors(weights)
@@ -24,19 +29,24 @@ def save(
         make_moments(optimizer, moments)
         tensors |= moment_tensors(weights, optimizer, moments)
         tensors[STEP] = first_step(optimizer)
-        tensors |= rng_tensors(rank)
+        tensors |= rng_tensors(rank, device)
     save_tensors(path, tensors)
 
 
 def load(
-    path: Path, weights: Weights, optimizer: torch.optim.Optimizer, moments: Sequence[str], rank: int
+    path: Path,
+    weights: Weights,
+    optimizer: torch.optim.Optimizer,
+    moments: Sequence[str],
+    rank: int,
+    device: torch.device,
 ) -> None:
     """Restores in place what ``save`` wrote on any number of ranks.
 
     A rank that had no twin when the checkpoint was written keeps its own random stream.
     """
     make_moments(optimizer, moments)
-    step, rng, keys = torch.zeros(1), rng_tensors(rank), saved_keys(path)
+    step, rng, keys = torch.zeros(1), rng_tensors(rank, device), saved_keys(path)
     tensors = weight_tensors(weights) | moment_tensors(weights, optimizer, moments) | {STEP: step}
     known = {name: value for name, value in rng.items() if name in keys}
     load_tensors(path, tensors | known)
@@ -73,11 +83,11 @@ def first_step(optimizer: torch.optim.Optimizer) -> Tensor:
     return states[0].detach().cpu().reshape(1) if states else torch.zeros(1)
 
 
-def rng_tensors(rank: int) -> dict[str, Tensor]:
+def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
     """This rank's random streams, as they are now."""
     streams = {f"rng/{rank}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        streams[f"rng_cuda/{rank}"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        streams[f"rng_cuda/{rank}"] = torch.cuda.get_rng_state(device)
     return streams
 
 
