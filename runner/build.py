@@ -63,6 +63,8 @@ def build_component(group: str, node: Mapping[str, Any], where: Provenance) -> A
 
 def construct(target: Callable[..., Any], group: str, values: Mapping[str, Any], where: Provenance) -> Any:
     """``target(**values)`` after binding and type-checking every value against the signature."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{group} ({where.of(group)}): must be a mapping of keys, got {values!r}.")
     parameters = inspect.signature(target).parameters
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
@@ -36,7 +37,11 @@ def job(config: DictConfig) -> float:
             raise ConfigError(
                 "-m: a sweep cannot run under torchrun; leave torchrun out (the runner starts its own ranks)."
             )
-        return execute(config)  # Hydra collects the failures of a sweep
+        try:
+            return execute(config)
+        except Exception as error:
+            explained(error)  # Hydra goes on with the other jobs and would show the first failure only
+            raise
     losses: list[float] = []
     if code := exit_code(lambda: losses.append(execute(config))):
         raise SystemExit(code)
@@ -80,6 +85,9 @@ def exit_code(task: Callable[[], Any]) -> int:
 
 def explained(error: Exception) -> int:
     """Prints one or two lines for a user's mistake, all there is for anything else; returns the exit code."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        error = ConfigError(f"{mark.name}:{mark.line + 1}: malformed YAML: {error.problem}; mend the file.")
     if isinstance(error, HydraException | OmegaConfBaseException):
         error = ConfigError(in_short(error))
     if not isinstance(error, ConfigError | TrainingError):
@@ -97,9 +105,9 @@ def provenance() -> Provenance:
     return Provenance(choices, tuple(state.overrides.task), folders)
 
 
-def unless(other: Any, value: Any) -> Any:
-    """``${unless:OTHER,VALUE}``: a default that gives way where OTHER is set."""
-    return value if other is None else None
+def unless(other: Any, value: Any, instead: Any = None) -> Any:
+    """``${unless:OTHER,VALUE,INSTEAD}``: a default that gives way where OTHER is set."""
+    return value if other is None else instead
 
 
 OmegaConf.register_new_resolver("unless", unless, replace=True)
@@ -128,15 +136,28 @@ def in_short(error: Exception) -> str:
     return " ".join(lines[:2])
 
 
+def config_dirs() -> list[Path]:
+    """Ours, and the one of ``--config-dir``."""
+    line = " ".join(sys.argv[1:])
+    own = re.search(r"(?:--config-dir|-cd)[= ](\S+)", line)
+    return [Path(config_dir()), *([Path(own[1])] if own else [])]
+
+
 def options_of(group: str) -> list[str]:
-    return [path.stem for path in (Path(config_dir()) / group).glob("*.yaml")]
+    return [path.stem for folder in config_dirs() for path in (folder / group).glob("*.yaml")]
 
 
 def known_keys() -> list[str]:
-    """Dotted keys of the default composition, and the groups."""
+    """Dotted keys of the composition with the groups chosen on the command line, and the groups."""
+    groups = [path.name for path in Path(config_dir()).iterdir() if path.is_dir()]
+    words = (argument.partition("=") for argument in sys.argv[1:])
+    chosen = [f"{group}={option}" for group, _, option in words if option in options_of(group)]
     with initialize_config_dir(config_dir(), version_base="1.3"):
-        config = OmegaConf.to_container(compose("config"), resolve=False)
-    return [*leaves("", config), *(path.name for path in Path(config_dir()).iterdir() if path.is_dir())]
+        ours = [
+            choice for choice in chosen if (Path(config_dir()) / f"{choice.replace('=', '/')}.yaml").is_file()
+        ]
+        config = OmegaConf.to_container(compose("config", ours), resolve=False)
+    return [*leaves("", config), *groups]
 
 
 def leaves(prefix: str, node: Any) -> list[str]:

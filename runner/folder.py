@@ -12,20 +12,41 @@ from typing import Any
 
 import yaml
 
+from runner.errors import ConfigError
+
 PACKAGES = ("runner", "torch", "transformers", "tokenizers", "datasets", "hydra-core", "omegaconf", "numpy")
 
 
 def create_run_folder(output_dir: str, name: str) -> Path:
-    """``output_dir/name/<stamp>``; two runs never share one, however close they start."""
+    """``output_dir/name/<stamp>``; two runs never share one, however close they start.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for suffix in count():
         folder = Path(output_dir, name, f"{stamp}__{suffix}" if suffix else stamp).absolute()
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            continue
+            if folder.parent.is_dir():
+                continue
+            raise ConfigError(f"run.output_dir: {folder.parent} is a file; name a folder.") from None
+        except OSError as error:
+            raise ConfigError(f"run.output_dir: cannot make {folder}: {error.strerror}.") from error
         return folder
     raise AssertionError("unreachable")
+
+
+def reopen_run_folder(folder: Path, step: int) -> Path:
+    """The folder as it was at ``step``: rows that a killed run logged after its last checkpoint go."""
+    path = folder / "metrics.jsonl"
+    rows = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= step]
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept))
+    partial.replace(path)
+    return folder
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:

@@ -9,10 +9,16 @@ import torch
 from rich.console import Console
 
 from components import preflight
-from components.checkpoint import RunIdentity, resume_point
+from components.checkpoint import RunIdentity, read_meta, resume_point
 from runner import join
 from runner.build import build_experiment
-from runner.folder import create_run_folder, environment_facts, write_config, write_facts
+from runner.folder import (
+    create_run_folder,
+    environment_facts,
+    reopen_run_folder,
+    write_config,
+    write_facts,
+)
 from runner.logs import log_to
 from runner.provenance import Provenance
 from runner.summary import final_loss, summarize
@@ -82,7 +88,10 @@ class Launch:
         )
         resume = resume_point(run.resume, Path(run.output_dir), run.name, identity)
         preflight.check_length(run.eval_every, data.eval is not None, data.num_steps, resume)
-        folder = create_run_folder(run.output_dir, run.name)
+        if run.resume == "auto" and resume is not None:
+            folder = reopen_run_folder(resume.parent.parent.absolute(), read_meta(resume).state["step"])
+        else:
+            folder = create_run_folder(run.output_dir, run.name)
         write_config(folder, self.config)
         write_facts(
             folder,

@@ -47,6 +47,8 @@ class RunConfig:
         ):
             if getattr(self, key) < 0:
                 raise ConfigError(f"run.{key}: must be 0 (off) or more, got {getattr(self, key)}.")
+        if self.seed >= 2**63:
+            raise ConfigError(f"run.seed: must be below 2**63, got {self.seed}.")
         if self.max_steps is None and self.epochs is None:
             raise ConfigError("run.max_steps: is null and so is run.epochs; give one of them.")
         if not self.name or "/" in self.name or self.name.startswith("."):

@@ -109,7 +109,8 @@ class Data(ABC):
             packing=packing,
             pad_id=_pad_id(tokenizer),
             global_batch_size=global_batch_size,
-            identity=train.identity,
+            # With or without an epoch's last batch, a step stands for other rows.
+            identity=f"{train.identity}-{'whole' if self.drop_last else 'all'}",
             audit=Audit(
                 train=train.audit(),
                 eval=None if evaluated is None else evaluated.audit(with_left_out=held is None),

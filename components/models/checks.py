@@ -20,6 +20,17 @@ EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
+def check_heads(config: PreTrainedConfig) -> None:
+    """Every key-value head serves the same number of heads."""
+    heads = getattr(config, "num_attention_heads", 1)
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    if heads < 1 or getattr(config, "num_key_value_heads", 1) == 0 or heads % shared:
+        raise ConfigError(
+            f"model.architecture.num_attention_heads: {heads} does not divide by num_key_value_heads = "
+            f"{config.num_key_value_heads}; choose a multiple of it."
+        )
+
+
 def check_config(config: PreTrainedConfig) -> None:
     """
     Raises:
@@ -30,6 +41,7 @@ def check_config(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder or (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote):
         raise not_causal(kind)
     text = config.get_text_config()
+    check_heads(text)
     if getattr(config, "quantization_config", None):
         raise ConfigError(
             "model: quantization_config is set: quantised weights cannot be trained; use the original."

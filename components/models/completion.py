@@ -22,9 +22,15 @@ def complete(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remo
     """The greedy continuation of ``prompt`` by the model exported to ``folder``."""
     logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if fits_gpu(model) else "cpu"
     ids = torch.tensor([prompt], device=device)
     with torch.no_grad():
         answer = model.to(device).eval().generate(ids, max_new_tokens=max_new_tokens, do_sample=False)
     continuation: list[int] = answer[0, len(prompt) :].tolist()
     return continuation
+
+
+def fits_gpu(model: torch.nn.Module) -> bool:
+    """A model that was trained on several GPUs need not fit one."""
+    size = sum(p.nbytes for p in model.parameters())
+    return torch.cuda.is_available() and 2 * size < torch.cuda.mem_get_info()[0]

@@ -34,6 +34,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "key of another choice": (["optimizer=sgd", "+optimizer.betas=[0.9,0.9]"], ["optimizer.betas"]),
     "class": (["stage._target_=nowhere.Loss"], ["stage._target_", "nowhere.Loss"]),
     "syntax": (["run.max_steps=["], ["run.max_steps=[", "the command line"]),
+    "key of the chosen data": (["data=files", "data.trian=x"], ["data.trian", "did you mean 'data.train'"]),
+    "experiment of one's own": (["--config-dir={tmp}/conf", "experiment=typpo"], ["did you mean 'typo"]),
+    "malformed YAML": (["--config-dir={tmp}/conf", "experiment=tab"], ["tab.yaml:2", "malformed YAML"]),
+    "no mapping": (["run=null"], ["run", "mapping"]),
     # ---- types and values
     "text for a number": (["run.max_steps=many"], ["run.max_steps", "the command line", "'many'"]),
     "fraction for a count": (["run.max_steps=1.5"], ["run.max_steps", "1.5"]),
@@ -53,6 +57,9 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["run.max_steps=5", "scheduler.warmup_steps=9"],
         ["scheduler.warmup_steps"],
     ),
+    "seed": (["run.seed=18446744073709551616"], ["run.seed", "2**63"]),
+    "heads": (["model.architecture.num_attention_heads=3"], ["num_attention_heads", "num_key_value_heads"]),
+    "output folder": (["run.output_dir={tmp}/chat.jsonl"], ["run.output_dir"]),
     "name": (["run.name=a/b"], ["run.name"]),
     "ranks": (["parallelism=fsdp2", "parallelism.dp=0"], ["parallelism.dp"]),
     # ---- arithmetic and fit
@@ -120,6 +127,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     header = "# @package _global_\n"
     (tmp / "conf/experiment/typo.yaml").write_text(header + "run:\n  log_evry: 3\n")
     (tmp / "conf/experiment/typo2.yaml").write_text(header + "optimizer:\n  warmup: 3\n")
+    (tmp / "conf/experiment/tab.yaml").write_text("run:\n\tmax_steps: 3\n")
     return tmp
 
 
