@@ -27,6 +27,8 @@ def run_workers(folder: Path, world_size: int) -> None:
     Raises:
         TrainingError: a rank failed; all others are ended first, and the message carries its traceback.
     """
+    for report in folder.glob("logs/error_*.json"):
+        report.unlink()  # of the run that this one continues
     # The ranks meet at a store of this process: no port is chosen before it is bound.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with contextlib.ExitStack() as stack:
