@@ -31,6 +31,9 @@ def test_a_run_folder_resumes_from_its_newest_checkpoint(straight: Path, tmp_pat
 
 def test_auto_starts_afresh_then_continues(tmp_path: Path) -> None:
     first = run_here(tmp_path, *TEN, "run.max_steps=3", "run.resume=auto")
+    # What a run that was killed leaves after its last checkpoint: another row, and half of one.
+    with (first / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "train/loss": 99.0}\n{"step": 5, "tra')
     second = run_here(tmp_path, *TEN, "run.max_steps=5", "run.resume=auto")
     other = run_here(tmp_path, *TEN, "run.max_steps=2", "run.resume=auto", "run.name=other")
     assert first == second
