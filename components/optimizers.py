@@ -1,7 +1,7 @@
 """Descriptions of optimizers, realised by every engine in its own way."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -97,3 +97,15 @@ def realise(description: Optimizer, groups: list[dict[str, Any]]) -> torch.optim
     return torch.optim.SGD(
         groups, lr=description.lr, momentum=description.momentum, nesterov=description.nesterov, foreach=True
     )
+
+
+def make_moments(optimizer: torch.optim.Optimizer, moments: Sequence[str]) -> None:
+    """Zero moments where no step has been taken yet: the values torch's optimizers start from."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state and moments:
+                state.update({moment: torch.zeros_like(parameter.detach()) for moment in moments})
+                if "exp_avg" in moments:
+                    device = parameter.device if group.get("fused") else torch.device("cpu")
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)

@@ -1,7 +1,7 @@
 """Checks in the parent, before a process is spawned or a group is made."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -9,7 +9,7 @@ from components.checkpoint import read_meta
 from runner.errors import ConfigError
 
 
-def resolve_device(device: str) -> str:
+def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
     """``auto`` -> ``cuda`` where there is one.
 
     Raises:
@@ -26,8 +26,9 @@ def check_ranks(world_size: int, device: str, local_ranks: int) -> None:
     """Every rank of this machine needs a GPU of its own."""
     if device == "cuda" and local_ranks > torch.cuda.device_count():
         raise ConfigError(
-            f"parallelism.dp: {world_size} ranks on {torch.cuda.device_count()} visible GPU(s); "
-            f"lower it, or use run.device=cpu."
+            f"parallelism.dp: this layout takes {world_size} ranks (tp x pp x cp x dp) on "
+            f"{torch.cuda.device_count()} visible GPU(s); lower a size, or hide the GPUs to run on the CPU: "
+            "CUDA_VISIBLE_DEVICES= (empty)."
         )
 
 

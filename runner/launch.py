@@ -22,7 +22,7 @@ from runner.folder import (
 from runner.logs import log_to
 from runner.provenance import Provenance
 from runner.summary import final_loss, summarize
-from runner.train import run_rank
+from runner.train import DTYPES, run_rank
 from runner.workers import run_workers
 
 
@@ -74,6 +74,12 @@ class Launch:
         preflight.check_batch(run.global_batch_size, run.micro_batch_size, data_size)
         experiment.logger.check()
         model = experiment.model.build(experiment.model.config())
+        experiment.parallelism.check(
+            model,
+            experiment.optimizer,
+            dtype=DTYPES[run.dtype],
+            device=self.device,
+        )
         experiment.model.weights(run.seed)  # opened only: what is missing shows before a rank starts
         with log_to(None, self.console):
             data = self.prepare_data()

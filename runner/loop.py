@@ -3,7 +3,7 @@
 for every global batch:
     microbatches = loss.prepare(data.microbatches(step), engine)
     engine.begin_train_step(counts of the labels)
-    engine.train_microbatches(microbatches, loss)
+    engine.train_microbatches(microbatches, loss, last=True)
     engine.finish_train_step(lr)
     log, evaluate, save where due
 """
@@ -52,7 +52,7 @@ def train_step(t: Training) -> None:
     began, step = time.perf_counter(), t.state.step
     microbatches = t.loss.prepare(t.train_data.microbatches(step), t.engine)
     t.engine.begin_train_step(total_counts(t.loss, microbatches))
-    t.engine.train_microbatches(microbatches, t.loss)
+    t.engine.train_microbatches(microbatches, t.loss, last=True)
     result = t.engine.finish_train_step(t.lr(step))
     stats = t.train_data.stats(step)
     t.state.advance(num_samples=stats.num_samples, num_tokens=stats.num_tokens, skipped=result.skipped)

@@ -193,8 +193,11 @@ class Engine(Protocol):
     def begin_train_step(self, counts: Mapping[str, int] | None = None) -> None:
         """All-reduces ``counts`` over data ranks. None (one-term losses): they add up on the way."""
 
-    def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss) -> None:
-        """Forward and backward; gradients add up and nothing is normalised."""
+    def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:
+        """Forward and backward; gradients add up and nothing is normalised.
+
+        ``last``: no more will come in this step, so gradients may be reduced while they are computed.
+        """
 
     def finish_train_step(self, lr: float) -> StepResult:
         """Divides by the main count once, clips, and updates or skips."""
@@ -235,6 +238,14 @@ class ParallelismSpec(Protocol):
 
     def data_size(self, world_size: int) -> int:
         """Into how many shares a global batch is split."""
+
+    def check(
+        self, model: Any, optimizer: Any, *, dtype: torch.dtype, device: Literal["cpu", "cuda"]
+    ) -> None:
+        """Raises ConfigError where the layout does not fit the run; called once, before any rank starts.
+
+        ``model`` is the transformers model on the meta device.
+        """
 
     def build(
         self,

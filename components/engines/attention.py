@@ -6,6 +6,7 @@ sequences see each other without a word.
 """
 
 import inspect
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from runner.errors import ConfigError
@@ -20,6 +22,9 @@ from runner.protocols import Batch
 
 ATTENTION = "runner_varlen"
 """The name to give transformers as ``attn_implementation``."""
+
+ATTENTION_RECOMPUTED = "runner_varlen_recomputed"
+"""The same attention, computed again in the backward pass instead of kept."""
 
 HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
 """What models pass down to every attention layer and what does not change causal attention."""
@@ -74,10 +79,16 @@ def attention(
     )
     assert max_length_q is not None, "cu_seq_lens_q comes with max_length_q"
     assert query.shape[0] == 1, f"a packed batch is one row, got {query.shape[0]}"
-    # The CUDA kernel takes half precision only and has no dropout.
-    if query.is_cuda and query.dtype != torch.float32 and not dropout:
+    if has_kernel(query, dropout):
         return varlen(query, key, value, cu_seq_lens_q, max_length_q, **options), None
-    return packed_sdpa(query, key, value, cu_seq_lens_q, dropout=dropout, **options), None
+    return packed_sdpa(query, key, value, cu_seq_lens_q.diff().tolist(), dropout=dropout, **options), None
+
+
+def recomputed(module: nn.Module, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, None]:
+    """``attention`` that keeps query, key and value for the backward pass, and the state of dropout."""
+    if not torch.is_grad_enabled():
+        return attention(module, *tensors, **options)  # type: ignore[arg-type]
+    return checkpoint(attention, module, *tensors, use_reentrant=False, **options)
 
 
 def refuse(module: nn.Module, is_causal: bool | None, others: dict[str, Any]) -> None:
@@ -92,22 +103,38 @@ def refuse(module: nn.Module, is_causal: bool | None, others: dict[str, Any]) ->
             )
 
 
-def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **options: Any) -> Tensor:
-    """One SDPA a sequence."""
-    spans = cu_seqlens.diff().tolist()
+def has_kernel(query: Tensor, dropout: float) -> bool:
+    """Whether ``varlen`` can be used: the CUDA kernel takes half precision only and has no dropout."""
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout
+
+
+def packed_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Sequence[int],
+    key_spans: Sequence[int] | None = None,
+    **options: Any,
+) -> Tensor:
+    """One SDPA a sequence; see ``causal_sdpa`` for what it means where ``key_spans`` are longer."""
+    key_spans = spans if key_spans is None else key_spans
     # Split, not sliced: the backward of a slice fills a whole tensor with zeros, once a sequence.
-    pieces = zip(*(tensor.split(spans, dim=2) for tensor in (query, key, value)), strict=True)
+    cuts = ((query, spans), (key, key_spans), (value, key_spans))
+    pieces = zip(*(tensor.split(list(lengths), dim=2) for tensor, lengths in cuts), strict=True)
     return torch.cat([causal_sdpa(*piece, **options) for piece in pieces], dim=1)
 
 
 def causal_sdpa(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, dropout: float, window: int | None
 ) -> Tensor:
-    """``[B, heads, T, D]`` to ``[B, T, heads, D]``, every row one sequence."""
-    length = query.shape[2]
+    """``[B, heads, T, D]`` to ``[B, T, heads, D]``, every row one sequence.
+
+    Where there are more keys than queries, the queries are the last tokens of the sequence.
+    """
+    length, num_keys = query.shape[2], key.shape[2]
     mask = None
-    if window is not None and window < length:
-        mask = window_mask(length, window, query.device)
+    if num_keys > length or (window is not None and window < length):
+        mask = causal_mask(length, num_keys, window, query.device)
     out = F.scaled_dot_product_attention(
         query,
         key,
@@ -121,10 +148,11 @@ def causal_sdpa(
     return out.transpose(1, 2)
 
 
-def window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """bool ``[T, T]``: row t sees t and the ``window - 1`` tokens before it."""
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril().triu(1 - window)
+def causal_mask(length: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """bool ``[T, keys]``: a token sees itself and what is before it, or the ``window - 1`` tokens before."""
+    diagonal = num_keys - length
+    mask = torch.ones(length, num_keys, dtype=torch.bool, device=device).tril(diagonal)
+    return mask if window is None else mask.triu(diagonal + 1 - window)
 
 
 def varlen(
@@ -133,18 +161,20 @@ def varlen(
     value: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
     *,
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """All sequences in one CUDA kernel."""
+    """All sequences in one CUDA kernel, with the meaning of ``packed_sdpa``."""
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     options: dict[str, Any] = {"enable_gqa": True} if takes_enable_gqa() and q.shape[1] != k.shape[1] else {}
     # Window (left, right) around every token: (-1, 0) is plain causal.
     size = (-1 if window is None else window - 1, 0)
-    out = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=size, **options
-    )
+    ends = (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
+    longest = (max_seqlen, max_seqlen_k or max_seqlen)
+    out = varlen_attn(q, k, v, *ends, *longest, scale=scale, window_size=size, **options)
     assert isinstance(out, Tensor)
     return out.unsqueeze(0)
 
@@ -160,5 +190,6 @@ def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
     assert attention_mask is None, "pass no attention_mask: boundaries are cu_seq_lens_q or padded=True"
 
 
-AttentionInterface.register(ATTENTION, attention)
-AttentionMaskInterface.register(ATTENTION, no_mask)
+for name, function in ((ATTENTION, attention), (ATTENTION_RECOMPUTED, recomputed)):
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, no_mask)

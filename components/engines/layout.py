@@ -22,8 +22,9 @@ def world_size(
     else:
         ranks = dp * model_ranks
     if joined is not None and ranks != joined:
+        takes = f"{ranks} ranks" if dp is not None else f"a multiple of {model_ranks} ranks"
         raise ConfigError(
-            f"parallelism.dp: this layout takes {ranks} ranks but the launcher started WORLD_SIZE={joined}; "
-            f"start {ranks} processes, or choose sizes whose product tp x pp x cp x dp is {joined}."
+            f"parallelism.dp: this layout takes {takes} but the launcher started WORLD_SIZE={joined}; "
+            f"start so many processes, or choose sizes whose product tp x pp x cp x dp is {joined}."
         )
     return ranks

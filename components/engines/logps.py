@@ -2,6 +2,7 @@
 
 With logits ``z = h @ W.T + b``, label ``y`` and softmax ``p`` over a vocabulary of V, the gradients are
     d logp / dz = onehot(y) - p        d logsumexp / dz = p        d mean_logp / dz = 1 / V - p
+Given logsumexp, each column of ``dz`` stands alone: over a split vocabulary only the forward communicates.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from components.engines.vocabulary import Vocabulary, VocabularyShard, WholeVocabulary
 from runner.protocols import IGNORE, TokenStats
 
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
@@ -28,6 +30,7 @@ def token_stats(
     requires: frozenset[str] = frozenset(),
     weights: Tensor | None = None,
     chunk_size: int | None = None,
+    shard: VocabularyShard | None = None,
 ) -> TokenStats:
     """Statistics of every labelled position: float32 (float64 from float64) like ``labels``, 0 elsewhere.
 
@@ -40,6 +43,11 @@ def token_stats(
         weights: float32 like ``labels``, given only if the loss is ``-(weights * logps).sum()`` times a
             number: the gradients are then made in the forward, which saves one matmul of four.
         chunk_size: positions at a time; None: so many that their logits fill ``CHUNK_BYTES``.
+        shard: with a vocabulary split over ranks, which rows ``head_weight [n, H]`` and ``head_bias [n]``
+            are; n may differ by rank and be 0. Every rank of the group calls this together and passes the
+            same of everything else. The statistics are the same on every rank. The gradient of the head
+            is that of its n rows; the gradient of ``hidden`` is only the part that came through these
+            rows, and the caller adds it up over the group.
 
     Without any label the result is zero but still connected to ``hidden`` and ``head_weight``.
     """
@@ -47,7 +55,9 @@ def token_stats(
     flat = labels.reshape(-1)
     index = (flat != IGNORE).nonzero()[:, 0]
     rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
-    head = Head(chunk_size or default_chunk_size(head_weight), "mean_logp" in requires)
+    vocabulary = shard or WholeVocabulary(len(head_weight))
+    chunk_size = chunk_size or default_chunk_size(vocabulary, hidden.device)
+    head = Head(vocabulary, chunk_size, "mean_logp" in requires)
     inputs = (head, rows, head_weight, head_bias, flat.index_select(0, index))
     differentiable = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
     logsumexp = mean_logp = None
@@ -68,14 +78,16 @@ def token_stats(
     return TokenStats(logps, spread(logsumexp) if "logsumexp" in requires else None, spread(mean_logp))
 
 
-def default_chunk_size(head_weight: Tensor) -> int:
-    return max(CHUNK_BYTES[head_weight.device.type] // (4 * head_weight.shape[0]), 1)
+def default_chunk_size(vocabulary: Vocabulary, device: torch.device) -> int:
+    """The same on every rank that holds a part of the vocabulary: each chunk is reduced over all of them."""
+    return max(CHUNK_BYTES[device.type] // (4 * vocabulary.typical_rows), 1)
 
 
 @dataclass(frozen=True)
 class Head:
     """How the head is run; the tensors stay arguments, because autograd must see them."""
 
+    vocabulary: Vocabulary
     chunk_size: int
     with_mean: bool
 
@@ -89,11 +101,20 @@ def chunk_logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits.add_(bias)
 
 
-def exponentiate(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Turns ``logits`` into ``exp(logits - max)`` in place; returns ``(sum, logsumexp)``, both ``[n]``."""
-    largest = logits.amax(-1)
-    total = logits.sub_(largest[:, None]).exp_().sum(-1)
-    return total, largest + total.log()
+def exponentiate(logits: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Turns ``logits`` into ``exp(logits - max)`` in place.
+
+    Returns ``(sum, logsumexp, logps, mean_logp)``, all ``[n]``, the last only where it is asked for.
+    """
+    largest = head.vocabulary.largest(logits)
+    parts = [head.vocabulary.choose(logits, targets)]
+    if head.with_mean:
+        parts.append(logits.sum(-1))
+    parts.append(logits.sub_(largest[:, None]).exp_().sum(-1))
+    chosen, *logits_sum, total = head.vocabulary.add_up(tuple(parts))
+    logsumexp = largest + total.log()
+    mean = logits_sum[0] / head.vocabulary.size - logsumexp if head.with_mean else None
+    return total, logsumexp, chosen - logsumexp, mean
 
 
 def stats_dtype(tensor: Tensor) -> torch.dtype:
@@ -145,13 +166,9 @@ class ChunkedStats(torch.autograd.Function):
         mean_logp = torch.empty_like(logps) if head.with_mean else None
         for chunk in head.chunks(rows):
             logits = chunk_logits(rows[chunk], weight, bias)
-            chosen = logits.gather(1, targets[chunk, None])[:, 0]
-            if mean_logp is not None:
-                mean_logp[chunk] = logits.mean(-1)
-            logsumexp[chunk] = exponentiate(logits)[1]
-            logps[chunk] = chosen - logsumexp[chunk]
-            if mean_logp is not None:
-                mean_logp[chunk] -= logsumexp[chunk]
+            _, logsumexp[chunk], logps[chunk], mean = exponentiate(logits, targets[chunk], head)
+            if mean_logp is not None and mean is not None:
+                mean_logp[chunk] = mean
         ctx.head = head
         ctx.save_for_backward(rows, weight, bias, targets, logsumexp)
         return logps, logsumexp, mean_logp
@@ -163,14 +180,15 @@ class ChunkedStats(torch.autograd.Function):
         assert g_logp is not None
         assert g_logsumexp is not None
         g_softmax = g_logsumexp - g_logp if g_mean is None else g_logsumexp - g_logp - g_mean
+        vocabulary = ctx.head.vocabulary
         total = Gradients(rows, weight, bias, ctx.needs_input_grad[1:4])
         for chunk in ctx.head.chunks(rows):
             logits = chunk_logits(rows[chunk], weight, bias)
             softmax = logits.sub_(logsumexp[chunk, None]).exp_()
             grad_logits = softmax.mul_(g_softmax[chunk, None])
             if g_mean is not None:
-                grad_logits.add_(g_mean[chunk, None] / weight.shape[0])
-            grad_logits.scatter_add_(1, targets[chunk, None], g_logp[chunk, None])
+                grad_logits.add_(g_mean[chunk, None] / vocabulary.size)
+            vocabulary.add_to_chosen_(grad_logits, targets[chunk], g_logp[chunk])
             total.add(chunk, grad_logits)
         return None, *total.result(), None
 
@@ -193,11 +211,9 @@ class WeightedStats(torch.autograd.Function):
         ctx.gradients = Gradients(rows, weight, bias, ctx.needs_input_grad[1:4])
         for chunk in head.chunks(rows):
             logits = chunk_logits(rows[chunk], weight, bias)
-            chosen = logits.gather(1, targets[chunk, None])[:, 0]
-            total, logsumexp = exponentiate(logits)
-            logps[chunk] = chosen - logsumexp
+            total, _, logps[chunk], _ = exponentiate(logits, targets[chunk], head)
             grad_logits = logits.mul_((weights[chunk] / total)[:, None])
-            grad_logits.scatter_add_(1, targets[chunk, None], -weights[chunk, None])
+            head.vocabulary.add_to_chosen_(grad_logits, targets[chunk], -weights[chunk])
             ctx.gradients.add(chunk, grad_logits)
         return logps
 

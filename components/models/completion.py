@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 
 def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -15,7 +15,10 @@ def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | ids, indent=2) + "\n")
-    GenerationConfig(**ids).save_pretrained(folder)
+    has_own = (folder / GENERATION_CONFIG_NAME).is_file()
+    generation = GenerationConfig.from_pretrained(folder) if has_own else GenerationConfig()
+    generation.update(**ids)
+    generation.save_pretrained(folder)
 
 
 def complete(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remote_code: bool) -> list[int]:

@@ -1,17 +1,23 @@
 """Writing a folder that ``AutoModelForCausalLM.from_pretrained`` reads."""
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from components.models.spec import ModelSpec
 
 SHARD_BYTES = 4 * 2**30
+
+Sizes = dict[str, int]
+"""Bytes of every tensor in a file, by name."""
 
 
 def export_folder(
@@ -20,27 +26,51 @@ def export_folder(
     path: Path,
     dtype: torch.dtype,
     *,
-    write: bool,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes config.json and safetensors files of at most ``shard_bytes`` (or one tensor).
 
-    ``tensors`` (Hugging Face name, whole tensor in ``dtype``; tied ones once) is consumed on every rank,
-    because making them is collective; only the rank that has ``write`` keeps and stores them.
+    Every rank calls it with the tensors that it writes (Hugging Face name, whole tensor in ``dtype``); over
+    all ranks each tensor comes once, tied ones under one name. ``path`` is on a disk that all ranks share.
+    The folder is complete when a rank returns. Making ``tensors`` may be collective: they are consumed on
+    every rank.
     """
-    if not write:
-        for _ in tensors:
-            pass
-        return
     path.mkdir(parents=True, exist_ok=True)
-    save_config(spec.config(), path, dtype)
-    # How many shards there are, which is part of their names, is known only at the end.
+    written = gather(write_shards(path, tensors, shard_bytes))
+    if rank() == 0:
+        save_config(spec.config(), path, dtype)
+        copy_generation_config(spec, path)
+        name_shards(path, [shard for shards in written for shard in shards])
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gather(mine: list[tuple[Path, Sizes]]) -> list[list[tuple[Path, Sizes]]]:
+    """What every rank has, by rank; a collective call where there is a process group."""
+    if not dist.is_initialized():
+        return [mine]
+    everyone: list[list[tuple[Path, Sizes]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) -> list[tuple[Path, Sizes]]:
+    """Under names of their own: how many there are, which is part of the final ones, is known at the end."""
     shards = []
-    for number, shard in enumerate(sharded(tensors, shard_bytes)):
-        file = path / f".shard-{number}"
+    for number, shard in enumerate(sharded(tensors, limit)):
+        file = path / f".shard-{rank()}-{number}"
         save_file(shard, file, metadata={"format": "pt"})
         shards.append((file, {name: tensor.nbytes for name, tensor in shard.items()}))
-    name_shards(path, shards)
+    return shards
+
+
+def copy_generation_config(spec: ModelSpec, path: Path) -> None:
+    if spec._reads_path and (source := spec.folder() / GENERATION_CONFIG_NAME).is_file():
+        shutil.copyfile(source, path / GENERATION_CONFIG_NAME)
 
 
 def save_config(config: PreTrainedConfig, path: Path, dtype: torch.dtype) -> None:
@@ -59,18 +89,22 @@ def sharded(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
             shard, size = {}, 0
         shard[name] = tensor.detach().cpu().contiguous()
         size += tensor.nbytes
-    yield shard
+    if shard:
+        yield shard
 
 
-def name_shards(path: Path, shards: list[tuple[Path, dict[str, int]]]) -> None:
+def name_shards(path: Path, shards: list[tuple[Path, Sizes]]) -> None:
+    """Gives the files the names that transformers looks for, and writes its index if there are several."""
     if len(shards) == 1:
-        shards[0][0].replace(path / "model.safetensors")
+        shards[0][0].replace(path / SAFE_WEIGHTS_NAME)
         return
     weight_map: dict[str, str] = {}
+    stem, suffix = SAFE_WEIGHTS_NAME.split(".")
     for number, (file, sizes) in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
+        assert not weight_map.keys() & sizes.keys(), "a tensor was written twice"
         file.replace(path / name)
         weight_map |= dict.fromkeys(sizes, name)
     total = sum(sum(sizes.values()) for _, sizes in shards)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (path / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")

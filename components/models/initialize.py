@@ -27,7 +27,7 @@ def random_weights(model: PreTrainedModel, seed: int) -> WeightSource:
         ConfigError: (from the source) transformers has no initial value for the parameter.
     """
 
-    def draw(name: str) -> Tensor:
+    def draw(name: str, index: tuple[slice, ...] = ()) -> Tensor:
         # An ancestor may change what the owner drew (GPT-2 scales c_proj by depth), so all have their say.
         owner, _, leaf = name.rpartition(".")
         with real_parameter(model.get_submodule(owner), leaf) as tensor, seeded(seed, name):
@@ -38,7 +38,7 @@ def random_weights(model: PreTrainedModel, seed: int) -> WeightSource:
                 f"model.init=random: transformers has no initial value for {name} of {type(model).__name__}; "
                 "use model.init=pretrained."
             )
-        return tensor
+        return tensor[index]
 
     return draw
 

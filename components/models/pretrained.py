@@ -26,7 +26,8 @@ def pretrained_weights(
 ) -> WeightSource:
     """The weights in ``folder`` under the names of ``model`` (on any device; only its shapes are read).
 
-    Where the safetensors files hold exactly these names, each tensor is read when it is asked for.
+    Where the safetensors files hold exactly these names, each tensor is read when it is asked for, and of
+    it only the part that is asked for.
     Otherwise (an older layout, .bin files) transformers converts the whole model on CPU, and the log says so.
 
     Raises:
@@ -40,7 +41,7 @@ def pretrained_weights(
     else:
         log.warning("%s: not under the names of %s; converting on CPU.", folder, type(model).__name__)
         tensors = converted_weights(folder, model, shapes, trust_remote_code)
-        weights = tensors.__getitem__
+        weights = in_memory(tensors)
         stored_twice = {alias: tensors[alias] for alias in tied.keys() & tensors.keys()}
     for alias, value in stored_twice.items():
         if not torch.equal(value, weights(tied[alias])):
@@ -82,7 +83,19 @@ def lazy_weights(folder: Path, shapes: Mapping[str, torch.Size], files: Mapping[
                 f"model.path: {files[name]} does not hold {name}, but {INDEX} says so."
             ) from error
         check_shape(folder, name, stored, shape)
-    return lambda name: opened(files[name]).get_tensor(name)
+
+    def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        file = opened(files[name])
+        return file.get_slice(name)[index] if index else file.get_tensor(name)
+
+    return read
+
+
+def in_memory(tensors: Mapping[str, Tensor]) -> WeightSource:
+    def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        return tensors[name][index]
+
+    return read
 
 
 def lazy_tensor(files: Mapping[str, Path], name: str) -> Tensor:

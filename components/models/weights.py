@@ -2,13 +2,20 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-WeightSource = Callable[[str], Tensor]
-"""Hugging Face parameter name -> the whole tensor on CPU, in float32 or as stored."""
+
+class WeightSource(Protocol):
+    """Weights by their Hugging Face parameter name."""
+
+    def __call__(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """The part ``index`` of the tensor (slices without a step; () is the whole) on CPU.
+
+        In float32 or as stored, and not to be written to.
+        """
 
 
 def named_shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -1,5 +1,6 @@
 """Every option composes and builds; the composed defaults are what they were."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,26 @@ def test_an_option_composes_and_every_key_is_read(group: str, option: str) -> No
     build_component(group, node, Provenance())
 
 
+LAYOUTS = [option for group, option in OPTIONS if group == "parallelism" and option[-1].isdigit()]
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "fsdp2"])
+def test_a_layout_has_the_sizes_of_its_name(name: str) -> None:
+    sizes = {key: int(size) for key, size in re.findall(r"(vpp|tp|pp|cp|dp)(\d+)", name)}
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        node = OmegaConf.to_container(compose("config", [f"parallelism={name}"]).parallelism, resolve=True)
+    assert isinstance(node, dict)
+    layout = build_component("parallelism", node, Provenance())
+    assert {key: getattr(layout, key) for key in ("tp", "pp", "vpp", "cp")} == {
+        key: sizes.get(key, 1) for key in ("tp", "pp", "vpp", "cp")
+    }
+    model_ranks, dp = layout.tp * layout.pp * layout.cp, sizes.get("dp", 1)
+    assert layout.world_size({}, 0) == model_ranks * dp
+    assert layout.data_size(model_ranks * dp) == dp
+    assert layout.world_size({"WORLD_SIZE": "8"}, 0) == layout.world_size({}, 8) == 8
+    assert layout.world_size({}, 1) == model_ranks
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_an_experiment_composes(experiment: str) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -47,6 +68,7 @@ def test_an_experiment_composes(experiment: str) -> None:
         ("default", []),
         ("pt_fsdp2", ["stage=pt", "parallelism=fsdp2", "optimizer=sgd", "scheduler=wsd"]),
         ("dpo_files", ["stage=dpo", "data=files", "data.train=pairs.json", "model=qwen3_0_6b"]),
+        ("dpo_tp2pp2", ["stage=dpo", "parallelism=tp2pp2", "parallelism.cp=2"]),
     ],
 )
 def test_the_composed_config_is_the_golden_one(golden: str, overrides: list[str]) -> None:

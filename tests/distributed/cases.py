@@ -6,22 +6,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from components.engines.fsdp2 import FSDP2
-from components.engines.fsdp2.engine import FSDP2Engine
-from components.engines.fsdp2.parallelize import whole
+from components.engines.megatron import Megatron
 from components.losses import NextToken
 from components.models import ModelSpec
-from components.optimizers import AdamW
-from runner.protocols import IGNORE, Batch, Loss, StepResult
+from components.optimizers import AdamW, Optimizer
+from runner.protocols import IGNORE, Batch, Engine, Loss, StepResult
+from tests.distributed.gradients import capture
 
 LENGTHS = (5, 17, 9, 30, 12, 3, 24, 8)
 VOCABULARY = 160
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 8},
     "llama": {"model_type": "llama", "tie_word_embeddings": False},
+    "deep": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 8, "num_hidden_layers": 5},
 }
 COMMON = {
     "vocab_size": VOCABULARY,
@@ -93,19 +95,32 @@ class Step:
     grads: dict[str, Tensor]
 
 
+def fsdp2(dp: int = 1) -> FSDP2:
+    return FSDP2(dp=dp, default_dp=1, reshard_after_forward=True, activation_checkpointing="none")
+
+
+def megatron(**sizes: Any) -> Megatron:
+    """The ``parallelism`` of conf/parallelism/megatron.yaml with other sizes."""
+    node = OmegaConf.to_container(OmegaConf.load("conf/parallelism/megatron.yaml"))
+    assert isinstance(node, dict)
+    del node["_target_"]
+    return Megatron(**{str(key): value for key, value in node.items()} | sizes)
+
+
 def make_engine(
     family: str = "qwen3",
     *,
-    dp: int = 1,
+    on: FSDP2 | Megatron | None = None,
+    optimizer: Optimizer | None = None,
     dtype: torch.dtype = torch.float32,
     max_grad_norm: float | None = None,
     with_reference: bool = False,
     count_zeros: bool = False,
-) -> FSDP2Engine:
-    """The engine of this rank over ``dp`` ranks."""
-    return FSDP2(dp=dp, default_dp=1, reshard_after_forward=True).build(
+) -> Any:
+    """The engine of this rank; without ``on``, FSDP2 on one rank."""
+    return (on or fsdp2()).build(
         spec(family),
-        AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=max_grad_norm),
+        optimizer or AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=max_grad_norm),
         seed=0,
         dtype=dtype,
         device="cpu",
@@ -114,29 +129,24 @@ def make_engine(
     )
 
 
-def share(engine: FSDP2Engine, layout: str, micro_batch: int, seed: int = 0) -> list[Batch]:
+def share(engine: Engine, layout: str, micro_batch: int, seed: int = 0) -> list[Batch]:
     """This rank's micro-batches of a global batch of eight sequences."""
     rows = sequences(seed)
     groups = [rows[i : i + micro_batch] for i in range(0, len(rows), micro_batch)]
     return [LAYOUTS[layout](group) for group in groups[engine.data_rank :: engine.data_size]]
 
 
-def step(engine: FSDP2Engine, batches: Sequence[Batch], loss: Loss, lr: float = 1e-3) -> StepResult:
+def step(engine: Engine, batches: Sequence[Batch], loss: Loss, lr: float = 1e-3) -> StepResult:
     counts = [loss.counts(batch) for batch in batches]
     engine.begin_train_step({name: sum(c[name] for c in counts) for name in counts[0]})
-    engine.train_microbatches(batches, loss)
+    engine.train_microbatches(batches, loss, last=True)
     return engine.finish_train_step(lr)
 
 
 def engine_step(family: str, layout: str, micro_batch: int, loss: Loss, dp: int) -> Step:
     """One step of the engine on eight sequences, with the gradients it would have updated with."""
-    engine = make_engine(family, dp=dp)
-    grads: dict[str, Tensor] = {}
-
-    def capture(_norm: Tensor, _lr: float) -> None:
-        grads.update({name: whole(p.grad).clone() for name, p in engine.weights.items()})
-
-    engine._update = capture  # type: ignore[method-assign]
+    engine = make_engine(family, on=fsdp2(dp))
+    grads = capture(engine)
     result = step(engine, share(engine, layout, micro_batch), loss)
     engine.close()
     return Step(result.loss, result.grad_norm, grads)

@@ -3,23 +3,43 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from components.engines.fsdp2.engine import FSDP2Engine
+from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.parallelize import whole
+from components.engines.megatron import Megatron
 from components.losses import NextToken
+from components.optimizers import Optimizer
 from runner.protocols import Batch, LossOutput, StepResult, TokenStats
 from tests.distributed.cases import make_engine, next_token, share, step
 
+Layout = FSDP2 | Megatron
 
-def snapshot(engine: FSDP2Engine) -> dict[str, Tensor]:
-    """Copies of every weight and every optimizer value."""
+
+def snapshot(engine: Any) -> dict[str, Tensor]:
+    """Copies of every weight and every optimizer value; with Megatron, of what this rank holds."""
+    if hasattr(engine, "update"):
+        return held(engine)
     tensors = {name: whole(p.detach()).clone() for name, p in engine.weights.items()}
     for name, parameter in engine.weights.items():
         for key, value in engine.optimizer.state[parameter].items():
             tensors[f"{key}/{name}"] = whole(value).clone()
+    return tensors
+
+
+def held(engine: Any) -> dict[str, Tensor]:
+    update = engine.update
+    update.make_moments()
+    engine.gather_parameters()
+    tensors = {"step": torch.tensor(update.step)}
+    for parameter, members in engine.blocks.items():
+        name = "+".join(member.name for member in members)
+        tensors[name] = parameter.detach().clone()
+        for kind in ("model", *update.moments):
+            tensors[f"{kind}/{name}"] = update.read(parameter, kind).clone()
     return tensors
 
 
@@ -51,8 +71,8 @@ def failing(kind: type[NextToken]) -> NextToken:
     return kind(kind="chat", normalize="token", label_smoothing=0.0, z_loss=0.0)
 
 
-def two_steps(dp: int) -> tuple[StepResult, dict[str, Tensor]]:
-    engine, loss = make_engine(dp=dp), next_token()
+def two_steps(on: Layout) -> tuple[StepResult, dict[str, Tensor]]:
+    engine, loss = make_engine(on=on), next_token()
     step(engine, share(engine, "packed", 2), loss)
     result = step(engine, share(engine, "packed", 2, seed=1), loss)
     after = snapshot(engine)
@@ -60,14 +80,14 @@ def two_steps(dp: int) -> tuple[StepResult, dict[str, Tensor]]:
     return result, after
 
 
-def two_steps_and_an_error(dp: int) -> tuple[bool, StepResult, dict[str, Tensor]]:
+def two_steps_and_an_error(on: Layout) -> tuple[bool, StepResult, dict[str, Tensor]]:
     """As ``two_steps``, but the second is first tried with a loss that raises in its second micro-batch."""
-    engine, loss = make_engine(dp=dp), next_token()
+    engine, loss = make_engine(on=on), next_token()
     step(engine, share(engine, "packed", 2), loss)
     before, second = snapshot(engine), share(engine, "packed", 2, seed=1)
     engine.begin_train_step(None)
     try:
-        engine.train_microbatches(second, failing(FailsAt))
+        engine.train_microbatches(second, failing(FailsAt), last=True)
     except RuntimeError:
         engine.abort_train_step()
     engine.abort_train_step()
@@ -77,13 +97,13 @@ def two_steps_and_an_error(dp: int) -> tuple[bool, StepResult, dict[str, Tensor]
     return unchanged, result, after
 
 
-def two_steps_and_an_abort(dp: int) -> tuple[bool, StepResult, dict[str, Tensor]]:
+def two_steps_and_an_abort(on: Layout) -> tuple[bool, StepResult, dict[str, Tensor]]:
     """As ``two_steps``, but all of the second is first computed, reduced and dropped."""
-    engine, loss = make_engine(dp=dp), next_token()
+    engine, loss = make_engine(on=on), next_token()
     step(engine, share(engine, "packed", 2), loss)
     before, second = snapshot(engine), share(engine, "packed", 2, seed=1)
     engine.begin_train_step(None)
-    engine.train_microbatches(second, loss)
+    engine.train_microbatches(second, loss, last=True)
     engine.abort_train_step()
     unchanged = identical(before, snapshot(engine))
     result, after = step(engine, second, loss), snapshot(engine)
@@ -91,9 +111,9 @@ def two_steps_and_an_abort(dp: int) -> tuple[bool, StepResult, dict[str, Tensor]
     return unchanged, result, after
 
 
-def skip_when_one_rank_is_not_finite(dp: int, bad_rank: int) -> tuple[bool, bool, bool]:
+def skip_when_one_rank_is_not_finite(on: Layout, bad_rank: int) -> tuple[bool, bool, bool]:
     """(skipped, nothing changed, the step after is taken)."""
-    engine, loss = make_engine(dp=dp), next_token()
+    engine, loss = make_engine(on=on), next_token()
     step(engine, share(engine, "packed", 2), loss)
     before = snapshot(engine)
     bad = failing(NotFinite) if engine.data_rank == bad_rank else loss
@@ -104,9 +124,9 @@ def skip_when_one_rank_is_not_finite(dp: int, bad_rank: int) -> tuple[bool, bool
     return result.skipped, unchanged, not after.skipped
 
 
-def streamed(dp: int, calls: bool) -> StepResult:
+def streamed(on: Layout, calls: bool) -> StepResult:
     """One step; with ``calls`` no counts are given and every micro-batch is a call of its own."""
-    engine, loss = make_engine(dp=dp), next_token()
+    engine, loss = make_engine(on=on), next_token()
     batches = share(engine, "packed", 1)
     if not calls:
         result = step(engine, batches, loss)
@@ -119,26 +139,28 @@ def streamed(dp: int, calls: bool) -> StepResult:
     return result
 
 
-def curve(dp: int, dtype: torch.dtype, steps: int = 5) -> list[tuple[float, float]]:
+def curve(
+    on: Layout, dtype: torch.dtype, steps: int = 5, optimizer: Optimizer | None = None
+) -> list[tuple[float, float]]:
     """(loss, grad_norm) of ``steps`` steps, clipped at 1."""
-    engine, loss = make_engine(dp=dp, dtype=dtype, max_grad_norm=1.0), next_token()
+    engine, loss = make_engine(on=on, optimizer=optimizer, dtype=dtype, max_grad_norm=1.0), next_token()
     results = [step(engine, share(engine, "packed", 2, seed=s % 2), loss) for s in range(steps)]
     engine.close()
     return [(r.loss, r.grad_norm) for r in results]
 
 
-def evaluate(dp: int) -> tuple[float, float]:
+def evaluate(on: Layout) -> tuple[float, float]:
     """(eval loss, train loss) on the same sequences."""
-    engine, loss = make_engine(dp=dp), next_token()
+    engine, loss = make_engine(on=on), next_token()
     means = engine.evaluate([share(engine, "padded", 2)], loss)
     result = step(engine, share(engine, "padded", 2), loss)
     engine.close()
     return means["loss"], result.loss
 
 
-def reference_logps(dp: int) -> bool:
+def reference_logps(on: Layout) -> bool:
     """The reference stays what the policy was at the start."""
-    engine = make_engine(dp=dp, with_reference=True)
+    engine = make_engine(on=on, with_reference=True)
     batches = share(engine, "packed", 4)
     start = engine.logps(batches)
     for _ in range(2):
@@ -149,8 +171,8 @@ def reference_logps(dp: int) -> bool:
     return same and not any(torch.equal(a, b) for a, b in zip(start, moved, strict=True))
 
 
-def save_after(dp: int, steps: int, path: Path) -> dict[str, Tensor]:
-    engine = make_engine(dp=dp)
+def save_after(on: Layout, steps: int, path: Path) -> dict[str, Tensor]:
+    engine = make_engine(on=on)
     for s in range(steps):
         step(engine, share(engine, "packed", 2, seed=s), next_token())
     path.mkdir(exist_ok=True)
@@ -160,9 +182,9 @@ def save_after(dp: int, steps: int, path: Path) -> dict[str, Tensor]:
     return state
 
 
-def load_and_step(dp: int, path: Path, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def load_and_step(on: Layout, path: Path, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What was loaded, and the state after one more step."""
-    engine = make_engine(dp=dp)
+    engine = make_engine(on=on)
     engine.load(path)
     loaded = snapshot(engine)
     step(engine, share(engine, "packed", 2, seed=seed), next_token())
@@ -171,17 +193,17 @@ def load_and_step(dp: int, path: Path, seed: int) -> tuple[dict[str, Tensor], di
     return loaded, after
 
 
-def bf16_by_sequence(dp: int, dtype: torch.dtype) -> StepResult:
-    engine, loss = make_engine(dp=dp, dtype=dtype), next_token("sequence")
+def bf16_by_sequence(on: Layout, dtype: torch.dtype) -> StepResult:
+    engine, loss = make_engine(on=on, dtype=dtype), next_token("sequence")
     result = step(engine, share(engine, "packed", 2), loss)
     engine.close()
     return result
 
 
-def logps_around_an_update(dp: int) -> tuple[Tensor, Tensor]:
+def logps_around_an_update(on: Layout) -> tuple[Tensor, Tensor]:
     """Log-probabilities after an update, with and without a look at them between backward and update."""
     answers = []
-    engine, loss = make_engine(dp=dp), next_token()
+    engine, loss = make_engine(on=on), next_token()
     batches = share(engine, "packed", 4)
     engine.begin_train_step(None)
     engine.train_microbatches(batches, loss)
@@ -197,8 +219,8 @@ def logps_around_an_update(dp: int) -> tuple[Tensor, Tensor]:
     return answers[0], answers[1]
 
 
-def zeros_in_grad(dp: int) -> int | None:
-    engine = make_engine("llama", dp=dp, count_zeros=True)
+def zeros_in_grad(on: Layout) -> int | None:
+    engine = make_engine("llama", on=on, count_zeros=True)
     result = step(engine, share(engine, "packed", 2), next_token())
     engine.close()
     return result.num_zeros

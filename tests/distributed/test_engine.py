@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import engine_cases as cases
-from tests.distributed.cases import make_engine, next_token, plain_model, plain_step, share
+from tests.distributed.cases import fsdp2, make_engine, next_token, plain_model, plain_step, share
 from tests.ranks import Ranks
 
 Run = Callable[..., list[Any]]
@@ -26,7 +26,7 @@ def run(request: pytest.FixtureRequest, two: Ranks) -> Run:
     """Calls ``function(dp, ...)`` on dp ranks and returns the answer of each."""
 
     def call(function: Callable[..., Any], *args: Any) -> list[Any]:
-        return [function(1, *args)] if request.param == 1 else two.run(function, 2, *args)
+        return [function(fsdp2(1), *args)] if request.param == 1 else two.run(function, fsdp2(2), *args)
 
     return call
 
@@ -42,7 +42,7 @@ def test_abort_leaves_no_trace(run: Run, detour: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_one_bad_rank_makes_all_skip(two: Ranks, bad_rank: int) -> None:
-    assert two.run(cases.skip_when_one_rank_is_not_finite, 2, bad_rank) == [(True, True, True)] * 2
+    assert two.run(cases.skip_when_one_rank_is_not_finite, fsdp2(2), bad_rank) == [(True, True, True)] * 2
 
 
 def test_streamed_counts_and_many_calls(run: Run) -> None:
@@ -52,13 +52,13 @@ def test_streamed_counts_and_many_calls(run: Run) -> None:
 
 
 def test_curves_are_equal_on_one_and_two_ranks(two: Ranks) -> None:
-    single = cases.curve(1, torch.float32)
-    for other in two.run(cases.curve, 2, torch.float32):
+    single = cases.curve(fsdp2(1), torch.float32)
+    for other in two.run(cases.curve, fsdp2(2), torch.float32):
         assert torch.tensor(other) == pytest.approx(torch.tensor(single), rel=1e-5)
 
 
 def test_bf16_follows_fp32(run: Run) -> None:
-    single = torch.tensor(cases.curve(1, torch.float32))
+    single = torch.tensor(cases.curve(fsdp2(1), torch.float32))
     for other in run(cases.curve, torch.bfloat16):
         assert torch.tensor(other) == pytest.approx(single, rel=3e-2)
         assert not torch.equal(torch.tensor(other), single)
@@ -80,7 +80,7 @@ def test_a_checkpoint_of_any_layout_loads_on_any_other(
     two: Ranks, tmp_path: Path, written_on: int, read_on: int
 ) -> None:
     def on(dp: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return [function(1, *args)] if dp == 1 else two.run(function, 2, *args)
+        return [function(fsdp2(1), *args)] if dp == 1 else two.run(function, fsdp2(2), *args)
 
     saved = on(written_on, cases.save_after, 3, tmp_path / "c")[0]
     uninterrupted = on(read_on, cases.save_after, 4, tmp_path / "d")[0]
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_any_layout_loads_on_any_other(
 
 
 def test_weights_of_sequences_stay_fp32_in_bf16(run: Run) -> None:
-    exact = cases.bf16_by_sequence(1, torch.float32)
+    exact = cases.bf16_by_sequence(fsdp2(1), torch.float32)
     for result in run(cases.bf16_by_sequence, torch.bfloat16):
         assert result.loss == pytest.approx(exact.loss, rel=2e-2)
         assert result.grad_norm == pytest.approx(exact.grad_norm, rel=3e-2)
@@ -106,9 +106,9 @@ def test_logps_see_an_update_made_after_a_look(run: Run) -> None:
 
 def test_abort_by_hand_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of torch before 2.13, which has no ``reset_iter_state``."""
-    expected, state = cases.two_steps(1)
+    expected, state = cases.two_steps(fsdp2(1))
     monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
-    unchanged, result, after = cases.two_steps_and_an_error(1)
+    unchanged, result, after = cases.two_steps_and_an_error(fsdp2(1))
     assert unchanged
     assert result == expected
     assert cases.identical(after, state)
@@ -126,8 +126,8 @@ def test_zeros_are_counted_once(two: Ranks) -> None:
     grads = plain_step("llama", "token").grads
     expected = sum(int((g == 0).sum()) for g in grads.values())
     assert expected > 0  # embeddings of tokens that do not occur
-    assert cases.zeros_in_grad(1) == expected
-    assert two.run(cases.zeros_in_grad, 2) == [expected] * 2
+    assert cases.zeros_in_grad(fsdp2(1)) == expected
+    assert two.run(cases.zeros_in_grad, fsdp2(2)) == [expected] * 2
 
 
 def test_the_order_of_calls_is_checked() -> None:

@@ -49,6 +49,14 @@ def test_a_command_of_the_readme_composes(text: str, tmp_path: Path) -> None:
         assert "nothing reads this key; did you mean" in answer.stderr
 
 
+def test_a_refusal_reads_as_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (command_line, message) = re.findall(
+        r"^\$ python -m runner (.*parallelism.*)\n(error: .*)$", README, re.M
+    )[0]
+    assert call_here(*shlex.split(command_line), f"run.output_dir={tmp_path}") == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The README's example of a loss outside the package trains."""
     (source,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)

@@ -1,6 +1,9 @@
 """Who may import whom, and what the runner may not know."""
 
 import ast
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,15 +16,26 @@ HYDRA = {"runner/cli.py", "runner/build.py"}
 CONCRETE = {"engines", "losses", "data", "models", "optimizers", "schedulers", "adapters"}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Dotted names of every import, at the top or inside a function."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path: Path, *, at_import: bool = False) -> Iterator[str]:
+    """Dotted names of every import; ``at_import``: of those that importing the module itself imports."""
+    tree = ast.parse(path.read_text())
+    later = {id(node) for part in ast.walk(tree) if at_import and is_later(part) for node in ast.walk(part)}
+    for node in ast.walk(tree):
+        if id(node) in later:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             yield node.module or ""
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_later(node: ast.AST) -> bool:
+    """A function, or what is for type checkers only."""
+    if isinstance(node, ast.If):
+        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return isinstance(node, ast.FunctionDef)
 
 
 def name(path: Path) -> str:
@@ -53,15 +67,46 @@ def test_the_runner_names_no_engine_loss_or_adapter(path: Path) -> None:
         assert word not in text, word
 
 
-@pytest.mark.parametrize("path", COMPONENTS, ids=name)
+@pytest.mark.parametrize("path", RUNNER + COMPONENTS, ids=name)
 def test_megatron_stays_in_its_engine(path: Path) -> None:
-    if "engines/megatron" not in name(path):
-        assert not any(imported.split(".")[0] == "megatron" for imported in imports(path))
+    """And is imported with its module only below ``runtime``, which patches it first."""
+    if not name(path).startswith("components/engines/megatron/"):
+        assert not any(is_megatron(imported) for imported in imports(path))
+    elif "/runtime/" not in name(path):
+        assert not any(is_megatron(imported) for imported in imports(path, at_import=True))
+
+
+def is_megatron(imported: str) -> bool:
+    runtime = "components.engines.megatron.runtime"
+    return imported.split(".")[0] == "megatron" or imported.startswith(runtime)
+
+
+def test_the_parent_imports_no_megatron() -> None:
+    """Composing, building the description and checking it takes none of the seconds that megatron takes."""
+    code = """
+import sys, torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from runner.build import build_experiment
+from runner.cli import config_dir
+from runner.provenance import Provenance
+layout = ["parallelism=tp2pp2", "parallelism.pipeline_layout=Et*2|t*2L"]
+with initialize_config_dir(config_dir(), version_base="1.3"):
+    config = compose("config", [*layout, "run.name=x"])
+experiment = build_experiment(OmegaConf.to_container(config, resolve=True), Provenance())
+model = experiment.model.build(experiment.model.config())
+experiment.parallelism.check(model, experiment.optimizer, dtype=torch.float32, device="cpu")
+sys.exit("megatron" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_importing_the_command_line_imports_no_torch() -> None:
-    import subprocess
-    import sys
-
     code = "import sys, runner.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_package_is_in_the_wheel() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {name(path.parent).replace("/", ".") for path in RUNNER + COMPONENTS}
+    assert folders | {"runner.conf"} == set(listed)

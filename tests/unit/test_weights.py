@@ -1,5 +1,6 @@
 """Weights by Hugging Face name: random ones, saved ones, and buffers, against transformers itself."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from components.models import (
     ModelSpec,
@@ -18,10 +20,12 @@ from components.models import (
     export_folder,
     materialize_buffers,
     named_shapes,
+    pretrained,
     signature,
 )
 from components.models.initialize import random_weights
 from runner.errors import ConfigError
+from tests.ranks import Ranks
 
 BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -205,6 +209,53 @@ def test_stored_dtype_is_kept(saved: tuple[Path, dict[str, Tensor]], as_bin: boo
     assert {value.dtype for value in read_all(folder).values()} == {torch.bfloat16}
 
 
+PART = (slice(3, 8), slice(0, 16))
+
+
+class PartsOnly:
+    """A safetensors file that refuses to give a tensor whole, and notes which parts are asked for."""
+
+    def __init__(self, file: Any, asked: list[Any]) -> None:
+        self.file, self.asked = file, asked
+
+    def get_slice(self, name: str) -> Any:
+        stored, asked = self.file.get_slice(name), self.asked
+
+        class Slice:
+            get_shape = staticmethod(stored.get_shape)
+
+            def __getitem__(self, index: Any) -> Tensor:
+                asked.append((name, index))
+                return stored[index]
+
+        return Slice()
+
+
+def test_only_the_part_asked_for_is_read(
+    saved: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors maps the file and copies only what a slice of it covers."""
+    folder, expected = saved
+    asked: list[Any] = []
+    monkeypatch.setattr(pretrained, "open_file", lambda path: PartsOnly(safe_open(path, "pt"), asked))
+    part = ModelSpec(path=str(folder), init="pretrained").weights(0)("model.embed_tokens.weight", PART)
+    assert torch.equal(part, expected["model.embed_tokens.weight"][3:8, :16])
+    assert asked == [("model.embed_tokens.weight", PART)]
+
+
+@pytest.mark.parametrize("kind", ["stored", "converted", "random"])
+def test_a_part_is_that_part_of_the_whole(saved: tuple[Path, dict[str, Tensor]], kind: str) -> None:
+    folder, expected = saved
+    if kind == "converted":
+        rewrite(folder, expected, as_bin=True)
+    weights = ModelSpec(path=str(folder), init="random" if kind == "random" else "pretrained").weights(0)
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(weights(name, PART), weights(name)[3:8, :16])
+    assert weights(name, PART).shape == (5, 16)
+    assert weights(name, (slice(32, 32), slice(0, 16))).shape == (0, 16)
+    assert torch.equal(weights("model.norm.weight", (slice(1, 9),)), weights("model.norm.weight")[1:9])
+
+
 # ---- random weights
 
 
@@ -362,7 +413,7 @@ def test_export_is_read_by_transformers(tmp_path: Path, shard_bytes: int, dtype:
     names = list(named_shapes(spec.build(spec.config())))
     weights = spec.weights(0)
     expected = {name: weights(name).to(dtype) for name in names}
-    export_folder(spec, expected.items(), tmp_path, dtype, write=True, shard_bytes=shard_bytes)
+    export_folder(spec, expected.items(), tmp_path, dtype, shard_bytes=shard_bytes)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
     assert not any(info.values())
     assert model.config.use_cache
@@ -373,15 +424,37 @@ def test_export_is_read_by_transformers(tmp_path: Path, shard_bytes: int, dtype:
     assert sum(len(load_file(file)) for file in files) == len(names)
 
 
-def test_export_on_other_ranks_only_takes_part(tmp_path: Path) -> None:
-    taken = []
-
-    def gathered() -> Any:
-        for name in ("a", "b"):
-            taken.append(name)
-            yield name, torch.ones(1)
-
+def export_by_turns(path: Path) -> None:
+    """Two ranks write, of which one has a file of two tensors to write and one two files; one has nothing."""
+    dist.init_process_group("gloo")
     spec = ModelSpec(architecture=FAMILIES["qwen3"])
-    export_folder(spec, gathered(), tmp_path / "x", torch.float32, write=False)
-    assert taken == ["a", "b"]
-    assert not (tmp_path / "x").exists()
+    rank = dist.get_rank()
+    names = [["a", "b"], [], ["c", "d"]][rank]
+    tensors = [(name, torch.full((2 + 2 * rank,), float(rank))) for name in names]
+    export_folder(spec, tensors, path, torch.float32, shard_bytes=16)
+
+
+def test_every_rank_writes_what_it_has(tmp_path: Path) -> None:
+    with Ranks(3) as ranks:
+        ranks.run(export_by_turns, tmp_path)
+    files = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {*files, "config.json", "model.safetensors.index.json"}
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {"a": files[0], "b": files[0], "c": files[1], "d": files[2]}
+    assert index["metadata"]["total_size"] == 4 * (2 + 2 + 6 + 6)
+    assert load_file(tmp_path / files[2])["d"].tolist() == [2.0] * 6
+
+
+def test_a_generation_config_comes_along(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    model = AutoModelForCausalLM.from_config(ModelSpec(architecture=FAMILIES["qwen3"]).config())
+    model.generation_config = GenerationConfig(temperature=0.5, do_sample=True, eos_token_id=[7, 8])
+    model.save_pretrained(source)
+    spec = ModelSpec(path=str(source), init="pretrained")
+    export_folder(spec, [("model.norm.weight", torch.ones(32))], target, torch.float32)
+    exported = GenerationConfig.from_pretrained(target)
+    assert (exported.temperature, exported.eos_token_id) == (0.5, [7, 8])
+    (source / "generation_config.json").unlink()
+    export_folder(spec, [("model.norm.weight", torch.ones(32))], tmp_path / "none", torch.float32)
+    assert not (tmp_path / "none" / "generation_config.json").exists()

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from components.engines import process_group
 from components.engines.fsdp2 import state
 from components.engines.fsdp2.parallelize import (
+    ActivationCheckpointing,
     Scorer,
     build_scorer,
     discard_iteration,
@@ -22,6 +23,7 @@ from components.engines.fsdp2.parallelize import (
     release,
     whole,
 )
+from components.engines.norm import global_norm
 from components.engines.sums import Sums, reduce_counts
 from components.models import ModelSpec, export_folder
 from components.optimizers import Optimizer, torch_optimizer
@@ -44,6 +46,7 @@ class FSDP2Engine:
         dtype: torch.dtype,
         device: torch.device,
         reshard_after_forward: bool = True,
+        activation_checkpointing: ActivationCheckpointing = "none",
         with_reference: bool = False,
         count_zeros: bool = False,
     ) -> None:
@@ -57,7 +60,8 @@ class FSDP2Engine:
             "device": device,
             "reshard_after_forward": reshard_after_forward,
         }
-        self.scorer = build_scorer(model, weights, self.mesh, trainable=True, **options)
+        recompute: dict[str, Any] = {"activation_checkpointing": activation_checkpointing}
+        self.scorer = build_scorer(model, weights, self.mesh, trainable=True, **recompute, **options)
         self.reference: Scorer | None = None
         if with_reference:
             self.reference = build_scorer(model, weights, self.mesh, trainable=False, **options)
@@ -77,7 +81,13 @@ class FSDP2Engine:
         assert self.sums is None, "begin_train_step: the step before was neither finished nor aborted"
         self.sums = Sums(None if counts is None else reduce_counts(counts, self.group, self.device))
 
-    def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss) -> None:
+    def train_microbatches(
+        self,
+        microbatches: Sequence[Batch],
+        loss: Loss,
+        *,
+        last: bool = False,  # noqa: ARG002  gradients are reduced with the last micro-batch of every call
+    ) -> None:
         assert self.sums is not None, "train_microbatches outside of a train step"
         for index, here in enumerate(microbatches):
             # Gradients of a call add up in place and are reduced with its last micro-batch.
@@ -92,7 +102,7 @@ class FSDP2Engine:
         means, n_main = self.sums.reduce(self.group, self.device)
         grads = [p.grad for p in self.weights.values() if p.grad is not None]
         torch._foreach_div_([local(g) for g in grads], max(n_main, 1))
-        total_norm = global_norm([local(g) for g in grads], self.group)
+        total_norm = global_norm([local(g) for g in grads], self.group, self.device)
         grad_norm, loss = total_norm.item(), means.pop("loss")
         zeros = self._count_zeros(grads) if self.count_zeros else None
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
@@ -143,10 +153,11 @@ class FSDP2Engine:
     def export(self, path: Path) -> None:
         def gathered() -> Iterator[tuple[str, Tensor]]:
             for name, parameter in self.weights.items():
-                yield name, whole(parameter.detach()).to(self.dtype)
+                tensor = whole(parameter.detach())
+                if dist.get_rank() == 0:
+                    yield name, tensor.to(self.dtype)
 
-        export_folder(self.spec, gathered(), path, self.dtype, write=dist.get_rank() == 0)
-        dist.barrier()
+        export_folder(self.spec, gathered(), path, self.dtype)
 
     def barrier(self) -> None:
         dist.barrier()
@@ -194,14 +205,6 @@ class FSDP2Engine:
         total = torch.as_tensor(zeros, dtype=torch.int64, device=self.device)
         dist.all_reduce(total, group=self.group)
         return int(total.item())
-
-
-def global_norm(shards: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """L2 norm over the shards of all ranks; in float64, as 500,000 squares in float32 are good to 5e-5."""
-    norms = torch.stack([torch.linalg.vector_norm(shard, dtype=torch.float64) for shard in shards])
-    total = norms.square().sum()
-    dist.all_reduce(total, group=group)
-    return total.sqrt()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """From a description of a model to its sharded module, and back to whole tensors."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from components.engines.attention import ATTENTION, attention_kwargs
+from components.engines.attention import ATTENTION, ATTENTION_RECOMPUTED, attention_kwargs
 from components.engines.logps import token_stats
 from components.models import ModelSpec, WeightSource, materialize_buffers
+from runner.errors import ConfigError
 from runner.protocols import Batch
+
+ActivationCheckpointing = Literal["none", "full", "selective"]
+"""What the backward pass computes again instead of keeping: nothing, every block, or attention alone."""
 
 
 class Scorer(nn.Module):
@@ -59,13 +64,18 @@ def build_scorer(
     device: torch.device,
     reshard_after_forward: bool,
     trainable: bool,
+    activation_checkpointing: ActivationCheckpointing = "none",
 ) -> Scorer:
     """The model sharded over ``mesh``, block by block, holding ``weights``.
 
     A trainable model keeps fp32 shards (the master weights), computes in ``dtype`` and reduces gradients
     in fp32; a frozen one is stored in ``dtype``. Peak memory is the shard and one whole tensor.
     """
-    scorer = Scorer(spec.build(spec.config(), attention=ATTENTION))
+    attention = ATTENTION_RECOMPUTED if activation_checkpointing == "selective" else ATTENTION
+    scorer = Scorer(spec.build(spec.config(), attention=attention))
+    if activation_checkpointing == "full":
+        for block in blocks(scorer.lm):
+            recompute_in_backward(block)
     if not trainable:
         scorer.to(dtype).requires_grad_(False)
     shard(scorer, mesh, dtype, reshard_after_forward)
@@ -89,11 +99,34 @@ def shard(scorer: Scorer, mesh: DeviceMesh, dtype: torch.dtype, reshard_after_fo
         module.set_force_sum_reduction_for_comms(True)
 
 
+def recompute_in_backward(block: nn.Module) -> None:
+    """Keeps a block's input alone; the backward pass computes the rest again, with the same dropout.
+
+    Inside the hooks of FSDP, so that these run once; parameters keep their names.
+    """
+    forward = block.forward
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    block.forward = checkpointed
+
+
 def blocks(lm: PreTrainedModel) -> list[nn.Module]:
-    """The decoder blocks, as transformers itself names them (``_no_split_modules``)."""
+    """The decoder blocks, as transformers itself names them (``_no_split_modules``).
+
+    Raises:
+        ConfigError: it names none.
+    """
     names = set(lm._no_split_modules or ())
     found = [module for module in lm.modules() if type(module).__name__ in names]
-    assert found, f"{type(lm).__name__} names no block to shard"
+    if not found:
+        raise ConfigError(
+            f"model: {type(lm).__name__} names no decoder block to shard (_no_split_modules); "
+            "choose a model that transformers itself can split."
+        )
     return found
 
 

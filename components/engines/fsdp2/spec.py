@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from components.engines import process_group
 from components.engines.fsdp2.engine import FSDP2Engine
+from components.engines.fsdp2.parallelize import ActivationCheckpointing, blocks
 from components.engines.layout import world_size
 from components.models import ModelSpec
 from components.optimizers import Optimizer
@@ -23,6 +25,8 @@ class FSDP2:
     default_dp: int
     reshard_after_forward: bool
     """Free the gathered weights of a block between its forward and its backward."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """What the backward computes again: nothing, every block, or attention alone."""
 
     def __post_init__(self) -> None:
         if self.dp is not None and self.dp < 1:
@@ -36,6 +40,20 @@ class FSDP2:
     def data_size(self, world_size: int) -> int:
         """Into how many shares a global batch is split."""
         return world_size
+
+    def check(
+        self,
+        model: PreTrainedModel,
+        optimizer: Optimizer,  # noqa: ARG002  every optimizer, dtype and device will do
+        *,
+        dtype: torch.dtype,  # noqa: ARG002
+        device: Literal["cpu", "cuda"],  # noqa: ARG002
+    ) -> None:
+        """
+        Raises:
+            ConfigError: the model has no blocks that could be sharded.
+        """
+        blocks(model)
 
     def build(
         self,
@@ -58,6 +76,7 @@ class FSDP2:
                 dtype=dtype,
                 device=local,
                 reshard_after_forward=self.reshard_after_forward,
+                activation_checkpointing=self.activation_checkpointing,
                 with_reference=with_reference,
                 count_zeros=count_zeros,
             )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from components.checkpoint.format import load_tensors, save_tensors, saved_keys
+from components.optimizers import make_moments
 
 Weights = dict[str, nn.Parameter]
 """Shards by Hugging Face name."""
@@ -64,18 +65,6 @@ def moment_tensors(
     weights: Weights, optimizer: torch.optim.Optimizer, moments: Sequence[str]
 ) -> dict[str, Tensor]:
     return {f"{m}/{name}": optimizer.state[p][m] for name, p in weights.items() for m in moments}
-
-
-def make_moments(optimizer: torch.optim.Optimizer, moments: Sequence[str]) -> None:
-    """Zero moments where no step has been taken yet: the values torch's optimizers start from."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if not state and moments:
-                state.update({moment: torch.zeros_like(parameter.detach()) for moment in moments})
-                if "exp_avg" in moments:
-                    device = parameter.device if group.get("fused") else torch.device("cpu")
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
 
 
 def first_step(optimizer: torch.optim.Optimizer) -> Tensor:

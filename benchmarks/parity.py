@@ -1,0 +1,156 @@
+"""Every layout trains the same curve: ``python -m benchmarks.parity``.
+
+Five steps of every row, on every column, against the one-process FSDP2 engine on the same weights, all on
+CPU ranks. Exits with 1 where a bound is missed, or where a row that is broken on purpose passes.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.parity_cells import BOUND, Bench, Cell
+from benchmarks.parity_rows import COLUMNS, CONTROL_COLUMN, CONTROLS, EXPERIMENT, REFERENCE, ROWS, Column, Row
+
+RESULTS = Path(__file__).parent / "results" / "parity.json"
+PACKAGES = ("torch", "megatron-core", "transformers")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table, filled."""
+
+    row: Row
+    cells: dict[str, Cell]
+    world_size: int
+    mesh: dict[str, int]
+    """As run.json has it."""
+
+    @property
+    def as_it_should(self) -> bool:
+        """Within bounds; with a fault, beyond them."""
+        return all(cell.passes == (self.row.fault is None) for cell in self.cells.values())
+
+    @property
+    def seconds(self) -> float:
+        return sum(cell.seconds for cell in self.cells.values())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code."""
+    asked = parse(arguments)
+    # Ranks inherit it: they are on the CPU even where there is a GPU, with a thread each.
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    began, console = time.perf_counter(), Console(width=180)
+    with tempfile.TemporaryDirectory(prefix="parity-") as root, Bench(Path(root)) as bench:
+        lines = [fill(bench, row, columns, console) for row, columns in chosen(asked)]
+        curves = {name: run.losses.tolist() for name, run in bench.references.items()}
+    seconds = time.perf_counter() - began
+    console.print(table(lines))
+    if asked.output:
+        facts = report(lines, curves) | {"seconds": round(seconds)}
+        command = " ".join(["python -m benchmarks.parity", *arguments])
+        Path(asked.output).write_text(json.dumps({"command": command, **facts}, indent=2) + "\n")
+    wrong = [line for line in lines if not line.as_it_should]
+    for line in wrong:
+        how = "is beyond a bound" if line.row.fault is None else "is broken on purpose, and passed"
+        console.print(f"FAIL: {line.row.name} {how}", style="bold red")
+    console.print(f"{len(lines) - len(wrong)} of {len(lines)} rows as they should be, {seconds:.0f} s")
+    return 1 if wrong else 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__)
+    parser.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS], help="default: all")
+    parser.add_argument("--columns", nargs="+", choices=[column.name for column in COLUMNS])
+    parser.add_argument("--output", help=f"default: results/{RESULTS.name}, where the whole table is run")
+    asked = parser.parse_args(arguments)
+    if asked.output is None and asked.rows is None and asked.columns is None:
+        asked.output = RESULTS
+    return asked
+
+
+def chosen(asked: argparse.Namespace) -> list[tuple[Row, list[Column]]]:
+    """What was asked for; controls always."""
+    columns = [column for column in COLUMNS if asked.columns is None or column.name in asked.columns]
+    rows = [row for row in ROWS if asked.rows is None or row.name in asked.rows]
+    control = [column for column in COLUMNS if column.name == CONTROL_COLUMN]
+    return [(row, columns) for row in rows] + [(row, control) for row in CONTROLS]
+
+
+def fill(bench: Bench, row: Row, columns: Sequence[Column], console: Console) -> Line:
+    cells, runs = {}, []
+    for column in columns:
+        cells[column.name], run = bench.cell(row, column)
+        runs.append(run)
+    line = Line(row, cells, runs[0].world_size, runs[0].mesh)
+    console.print(f"{row.name}: {line.seconds:.0f} s", style="dim")
+    return line
+
+
+def table(lines: Sequence[Line]) -> Table:
+    """A line a row; in a cell the errors of gradients, loss and norm."""
+    result = Table(
+        title=f"parity with one process, bound {BOUND:.0e}", caption="gradients / loss / gradient norm"
+    )
+    for heading in ("layout", "ranks", "mesh", *(column.name for column in COLUMNS), "seconds", "verdict"):
+        result.add_column(heading, justify="left" if heading in {"layout", "mesh", "verdict"} else "right")
+    for line in lines:
+        mesh = " x ".join(f"{name} {size}" for name, size in line.mesh.items())
+        cells = (show(line.cells.get(column.name)) for column in COLUMNS)
+        seconds = f"{line.seconds:.0f}"
+        result.add_row(line.row.name, str(line.world_size), mesh, *cells, seconds, verdict(line))
+    return result
+
+
+def show(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    numbers = f"{cell.gradient:.0e} / {cell.loss:.0e} / {cell.grad_norm:.0e}"
+    return numbers if cell.passes else f"[bold red]{numbers}[/]"
+
+
+def verdict(line: Line) -> str:
+    if line.row.fault is None:
+        return "pass" if line.as_it_should else "[bold red]FAIL[/]"
+    return "FAIL, as it must" if line.as_it_should else "[bold red]PASS, though broken[/]"
+
+
+def report(lines: Sequence[Line], curves: dict[str, list[float]]) -> dict[str, Any]:
+    """What the table shows and what it was measured with; ``curves`` are losses of the reference."""
+    return {
+        "date": date.today().isoformat(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "bound": BOUND,
+        "experiment": EXPERIMENT,
+        "columns": {column.name: column.overrides for column in COLUMNS},
+        "reference": {"overrides": REFERENCE.overrides, "losses": curves},
+        "rows": [
+            {
+                "name": line.row.name,
+                "overrides": line.row.overrides,
+                "fault": line.row.fault,
+                "world_size": line.world_size,
+                "mesh": line.mesh,
+                "seconds": round(line.seconds, 1),
+                "as_it_should": line.as_it_should,
+                "cells": {name: asdict(cell) for name, cell in line.cells.items()},
+            }
+            for line in lines
+        ],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,188 @@
+"""One cell of the parity table: a run by the user's path, and how far it is from the reference."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks import parity_ranks
+from benchmarks.parity_rows import COLUMNS, EXPERIMENT, REFERENCE, Column, Row
+from components.data.formats import ChatSample, PreferenceSample, Sample, TextSample
+from components.data.stdlib import stdlib_records
+from runner.cli import config_dir, resolved
+from runner.folder import read_facts
+from runner.launch import Launch
+from runner.protocols import SampleKind
+from runner.provenance import Provenance
+from tests.ranks import Ranks
+
+BOUND = 1e-5
+"""Relative: of a gradient by its parameter's norm, of a curve by its largest value."""
+SECONDS = 300
+"""Until a rank that does not answer is given up."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run was."""
+
+    gradients: dict[str, Tensor]
+    losses: Tensor
+    grad_norms: Tensor
+    world_size: int
+    mesh: dict[str, int]
+    """Dimensions other than 1, of run.json."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Relative errors against the reference."""
+
+    gradient: float
+    """Of the worst parameter, at step 0: norm of the difference by norm of the reference."""
+    parameter: str
+    loss: float
+    grad_norm: float
+    seconds: float
+
+    @property
+    def passes(self) -> bool:
+        return all(error <= BOUND for error in (self.gradient, self.loss, self.grad_norm))  # NaN does not
+
+
+class Bench:
+    """Ranks that stay up, and the files and run folders of a table, under ``root``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.pools: dict[int, Ranks] = {}
+        self.references: dict[str, Measured] = {}
+        for kind in ("text", "chat", "preference"):
+            write_samples(kind, root / f"{kind}.jsonl")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pool in self.pools.values():
+            pool.close()
+
+    def cell(self, row: Row, column: Column) -> tuple[Cell, Measured]:
+        """Trains ``row`` on ``column``, and the reference where that was not done before."""
+        if column.name not in self.references:
+            self.references[column.name] = self.measure(REFERENCE, column)
+        found = self.measure(row, column)
+        return compare(found, self.references[column.name]), found
+
+    def measure(self, row: Row, column: Column) -> Measured:
+        began = time.perf_counter()
+        pool = self.pool(row.world_size)
+        folder = self.prepare(row, column)
+        gradients = pool.run(parity_ranks.first_gradients, folder, row.fault, timeout=SECONDS)[0]
+        pool.run(parity_ranks.train, folder, row.fault, timeout=SECONDS)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        facts = read_facts(folder)
+        mesh = check_mesh(row, facts)
+        losses, norms = (
+            torch.tensor([r[f"train/{key}"] for r in rows], dtype=torch.float64)
+            for key in ("loss", "grad_norm")
+        )
+        return Measured(gradients, losses, norms, facts["world_size"], mesh, time.perf_counter() - began)
+
+    def prepare(self, row: Row, column: Column) -> Path:
+        """The run folder, as the command line makes it before it starts ranks."""
+        launch = Launch(self.config(row, column), Provenance(), command=row.overrides + column.overrides)
+        assert launch.world_size == row.world_size, f"{row.name}: {launch.world_size} ranks"
+        launch.console = Console(quiet=True)
+        return launch.prepare()
+
+    def config(self, row: Row, column: Column) -> dict[str, Any]:
+        here = (
+            "run.name=parity",
+            f"run.output_dir={self.root}/runs",
+            f"data.train={self.root}/{column.data}.jsonl",
+            f"data.cache_dir={self.root}/cache",
+            "data.num_workers=1",
+        )
+        with initialize_config_dir(config_dir(), version_base="1.3"):
+            composed = compose("config", [*EXPERIMENT, *column.overrides, *row.overrides, *here])
+        return resolved(composed, Provenance())
+
+    def pool(self, world_size: int) -> Ranks:
+        if world_size not in self.pools:
+            self.pools[world_size] = Ranks(world_size)
+        return self.pools[world_size]
+
+
+def check_mesh(row: Row, facts: dict[str, Any]) -> dict[str, int]:
+    """The mesh in run.json, but for dimensions of 1; it must be the one that ``row`` names."""
+    mesh = {name: size for name, size in facts["mesh"]["dims"].items() if size > 1}
+    assert (facts["engine"], facts["world_size"], mesh) == (
+        row.engine,
+        row.world_size,
+        dict(row.dims or {}),
+    ), f"{row.name}: the run was {facts['engine']} on {facts['world_size']} ranks, {mesh}"
+    return mesh
+
+
+def compare(found: Measured, reference: Measured) -> Cell:
+    assert found.gradients.keys() == reference.gradients.keys()
+    names = list(reference.gradients)
+    errors = torch.stack([relative(found.gradients[name], reference.gradients[name]) for name in names])
+    worst = int(errors.argmax())
+    return Cell(
+        gradient=errors[worst].item(),
+        parameter=names[worst],
+        loss=curve_error(found.losses, reference.losses),
+        grad_norm=curve_error(found.grad_norms, reference.grad_norms),
+        seconds=found.seconds,
+    )
+
+
+def relative(found: Tensor, reference: Tensor) -> Tensor:
+    return (found.double() - reference.double()).norm() / reference.double().norm()
+
+
+def curve_error(found: Tensor, reference: Tensor) -> float:
+    """Relative to the largest value of the reference."""
+    assert found.shape == reference.shape, f"{len(found)} steps, not {len(reference)}"
+    return ((found - reference).abs().max() / reference.abs().max()).item()
+
+
+def column(name: str) -> Column:
+    return next(column for column in COLUMNS if column.name == name)
+
+
+# ---- data
+
+
+def write_samples(kind: SampleKind, path: Path, count: int = 240) -> None:
+    """The first short ones of the embedded data, of uneven lengths; documents may be long."""
+    samples = (sample for sample, _ in stdlib_records(kind, "train"))
+    short = (sample for sample in samples if isinstance(sample, TextSample) or length(sample) < 400)
+    lines = [json.dumps(asdict(sample)) for sample in islice(short, 20 if kind == "text" else count)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def length(sample: Sample) -> int:
+    """Characters of all messages; a pair's longer side counts."""
+    if isinstance(sample, ChatSample):
+        return characters(sample.messages)
+    assert isinstance(sample, PreferenceSample)
+    return characters(sample.prompt) + max(characters(sample.chosen), characters(sample.rejected))
+
+
+def characters(messages: Sequence[dict[str, Any]]) -> int:
+    return sum(len(message["content"]) for message in messages)

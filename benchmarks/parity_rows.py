@@ -1,0 +1,117 @@
+"""The rows and columns of the parity table, as a user would type them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Fault = Literal["norms_not_summed", "own_count"]
+
+EXPERIMENT = (
+    # Four layers for pp4 and pp2vpp2, two query heads a key-value head, a vocabulary that no tp divides.
+    "model=tiny",
+    "model.architecture.vocab_size=8193",
+    "model.architecture.hidden_size=64",
+    "model.architecture.intermediate_size=96",
+    "model.architecture.num_attention_heads=4",
+    "model.architecture.num_key_value_heads=2",
+    "model.architecture.head_dim=16",
+    # Larger than usual, so that attention and its gradients are far from uniform.
+    "model.architecture.initializer_range=0.1",
+    "optimizer=adamw",
+    "optimizer.weight_decay=0.1",
+    "optimizer.max_grad_norm=1.0",
+    "scheduler=constant",
+    "data=files",
+    "data.max_length=128",
+    # Eight micro-batches a step, or four on each of two data ranks: more than any pipeline has stages.
+    "run.global_batch_size=16",
+    "run.micro_batch_size=2",
+    "run.max_steps=5",
+    "run.dtype=fp32",
+    "run.device=cpu",
+    "run.export=false",
+    "run.save_model_only=true",
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is trained on what."""
+
+    name: str
+    data: str
+    """Name of the file that ``data.train`` gets."""
+    overrides: tuple[str, ...]
+
+
+COLUMNS = (
+    Column("pt", "text", ("stage=pt", "data.packing=concat", "optimizer.lr=1e-3")),
+    Column("sft packed", "chat", ("stage=sft", "data.packing=bfd", "optimizer.lr=1e-3")),
+    Column("sft padded", "chat", ("stage=sft", "data.packing=none", "optimizer.lr=1e-3")),
+    Column("dpo packed", "preference", ("stage=dpo", "data.packing=bfd", "optimizer.lr=1e-5")),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout, and what run.json must say about it."""
+
+    name: str
+    overrides: tuple[str, ...]
+    engine: str = "megatron"
+    dims: Mapping[str, int] | None = None
+    """Of the mesh, where they are not 1."""
+    fault: Fault | None = None
+    """What is broken on purpose."""
+
+    @property
+    def world_size(self) -> int:
+        return math.prod((self.dims or {}).values())
+
+
+SEQUENCE = "parallelism.sequence_parallel=true"
+OVERLAPPED = (
+    "parallelism.distributed_optimizer=true",
+    "parallelism.overlap_grad_reduce=true",
+    "parallelism.overlap_param_gather=true",
+    "parallelism.bucket_size=100000",  # several buckets in a model as small as this
+)
+
+REFERENCE = Row("fsdp2, one process", ("parallelism=single",), engine="fsdp2")
+
+ROWS = (
+    Row("single", ("parallelism=megatron",)),
+    Row("fsdp2", ("parallelism=fsdp2",), engine="fsdp2", dims={"dp": 2}),
+    Row("dp2", ("parallelism=megatron_dp2",), dims={"dp": 2}),
+    Row("dp2 sharded", ("parallelism=megatron_dp2", *OVERLAPPED), dims={"dp": 2}),
+    Row("tp2", ("parallelism=tp2",), dims={"tp": 2}),
+    Row("tp2 sp", ("parallelism=tp2", SEQUENCE), dims={"tp": 2}),
+    Row("pp2", ("parallelism=pp2",), dims={"pp": 2}),
+    Row("pp4", ("parallelism=pp2", "parallelism.pp=4"), dims={"pp": 4}),
+    Row("pp2vpp2", ("parallelism=pp2vpp2",), dims={"pp": 2}),
+    Row("cp2", ("parallelism=cp2",), dims={"cp": 2}),
+    Row("cp2 a2a", ("parallelism=cp2", "parallelism.cp_comm_type=a2a"), dims={"cp": 2}),
+    Row("tp2pp2", ("parallelism=tp2pp2",), dims={"pp": 2, "tp": 2}),
+    Row("tp2cp2", ("parallelism=tp2cp2",), dims={"cp": 2, "tp": 2}),
+    Row("pp2dp2", ("parallelism=pp2", "parallelism.dp=2"), dims={"pp": 2, "dp": 2}),
+    Row("tp2dp2 sp", ("parallelism=tp2", "parallelism.dp=2", SEQUENCE), dims={"dp": 2, "tp": 2}),
+    Row("tp2pp2 sp", ("parallelism=tp2pp2", SEQUENCE), dims={"pp": 2, "tp": 2}),
+)
+
+CONTROLS = (
+    Row(
+        "control: norms not summed",
+        ("parallelism=tp2", SEQUENCE),
+        dims={"tp": 2},
+        fault="norms_not_summed",
+    ),
+    Row(
+        "control: own counts",
+        ("parallelism=megatron_dp2",),
+        dims={"dp": 2},
+        fault="own_count",
+    ),
+)
+"""Rows that must fail: a table that passes them proves nothing."""
+CONTROL_COLUMN = "sft packed"

@@ -1,0 +1,5 @@
+"""The Megatron-Core engine; megatron itself is imported when an engine is built, and not before."""
+
+from components.engines.megatron.spec import Megatron
+
+__all__ = ["Megatron"]

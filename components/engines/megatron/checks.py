@@ -1,0 +1,225 @@
+"""What the Megatron engine refuses, found before a process starts and without importing megatron."""
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from components.engines.megatron import table
+from components.engines.megatron.stages import check_stages, nearest
+from components.optimizers import SGD, Optimizer
+from runner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from components.engines.megatron.spec import Megatron
+
+COUNTS = (
+    "tp",
+    "pp",
+    "vpp",
+    "cp",
+    "dp",
+    "default_dp",
+    "bucket_size",
+    "first_stage_layers",
+    "last_stage_layers",
+)
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+COMPUTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+"""Fields of a configuration, where it has them, and the one value that the engine computes."""
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Those that scale no attention scores."""
+
+
+def check_keys(layout: "Megatron") -> None:
+    """Sizes and switches against each other.
+
+    Raises:
+        ConfigError: one is out of range, or would be ignored for want of another.
+    """
+    for key in COUNTS:
+        size = getattr(layout, key)
+        if size is not None and size < 1:
+            raise ConfigError(f"parallelism.{key}: must be at least 1, got {size}.")
+    for key, needs in contradictions(layout).items():
+        raise ConfigError(f"parallelism.{key}: is {getattr(layout, key)!r}, but {needs}.")
+
+
+def contradictions(layout: "Megatron") -> dict[str, str]:
+    """key -> what it lacks, for keys that are set."""
+    staged = "there is one pipeline stage; set parallelism.pp above 1, or leave it out"
+    overlapping = "gradients are reduced at once; set parallelism.overlap_grad_reduce=true, or leave it out"
+    gathered = "needs parallelism.distributed_optimizer=true and parallelism.overlap_grad_reduce=true"
+    told = layout.first_stage_layers is not None or layout.last_stage_layers is not None
+    alone = layout.pp == 1
+    found = {
+        "vpp": (layout.vpp > 1 and alone, staged),
+        "pipeline_layout": (layout.pipeline_layout is not None and alone, staged),
+        "first_stage_layers": (layout.first_stage_layers is not None and alone, staged),
+        "last_stage_layers": (layout.last_stage_layers is not None and alone, staged),
+        "sequence_parallel": (
+            layout.sequence_parallel and layout.tp == 1,
+            "there is one tensor-parallel rank; set parallelism.tp above 1, or leave it out",
+        ),
+        "cp_comm_type": (
+            layout.cp_comm_type != "all_gather" and layout.cp == 1,
+            "no sequence is split; set parallelism.cp above 1, or leave it out",
+        ),
+        "bucket_size": (layout.bucket_size is not None and not layout.overlap_grad_reduce, overlapping),
+        "overlap_param_gather": (
+            layout.overlap_param_gather and not (layout.distributed_optimizer and layout.overlap_grad_reduce),
+            f"it {gathered}",
+        ),
+    }
+    return {key: needs for key, (lacking, needs) in found.items() if lacking} | (
+        {"pipeline_layout": "first_stage_layers or last_stage_layers says it too; give one of the two ways"}
+        if told and layout.pipeline_layout is not None
+        else {}
+    )
+
+
+def check_run(
+    layout: "Megatron",
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    *,
+    dtype: torch.dtype,
+    device: Literal["cpu", "cuda"],
+) -> None:
+    """The layout against the rest of the run; ``model`` may be on the meta device.
+
+    Raises:
+        ConfigError: Megatron, or our engine on top of it, cannot do this, or would do it wrongly.
+    """
+    check_device(layout, device)
+    check_optimizer(layout, optimizer)
+    check_model(model)
+    check_tp(layout, model.config)
+    check_cp(layout, model.config)
+    check_stages(layout, model.config.num_hidden_layers)
+    reason = why_no_transformer_engine(model.config, layout, dtype, device)
+    if layout.transformer_impl == "transformer_engine" and reason:
+        raise ConfigError(
+            f"parallelism.transformer_impl: is transformer_engine, but {reason}; use auto or local."
+        )
+
+
+def check_device(layout: "Megatron", device: Literal["cpu", "cuda"]) -> None:
+    if device == "cpu" and torch.cuda.is_available():
+        raise ConfigError(
+            "run.device: is cpu, but Megatron takes the GPU where it sees one; hide the GPUs with "
+            "CUDA_VISIBLE_DEVICES= (empty), or use run.device=cuda."
+        )
+    if layout.optimizer_cpu_offload and device == "cpu":
+        raise ConfigError(
+            "parallelism.optimizer_cpu_offload: moves optimizer state from a GPU to the host, and this run "
+            "is on the CPU; leave it out."
+        )
+
+
+def check_optimizer(layout: "Megatron", optimizer: Optimizer) -> None:
+    if layout.optimizer_cpu_offload and not layout.distributed_optimizer:
+        raise ConfigError(
+            "parallelism.optimizer_cpu_offload: is part of Megatron's distributed optimizer; "
+            "set parallelism.distributed_optimizer=true, or leave it out."
+        )
+    if not isinstance(optimizer, SGD):
+        return
+    if layout.distributed_optimizer:
+        raise ConfigError(
+            "parallelism.distributed_optimizer: Megatron shards the state of Adam only; "
+            "use optimizer=adamw, or parallelism.distributed_optimizer=false."
+        )
+    if optimizer.nesterov:
+        raise ConfigError(
+            "optimizer.nesterov: Megatron's SGD has none; use optimizer.nesterov=false or parallelism=fsdp2."
+        )
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Only what was compared with transformers is computed; anything else would train without an error."""
+    config, kind = model.config, model.config.model_type
+    instead = "use parallelism=fsdp2 or parallelism=single."
+    # By module: code of the user's own may call itself llama too.
+    if type(model).__module__ not in {f"transformers.models.{a}.modeling_{a}" for a in ARCHITECTURES}:
+        raise ConfigError(
+            f"model: {kind} ({type(model).__name__}) is not computed by the Megatron engine, which knows "
+            f"{', '.join(ARCHITECTURES)}; {instead}"
+        )
+    for key, value in COMPUTED.items():
+        if getattr(config, key, value) != value:
+            raise ConfigError(
+                f"model: {key}={getattr(config, key)} of {kind}: the Megatron engine computes {value} only; "
+                f"{instead}"
+            )
+    rope = config.rope_parameters
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise ConfigError(
+            f"model: rope_type={rope['rope_type']} of {kind}: the Megatron engine computes "
+            f"{', '.join(ROPE_TYPES)}; {instead}"
+        )
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise ConfigError(
+            f"model: partial_rotary_factor={rope['partial_rotary_factor']} of {kind}: the Megatron engine "
+            f"rotates whole heads only; {instead}"
+        )
+    if names := table.unknown(name for name, _ in model.named_parameters()):
+        raise ConfigError(f"model: {names[0]} of {kind} has no place in the Megatron engine; {instead}")
+
+
+def check_tp(layout: "Megatron", config: PreTrainedConfig) -> None:
+    """Heads, columns of the MLP and rows of the vocabulary are dealt out whole."""
+    counts = {
+        key: getattr(config, key)
+        for key in ("num_key_value_heads", "num_attention_heads", "intermediate_size")
+    }
+
+    def lacking(tp: int) -> str | None:
+        for key, count in counts.items():
+            if count % tp:
+                return f"does not divide {key} = {count} of this model"
+        rows = -(-config.vocab_size // tp)
+        if rows * (tp - 1) >= config.vocab_size:
+            return (
+                f"leaves a rank without a row of the vocabulary, which has vocab_size = {config.vocab_size}"
+            )
+        return None
+
+    if reason := lacking(layout.tp):
+        fitting = [tp for tp in range(1, counts["num_key_value_heads"] + 1) if lacking(tp) is None]
+        raise ConfigError(f"parallelism.tp: {layout.tp} {reason}; use {nearest(layout.tp, fitting)}.")
+
+
+def check_cp(layout: "Megatron", config: PreTrainedConfig) -> None:
+    """``a2a`` deals the heads of a tensor-parallel rank out over cp."""
+    heads = config.num_attention_heads // layout.tp
+    if layout.cp_comm_type == "a2a" and heads % layout.cp:
+        fitting = [cp for cp in range(2, heads + 1) if heads % cp == 0]
+        sizes = f"parallelism.cp={nearest(layout.cp, fitting)}, or " if fitting else ""
+        raise ConfigError(
+            f"parallelism.cp: {layout.cp} does not divide the {heads} attention heads of a rank, which "
+            f"cp_comm_type=a2a shares out; use {sizes}parallelism.cp_comm_type=all_gather."
+        )
+
+
+def why_no_transformer_engine(
+    config: PreTrainedConfig, layout: "Megatron", dtype: torch.dtype, device: Literal["cpu", "cuda"]
+) -> str | None:
+    """Why transformer-engine cannot compute this run; None where it can.
+
+    Of its attention kernels those for packed sequences take half precision only, and they share a sequence
+    over ranks in neither of our ways (``cp_comm_type``).
+    """
+    if device == "cpu":
+        return "this run is on the CPU"
+    if find_spec("transformer_engine") is None:
+        return "it is not installed (pip install transformer-engine[pytorch])"
+    if dtype == torch.float32:
+        return "its attention to packed sequences has no fp32 (run.dtype=bf16 has)"
+    if layout.cp > 1:
+        return f"its attention to packed sequences has no cp_comm_type={layout.cp_comm_type}"
+    if getattr(config, "sliding_window", None) is not None:
+        return f"this {config.model_type} has a sliding window, which is computed by local only"
+    return None

@@ -1,0 +1,180 @@
+"""Core attention for mcore without transformer-engine: packed rows, sliding windows, context parallelism.
+
+What is computed is that of ``components.engines.attention``; here is who computes which part of it.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from components.engines.attention import has_kernel, packed_sdpa, varlen
+from components.engines.megatron.runtime.pieces import Pieces, own_chunks, whole_sequences
+from components.engines.megatron.runtime.rows import Row
+
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+def packed_seq_params(row: Row, device: torch.device | None = None) -> PackedSeqParams | None:
+    """What mcore passes down to rotary embedding and attention; None for a padded row.
+
+    The boundaries stay on the CPU, where both read them without waiting for the GPU; the kernels of
+    transformer-engine want them on ``device``.
+
+    ``max_seqlen`` must be the longest span of the aligned row, no less and no more: it is the length of
+    mcore's rotary table. Where the table is as long as the whole row, mcore lets positions run on from one
+    sequence to the next (rope_utils.py, "exact mapping"); this way only one sequence can fill the row then,
+    and its positions begin at 0 as they should.
+    """
+    if row.cu_seqlens is None:
+        return None
+    ends = row.cu_seqlens if device is None else row.cu_seqlens.to(device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=row.max_seqlen,
+        max_seqlen_kv=row.max_seqlen,
+    )
+
+
+class CoreAttention(MegatronModule):
+    """Causal attention of this tensor-parallel rank's heads, with mcore's interface of a core attention.
+
+    Under context parallelism every rank of the group calls it together and holds the zig-zag share of
+    ``rows.py``. ``cp_comm_type`` says how tokens meet:
+        all_gather: each rank gathers all keys and values and computes its own queries.
+        a2a: each rank trades its positions for a share of the heads, and computes whole sequences
+            (DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509). Heads must be a multiple of cp; key-value
+            heads are repeated where they are not.
+
+    ``config.windows``, where it is set, holds by layer how many tokens, itself included, a token sees; None:
+    all.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type in CAUSAL, f"attention is causal, not {attn_mask_type}"
+        assert attention_type == "self", f"{attention_type} attention is not computed here"
+        refuse(config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self.group = groups.cp
+        self.cp, self.rank = self.group.size(), self.group.rank()
+        self.kind = cp_comm_type or config.cp_comm_type
+        assert self.cp == 1 or self.kind in ("all_gather", "a2a"), f"cp_comm_type {self.kind}"
+        self.scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        windows = getattr(config, "windows", None)
+        self.window = windows[layer_number - 1] if windows else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """``[s, b, heads, D]`` to ``[s, b, heads * D]``, or packed ``[t, heads, D]`` to ``[t, heads * D]``.
+
+        s and t count this rank's positions; key and value may have fewer heads. ``attention_mask`` must be
+        None: padding lies after every token that counts, where none can look.
+        """
+        assert attention_mask is None, "pass no attention_mask: boundaries are those of packed_seq_params"
+        assert attention_bias is None, "attention_bias is not computed here"
+        assert attn_mask_type in (None, *CAUSAL), f"attention is causal, not {attn_mask_type}"
+        if packed_seq_params is None:
+            ends: tuple[int, ...] = (0, self.cp * len(query))
+            return self.mix(query, key, value, ends).flatten(2)
+        ends = tuple(packed_seq_params.cu_seqlens_q.tolist())
+        assert ends[-1] == self.cp * len(query), f"sequences end at {ends[-1]}, not {self.cp * len(query)}"
+        query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        return self.mix(query, key, value, ends).flatten(1)
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, ends: tuple[int, ...]) -> Tensor:
+        """``[s, b, heads, D]`` of this rank's share, out and in."""
+        if self.cp == 1:
+            return self.attend(query, key, value, whole_sequences(ends, 1, query.device))
+        if self.kind == "all_gather":
+            pieces = own_chunks(ends, self.cp, self.rank, query.device)
+            key_value = gather_from_sequence_parallel_region(torch.cat([key, value], 2), group=self.group)
+            key, value = key_value.index_select(0, pieces.order).chunk(2, 2)
+            return self.attend(query, key, value, pieces)
+        pieces = whole_sequences(ends, self.cp, query.device)
+        traded = trade_positions(query, key, value, self.group)
+        query, key, value = (tensor.index_select(0, pieces.order) for tensor in traded)
+        out = self.attend(query, key, value, pieces)
+        return trade_heads(out.index_select(0, pieces.order.argsort()), self.group)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
+        """``[s, b, heads, D]`` to the same, where the keys of ``pieces`` lie end to end."""
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        dropout = self.dropout if self.training else 0.0
+        options: dict[str, Any] = {"scale": self.scale, "window": self.window}
+        if len(q) == 1 and has_kernel(q, dropout):
+            lengths = (pieces.cu_queries, max(pieces.queries), pieces.cu_keys, max(pieces.keys))
+            out = varlen(q, k, v, *lengths, **options)
+        else:
+            with self.rng(dropout):
+                out = packed_sdpa(q, k, v, pieces.queries, pieces.keys, dropout=dropout, **options)
+        return out.transpose(0, 1).contiguous()
+
+    def rng(self, dropout: float) -> AbstractContextManager[Any]:
+        """Other random numbers on every tensor-parallel rank, as in mcore's DotProductAttention.
+
+        With sequence parallelism mcore has switched to them for the whole block.
+        """
+        if not dropout or self.config.sequence_parallel:
+            return nullcontext()
+        return get_cuda_rng_tracker().fork()
+
+
+def refuse(config: TransformerConfig) -> None:
+    """Stops where ``config`` asks for something that would be left out of the result."""
+    assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type} is not computed here"
+    assert config.window_size is None, "windows of our attention are config.windows, not window_size"
+    assert not config.apply_query_key_layer_scaling, "apply_query_key_layer_scaling is not computed here"
+    assert not config.multi_latent_attention, "multi_latent_attention is not computed here"
+
+
+def trade_positions(query: Tensor, key: Tensor, value: Tensor, group: Any) -> Sequence[Tensor]:
+    """``[s, b, heads, D]`` to ``[cp * s, b, heads / cp, D]`` each, in rank order; rank r gets the r-th heads.
+
+    One exchange for all three. Collective over ``group``, like its backward.
+    """
+    cp = group.size()
+    assert query.shape[2] % cp == 0, f"{query.shape[2]} heads a rank do not divide by cp {cp}"
+    repeats = cp // math.gcd(key.shape[2], cp)
+    key, value = (tensor.repeat_interleave(repeats, 2) for tensor in (key, value))
+    by_rank = [tensor.unflatten(2, (cp, -1)) for tensor in (query, key, value)]
+    sent = torch.cat(by_rank, 3).permute(2, 0, 1, 3, 4)
+    received = all_to_all(group, sent.contiguous()).flatten(0, 1)
+    return received.split([tensor.shape[3] for tensor in by_rank], dim=2)
+
+
+def trade_heads(out: Tensor, group: Any) -> Tensor:
+    """``[cp * s, b, heads / cp, D]`` in rank order back to ``[s, b, heads, D]``."""
+    received = all_to_all(group, out.unflatten(0, (group.size(), -1)).contiguous())
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -1,0 +1,57 @@
+"""Megatron's process groups: which rank has which part of the model and of the data."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from components.engines.megatron.spec import Megatron
+
+
+def initialize_groups(layout: Megatron) -> None:
+    """Cuts the default process group as ``layout`` says; every rank calls it."""
+    parallel_state.destroy_model_parallel()  # what a build that failed has left
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        create_gloo_process_groups=False,
+    )
+
+
+def coordinates() -> dict[str, int]:
+    """Where this rank is, outermost dimension first."""
+    return {
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        "dp": parallel_state.get_data_parallel_rank(),
+        "cp": parallel_state.get_context_parallel_rank(),
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+    }
+
+
+def sizes() -> dict[str, int]:
+    return {
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+    }
+
+
+def mesh() -> dict[str, Any]:
+    """The size of every dimension, and the global rank at every place, as the ranks tell it; collective."""
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, tuple(coordinates().values()))
+    ranks = torch.full(tuple(sizes().values()), -1)
+    for rank, place in enumerate(places):
+        assert ranks[place] == -1, f"ranks {ranks[place]} and {rank} are both at {place}"
+        ranks[place] = rank
+    return {"dims": sizes(), "ranks": ranks.tolist()}
+
+
+def random_stream() -> int:
+    """A number of its own for all ranks that draw different random numbers, which those of tp do not."""
+    here, size = coordinates(), sizes()
+    return (here["pp"] * size["dp"] + here["dp"]) * size["cp"] + here["cp"]

@@ -1,0 +1,124 @@
+"""Micro-batches through Megatron's pipeline schedules, without anything that belongs to a whole step."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from components.engines.megatron.runtime.model import Asked
+from components.engines.megatron.runtime.rows import Row, aligned_length, gather, make_row
+from components.engines.megatron.spec import Megatron
+from runner.protocols import IGNORE, Batch, Loss, TokenStats
+
+Consume = Callable[[int, TokenStats], Tensor]
+"""Called on the last stage with the number of a micro-batch and its statistics (``[B, T]``, whole rows on
+every context-parallel rank); returns the scalar to differentiate."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """What one chunk is given for one micro-batch."""
+
+    number: int
+    asked: Asked
+    filler: bool
+    """Only there to make the number of micro-batches fit the schedule."""
+
+
+def run(
+    chunks: Sequence[nn.Module],
+    microbatches: Sequence[Batch],
+    consume: Consume,
+    *,
+    layout: Megatron,
+    device: torch.device,
+    loss: Loss | None = None,
+    forward_only: bool = False,
+    reduce: bool = False,
+) -> None:
+    """One pass of a schedule: 1F1B, interleaved, or none where there is one stage.
+
+    Every rank passes the micro-batches of its data rank, all of as many rows. ``loss`` says which statistics
+    it needs beside ``logps``, and has the gradient of the head made in the forward pass where it can.
+
+    Megatron's hooks for a whole step (reducing gradients with the last micro-batch, finalising them) are not
+    set: gradients add up in this rank's buffers, over as many passes as the engine makes. Only with
+    ``reduce``, for a last pass of one micro-batch, are buckets reduced as the backward completes them.
+    """
+    if not microbatches:
+        return
+    items = make_items(microbatches, layout, device, loss)
+    group = parallel_state.get_context_parallel_group()
+
+    def forward_step(source: Iterator[Item], chunk: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
+        item = next(source)
+        return chunk(item.asked), partial(finish, item)
+
+    def finish(item: Item, stats: TokenStats) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        whole = gather_stats(stats, item.asked.row, group)
+        scalar = whole.logps.sum() if item.filler else consume(item.number, whole)
+        return scalar, torch.zeros((), dtype=torch.int), {}  # counted by the engine, from labels
+
+    schedule = get_forward_backward_func()
+    with nullcontext() if reduce else local_gradients(chunks):
+        schedule(
+            forward_step_func=forward_step,
+            data_iterator=[iter(items) for _ in chunks],
+            model=list(chunks),
+            num_microbatches=len(items),
+            seq_length=items[0].asked.row.input_ids.shape[1] * layout.cp,
+            micro_batch_size=items[0].asked.row.input_ids.shape[0],
+            forward_only=forward_only,
+        )
+
+
+def make_items(
+    microbatches: Sequence[Batch], layout: Megatron, device: torch.device, loss: Loss | None
+) -> list[Item]:
+    """Rows on ``device``: of one length where stages send them to each other."""
+    multiple = layout.tp * layout.cp if layout.sequence_parallel else layout.cp
+    lengths = [aligned_length(batch, cp=layout.cp, multiple=multiple) for batch in microbatches]
+    common = max(lengths) if layout.pp > 1 else None
+    rank = parallel_state.get_context_parallel_rank()
+
+    def item(number: int, batch: Batch, *, filler: bool) -> Item:
+        row = make_row(batch, cp=layout.cp, rank=rank, multiple=multiple, length=common)
+        weights = None if loss is None else loss.weights(batch)
+        scattered = None if weights is None else row.scatter(weights).to(device)
+        requires: frozenset[str] = frozenset() if loss is None else loss.requires
+        return Item(number, Asked(row.to(device), requires, scattered), filler)
+
+    items = [item(number, batch, filler=False) for number, batch in enumerate(microbatches)]
+    blank = replace(microbatches[-1], labels=torch.full_like(microbatches[-1].labels, IGNORE))
+    return items + [item(-1, blank, filler=True) for _ in range(missing(len(items), layout))]
+
+
+def missing(microbatches: int, layout: Megatron) -> int:
+    """The interleaved schedule takes a multiple of the number of stages."""
+    return -microbatches % layout.pp if layout.vpp > 1 else 0
+
+
+def gather_stats(stats: TokenStats, row: Row, group: dist.ProcessGroup) -> TokenStats:
+    """Of whole rows: a loss may sum over a sequence that context parallelism has cut."""
+
+    def whole(values: Tensor | None) -> Tensor | None:
+        return None if values is None else gather(values, row, group)
+
+    return TokenStats(gather(stats.logps, row, group), whole(stats.logsumexp), whole(stats.mean_logp))
+
+
+def local_gradients(chunks: Sequence[nn.Module]) -> ExitStack:
+    """While it lasts, Megatron's data parallelism reduces nothing."""
+    stack = ExitStack()
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            stack.enter_context(chunk.no_sync())
+    return stack

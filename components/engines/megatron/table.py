@@ -1,0 +1,63 @@
+"""Which Hugging Face tensors lie in which tensor of Megatron's own checkpoint format.
+
+The left column holds keys of ``GPTModel.sharded_state_dict``, where layer numbers count over all pipeline
+stages and gate and up are apart (``_w``, ``_v``). They are the same for Megatron's local layers and for
+transformer-engine's, but for norms, which the latter keep inside the linear layer that follows.
+"""
+
+import re
+from collections.abc import Iterable
+
+LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
+ATTENTION, HF_ATTENTION = LAYER + "self_attention.", HF_LAYER + "self_attn."
+
+
+def qkv(leaf: str) -> tuple[str, ...]:
+    """Megatron's fused projection: rows of q, k and v take turns, one query group after the other."""
+    return tuple(f"{HF_ATTENTION}{letter}_proj.{leaf}" for letter in "qkv")
+
+
+TABLE: dict[str, tuple[str, ...]] = {
+    "embedding.word_embeddings.weight": ("model.embed_tokens.weight",),
+    "decoder.final_layernorm.weight": ("model.norm.weight",),
+    "output_layer.weight": ("lm_head.weight",),
+    # attention
+    LAYER + "input_layernorm.weight": (HF_LAYER + "input_layernorm.weight",),
+    ATTENTION + "linear_qkv.layer_norm_weight": (HF_LAYER + "input_layernorm.weight",),
+    ATTENTION + "linear_qkv.weight": qkv("weight"),
+    ATTENTION + "linear_qkv.bias": qkv("bias"),
+    ATTENTION + "q_layernorm.weight": (HF_ATTENTION + "q_norm.weight",),
+    ATTENTION + "k_layernorm.weight": (HF_ATTENTION + "k_norm.weight",),
+    ATTENTION + "linear_proj.weight": (HF_ATTENTION + "o_proj.weight",),
+    # feed-forward
+    LAYER + "pre_mlp_layernorm.weight": (HF_LAYER + "post_attention_layernorm.weight",),
+    LAYER + "mlp.linear_fc1.layer_norm_weight": (HF_LAYER + "post_attention_layernorm.weight",),
+    LAYER + "mlp.linear_fc1.weight_w": (HF_LAYER + "mlp.gate_proj.weight",),
+    LAYER + "mlp.linear_fc1.weight_v": (HF_LAYER + "mlp.up_proj.weight",),
+    LAYER + "mlp.linear_fc2.weight": (HF_LAYER + "mlp.down_proj.weight",),
+}
+
+
+def pattern(template: str) -> re.Pattern[str]:
+    return re.compile(re.escape(template).replace(re.escape("{layer}"), r"(?P<layer>\d+)"))
+
+
+RULES = [(pattern(key), names) for key, names in TABLE.items()]
+PRODUCED = [pattern(name) for name in sorted({name for names in TABLE.values() for name in names})]
+
+
+def hf_names(key: str) -> tuple[str, ...]:
+    """The Hugging Face tensors that the tensor ``key`` consists of, in the order in which their rows lie.
+
+    ``key`` is a key of ``sharded_state_dict`` after ``apply_factories``; one without a rule is a bug: the
+    parent process refuses models that would have one (``unknown``).
+    """
+    for rule, names in RULES:
+        if found := rule.fullmatch(key):
+            return tuple(name.format(**found.groupdict()) for name in names)
+    raise AssertionError(f"{key}: the table of Hugging Face names has no rule for it")
+
+
+def unknown(names: Iterable[str]) -> list[str]:
+    """Those of ``names`` (Hugging Face parameters) that no rule produces, in their order."""
+    return [name for name in names if not any(rule.fullmatch(name) for rule in PRODUCED)]

@@ -1,0 +1,96 @@
+"""Which part of the vocabulary the logits of a rank cover, and what must be added up over the ranks.
+
+Statistics over a whole vocabulary are a maximum, then sums: with shards ``z_r`` of the logits ``z``
+    max z = max_r max z_r        sum exp(z - max z) = sum_r sum exp(z_r - max z)
+so a shard does what a whole vocabulary does, with an all-reduce after each of the two steps.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WholeVocabulary:
+    """Every row of the head is on this rank: nothing to reduce."""
+
+    size: int
+
+    @property
+    def typical_rows(self) -> int:
+        """Rows of the head to plan memory with: the same number on every rank."""
+        return self.size
+
+    def largest(self, logits: Tensor) -> Tensor:
+        """The maximum over the vocabulary, ``[tokens]``."""
+        return logits.amax(-1)
+
+    def add_up(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Each ``[tokens]``, a sum over the rows of this rank: now over the vocabulary."""
+        return parts
+
+    def choose(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """This rank's part of the logits of ``targets``, ``[tokens]``."""
+        return logits.gather(1, targets[:, None])[:, 0]
+
+    def add_to_chosen_(self, logits: Tensor, targets: Tensor, values: Tensor) -> None:
+        """Adds ``values [tokens]`` to the logits of ``targets``, in place."""
+        logits.scatter_add_(1, targets[:, None], values[:, None])
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The rows of the head that this rank holds, of a vocabulary split over ``group``.
+
+    Together the ranks hold every row once, in any order and any split; a rank may hold none.
+    """
+
+    group: dist.ProcessGroup
+    start: int
+    """The token id of the first row."""
+    size: int
+    """The whole vocabulary, padded rows excluded."""
+
+    @property
+    def typical_rows(self) -> int:
+        return math.ceil(self.size / self.group.size())
+
+    def largest(self, logits: Tensor) -> Tensor:
+        largest = logits.amax(-1) if logits.shape[1] else logits.new_full(logits.shape[:1], -math.inf)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return largest
+
+    def add_up(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        stacked = torch.stack(parts)
+        dist.all_reduce(stacked, group=self.group)
+        return stacked.unbind()
+
+    def choose(self, logits: Tensor, targets: Tensor) -> Tensor:
+        rows = logits.shape[1]
+        assert not rows or self.start + rows <= self.size, "a padded row of the head takes part"
+        # No rank would have such a label, and its logit would pass for 0. On a GPU this does not wait.
+        torch._assert_async(
+            ((targets >= 0) & (targets < self.size)).all(), "a label is not in the vocabulary"
+        )
+        column, here = self.locate(logits, targets)
+        return logits.gather(1, column).where(here, 0).sum(-1)
+
+    def add_to_chosen_(self, logits: Tensor, targets: Tensor, values: Tensor) -> None:
+        column, here = self.locate(logits, targets)
+        logits.scatter_add_(1, column, values[:, None].where(here, 0))
+
+    def locate(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """``(column, here)``, both ``[tokens, 1]``, or ``[tokens, 0]`` where this rank has no row.
+
+        ``here`` says whether the target is a row of this rank; its column is some valid one otherwise.
+        """
+        rows = logits.shape[1]
+        local = (targets - self.start)[:, None][:, :rows]
+        here = (local >= 0) & (local < rows)
+        return local.where(here, 0), here
+
+
+Vocabulary = WholeVocabulary | VocabularyShard

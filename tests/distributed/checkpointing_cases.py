@@ -1,0 +1,79 @@
+"""Rank functions of test_activation_checkpointing.py."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.engines.fsdp2 import FSDP2
+from components.engines.fsdp2.engine import FSDP2Engine, local
+from components.engines.fsdp2.parallelize import whole
+from components.losses import NextToken
+from components.models import ModelSpec
+from components.optimizers import AdamW
+from runner.protocols import Batch, StepResult
+from tests.distributed.cases import COMMON, SHAPES, next_token, share, step
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Two steps of the engine."""
+
+    results: list[StepResult]
+    gradients: dict[str, Tensor]
+    """Those of the first step, whole."""
+    weights: dict[str, Tensor]
+    saved_bytes: int
+    """What the forward pass of a micro-batch keeps for its backward, weights left out."""
+
+
+def build(how: Any, dp: int, dropout: float, dtype: torch.dtype) -> FSDP2Engine:
+    architecture = COMMON | SHAPES["qwen3"] | {"attention_dropout": dropout}
+    layout = FSDP2(dp=dp, default_dp=1, reshard_after_forward=True, activation_checkpointing=how)
+    return layout.build(
+        ModelSpec(architecture=architecture),
+        AdamW(lr=1e-3, weight_decay=0.1),
+        seed=0,
+        dtype=dtype,
+        device="cpu",
+        with_reference=False,
+        count_zeros=False,
+    )
+
+
+def two_steps(how: str, dp: int, layout: str, dropout: float, dtype: torch.dtype) -> Outcome:
+    engine, loss = build(how, dp, dropout, dtype), next_token()
+    saved = saved_bytes(engine, share(engine, layout, 4)[0], loss)
+    gradients: dict[str, Tensor] = {}
+    update = engine._update
+
+    def capture(*args: Any) -> None:
+        if not gradients:
+            gradients.update({name: whole(p.grad).clone() for name, p in engine.weights.items()})
+        update(*args)
+
+    engine._update = capture  # type: ignore[method-assign]
+    results = [step(engine, share(engine, layout, 4, seed), loss) for seed in range(2)]
+    weights = {name: whole(p.detach()).clone() for name, p in engine.weights.items()}
+    engine.close()
+    return Outcome(results, gradients, weights, saved)
+
+
+def saved_bytes(engine: FSDP2Engine, batch: Batch, loss: NextToken) -> int:
+    """What a forward pass keeps for its backward. What is computed again is kept by inner hooks, unseen."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        # Gathered weights are the parameters of the moment, and no activations.
+        weights = {local(p).untyped_storage().data_ptr() for p in engine.scorer.parameters()}
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    engine.begin_train_step(None)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.train_microbatches([batch], loss)
+    engine.abort_train_step()
+    return sum(kept.values())

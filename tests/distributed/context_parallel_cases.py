@@ -1,0 +1,178 @@
+"""Rank functions of test_core_attention.py: shares and whole models, against mcore and transformers."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate
+
+# First, because it makes megatron work where there is no GPU.
+from components.engines.megatron.runtime.attention import CoreAttention, packed_seq_params  # isort: split
+
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from components.engines.megatron.runtime.rows import gather, make_row
+from runner.protocols import Batch
+from tests.distributed.core_attention_cases import (
+    HEAD_DIM,
+    VOCAB,
+    WINDOW,
+    Case,
+    collect,
+    config,
+    group_of,
+    inputs,
+    make_batch,
+    place,
+    real,
+    row_of,
+)
+
+
+def rotary_errors(cases: list[Case]) -> list[float]:
+    """mcore's rotary embedding of a share against that of transformers at ``position_ids``."""
+    group = group_of(cases[0].cp)
+    return [rotary_error(case, group) for case in cases]
+
+
+def rotary_error(case: Case, group: Any) -> float:
+    batch = make_batch(case.lengths, case.layout)
+    row = row_of(case, batch, group.rank())
+    query = inputs(case, batch)[0].float()
+    params = packed_seq_params(row)
+    table = RotaryEmbedding(HEAD_DIM, rotary_percent=1.0, use_cpu_initialization=True, cp_group=group)
+    settings = config(case.cp, case.heads)
+    length = table.get_rotary_seq_len(None, None, row.input_ids[0], settings, params)
+    freqs = table(length, packed_seq=params is not None)
+    local = place(query, row)
+    if params is None:
+        turned = apply_rotary_pos_emb(local, freqs, settings, cp_group=group)
+    else:
+        ends = params.cu_seqlens_q
+        turned = apply_rotary_pos_emb(local[:, 0], freqs, settings, ends, cp_group=group).unsqueeze(1)
+    got = collect(turned.flatten(2), row, group).view_as(query)
+    llama = LlamaConfig(hidden_size=case.heads[0] * HEAD_DIM, num_attention_heads=case.heads[0])
+    cos, sin = LlamaRotaryEmbedding(llama)(query, batch.position_ids)
+    expected = rotate(query.transpose(1, 2), query.transpose(1, 2), cos, sin)[0].transpose(1, 2)
+    return float(((got - expected) * real(batch)[..., None, None]).abs().max())
+
+
+def zig_zag(cp: int) -> bool:
+    """Whether a padded row is cut as mcore cuts it."""
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(1, context_parallel_size=cp)
+    batch = make_batch((16, 16), "padded")
+    theirs = get_batch_on_this_cp_rank({"tokens": batch.input_ids, "position_ids": batch.position_ids})
+    row = make_row(batch, cp=cp, rank=parallel_state.get_context_parallel_rank(), multiple=1)
+    parallel_state.destroy_model_parallel()
+    return torch.equal(theirs["tokens"], row.input_ids) and torch.equal(
+        theirs["position_ids"], row.position_ids
+    )
+
+
+def gather_errors(cp: int) -> list[tuple[float, float]]:
+    """Errors of gathered values and of the gradient of a loss over them that is not linear."""
+    group = group_of(cp)
+    return [gather_error(cp, layout, group) for layout in ("packed", "padded")]
+
+
+def gather_error(cp: int, layout: str, group: Any) -> tuple[float, float]:
+    batch = make_batch((7, 1, 20, 12), layout)
+    row = make_row(batch, cp=cp, rank=group.rank(), multiple=1)
+    leaf = torch.randn(batch.labels.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    leaf.requires_grad_()
+    local = row.scatter(leaf.detach()).requires_grad_()
+    for values in (leaf, gather(local, row, group)):
+        batch.sum_per_sequence(values).square().sum().backward()
+    value_error = (gather(local.detach(), row, group) - leaf.detach()).abs().max()
+    assert leaf.grad is not None
+    assert local.grad is not None
+    return float(value_error), float((local.grad - row.scatter(leaf.grad)).abs().max())
+
+
+def build(case: Case, *, ours: bool, recompute: bool = False) -> nn.Module:
+    """A two-layer model whose second layer has a window; the same weights every time."""
+    model_parallel_cuda_manual_seed(7)
+    options: dict[str, Any] = {"init_method_std": 0.3}
+    if recompute:
+        options |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if case.window and not ours:
+        options |= {"window_size": (WINDOW - 1, 0), "window_attn_skip_freq": [0, 1]}
+    if ours:
+        options["cp_comm_type"] = case.kind
+    settings = config(case.cp, (4, 2), normalization="RMSNorm", add_bias_linear=False, **options)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if ours:
+        settings.windows = (None, case.window)
+        spec.submodules.self_attention.submodules.core_attention = CoreAttention
+    return GPTModel(settings, spec, VOCAB, 64, position_embedding_type="rope", rotary_base=100)
+
+
+def model_errors(cases: list[Case]) -> list[tuple[float, float]]:
+    """By case and without and with recomputation: errors of logits and gradients (relative to the largest)
+    against mcore's own attention on one sequence at a time."""
+    dist.init_process_group("gloo")
+    return [model_error(case, recompute) for case in cases for recompute in (False, True)]
+
+
+def model_error(case: Case, recompute: bool) -> tuple[float, float]:
+    batch = make_batch(case.lengths, case.layout)
+    weight = torch.randn(*batch.labels.shape, VOCAB, generator=torch.Generator().manual_seed(6))
+    weight *= real(batch)[..., None]
+    wanted, expected = run_theirs(case, batch, weight)
+    got, grads = run_ours(case, batch, weight, recompute)
+    error = ((got - wanted) * real(batch)[..., None]).abs().max()
+    worst = max((a - b).abs().max() for a, b in zip(grads, expected, strict=True))
+    return float(error), float(worst / max(grad.abs().max() for grad in expected))
+
+
+def run_theirs(case: Case, batch: Batch, weight: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Logits ``[B, T, V]`` and gradients of ``(weight * logits).sum()``."""
+    parallel_state.initialize_model_parallel(1)
+    theirs = build(replace(case, cp=1), ours=False)
+    logits = separately(theirs, batch)
+    (logits * weight).sum().backward()
+    parallel_state.destroy_model_parallel()
+    return logits, [parameter.grad for parameter in theirs.parameters()]
+
+
+def run_ours(case: Case, batch: Batch, weight: Tensor, recompute: bool) -> tuple[Tensor, list[Tensor]]:
+    parallel_state.initialize_model_parallel(1, context_parallel_size=case.cp)
+    ours = build(case, ours=True, recompute=recompute)
+    group = parallel_state.get_context_parallel_group()
+    row = row_of(case, batch, group.rank())
+    logits = ours(row.input_ids, row.position_ids, None, packed_seq_params=packed_seq_params(row))
+    (logits * place(weight, row).transpose(0, 1)).sum().backward()
+    for parameter in ours.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+    whole = collect(logits.transpose(0, 1), row, group)
+    parallel_state.destroy_model_parallel()
+    return whole, [parameter.grad for parameter in ours.parameters()]
+
+
+def separately(lm: nn.Module, batch: Batch) -> Tensor:
+    """Logits ``[B, T, V]``, one sequence at a time and 0 on padding."""
+    out = torch.zeros(*batch.labels.shape, VOCAB)
+    starts = None if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+    for number, length in enumerate(batch.seqlens.tolist()):
+        line, begin = (number, 0) if starts is None else (0, starts[number])
+        ids = batch.input_ids[line : line + 1, begin : begin + length]
+        with patch.object(torch, "ones", ones_anywhere):
+            out[line, begin : begin + length] = lm(ids, torch.arange(length)[None], None)[0]
+    return out
+
+
+def ones_anywhere(*args: Any, ones: Any = torch.ones, **options: Any) -> Tensor:
+    """mcore's own attention makes its mask on "cuda" by name."""
+    return ones(*args, **{name: value for name, value in options.items() if name != "device"})

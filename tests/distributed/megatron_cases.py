@@ -1,0 +1,59 @@
+"""What ranks of the Megatron engine run in tests."""
+
+from typing import Any
+
+import torch
+
+from components.engines.fsdp2 import FSDP2
+from components.engines.megatron import Megatron
+from components.models import ModelSpec
+from components.optimizers import AdamW
+from tests.distributed.cases import COMMON, SHAPES, Step, make_engine, next_token, share, step
+from tests.distributed.gradients import capture
+
+
+def engine_step(on: Megatron, family: str, layout: str, micro_batch: int, **options: Any) -> Step:
+    """One step on eight sequences, with the gradients it would have updated with."""
+    engine = make_engine(family, on=on, **options)
+    grads = capture(engine)
+    result = step(engine, share(engine, layout, micro_batch), next_token())
+    engine.close()
+    return Step(result.loss, result.grad_norm, grads)
+
+
+def odd_vocabulary(on: FSDP2 | Megatron) -> tuple[float, float, int | None]:
+    """Loss, norm and zeros of a step of a model whose vocabulary no even number divides."""
+    odd = ModelSpec(architecture=COMMON | SHAPES["llama"] | {"vocab_size": 161})
+    engine = on.build(
+        odd,
+        AdamW(lr=1e-3, max_grad_norm=None),
+        seed=0,
+        dtype=torch.float32,
+        device="cpu",
+        with_reference=False,
+        count_zeros=True,
+    )
+    for _ in range(2):
+        result = step(engine, share(engine, "packed", 2), next_token())
+    engine.close()
+    return result.loss, result.grad_norm, result.num_zeros
+
+
+def describe(on: Megatron) -> dict[str, Any]:
+    engine = make_engine(on=on)
+    described = engine.describe()
+    engine.close()
+    return described
+
+
+def buckets_under_way(on: Megatron) -> list[int]:
+    """How many reductions have begun before each of two steps is finished."""
+    engine, loss = make_engine(on=on), next_token()
+    begun = []
+    for _ in range(2):
+        engine.begin_train_step(None)
+        engine.train_microbatches(share(engine, "packed", 2), loss, last=True)
+        begun.append(sum(group.grad_reduce_handle is not None for group in engine._bucket_groups()))
+        engine.finish_train_step(1e-3)
+    engine.close()
+    return begun

@@ -1,0 +1,104 @@
+"""Rank functions of test_megatron_own_path.py: one step by Megatron alone, and the same by our engine."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.engines.megatron import Megatron
+from components.models import ModelSpec
+from components.optimizers import AdamW
+from runner.protocols import IGNORE, TokenStats
+from tests.distributed.cases import COMMON, SHAPES, next_token, share
+from tests.distributed.gradients import capture, gradients
+
+TIED = ModelSpec(architecture=COMMON | SHAPES["qwen3"] | {"num_hidden_layers": 4})
+MICRO_BATCH = 1
+
+
+def build(on: Megatron) -> Any:
+    return on.build(
+        TIED,
+        AdamW(lr=1e-3, max_grad_norm=None),
+        seed=0,
+        dtype=torch.float32,
+        device="cpu",
+        with_reference=False,
+        count_zeros=False,
+    )
+
+
+def split_step(on: Megatron, last: bool) -> dict[str, Tensor]:
+    """Our step in two calls, whose counts become known on the way; the second may be told to be the last.
+
+    Gradients are those of the second of two steps from the same weights; the first is shorter.
+    """
+    engine, loss = build(on), next_token()
+    batches, found = share(engine, "packed", MICRO_BATCH), capture(engine)
+    half = len(batches) // 2
+    engine.begin_train_step(None)
+    engine.train_microbatches(batches[half:], loss, last=True)
+    engine.finish_train_step(lr=0.0)
+    engine.begin_train_step(None)
+    engine.train_microbatches(batches[:half], loss)
+    engine.train_microbatches(batches[half:], loss, last=last)
+    engine.finish_train_step(lr=0.0)
+    engine.close()
+    return found
+
+
+def own_step(on: Megatron) -> dict[str, Tensor]:
+    """One call of Megatron's schedule, which reduces and finalises by itself; the second of two such steps.
+
+    In the first, Megatron counts how often every gradient comes; only then it overlaps.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from components.engines.megatron.runtime.schedule import make_items
+
+    engine = build(on)
+    set_hooks(engine.chunks, engine.config, on)
+    items = make_items(share(engine, "packed", MICRO_BATCH), on, engine.device, None)
+    for _ in range(2):
+        engine._drop_gradients()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(items) for _ in engine.chunks],
+            model=engine.chunks,
+            num_microbatches=len(items),
+            seq_length=items[0].asked.row.input_ids.shape[1] * on.cp,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+    engine.update.prepare()
+    found = gradients(engine)
+    engine.close()
+    return found
+
+
+def set_hooks(chunks: list[Any], config: Any, on: Megatron) -> None:
+    """As ``train`` in Megatron-LM's megatron/training/training.py sets them."""
+    from megatron.core.distributed import finalize_model_grads
+
+    def each(name: str) -> Any:
+        hooks = [getattr(chunk, name) for chunk in chunks]
+        return hooks[0] if len(hooks) == 1 else hooks
+
+    if on.overlap_grad_reduce:
+        config.no_sync_func = each("no_sync")
+        config.grad_sync_func = each("start_grad_sync")
+    if on.overlap_param_gather:
+        config.param_sync_func = each("start_param_sync")
+    config.finalize_model_grads_func = finalize_model_grads
+
+
+def forward_step(source: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
+    asked = next(source).asked
+    return chunk(asked), partial(loss_sum, asked.row.labels)
+
+
+def loss_sum(labels: Tensor, stats: TokenStats) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Sum and count over the positions of this rank, as ``loss_func`` in Megatron-LM's pretrain_gpt.py."""
+    return -stats.logps.sum(), (labels != IGNORE).sum().to(torch.int), {}

@@ -1,0 +1,123 @@
+"""Rank functions of test_megatron_weights.py: checkpoints of any tensors that have the parameters' shapes."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.checkpoint.format import load_tensors, save_tensors
+from components.models import ModelSpec, WeightSource
+from tests.distributed.megatron_weights_cases import Model, Sizes, build, layout
+
+KINDS = ("model", "exp_avg", "exp_avg_sq")
+
+
+def value(kind: str, weights: WeightSource) -> WeightSource:
+    """Something of each kind that is different everywhere, as a function of the weight."""
+    factor = KINDS.index(kind) + 1
+    return lambda name, index=(): weights(name, index) * factor
+
+
+def checkpoint_tensors(
+    model: Model, tensors: dict[str, dict[Any, Tensor]]
+) -> dict[str, tuple[Any, Any, Tensor]]:
+    """Key -> block, the tensor it lies in, and the value that a checkpoint holds or fills."""
+    return {
+        f"{kind}/{block.name}": (block, tensor[parameter], block.read(tensor[parameter]))
+        for kind, tensor in tensors.items()
+        for parameter, members in model.blocks.items()
+        for block in members
+    }
+
+
+def like_parameters(model: Model) -> dict[str, dict[Any, Tensor]]:
+    return {kind: {p: torch.zeros_like(p.detach()) for p in model.blocks} for kind in KINDS}
+
+
+def save_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> None:
+    from components.engines.megatron.runtime.weights import as_dtensor, fill
+
+    with layout(sizes) as parallelism:
+        model, weights = build(spec, parallelism), spec.weights(0)
+        tensors = like_parameters(model)
+        for kind, by_parameter in tensors.items():
+            for parameter, tensor in by_parameter.items():
+                fill(tensor, model.blocks[parameter], value(kind, weights))
+        entries = checkpoint_tensors(model, tensors).items()
+        saved = {key: as_dtensor(b, part, model.mesh) for key, (b, _, part) in entries if b.primary}
+        save_tensors(path, saved | {"optimizer_step": torch.tensor([3.0])})
+
+
+def load_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> list[str]:
+    """Keys whose values, padding included, are not bitwise what ``value`` says."""
+    from components.engines.megatron.runtime.weights import as_dtensor, fill
+
+    with layout(sizes) as parallelism:
+        model, weights = build(spec, parallelism), spec.weights(0)
+        tensors, expected = like_parameters(model), like_parameters(model)
+        entries = checkpoint_tensors(model, tensors)
+        load_tensors(path, {key: as_dtensor(b, part, model.mesh) for key, (b, _, part) in entries.items()})
+        for block, tensor, part in entries.values():
+            block.write(tensor, part)
+        wrong = []
+        for kind in KINDS:
+            for parameter, members in model.blocks.items():
+                fill(expected[kind][parameter], members, value(kind, weights))
+                if not torch.equal(expected[kind][parameter], tensors[kind][parameter]):
+                    wrong.append(f"{kind}/{members[0].name}")
+        return wrong
+
+
+def gathered_moments(sizes: Sizes, spec: ModelSpec) -> dict[str, Tensor]:
+    """What ``gathered`` makes of tensors that are not the weights themselves."""
+    from components.engines.megatron.runtime.weights import fill, gathered
+
+    with layout(sizes) as parallelism:
+        model, weights = build(spec, parallelism), spec.weights(0)
+        moments = like_parameters(model)["exp_avg"]
+        for parameter, tensor in moments.items():
+            fill(tensor, model.blocks[parameter], value("exp_avg", weights))
+        return dict(gathered(model.blocks, model.mesh, moments.__getitem__))
+
+
+def fsdp2_engine(spec: ModelSpec) -> Any:
+    from components.engines.fsdp2 import FSDP2
+    from components.optimizers import AdamW
+
+    return FSDP2(dp=4, default_dp=1, reshard_after_forward=True).build(
+        spec,
+        AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=None),
+        seed=0,
+        dtype=torch.float32,
+        device="cpu",
+        with_reference=False,
+        count_zeros=False,
+    )
+
+
+def save_by_fsdp2(spec: ModelSpec, path: Path) -> None:
+    """A checkpoint of the FSDP2 engine whose tensors are those of ``value``."""
+    from components.engines.fsdp2.parallelize import copy_whole
+    from components.optimizers import make_moments
+
+    engine, weights = fsdp2_engine(spec), spec.weights(0)
+    make_moments(engine.optimizer, engine.moments)
+    for name, parameter in engine.weights.items():
+        copy_whole(parameter, value("model", weights)(name))
+        for kind in engine.moments:
+            copy_whole(engine.optimizer.state[parameter][kind], value(kind, weights)(name))
+    engine.save(path)
+
+
+def load_by_fsdp2(spec: ModelSpec, path: Path) -> dict[str, Tensor]:
+    from components.engines.fsdp2.parallelize import whole
+
+    engine = fsdp2_engine(spec)
+    engine.load(path)
+    found = {}
+    for name, parameter in engine.weights.items():
+        found[f"model/{name}"] = whole(parameter.detach())
+        for kind in engine.moments:
+            found[f"{kind}/{name}"] = whole(engine.optimizer.state[parameter][kind])
+    return found

@@ -1,0 +1,275 @@
+"""Rank functions of test_megatron_weights.py: four gloo ranks in any layout."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from components.engines.megatron.spec import Megatron
+from components.models import ModelSpec, WeightSource, named_shapes
+
+Sizes = tuple[int, int, int]
+"""tp, pp, vpp; data parallelism takes the other ranks."""
+
+IDS = torch.arange(2 * 24).reshape(2, 24) * 7 % 89
+
+
+def spec_of(sizes: Sizes) -> Megatron:
+    return Megatron(
+        tp=sizes[0],
+        pp=sizes[1],
+        vpp=sizes[2],
+        cp=1,
+        dp=None,
+        default_dp=1,
+        sequence_parallel=False,
+        cp_comm_type="all_gather",
+        distributed_optimizer=False,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        bucket_size=None,
+        pipeline_layout=None,
+        first_stage_layers=None,
+        last_stage_layers=None,
+        activation_checkpointing="none",
+        transformer_impl="local",
+        optimizer_cpu_offload=False,
+    )
+
+
+def import_megatron() -> None:
+    from components.engines.megatron.runtime import engine  # noqa: F401
+
+
+@contextmanager
+def layout(sizes: Sizes) -> Iterator[Megatron]:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from components.engines.megatron import runtime  # noqa: F401  patches megatron, so it comes first
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes[0],
+        pipeline_model_parallel_size=sizes[1],
+        virtual_pipeline_model_parallel_size=sizes[2] if sizes[2] > 1 else None,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(0)
+    try:
+        yield spec_of(sizes)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@dataclass
+class Model:
+    """This rank's chunks, full of 7 until something is loaded, and what they consist of."""
+
+    spec: ModelSpec
+    chunks: list[Any]
+    blocks: Any
+    mesh: DeviceMesh
+
+
+def build(spec: ModelSpec, layout: Megatron) -> Model:
+    from components.engines.megatron.runtime.config import transformer_config
+    from components.engines.megatron.runtime.model import build_chunks
+    from components.engines.megatron.runtime.weights import blocks, tensor_mesh
+
+    hf = spec.config()
+    config = transformer_config(hf, layout, torch.float32)
+    chunks = build_chunks(hf, config, transformer_engine=False)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(7)
+    return Model(spec, chunks, blocks(chunks, named_shapes(spec.build(hf))), tensor_mesh("cpu"))
+
+
+def loaded(
+    folder: Path, layout: Megatron, change: Callable[[WeightSource], WeightSource] | None = None
+) -> Model:
+    from components.engines.megatron.runtime.weights import load_weights
+
+    spec = ModelSpec(path=str(folder), init="pretrained")
+    model, source = build(spec, layout), spec.weights(0)
+    load_weights(model.blocks, change(source) if change else source)
+    return model
+
+
+# ---- logits
+
+
+@torch.no_grad()
+def logits(model: Model) -> Tensor:
+    """``[B, T, V]`` of ``IDS`` on every rank: one stage after the other, without a schedule."""
+    from megatron.core import parallel_state
+
+    from components.engines.megatron.runtime.model import Asked
+    from components.engines.megatron.runtime.rows import make_row
+    from runner.protocols import Batch
+
+    batch = Batch(IDS, IDS, torch.arange(24).expand_as(IDS).contiguous(), torch.tensor([24, 24]).int())
+    row = make_row(batch, cp=1, rank=0, multiple=1)
+    stages, stage = parallel_state.get_pipeline_model_parallel_world_size(), None
+    group = parallel_state.get_pipeline_model_parallel_group()
+    vocabulary = model.spec.config().vocab_size
+    hidden = torch.empty(24, 2, model.spec.config().hidden_size)
+    for number in range(len(model.chunks) * stages):
+        stage = number % stages
+        if stage == parallel_state.get_pipeline_model_parallel_rank():
+            chunk = model.chunks[number // stages].eval()
+            chunk._postprocess = lambda hidden_states, **_: hidden_states
+            chunk.set_input_tensor(None if number == 0 else [hidden])
+            hidden = chunk(Asked(row))
+        hidden = hidden.contiguous()
+        dist.broadcast(hidden, group=group, group_src=stage)
+    scores = torch.empty(24, 2, 0)
+    if parallel_state.is_pipeline_last_stage():
+        mine = hidden @ model.chunks[-1].head.T
+        parts = [torch.empty_like(mine) for _ in range(model.mesh.size())]
+        dist.all_gather(parts, mine, group=model.mesh.get_group())
+        scores = torch.cat(parts, -1)[..., :vocabulary]
+    return scores.transpose(0, 1)
+
+
+def logits_of(sizes: Sizes, folders: dict[str, Path]) -> dict[str, Tensor]:
+    """By name, on ranks of the last stage; the others answer with tensors without columns."""
+    with layout(sizes) as spec:
+        return {name: logits(loaded(folder, spec)) for name, folder in folders.items()}
+
+
+def flipped_row(source: WeightSource) -> WeightSource:
+    """Row 0 of one q projection has the other sign."""
+
+    def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        value = source(name).clone()
+        if name == "model.layers.1.self_attn.q_proj.weight":
+            value[0] = -value[0]
+        return value[index]
+
+    return read
+
+
+def logits_of_a_flipped_row(sizes: Sizes, folder: Path) -> Tensor:
+    with layout(sizes) as spec:
+        return logits(loaded(folder, spec, flipped_row))
+
+
+# ---- what a rank holds
+
+
+def exported(sizes: Sizes, folders: dict[str, Path], target: Path) -> None:
+    from components.engines.megatron.runtime.weights import export
+
+    with layout(sizes) as spec:
+        for name, folder in folders.items():
+            model = loaded(folder, spec)
+            export(model.blocks, model.spec, target / name, torch.float32)
+
+
+@dataclass(frozen=True)
+class Holdings:
+    stage: int
+    asked: dict[str, int]
+    """Elements that were asked of the source, by name."""
+    padding: list[float]
+    """The rows of the vocabulary that the Hugging Face model has not."""
+    secondary: list[str]
+
+
+def holdings(sizes: Sizes, folder: Path) -> Holdings:
+    from megatron.core import parallel_state
+
+    asked: dict[str, int] = {}
+
+    def noted(source: WeightSource) -> WeightSource:
+        def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+            part = source(name, index)
+            asked[name] = asked.get(name, 0) + part.numel()
+            return part
+
+        return read
+
+    with layout(sizes) as spec:
+        model = loaded(folder, spec, noted)
+        padding, secondary = [], []
+        for parameter, members in model.blocks.items():
+            secondary += [b.name for b in members if not b.primary]
+            if members[0].name in ("model.embed_tokens.weight", "lm_head.weight"):
+                padding += parameter[members[0].stop :].flatten().tolist()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        return Holdings(stage, asked, padding, secondary)
+
+
+def refusals(folder: Path, changes: dict[str, dict[str, tuple[int, ...] | None]]) -> dict[str, str]:
+    """What ``blocks`` says where the Hugging Face model has other shapes, or (None) lacks a parameter."""
+    from components.engines.megatron.runtime.weights import blocks
+
+    with layout((2, 1, 1)) as parallelism:
+        model = build(ModelSpec(path=str(folder), init="pretrained"), parallelism)
+        shapes = named_shapes(model.spec.build(model.spec.config()))
+        answers = {}
+        for label, change in changes.items():
+            changed = shapes | {name: torch.Size(shape or ()) for name, shape in change.items()}
+            lacking = [name for name, shape in change.items() if shape is None]
+            try:
+                blocks(model.chunks, {name: s for name, s in changed.items() if name not in lacking})
+            except AssertionError as error:
+                answers[label] = str(error)
+        return answers
+
+
+def refusals_of_other_parameters(folder: Path) -> dict[str, str]:
+    """What ``blocks`` says where Megatron's model is not made of the parameters that it names."""
+    from components.engines.megatron.runtime import weights
+
+    found = {}
+    with layout((2, 1, 1)) as parallelism:
+        model = build(ModelSpec(path=str(folder), init="pretrained"), parallelism)
+        shapes = named_shapes(model.spec.build(model.spec.config()))
+
+        def refused(label: str, chunks: list[Any]) -> None:
+            try:
+                weights.blocks(chunks, shapes)
+            except AssertionError as error:
+                found[label] = str(error)
+
+        refused("twice", model.chunks * 2)
+        hidden = model.chunks[0].sharded_state_dict
+        for label, change in {"unnamed": drop_norm, "overlap": overlapping, "gap": half_of}.items():
+            model.chunks[0].sharded_state_dict = lambda metadata, change=change: change(
+                hidden(metadata=metadata)
+            )
+            refused(label, model.chunks)
+    return found
+
+
+NORM, FC1 = "decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.weight"
+
+
+def drop_norm(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor for name, tensor in tensors.items() if name != NORM}
+
+
+def overlapping(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The gate's rows twice, the first time under the name of gate, the second under that of up."""
+    build = tensors[FC1].build_fn
+
+    def both_first(*args: Any) -> Any:
+        gate, up = build(*args)
+        up.data = gate.data
+        return [gate, up]
+
+    return tensors | {FC1: replace(tensors[FC1], build_fn=both_first)}
+
+
+def half_of(tensors: dict[str, Any]) -> dict[str, Any]:
+    build = tensors[FC1].build_fn
+    return tensors | {FC1: replace(tensors[FC1], build_fn=lambda *args: build(*args)[:1])}

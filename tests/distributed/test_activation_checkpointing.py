@@ -1,0 +1,69 @@
+"""What is computed again in the backward is bitwise what it was, and is not kept meanwhile."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from components.engines.fsdp2 import FSDP2
+from components.optimizers import AdamW
+from runner.errors import ConfigError
+from tests.distributed.cases import spec
+from tests.distributed.checkpointing_cases import Outcome, two_steps
+from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def assert_same(one: Outcome, other: Outcome) -> None:
+    assert one.results == other.results
+    assert same(one.gradients, other.gradients)
+    assert same(one.weights, other.weights)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@cache
+def alone(how: str, layout: str, dropout: float) -> Outcome:
+    return two_steps(how, 1, layout, dropout, torch.float32)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_nothing_changes_but_memory(layout: str, dropout: float) -> None:
+    kept, selective, full = (alone(how, layout, dropout) for how in ("none", "selective", "full"))
+    assert_same(kept, selective)
+    assert_same(kept, full)
+    assert full.saved_bytes < selective.saved_bytes < kept.saved_bytes
+    assert full.saved_bytes < 0.2 * kept.saved_bytes
+
+
+def test_dropout_is_on() -> None:
+    """Else the tests with dropout would say nothing about it."""
+    assert alone("full", "packed", 0.0).results[0].loss != alone("full", "packed", 0.3).results[0].loss
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_changes_on_two_ranks(two: Ranks, how: str, dtype: torch.dtype) -> None:
+    kept, again = (two.run(two_steps, way, 2, "packed", 0.3, dtype) for way in ("none", how))
+    for one, other in zip(kept, again, strict=True):
+        assert_same(one, other)
+        assert other.saved_bytes < one.saved_bytes
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    layout = FSDP2(dp=1, default_dp=1, reshard_after_forward=True)
+    model = spec("qwen3").build(spec("qwen3").config())
+    layout.check(model, AdamW(), dtype=torch.float32, device="cpu")
+    model._no_split_modules = None
+    with pytest.raises(ConfigError, match="names no decoder block"):
+        layout.check(model, AdamW(), dtype=torch.float32, device="cpu")

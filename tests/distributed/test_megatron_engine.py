@@ -1,0 +1,235 @@
+"""The Megatron engine as a state machine, in layouts of one and two ranks."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from components.engines.fsdp2 import FSDP2
+from components.engines.megatron import Megatron
+from components.optimizers import SGD
+from tests.distributed import engine_cases as cases
+from tests.distributed import megatron_cases
+from tests.distributed.cases import assert_same, fsdp2, make_engine, megatron, next_token, plain_step, share
+from tests.ranks import Ranks
+
+Run = Callable[..., list[Any]]
+
+OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+LAYOUTS = {
+    "single": megatron(dp=1),
+    "dp2": megatron(dp=2, **OVERLAPPED),
+    "tp2sp": megatron(tp=2, dp=1, sequence_parallel=True),
+    "cp2": megatron(cp=2, dp=1),
+    "pp2": megatron(pp=2, dp=1),
+}
+# A loss that raises is seen by the last stage alone: the others wait for it until the run is ended.
+WITHOUT_PIPELINE = [name for name, layout in LAYOUTS.items() if layout.pp == 1]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def run(two: Ranks) -> Run:
+    """Calls ``function(layout, ...)`` on the ranks that the layout takes and returns the answer of each."""
+
+    def call(function: Callable[..., Any], on: FSDP2 | Megatron, *args: Any) -> list[Any]:
+        ranks = on.world_size({}, 0)
+        return [function(on, *args)] if ranks == 1 else two.run(function, on, *args)
+
+    return call
+
+
+@pytest.mark.parametrize("name", WITHOUT_PIPELINE)
+def test_an_error_leaves_no_trace(run: Run, name: str) -> None:
+    expected = run(cases.two_steps, LAYOUTS[name])
+    detour = run(cases.two_steps_and_an_error, LAYOUTS[name])
+    for (unchanged, result, after), (straight, state) in zip(detour, expected, strict=True):
+        assert unchanged
+        assert result == straight
+        assert cases.identical(after, state)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_abort_leaves_no_trace(run: Run, name: str) -> None:
+    expected = run(cases.two_steps, LAYOUTS[name])
+    detour = run(cases.two_steps_and_an_abort, LAYOUTS[name])
+    for (unchanged, result, after), (straight, state) in zip(detour, expected, strict=True):
+        assert unchanged
+        assert result == straight
+        assert cases.identical(after, state)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_one_bad_rank_makes_all_skip(run: Run, bad_rank: int) -> None:
+    answers = run(cases.skip_when_one_rank_is_not_finite, LAYOUTS["dp2"], bad_rank)
+    assert answers == [(True, True, True)] * 2
+
+
+def test_a_bad_loss_on_the_last_stage_makes_all_skip(run: Run) -> None:
+    answers = run(cases.skip_when_one_rank_is_not_finite, LAYOUTS["pp2"], 0)
+    assert answers == [(True, True, True)] * 2
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_streamed_counts_and_many_calls(run: Run, name: str) -> None:
+    many, one = (run(cases.streamed, LAYOUTS[name], calls) for calls in (True, False))
+    assert all(result == many[0] for result in many), "every rank gets the same result"
+    assert many[0].loss == pytest.approx(one[0].loss, rel=1e-6)
+    assert many[0].grad_norm == pytest.approx(one[0].grad_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_evaluation_has_the_training_normalisation(run: Run, name: str) -> None:
+    expected = plain_step("qwen3", "token").loss
+    for evaluated, trained in run(cases.evaluate, LAYOUTS[name]):
+        assert evaluated == pytest.approx(expected, rel=1e-5)
+        assert trained == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", WITHOUT_PIPELINE)
+def test_the_reference_is_frozen(run: Run, name: str) -> None:
+    assert all(run(cases.reference_logps, LAYOUTS[name]))
+
+
+@pytest.mark.parametrize("name", ["single", "dp2", "pp2"])
+def test_bf16_follows_the_other_engine(run: Run, name: str) -> None:
+    """bf16 weights, fp32 main parameters and gradients, as FSDP2's fp32 shards computed in bf16."""
+    exact = torch.tensor(cases.curve(fsdp2(), torch.float32))
+    other = torch.tensor(cases.curve(fsdp2(), torch.bfloat16))
+    for curve in run(cases.curve, LAYOUTS[name], torch.bfloat16):
+        assert torch.tensor(curve) == pytest.approx(exact, rel=3e-2)
+        assert torch.tensor(curve) == pytest.approx(other, rel=3e-2)
+        assert not torch.equal(torch.tensor(curve), exact)
+
+
+def test_sgd_follows_the_other_engine(run: Run) -> None:
+    description = SGD(lr=1e-2, momentum=0.9, weight_decay=0.1, max_grad_norm=1.0)
+    expected = torch.tensor(cases.curve(fsdp2(), torch.float32, optimizer=description))
+    for name in ("single", "pp2"):
+        for curve in run(cases.curve, LAYOUTS[name], torch.float32, 5, description):
+            assert torch.tensor(curve) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed_activations_change_nothing(run: Run, recompute: str) -> None:
+    for layout in (LAYOUTS["single"], LAYOUTS["tp2sp"], LAYOUTS["pp2"]):
+        plain = run(megatron_cases.engine_step, layout, "qwen3", "packed", 2)[0]
+        again = run(
+            megatron_cases.engine_step,
+            replace(layout, activation_checkpointing=recompute),  # type: ignore[arg-type]
+            "qwen3",
+            "packed",
+            2,
+        )[0]
+        assert again.loss == plain.loss
+        assert all(torch.equal(again.grads[name], plain.grads[name]) for name in plain.grads)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_zeros_are_counted_once(run: Run, name: str) -> None:
+    grads = plain_step("llama", "token").grads
+    expected = sum(int((g == 0).sum()) for g in grads.values())
+    assert expected > 0  # embeddings of tokens that do not occur
+    assert set(run(cases.zeros_in_grad, LAYOUTS[name])) == {expected}
+
+
+ONE, TWO = fsdp2(1), fsdp2(2)
+
+
+@pytest.mark.parametrize(
+    ("written_on", "read_on"),
+    [
+        *((layout, layout) for layout in LAYOUTS.values()),
+        (LAYOUTS["tp2sp"], LAYOUTS["pp2"]),
+        (LAYOUTS["dp2"], LAYOUTS["single"]),
+        (LAYOUTS["pp2"], ONE),
+        (TWO, LAYOUTS["tp2sp"]),
+        (TWO, LAYOUTS["dp2"]),
+        (LAYOUTS["dp2"], TWO),
+    ],
+)
+def test_a_checkpoint_of_any_engine_loads_on_any_other(
+    run: Run, tmp_path: Path, written_on: FSDP2 | Megatron, read_on: FSDP2 | Megatron
+) -> None:
+    """Weights, moments and the number of updates: the step after it is the one that would have come."""
+    run(cases.save_after, written_on, 3, tmp_path / "c")
+    uninterrupted = run(cases.save_after, read_on, 4, tmp_path / "d")
+    answers = run(cases.load_and_step, read_on, tmp_path / "c", 3)
+    for (_, after), expected in zip(answers, uninterrupted, strict=True):
+        if written_on == read_on:
+            assert cases.identical(after, expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(after[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_zeros_and_curves_do_not_see_padded_vocabulary(run: Run) -> None:
+    """161 tokens on two ranks of tp: one row of padding."""
+    single = run(megatron_cases.odd_vocabulary, fsdp2())[0]
+    for answer in run(megatron_cases.odd_vocabulary, megatron(tp=2, dp=1)):
+        assert answer == pytest.approx(single, rel=1e-6)
+
+
+def test_the_order_of_calls_is_checked() -> None:
+    engine = make_engine(on=LAYOUTS["single"])
+    with pytest.raises(AssertionError, match="without begin"):
+        engine.finish_train_step(1e-3)
+    with pytest.raises(AssertionError, match="outside"):
+        engine.train_microbatches(share(engine, "packed", 8), next_token())
+    engine.begin_train_step(None)
+    with pytest.raises(AssertionError, match="neither finished nor aborted"):
+        engine.begin_train_step(None)
+    engine.abort_train_step()
+    engine.close()
+
+
+def test_a_failed_build_leaves_the_process_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("components.engines.megatron.runtime.engine.Update.build", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_engine(on=LAYOUTS["single"])
+    make_engine(on=LAYOUTS["single"]).close()
+    make_engine().close()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"first_stage_layers": 2},
+        {"last_stage_layers": 1},
+        {"pipeline_layout": "Et|ttttL"},
+        {"pipeline_layout": "Ett|t|t|tL", "vpp": 2},
+    ],
+    ids=str,
+)
+def test_stages_may_be_of_any_size(run: Run, sizes: dict[str, Any]) -> None:
+    plain = plain_step("deep", "token")
+    for ours in run(megatron_cases.engine_step, megatron(pp=2, dp=1, **sizes), "deep", "packed", 2):
+        assert_same(ours, plain)
+
+
+def test_gradients_are_reduced_during_the_last_backward(run: Run) -> None:
+    """Megatron learns in the first step which gradients complete a bucket."""
+    bucketed = replace(LAYOUTS["dp2"], bucket_size=2000)
+    for first, second in run(megatron_cases.buckets_under_way, bucketed):
+        assert first == 0
+        assert second > 3
+
+
+def test_the_mesh_is_what_the_ranks_say(run: Run) -> None:
+    for described in run(megatron_cases.describe, LAYOUTS["pp2"]):
+        assert described["mesh"] == {
+            "dims": {"pp": 2, "dp": 1, "cp": 1, "tp": 1},
+            "ranks": [[[[0]]], [[[1]]]],
+        }
+        assert described["engine"] == "megatron"
+        assert described["world_size"] == 2
+    assert math.prod(described["mesh"]["dims"].values()) == 2

@@ -1,0 +1,41 @@
+"""Our split step against Megatron's own: its schedule with its hooks for a whole step."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from components.engines.megatron import Megatron
+from tests.distributed import megatron_own_path_cases as cases
+from tests.distributed.cases import megatron
+from tests.ranks import Ranks
+
+OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 10_000}
+SHARDED = {**OVERLAPPED, "distributed_optimizer": True, "overlap_param_gather": True}
+LAYOUTS = {
+    "single": megatron(dp=1),
+    "dp2 overlapped": megatron(dp=2, **OVERLAPPED),
+    "dp2 distributed optimizer": megatron(dp=2, distributed_optimizer=True),
+    "dp2 distributed optimizer, overlapped": megatron(dp=2, **SHARDED),
+    "cp2": megatron(cp=2, dp=1),
+    "pp2vpp2": megatron(pp=2, vpp=2, dp=1),
+    "pp2vpp2dp2 overlapped": megatron(pp=2, vpp=2, dp=2, **OVERLAPPED),
+    "tp2pp2 sp": megatron(tp=2, pp=2, dp=1, sequence_parallel=True),
+}
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Ranks]]:
+    with Ranks(1) as one, Ranks(2) as two, Ranks(4) as four:
+        yield {1: one, 2: two, 4: four}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_two_calls_and_one_finish_are_megatrons_own_step(pools: dict[int, Ranks], layout: Megatron) -> None:
+    pool = pools[layout.world_size({}, 0)]
+    own = pool.run(cases.own_step, layout)[0]
+    for last in (True, False) if layout.overlap_grad_reduce else (True,):
+        ours = pool.run(cases.split_step, layout, last)[0]
+        assert ours.keys() == own.keys()
+        for name, expected in own.items():
+            error = (ours[name] - expected).norm() / expected.norm()
+            assert error <= 1e-6, f"{name}: relative error {error:.1e}"

@@ -1,0 +1,69 @@
+"""The parity table of benchmarks/parity.py, reduced to rows that together touch every kind of layout."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.parity_cells import Bench, Cell, check_mesh, column
+from benchmarks.parity_rows import CONTROL_COLUMN, CONTROLS, ROWS, Row
+
+REDUCED = [
+    ("dp2 sharded", "sft packed"),
+    ("dp2 sharded", "dpo packed"),
+    ("tp2 sp", "pt"),
+    ("pp2vpp2", "dpo packed"),
+    ("pp2vpp2", "sft padded"),
+    ("cp2", "pt"),
+    ("cp2 a2a", "sft packed"),
+    ("tp2pp2 sp", "sft padded"),
+    ("tp2pp2", "dpo packed"),
+]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with Bench(tmp_path_factory.mktemp("parity")) as ready:
+        yield ready
+
+
+@pytest.mark.parametrize(("name", "on"), REDUCED)
+def test_every_layout_trains_the_same_curve(bench: Bench, name: str, on: str) -> None:
+    row = next(row for row in ROWS if row.name == name)
+    cell, run = bench.cell(row, column(on))
+    assert cell.passes, cell
+    assert run.losses[-1] < 0.99 * run.losses[0] or on == "dpo packed", "nothing was learned"
+
+
+@pytest.mark.parametrize("row", CONTROLS, ids=lambda row: row.fault)
+def test_a_broken_layout_is_told(bench: Bench, row: Row) -> None:
+    """The control of the test above: by far, and it is the fault that is found."""
+    cell, _ = bench.cell(row, column(CONTROL_COLUMN))
+    assert cell.gradient > 1e-3
+    assert cell.grad_norm > 1e-4
+    if row.fault == "norms_not_summed":
+        assert "norm" in cell.parameter
+    unbroken, _ = bench.cell(replace(row, fault=None), column(CONTROL_COLUMN))
+    assert unbroken.passes, unbroken
+
+
+@pytest.mark.parametrize("field", ["gradient", "loss", "grad_norm"])
+@pytest.mark.parametrize("value", [1.1e-5, float("nan")])
+def test_one_error_beyond_the_bound_fails_a_cell(field: str, value: float) -> None:
+    within = Cell(gradient=1e-5, parameter="w", loss=1e-5, grad_norm=1e-5, seconds=1.0)
+    assert within.passes
+    assert not replace(within, **{field: value}).passes
+
+
+def test_a_run_on_another_mesh_is_no_row() -> None:
+    row = next(row for row in ROWS if row.name == "tp2pp2")
+    dims = {"pp": 2, "dp": 1, "cp": 1, "tp": 2}
+    facts = {"engine": "megatron", "world_size": 4, "mesh": {"dims": dims}}
+    assert check_mesh(row, facts) == {"pp": 2, "tp": 2}
+    for wrong in (
+        facts | {"world_size": 2},
+        facts | {"engine": "fsdp2"},
+        facts | {"mesh": {"dims": dims | {"tp": 1, "cp": 2}}},
+    ):
+        with pytest.raises(AssertionError, match="the run was"):
+            check_mesh(row, wrong)

@@ -1,0 +1,141 @@
+"""Token statistics over a vocabulary that is split over ranks, and the same from whole logits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from components.engines import logps
+from components.engines.logps import token_stats
+from components.engines.vocabulary import VocabularyShard
+from runner.protocols import IGNORE, TokenStats
+
+V = 53
+ALL = frozenset({"logsumexp", "mean_logp"})
+Split = Sequence[tuple[int, int]]
+"""``(start, rows)`` of every rank."""
+
+
+@dataclass(frozen=True)
+class Case:
+    weighted: bool = False
+    """The gradients are made in the forward, for a loss ``-0.37 * (weights * logps).sum()``."""
+    bias: bool = False
+    chunk_size: int | None = 7
+    dtype: torch.dtype = torch.float32
+    tokens: int = 33
+    width: int = 16
+    labelled: bool = True
+    scale: float = 1.0
+    """Of the hidden states."""
+    nan_row: int | None = None
+    label: int | None = None
+    """The label of the first token, whatever it was."""
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """hidden ``[1, tokens, width]``, weight ``[V, width]``, bias ``[V]``, labels, a third ignored."""
+        g = torch.Generator().manual_seed(0)
+        hidden = (self.scale * torch.randn(1, self.tokens, self.width, generator=g)).to(self.dtype)
+        weight = torch.randn(V, self.width, generator=g).to(self.dtype)
+        bias = torch.randn(V, generator=g).to(self.dtype) if self.bias else None
+        labels = torch.randint(0, V, (1, self.tokens), generator=g)
+        labels[torch.rand(labels.shape, generator=g) < (0.35 if self.labelled else 2.0)] = IGNORE
+        if self.nan_row is not None:
+            weight[self.nan_row] = torch.nan
+        if self.label is not None:
+            labels[0, 0] = self.label
+        return hidden, weight, bias, labels
+
+    def weights(self) -> Tensor:
+        g = torch.Generator().manual_seed(1)
+        return torch.rand(1, self.tokens, generator=g) * (self.inputs()[-1] != IGNORE)
+
+    def loss(self, stats: TokenStats) -> Tensor:
+        """Every statistic enters with its own weight at every position."""
+        if self.weighted:
+            return -0.37 * (self.weights() * stats.logps).sum()
+        g = torch.Generator().manual_seed(2)
+        parts = (stats.logps, stats.logsumexp, stats.mean_logp)
+        return sum((torch.randn(1, self.tokens, generator=g) * p).sum() for p in parts if p is not None)
+
+
+@dataclass
+class Answer:
+    stats: list[Tensor]
+    gradients: list[Tensor]
+    """Of hidden, weight and, where there is one, bias."""
+    collectives: tuple[int, int] = (0, 0)
+    """In forward and backward."""
+    largest: int = 0
+    """Elements of the largest tensor that was made."""
+
+
+def answer(case: Case, rows: slice = slice(None), shard: VocabularyShard | None = None) -> Answer:
+    """``token_stats`` and the gradients of ``case.loss``, with ``rows`` of the head."""
+    hidden, weight, bias, labels = case.inputs()
+    inputs = [
+        t.clone().requires_grad_() for t in (hidden, weight[rows]) + (() if bias is None else (bias[rows],))
+    ]
+    weights, requires = (case.weights(), frozenset()) if case.weighted else (None, ALL)
+    with Watch() as watch:
+        stats = token_stats(
+            inputs[0],
+            inputs[1],
+            labels,
+            head_bias=inputs[2] if case.bias else None,
+            requires=requires,
+            weights=weights,
+            chunk_size=case.chunk_size,
+            shard=shard,
+        )
+        forward = watch.collectives
+        gradients = torch.autograd.grad(case.loss(stats), inputs)
+    parts = [t.detach() for t in (stats.logps, stats.logsumexp, stats.mean_logp) if t is not None]
+    return Answer(parts, list(gradients), (forward, watch.collectives - forward), watch.largest)
+
+
+def exact(case: Case, dtype: torch.dtype = torch.float64) -> Answer:
+    """From ``torch.log_softmax`` of whole logits; matmuls and gradients in ``dtype``."""
+    *inputs, labels = case.inputs()
+    inputs = [t.to(dtype).requires_grad_() for t in inputs if t is not None]
+    logits = inputs[0] @ inputs[1].T + (inputs[2] if case.bias else 0)
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
+    keep = labels != IGNORE
+    logp = logits.log_softmax(-1)
+    chosen = logp.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    stats = TokenStats(chosen * keep, logits.logsumexp(-1) * keep, logp.mean(-1) * keep)
+    stats = replace(stats, logsumexp=None, mean_logp=None) if case.weighted else stats
+    parts = [t.detach() for t in (stats.logps, stats.logsumexp, stats.mean_logp) if t is not None]
+    return Answer(parts, list(torch.autograd.grad(case.loss(stats), inputs)))
+
+
+class Watch(TorchDispatchMode):
+    """Counts collectives and remembers the size of the largest tensor that any operation returned."""
+
+    collectives = 0
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.collectives += func.namespace == "c10d"
+        for part in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(part, Tensor):
+                self.largest = max(self.largest, part.numel())
+        return result
+
+
+def on_ranks(split: Split, cases: Sequence[Case], chunk_bytes: int | None, size: int) -> list[Answer]:
+    """What one rank of ``split`` answers; ``chunk_bytes`` stands in for the default size of a chunk."""
+    dist.init_process_group("gloo")
+    start, rows = split[dist.get_rank()]
+    default = logps.CHUNK_BYTES["cpu"]
+    logps.CHUNK_BYTES["cpu"] = chunk_bytes or default
+    try:
+        shard = VocabularyShard(dist.group.WORLD, start, size)
+        return [answer(case, slice(start, start + rows), shard) for case in cases]
+    finally:
+        logps.CHUNK_BYTES["cpu"] = default

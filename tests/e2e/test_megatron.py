@@ -1,0 +1,74 @@
+"""The Megatron engine by the commands that users type."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import SMALL, call_here, command, curve, newest, rows, run_command, run_here
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT.parent / "shared" / "data"
+# Adam turns the sign of a gradient that is almost zero into a whole step: compared at a rate where that
+# does not show.
+SAME = (*SMALL, "optimizer.lr=1e-5", "run.export=false")
+
+
+def assert_same_curve(ours: Path, theirs: Path, first: int = 0) -> None:
+    pairs = list(zip(rows(ours, "train/loss"), rows(theirs, "train/loss")[first:], strict=True))
+    assert pairs
+    for our, their in pairs:
+        for key in ("train/loss", "train/grad_norm"):
+            assert our[key] == pytest.approx(their[key], rel=1e-5)
+        assert our["train/num_tokens"] == their["train/num_tokens"]
+
+
+def test_dpo_on_tp2pp2_has_the_curve_of_one_process(tmp_path: Path) -> None:
+    same = (*SAME, "stage=dpo", "run.global_batch_size=8")
+    answer = run_command(command("parallelism=tp2pp2", *same), cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert "UserWarning" not in answer.stderr
+    assert "FutureWarning" not in answer.stderr
+    ours = newest(tmp_path / "outputs")
+    theirs = run_here(tmp_path / "single", *same)
+    assert_same_curve(ours, theirs)
+    for key in ("eval/loss", "eval/rewards_margin", "eval/accuracy"):
+        assert rows(ours, key)[-1][key] == pytest.approx(rows(theirs, key)[-1][key], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize(("before", "after"), [("single", "tp2"), ("pp2", "single")])
+def test_a_run_continues_on_another_engine(tmp_path: Path, before: str, after: str) -> None:
+    """Weights, moments, schedule and data position: the rows are those of one run."""
+    straight = run_here(tmp_path / "straight", *SAME)
+    half = run_here(tmp_path / "half", *SAME, f"parallelism={before}", "run.save_every=2", "run.keep_last=0")
+    point = half / "checkpoints" / "step_00000002"
+    rest = run_here(tmp_path / "rest", *SAME, f"parallelism={after}", f"run.resume={point}")
+    assert_same_curve(rest, straight, first=2)
+
+
+def test_a_sweep_over_engines_in_one_process(tmp_path: Path) -> None:
+    """Megatron's patches stay in the process; the engine after it must not notice."""
+    engines = "parallelism=single,megatron,single"
+    assert call_here("-m", engines, *SAME, f"run.output_dir={tmp_path}") == 0
+    first, megatron, second = sorted(tmp_path.glob("*/*/run.json"), key=lambda path: path.stat().st_mtime_ns)
+    assert_same_curve(megatron.parent, first.parent)
+    assert curve(second.parent) == curve(first.parent)
+
+
+def test_a_loss_of_ones_own_on_every_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's loss knows nothing of tensor, pipeline or context parallelism."""
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "my_losses.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    same = (*SAME, "stage._target_=my_losses.Focal", "+stage.gamma=2")
+    theirs = run_here(tmp_path / "single", *same)
+    for layout in ("tp2cp2", "pp2"):
+        assert_same_curve(run_here(tmp_path / layout, *same, f"parallelism={layout}"), theirs)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the folder ../shared/data is not there")
+def test_dpo_of_a_real_file_on_tp2pp2(tmp_path: Path) -> None:
+    data = ("data=files", f"data.train={DATA / 'dpo_en_demo.json'}", "data.max_length=256", "stage=dpo")
+    same = (*SAME, *data, "run.max_steps=3")
+    assert_same_curve(run_here(tmp_path / "a", *same, "parallelism=tp2pp2"), run_here(tmp_path / "b", *same))

@@ -1,0 +1,417 @@
+"""What the Megatron engine refuses, word by word, and that Megatron itself would refuse the same splits."""
+
+import itertools
+import re
+from typing import Any, Literal
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from components.engines.megatron import Megatron
+from components.engines.megatron.stages import check_stages, parse
+from components.models import ModelSpec
+from components.optimizers import SGD, AdamW, Optimizer
+from runner.errors import ConfigError
+
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 160,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+}
+
+
+def layout(**changes: Any) -> Megatron:
+    plain: dict[str, Any] = {
+        "tp": 1,
+        "pp": 1,
+        "vpp": 1,
+        "cp": 1,
+        "dp": None,
+        "default_dp": 1,
+        "sequence_parallel": False,
+        "cp_comm_type": "all_gather",
+        "distributed_optimizer": False,
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        "bucket_size": None,
+        "pipeline_layout": None,
+        "first_stage_layers": None,
+        "last_stage_layers": None,
+        "activation_checkpointing": "none",
+        "transformer_impl": "auto",
+        "optimizer_cpu_offload": False,
+    }
+    return Megatron(**plain | changes)
+
+
+def check(
+    shape: dict[str, Any] | None = None,
+    *,
+    optimizer: Optimizer | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: Literal["cpu", "cuda"] = "cpu",
+    **sizes: Any,
+) -> None:
+    """What the parent process checks of ``parallelism=megatron`` with ``sizes``."""
+    spec = ModelSpec(architecture=SHAPE | (shape or {}))
+    model = spec.build(spec.config())
+    layout(**sizes).check(model, optimizer or AdamW(), dtype=dtype, device=device)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were installed, on a GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("components.engines.megatron.checks.find_spec", lambda _: object())
+
+
+# ---- keys against each other
+
+CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"tp": 0}, ["parallelism.tp", "at least 1"]),
+    ({"dp": -1}, ["parallelism.dp", "at least 1"]),
+    ({"bucket_size": 0, "overlap_grad_reduce": True}, ["parallelism.bucket_size", "at least 1"]),
+    ({"vpp": 2}, ["parallelism.vpp", "parallelism.pp"]),
+    ({"pipeline_layout": "EtL"}, ["parallelism.pipeline_layout", "parallelism.pp"]),
+    ({"first_stage_layers": 1}, ["parallelism.first_stage_layers", "parallelism.pp"]),
+    ({"last_stage_layers": 1}, ["parallelism.last_stage_layers", "parallelism.pp"]),
+    (
+        {"pp": 2, "last_stage_layers": 1, "pipeline_layout": "Ett|tL"},
+        ["parallelism.pipeline_layout", "last_stage_layers"],
+    ),
+    ({"sequence_parallel": True, "pp": 2}, ["parallelism.sequence_parallel", "parallelism.tp"]),
+    ({"cp_comm_type": "a2a"}, ["parallelism.cp_comm_type", "parallelism.cp"]),
+    ({"bucket_size": 1000}, ["parallelism.bucket_size", "parallelism.overlap_grad_reduce"]),
+    (
+        {"overlap_param_gather": True, "overlap_grad_reduce": True},
+        ["parallelism.overlap_param_gather", "parallelism.distributed_optimizer"],
+    ),
+    (
+        {"overlap_param_gather": True, "distributed_optimizer": True},
+        ["parallelism.overlap_param_gather", "parallelism.overlap_grad_reduce"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), CONTRADICTIONS, ids=str)
+def test_contradictions_are_refused_on_sight(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        layout(**changes)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_what_belongs_together_is_accepted() -> None:
+    layout(pp=2, vpp=2)
+    layout(tp=2, sequence_parallel=True)
+    layout(cp=2, cp_comm_type="a2a")
+    layout(overlap_grad_reduce=True, overlap_param_gather=True, distributed_optimizer=True, bucket_size=1000)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "started", "takes"),
+    [
+        ({"tp": 2}, 3, "a multiple of 2 ranks"),
+        ({"tp": 4}, 2, "a multiple of 4"),
+        ({"pp": 2, "dp": 2}, 6, "4 ranks"),
+    ],
+)
+def test_ranks_that_a_launcher_cannot_have_meant(sizes: dict[str, Any], started: int, takes: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"parallelism\.dp: this layout takes {takes}.*WORLD_SIZE={started}"
+    ):
+        layout(**sizes).world_size({"WORLD_SIZE": str(started)}, 0)
+
+
+# ---- the layout against the run
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "key-value heads": ({"tp": 3}, ["parallelism.tp: 3", "num_key_value_heads = 4", "use 2 or 4."]),
+    "heads": (
+        {"tp": 2, "shape": {"num_attention_heads": 3, "num_key_value_heads": 3}},
+        ["parallelism.tp: 2", "_heads = 3", "use 1 or 3."],
+    ),
+    "columns of the MLP": (
+        {"tp": 4, "shape": {"intermediate_size": 90}},
+        ["parallelism.tp: 4", "intermediate_size = 90", "use 1 or 2."],
+    ),
+    "rows of the vocabulary": (
+        {"tp": 4, "shape": {"vocab_size": 6}},
+        ["parallelism.tp: 4", "vocab_size = 6", "use 1 or 2."],
+    ),
+    "heads over cp": (
+        {"tp": 2, "cp": 4, "cp_comm_type": "a2a"},
+        ["parallelism.cp: 4", "6 attention heads", "parallelism.cp=2 or 3", "all_gather"],
+    ),
+    "layers": ({"pp": 3}, ["parallelism.pp: 3", "num_hidden_layers = 4", "use 2 or 4", "first_stage_layers"]),
+    "chunks": ({"pp": 2, "vpp": 4}, ["parallelism.vpp: 4", "2 layers", "2 stages", "use 1 or 2."]),
+    "first stage": (
+        {"pp": 3, "first_stage_layers": 1},
+        ["parallelism.first_stage_layers", "leaves 3 of 4 layers to 2 other", "a multiple of 2"],
+    ),
+    "all layers in the ends": (
+        {"pp": 3, "first_stage_layers": 2, "last_stage_layers": 2},
+        ["parallelism.first_stage_layers", "leaves 0 of 4 layers to 1 other"],
+    ),
+    "too few layers in the ends": (
+        {"pp": 2, "first_stage_layers": 2, "last_stage_layers": 1},
+        ["leaves 1 of 4 layers to 0 other", "leave none"],
+    ),
+    "chunks of the last stage": (
+        {"pp": 2, "vpp": 2, "last_stage_layers": 1},
+        ["parallelism.last_stage_layers: 1", "vpp = 2", "a multiple of 2"],
+    ),
+    "parts": (
+        {"pp": 2, "pipeline_layout": "Et|tt|tL"},
+        ["parallelism.pipeline_layout", "3 parts", "pp x vpp = 2 x 1"],
+    ),
+    "letters": ({"pp": 2, "pipeline_layout": "Ett|mtL"}, ["parallelism.pipeline_layout", "'m'"]),
+    "no embedding": ({"pp": 2, "pipeline_layout": "tt|ttL"}, ["parallelism.pipeline_layout", "begin with E"]),
+    "two losses": ({"pp": 2, "pipeline_layout": "EttL|ttL"}, ["parallelism.pipeline_layout", "once"]),
+    "layers of a layout": (
+        {"pp": 2, "pipeline_layout": "Et*2|tL"},
+        ["parallelism.pipeline_layout", "has 3 layers", "give 4"],
+    ),
+    "sharded SGD": (
+        {"distributed_optimizer": True, "optimizer": SGD()},
+        ["parallelism.distributed_optimizer", "optimizer=adamw"],
+    ),
+    "nesterov": ({"optimizer": SGD(nesterov=True)}, ["optimizer.nesterov", "parallelism=fsdp2"]),
+    "offload on the CPU": (
+        {"optimizer_cpu_offload": True, "distributed_optimizer": True},
+        ["parallelism.optimizer_cpu_offload", "on the CPU"],
+    ),
+    "offload without sharding": (
+        {"optimizer_cpu_offload": True, "device": "cuda"},
+        ["parallelism.optimizer_cpu_offload", "parallelism.distributed_optimizer=true"],
+    ),
+    "transformer-engine on the CPU": (
+        {"transformer_impl": "transformer_engine"},
+        ["parallelism.transformer_impl", "on the CPU", "use auto or local"],
+    ),
+    "architecture": ({"shape": {"model_type": "olmo2"}}, ["olmo2", "llama, mistral", "parallelism=fsdp2"]),
+    "activation": ({"shape": {"hidden_act": "gelu"}}, ["hidden_act=gelu", "silu", "parallelism=fsdp2"]),
+    "bias of the MLP": ({"shape": {"mlp_bias": True}}, ["mlp_bias=True", "parallelism=fsdp2"]),
+    "bias of attention": ({"shape": {"attention_bias": True}}, ["attention_bias=True", "parallelism=fsdp2"]),
+    "rope": (
+        {
+            "shape": {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 64,
+                }
+            }
+        },
+        ["rope_type=yarn", "llama3"],
+    ),
+    "partial rope": (
+        {
+            "shape": {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            }
+        },
+        ["partial_rotary_factor=0.5"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    arguments, words = REFUSED[name]
+    with pytest.raises(ConfigError) as refused:
+        check(**arguments)
+    message = str(refused.value)
+    assert all(word in message for word in words), message
+    assert len(message) < 260
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"optimizer": SGD()},
+        {"tp": 4, "pp": 4, "sequence_parallel": True},
+        {"pp": 2, "vpp": 2, "distributed_optimizer": True, "dtype": torch.bfloat16},
+        {"pp": 3, "first_stage_layers": 2},
+        {"pp": 3, "pipeline_layout": "E|t*4|L"},
+        {"tp": 2, "cp": 3, "cp_comm_type": "a2a"},
+        {"cp": 5},
+        {"tp": 4, "shape": {"vocab_size": 7}},
+        {"optimizer_cpu_offload": True, "distributed_optimizer": True, "device": "cuda"},
+        {"shape": {"model_type": "mistral", "sliding_window": 16}},
+        {"shape": {"model_type": "qwen2"}},
+        {"shape": {"model_type": "qwen3", "head_dim": 8}},
+    ],
+    ids=str,
+)
+def test_what_fits_is_accepted(arguments: dict[str, Any]) -> None:
+    check(**arguments)
+
+
+def test_a_gpu_cannot_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    check(device="cuda")
+    with pytest.raises(ConfigError, match=r"run\.device: is cpu.*CUDA_VISIBLE_DEVICES="):
+        check(device="cpu")
+
+
+class OwnLlama(LlamaForCausalLM):
+    """Code of the user's own, with another forward for all we know."""
+
+
+def test_another_model_of_the_same_type_is_refused() -> None:
+    spec = ModelSpec(architecture=SHAPE)
+    with torch.device("meta"):
+        own = OwnLlama(spec.config())
+    with pytest.raises(ConfigError, match="OwnLlama"):
+        layout().check(own, AdamW(), dtype=torch.float32, device="cpu")
+
+
+def test_a_parameter_without_a_place_is_refused_by_name() -> None:
+    spec = ModelSpec(architecture=SHAPE)
+    model = spec.build(spec.config())
+    model.model.layers[1].mlp.scale = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.scale"):
+        layout().check(model, AdamW(), dtype=torch.float32, device="cpu")
+
+
+# ---- transformer-engine
+
+TE_RUN: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+@pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, None),
+        ({"dtype": torch.float32}, "run.dtype=bf16"),
+        ({"cp": 2}, "cp_comm_type=all_gather"),
+        ({"shape": {"model_type": "mistral", "sliding_window": 16}}, "sliding window"),
+    ],
+    ids=str,
+)
+def test_auto_is_transformer_engine_where_it_can_be(arguments: dict[str, Any], reason: str | None) -> None:
+    def uses(kind: str) -> bool:
+        config = ModelSpec(architecture=SHAPE | arguments.get("shape", {})).config()
+        dtype = arguments.get("dtype", torch.bfloat16)
+        chosen = layout(transformer_impl=kind, cp=arguments.get("cp", 1))
+        return chosen.uses_transformer_engine(config, dtype=dtype, device="cuda")
+
+    assert uses("auto") == (reason is None)
+    assert not uses("local")
+    check(**TE_RUN | arguments)
+    if reason is None:
+        check(**TE_RUN | arguments, transformer_impl="transformer_engine")
+    else:
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            check(**TE_RUN | arguments, transformer_impl="transformer_engine")
+
+
+def test_transformer_engine_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("components.engines.megatron.checks.find_spec", lambda _: None)
+    check(**TE_RUN)
+    with pytest.raises(ConfigError, match="not installed"):
+        check(**TE_RUN, transformer_impl="transformer_engine")
+
+
+# ---- Megatron as the judge
+
+SPLITS = list(itertools.product(range(1, 9), (2, 3, 4), (1, 2, 3), (None, 1, 2, 3, 4), (None, 1, 2, 3, 4)))
+PIECES = ["E", "|", "t", "L", "tt", "Et*2", "(t|)*2", "(tt|t)*2", "t,t*2", "t*", "(t", "2", "|t*2|"]
+STRINGS = ["".join(pieces) for pieces in itertools.product(PIECES, repeat=3)]
+STRINGS += ["Et|tt|tL", "E,t*3|,t*3,L", "E|(t|)*4|L", "Et|L", "Ett|L|t", "E||ttt|L", "EtttL", "Et(t|)*2L"]
+
+
+def accepts(chosen: Megatron, layers: int) -> bool:
+    try:
+        check_stages(chosen, layers)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Any:
+    """Megatron's verdict: the layers of every chunk, None where it raises."""
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    import components.engines.megatron.runtime  # noqa: F401  it must come before megatron
+
+    def verdict(layers: int, pp: int, vpp: int, **options: Any) -> list[int] | None:
+        try:
+            config = TransformerConfig(
+                num_layers=layers,
+                hidden_size=8,
+                num_attention_heads=1,
+                pipeline_model_parallel_size=pp,
+                virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+                pipeline_dtype=torch.float32,
+                **options,
+            )
+            if split := config.pipeline_model_parallel_layout:
+                assert len(split.layout[0]) == vpp
+                return [chunk.count(split.flatten_layout[0]) for stage in split.layout for chunk in stage]
+            chunks = itertools.product(range(vpp) if vpp > 1 else [None], range(pp))
+            return [get_num_layers_to_build(config, stage, rank) for stage, rank in chunks]
+        except (AssertionError, ValueError, IndexError):
+            return None
+
+    return verdict
+
+
+def test_every_split_is_judged_as_megatron_does(megatron: Any) -> None:
+    accepted = 0
+    for layers, pp, vpp, first, last in SPLITS:
+        chosen = layout(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last)
+        uneven = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+        held = megatron(layers, pp, vpp, **uneven)
+        # Of one layer over two stages with two in the last, Megatron makes -1 and 2.
+        fits = held is not None and min(held) > 0
+        assert accepts(chosen, layers) == fits, (layers, pp, vpp, first, last)
+        accepted += fits
+    assert 100 < accepted < len(SPLITS) - 100
+
+
+def test_every_layout_string_is_judged_as_megatron_does(megatron: Any) -> None:
+    accepted = 0
+    for text, pp, vpp, layers in itertools.product(STRINGS, (2, 3), (1, 2), (2, 3, 4)):
+        ours = accepts(layout(pp=pp, vpp=vpp, pipeline_layout=text), layers)
+        theirs = megatron(layers, pp, vpp, pipeline_model_parallel_layout=text)
+        assert ours == (theirs is not None), (text, pp, vpp, layers)
+        accepted += ours
+    assert accepted >= 10
+
+
+def test_layout_strings_are_read_as_megatron_does(megatron: Any) -> None:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    letters = {"embedding": "E", "decoder": "t", "loss": "L"}
+    read = 0
+    for text in STRINGS:
+        try:
+            theirs = PipelineParallelLayerLayout.parse_str_to_list(text)
+        except AssertionError:
+            with pytest.raises(ConfigError):
+                parse(text)
+            continue
+        assert parse(text) == ["".join(letters[layer.name] for layer in part) for part in theirs], text
+        read += 1
+    assert 100 < read < len(STRINGS)
