@@ -129,11 +129,13 @@ class Bench:
 def check_mesh(row: Row, facts: dict[str, Any]) -> dict[str, int]:
     """The mesh in run.json, but for dimensions of 1; it must be the one that ``row`` names."""
     mesh = {name: size for name, size in facts["mesh"]["dims"].items() if size > 1}
-    assert (facts["engine"], facts["world_size"], mesh) == (
+    chunks = facts.get("chunks_per_stage", 1)
+    assert (facts["engine"], facts["world_size"], mesh, chunks) == (
         row.engine,
         row.world_size,
         dict(row.dims or {}),
-    ), f"{row.name}: the run was {facts['engine']} on {facts['world_size']} ranks, {mesh}"
+        row.chunks,
+    ), f"{row.name}: the run was {facts['engine']} on {facts['world_size']} ranks, {mesh}, {chunks} chunks"
     return mesh
 
 

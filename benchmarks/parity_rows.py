@@ -62,6 +62,8 @@ class Row:
     engine: str = "megatron"
     dims: Mapping[str, int] | None = None
     """Of the mesh, where they are not 1."""
+    chunks: int = 1
+    """Of every pipeline stage."""
     fault: Fault | None = None
     """What is broken on purpose."""
 
@@ -89,7 +91,7 @@ ROWS = (
     Row("tp2 sp", ("parallelism=tp2", SEQUENCE), dims={"tp": 2}),
     Row("pp2", ("parallelism=pp2",), dims={"pp": 2}),
     Row("pp4", ("parallelism=pp2", "parallelism.pp=4"), dims={"pp": 4}),
-    Row("pp2vpp2", ("parallelism=pp2vpp2",), dims={"pp": 2}),
+    Row("pp2vpp2", ("parallelism=pp2vpp2",), dims={"pp": 2}, chunks=2),
     Row("cp2", ("parallelism=cp2",), dims={"cp": 2}),
     Row("cp2 a2a", ("parallelism=cp2", "parallelism.cp_comm_type=a2a"), dims={"cp": 2}),
     Row("tp2pp2", ("parallelism=tp2pp2",), dims={"pp": 2, "tp": 2}),

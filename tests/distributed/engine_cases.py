@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -224,3 +225,16 @@ def zeros_in_grad(on: Layout) -> int | None:
     result = step(engine, share(engine, "packed", 2), next_token())
     engine.close()
     return result.num_zeros
+
+
+def call_out_of_order(on: Layout) -> None:
+    engine = make_engine(on=on)
+    with pytest.raises(AssertionError, match="without begin"):
+        engine.finish_train_step(1e-3)
+    with pytest.raises(AssertionError, match="outside"):
+        engine.train_microbatches(share(engine, "packed", 8), next_token())
+    engine.begin_train_step(None)
+    with pytest.raises(AssertionError, match="neither finished nor aborted"):
+        engine.begin_train_step(None)
+    engine.abort_train_step()
+    engine.close()

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import engine_cases as cases
-from tests.distributed.cases import fsdp2, make_engine, next_token, plain_model, plain_step, share
+from tests.distributed.cases import fsdp2, make_engine, plain_model, plain_step
 from tests.ranks import Ranks
 
 Run = Callable[..., list[Any]]
@@ -131,16 +131,7 @@ def test_zeros_are_counted_once(two: Ranks) -> None:
 
 
 def test_the_order_of_calls_is_checked() -> None:
-    engine = make_engine()
-    with pytest.raises(AssertionError, match="without begin"):
-        engine.finish_train_step(1e-3)
-    with pytest.raises(AssertionError, match="outside"):
-        engine.train_microbatches(share(engine, "packed", 8), next_token())
-    engine.begin_train_step(None)
-    with pytest.raises(AssertionError, match="neither finished nor aborted"):
-        engine.begin_train_step(None)
-    engine.abort_train_step()
-    engine.close()
+    cases.call_out_of_order(fsdp2())
 
 
 def test_export_is_read_by_transformers(tmp_path: Path) -> None:

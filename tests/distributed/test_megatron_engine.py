@@ -14,7 +14,7 @@ from components.engines.megatron import Megatron
 from components.optimizers import SGD
 from tests.distributed import engine_cases as cases
 from tests.distributed import megatron_cases
-from tests.distributed.cases import assert_same, fsdp2, make_engine, megatron, next_token, plain_step, share
+from tests.distributed.cases import assert_same, fsdp2, make_engine, megatron, plain_step
 from tests.ranks import Ranks
 
 Run = Callable[..., list[Any]]
@@ -48,21 +48,15 @@ def run(two: Ranks) -> Run:
     return call
 
 
-@pytest.mark.parametrize("name", WITHOUT_PIPELINE)
-def test_an_error_leaves_no_trace(run: Run, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "detour"),
+    [(name, cases.two_steps_and_an_abort) for name in LAYOUTS]
+    + [(name, cases.two_steps_and_an_error) for name in WITHOUT_PIPELINE],
+)
+def test_abort_leaves_no_trace(run: Run, name: str, detour: Callable[..., Any]) -> None:
     expected = run(cases.two_steps, LAYOUTS[name])
-    detour = run(cases.two_steps_and_an_error, LAYOUTS[name])
-    for (unchanged, result, after), (straight, state) in zip(detour, expected, strict=True):
-        assert unchanged
-        assert result == straight
-        assert cases.identical(after, state)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_abort_leaves_no_trace(run: Run, name: str) -> None:
-    expected = run(cases.two_steps, LAYOUTS[name])
-    detour = run(cases.two_steps_and_an_abort, LAYOUTS[name])
-    for (unchanged, result, after), (straight, state) in zip(detour, expected, strict=True):
+    answers = run(detour, LAYOUTS[name])
+    for (unchanged, result, after), (straight, state) in zip(answers, expected, strict=True):
         assert unchanged
         assert result == straight
         assert cases.identical(after, state)
@@ -179,16 +173,7 @@ def test_zeros_and_curves_do_not_see_padded_vocabulary(run: Run) -> None:
 
 
 def test_the_order_of_calls_is_checked() -> None:
-    engine = make_engine(on=LAYOUTS["single"])
-    with pytest.raises(AssertionError, match="without begin"):
-        engine.finish_train_step(1e-3)
-    with pytest.raises(AssertionError, match="outside"):
-        engine.train_microbatches(share(engine, "packed", 8), next_token())
-    engine.begin_train_step(None)
-    with pytest.raises(AssertionError, match="neither finished nor aborted"):
-        engine.begin_train_step(None)
-    engine.abort_train_step()
-    engine.close()
+    cases.call_out_of_order(LAYOUTS["single"])
 
 
 def test_a_failed_build_leaves_the_process_usable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def test_a_run_on_another_mesh_is_no_row() -> None:
     for wrong in (
         facts | {"world_size": 2},
         facts | {"engine": "fsdp2"},
+        facts | {"chunks_per_stage": 2},
         facts | {"mesh": {"dims": dims | {"tp": 1, "cp": 2}}},
     ):
         with pytest.raises(AssertionError, match="the run was"):

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from components.engines.megatron import Megatron
+from components.engines.megatron.checks import uses_transformer_engine
 from components.engines.megatron.stages import check_stages, parse
 from components.models import ModelSpec
 from components.optimizers import SGD, AdamW, Optimizer
@@ -311,7 +312,7 @@ def test_auto_is_transformer_engine_where_it_can_be(arguments: dict[str, Any], r
         config = ModelSpec(architecture=SHAPE | arguments.get("shape", {})).config()
         dtype = arguments.get("dtype", torch.bfloat16)
         chosen = layout(transformer_impl=kind, cp=arguments.get("cp", 1))
-        return chosen.uses_transformer_engine(config, dtype=dtype, device="cuda")
+        return uses_transformer_engine(config, chosen, dtype, "cuda")
 
     assert uses("auto") == (reason is None)
     assert not uses("local")

@@ -1,18 +1,16 @@
 """What the Megatron engine refuses, found before a process starts and without importing megatron."""
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from components.engines.megatron import table
+from components.engines.megatron.layout import Layout
 from components.engines.megatron.stages import check_stages, nearest
 from components.optimizers import SGD, Optimizer
 from runner.errors import ConfigError
-
-if TYPE_CHECKING:
-    from components.engines.megatron.spec import Megatron
 
 COUNTS = (
     "tp",
@@ -33,7 +31,7 @@ ROPE_TYPES = ("default", "linear", "llama3")
 """Those that scale no attention scores."""
 
 
-def check_keys(layout: "Megatron") -> None:
+def check_keys(layout: Layout) -> None:
     """Sizes and switches against each other.
 
     Raises:
@@ -47,7 +45,7 @@ def check_keys(layout: "Megatron") -> None:
         raise ConfigError(f"parallelism.{key}: is {getattr(layout, key)!r}, but {needs}.")
 
 
-def contradictions(layout: "Megatron") -> dict[str, str]:
+def contradictions(layout: Layout) -> dict[str, str]:
     """key -> what it lacks, for keys that are set."""
     staged = "there is one pipeline stage; set parallelism.pp above 1, or leave it out"
     overlapping = "gradients are reduced at once; set parallelism.overlap_grad_reduce=true, or leave it out"
@@ -81,7 +79,7 @@ def contradictions(layout: "Megatron") -> dict[str, str]:
 
 
 def check_run(
-    layout: "Megatron",
+    layout: Layout,
     model: PreTrainedModel,
     optimizer: Optimizer,
     *,
@@ -106,7 +104,7 @@ def check_run(
         )
 
 
-def check_device(layout: "Megatron", device: Literal["cpu", "cuda"]) -> None:
+def check_device(layout: Layout, device: Literal["cpu", "cuda"]) -> None:
     if device == "cpu" and torch.cuda.is_available():
         raise ConfigError(
             "run.device: is cpu, but Megatron takes the GPU where it sees one; hide the GPUs with "
@@ -119,7 +117,7 @@ def check_device(layout: "Megatron", device: Literal["cpu", "cuda"]) -> None:
         )
 
 
-def check_optimizer(layout: "Megatron", optimizer: Optimizer) -> None:
+def check_optimizer(layout: Layout, optimizer: Optimizer) -> None:
     if layout.optimizer_cpu_offload and not layout.distributed_optimizer:
         raise ConfigError(
             "parallelism.optimizer_cpu_offload: is part of Megatron's distributed optimizer; "
@@ -169,7 +167,7 @@ def check_model(model: PreTrainedModel) -> None:
         raise ConfigError(f"model: {names[0]} of {kind} has no place in the Megatron engine; {instead}")
 
 
-def check_tp(layout: "Megatron", config: PreTrainedConfig) -> None:
+def check_tp(layout: Layout, config: PreTrainedConfig) -> None:
     """Heads, columns of the MLP and rows of the vocabulary are dealt out whole."""
     counts = {
         key: getattr(config, key)
@@ -192,7 +190,7 @@ def check_tp(layout: "Megatron", config: PreTrainedConfig) -> None:
         raise ConfigError(f"parallelism.tp: {layout.tp} {reason}; use {nearest(layout.tp, fitting)}.")
 
 
-def check_cp(layout: "Megatron", config: PreTrainedConfig) -> None:
+def check_cp(layout: Layout, config: PreTrainedConfig) -> None:
     """``a2a`` deals the heads of a tensor-parallel rank out over cp."""
     heads = config.num_attention_heads // layout.tp
     if layout.cp_comm_type == "a2a" and heads % layout.cp:
@@ -204,8 +202,17 @@ def check_cp(layout: "Megatron", config: PreTrainedConfig) -> None:
         )
 
 
+def uses_transformer_engine(
+    config: PreTrainedConfig, layout: Layout, dtype: torch.dtype, device: Literal["cpu", "cuda"]
+) -> bool:
+    """Whether layers are those of transformer-engine; ``check_run`` has refused what it cannot do."""
+    if layout.transformer_impl == "local":
+        return False
+    return why_no_transformer_engine(config, layout, dtype, device) is None
+
+
 def why_no_transformer_engine(
-    config: PreTrainedConfig, layout: "Megatron", dtype: torch.dtype, device: Literal["cpu", "cuda"]
+    config: PreTrainedConfig, layout: Layout, dtype: torch.dtype, device: Literal["cpu", "cuda"]
 ) -> str | None:
     """Why transformer-engine cannot compute this run; None where it can.
 

@@ -2,12 +2,9 @@
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from components.engines.megatron.layout import Layout
 from runner.errors import ConfigError
-
-if TYPE_CHECKING:
-    from components.engines.megatron.spec import Megatron
 
 
 def nearest(size: int, fitting: Iterable[int]) -> str:
@@ -15,7 +12,7 @@ def nearest(size: int, fitting: Iterable[int]) -> str:
     return " or ".join(str(other) for other in sorted(sorted(fitting, key=lambda n: abs(n - size))[:2]))
 
 
-def check_stages(layout: "Megatron", num_layers: int) -> None:
+def check_stages(layout: Layout, num_layers: int) -> None:
     """
     Raises:
         ConfigError: ``num_layers`` cannot be split over the stages and their chunks as asked.
@@ -44,7 +41,7 @@ def check_even(pp: int, vpp: int, num_layers: int) -> None:
         )
 
 
-def check_uneven(layout: "Megatron", num_layers: int) -> None:
+def check_uneven(layout: Layout, num_layers: int) -> None:
     """The first and the last stage as told; those between share what is left."""
     ends = {"first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers}
     told = {key: layers for key, layers in ends.items() if layers is not None}

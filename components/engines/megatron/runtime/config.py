@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from transformers import PreTrainedConfig
 
-from components.engines.megatron.spec import Megatron
+from components.engines.megatron.layout import Layout
 
 
-def transformer_config(hf: PreTrainedConfig, layout: Megatron, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(hf: PreTrainedConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
     """The same function of the weights as transformers computes, split as ``layout`` says.
 
     Losses are summed, never averaged (``calculate_per_token_loss``), and parameters start without values.
@@ -64,7 +64,7 @@ def architecture(hf: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def parallelism(layout: Megatron) -> dict[str, Any]:
+def parallelism(layout: Layout) -> dict[str, Any]:
     interleaved = layout.vpp > 1
     return {
         "tensor_model_parallel_size": layout.tp,
@@ -85,7 +85,7 @@ def parallelism(layout: Megatron) -> dict[str, Any]:
     }
 
 
-def recomputation(layout: Megatron) -> dict[str, Any]:
+def recomputation(layout: Layout) -> dict[str, Any]:
     if layout.activation_checkpointing == "full":
         return {
             "recompute_granularity": "full",

@@ -23,6 +23,8 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
 from components.engines import process_group
+from components.engines.megatron.checks import uses_transformer_engine
+from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime import schedule, state
 from components.engines.megatron.runtime.config import transformer_config
 from components.engines.megatron.runtime.groups import initialize_groups, mesh, random_stream
@@ -36,7 +38,6 @@ from components.engines.megatron.runtime.weights import (
     load_weights,
     tensor_mesh,
 )
-from components.engines.megatron.spec import Megatron
 from components.engines.sums import Sums, reduce_counts
 from components.models import ModelSpec, named_shapes
 from components.optimizers import Optimizer
@@ -55,7 +56,7 @@ class MegatronEngine:
         self,
         model: ModelSpec,
         optimizer: Optimizer,
-        layout: Megatron,
+        layout: Layout,
         *,
         seed: int,
         dtype: torch.dtype,
@@ -97,7 +98,7 @@ class MegatronEngine:
     def _build(self) -> tuple[list[nn.Module], Blocks]:
         """Chunks in the run's dtype, without values, and what their parameters consist of."""
         kind: Literal["cpu", "cuda"] = "cuda" if self.device.type == "cuda" else "cpu"
-        engine = self.layout.uses_transformer_engine(self.hf, dtype=self.dtype, device=kind)
+        engine = uses_transformer_engine(self.hf, self.layout, self.dtype, kind)
         bare = build_chunks(self.hf, self.config, transformer_engine=engine)
         found = blocks(bare, self.shapes)
         if self.dtype == torch.float32:
@@ -201,6 +202,7 @@ class MegatronEngine:
             "dtype": str(self.dtype).removeprefix("torch."),
             "world_size": dist.get_world_size(),
             "mesh": self.ranks,
+            "chunks_per_stage": self.layout.vpp,
             "parameters": sum(shape.numel() for shape in self.shapes.values()),
         }
 
@@ -260,7 +262,7 @@ class MegatronEngine:
 
 
 def distribute(
-    config: TransformerConfig, chunk: nn.Module, layout: Megatron, number: int
+    config: TransformerConfig, chunk: nn.Module, layout: Layout, number: int
 ) -> DistributedDataParallel:
     """Data parallelism with gradients that add up, and are reduced, in fp32."""
     options = DistributedDataParallelConfig(

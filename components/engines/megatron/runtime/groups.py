@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from components.engines.megatron.spec import Megatron
+from components.engines.megatron.layout import Layout
 
 
-def initialize_groups(layout: Megatron) -> None:
+def initialize_groups(layout: Layout) -> None:
     """Cuts the default process group as ``layout`` says; every rank calls it."""
     parallel_state.destroy_model_parallel()  # what a build that failed has left
     parallel_state.initialize_model_parallel(

@@ -11,12 +11,12 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor, nn
 
-from components.engines.megatron.spec import Megatron
+from components.engines.megatron.layout import Layout
 from components.engines.norm import global_norm
 from components.optimizers import AdamW, Optimizer, make_moments
 
 
-def optimizer_config(description: Optimizer, layout: Megatron, dtype: torch.dtype) -> OptimizerConfig:
+def optimizer_config(description: Optimizer, layout: Layout, dtype: torch.dtype) -> OptimizerConfig:
     """Clipping is left to the engine, whose norm is a sum in float64."""
     kind = (
         {
@@ -58,7 +58,7 @@ class Update:
         cls,
         description: Optimizer,
         chunks: Sequence[DistributedDataParallel],
-        layout: Megatron,
+        layout: Layout,
         dtype: torch.dtype,
     ) -> "Update":
         """Collective: every rank builds its own together."""

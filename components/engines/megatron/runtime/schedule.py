@@ -13,9 +13,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime.model import Asked
 from components.engines.megatron.runtime.rows import Row, aligned_length, gather, make_row
-from components.engines.megatron.spec import Megatron
 from runner.protocols import IGNORE, Batch, Loss, TokenStats
 
 Consume = Callable[[int, TokenStats], Tensor]
@@ -38,7 +38,7 @@ def run(
     microbatches: Sequence[Batch],
     consume: Consume,
     *,
-    layout: Megatron,
+    layout: Layout,
     device: torch.device,
     loss: Loss | None = None,
     forward_only: bool = False,
@@ -81,7 +81,7 @@ def run(
 
 
 def make_items(
-    microbatches: Sequence[Batch], layout: Megatron, device: torch.device, loss: Loss | None
+    microbatches: Sequence[Batch], layout: Layout, device: torch.device, loss: Loss | None
 ) -> list[Item]:
     """Rows on ``device``: of one length where stages send them to each other."""
     multiple = layout.tp * layout.cp if layout.sequence_parallel else layout.cp
@@ -101,7 +101,7 @@ def make_items(
     return items + [item(-1, blank, filler=True) for _ in range(missing(len(items), layout))]
 
 
-def missing(microbatches: int, layout: Megatron) -> int:
+def missing(microbatches: int, layout: Layout) -> int:
     """The interleaved schedule takes a multiple of the number of stages."""
     return -microbatches % layout.pp if layout.vpp > 1 else 0
 
