@@ -106,6 +106,6 @@ def make_moments(optimizer: torch.optim.Optimizer, moments: Sequence[str]) -> No
             state = optimizer.state[parameter]
             if not state and moments:
                 state.update({moment: torch.zeros_like(parameter.detach()) for moment in moments})
-                if "exp_avg" in moments:
+                if isinstance(optimizer, torch.optim.AdamW):  # fused ones of other packages count by group
                     device = parameter.device if group.get("fused") else torch.device("cpu")
                     state["step"] = torch.zeros((), dtype=torch.float32, device=device)

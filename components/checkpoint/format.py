@@ -1,7 +1,8 @@
 """Tensors on disk: ``torch.distributed.checkpoint`` under names that no engine and no layout changes.
 
 Keys are ``model/<name>``, ``<moment>/<name>`` (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``) with Hugging
-Face parameter names, ``optimizer_step``, and ``rng/<rank>``. Weights and moments are fp32.
+Face parameter names, ``optimizer_step``, and random streams by rank: ``rng/<rank>``, ``rng_cuda/<rank>``, and
+Megatron's ``rng_<device>_<name>/<rank>``. Weights and moments are fp32.
 """
 
 from collections.abc import Mapping
@@ -26,14 +27,17 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         raise TrainingError(f"{path}: the checkpoint could not be written: {error}") from error
 
 
-def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def load_tensors(path: Path, tensors: Mapping[str, Tensor], *, together: bool = True) -> None:
     """Reads into ``tensors`` in place, each rank its own slices, whatever layout wrote them.
+
+    Collective where there is a group; not with ``together=False``, where every rank reads what it likes.
 
     Raises:
         TrainingError: a tensor is missing, has another shape, or cannot be read.
     """
     try:
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path), no_dist=not dist.is_initialized())
+        no_dist = not (together and dist.is_initialized())
+        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path), no_dist=no_dist)
     except (OSError, dcp.CheckpointException) as error:
         raise TrainingError(f"{path}: the checkpoint could not be read: {error}") from error
 

@@ -6,19 +6,30 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME, logging
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, logging
 
 
 def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Saves ``tokenizer`` beside the weights and says in the configurations where a completion ends."""
+    """Saves ``tokenizer`` beside the weights and says in the configurations where a completion ends.
+
+    A generation config that the model brought keeps what it says, other stop tokens among it.
+    """
     tokenizer.save_pretrained(folder)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | ids, indent=2) + "\n")
-    has_own = (folder / GENERATION_CONFIG_NAME).is_file()
-    generation = GenerationConfig.from_pretrained(folder) if has_own else GenerationConfig()
-    generation.update(**ids)
-    generation.save_pretrained(folder)
+    amend(folder / CONFIG_NAME, ids)
+    if not (folder / GENERATION_CONFIG_NAME).is_file():
+        GenerationConfig(**ids).save_pretrained(folder)
+        return
+    brought = json.loads((folder / GENERATION_CONFIG_NAME).read_text())
+    stops = brought.get("eos_token_id")
+    stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    ends = stops if ids["eos_token_id"] in stops else [ids["eos_token_id"], *stops]
+    amend(folder / GENERATION_CONFIG_NAME, ids | brought | {"eos_token_id": ends})
+
+
+def amend(path: Path, fields: dict[str, Any]) -> None:
+    """Not through transformers, which refuses to write some files that it reads."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields, indent=2) + "\n")
 
 
 def complete(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remote_code: bool) -> list[int]:

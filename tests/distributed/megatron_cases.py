@@ -1,10 +1,14 @@
 """What ranks of the Megatron engine run in tests."""
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
 from components.engines.fsdp2 import FSDP2
+from components.engines.fsdp2.engine import local
 from components.engines.megatron import Megatron
 from components.models import ModelSpec
 from components.optimizers import AdamW
@@ -57,3 +61,26 @@ def buckets_under_way(on: Megatron) -> list[int]:
         engine.finish_train_step(1e-3)
     engine.close()
     return begun
+
+
+def three_steps(on: FSDP2 | Megatron, family: str) -> list[tuple[float, float]]:
+    engine = make_engine(family, on=on)
+    results = [step(engine, share(engine, "packed", 2, seed=s), next_token()) for s in range(3)]
+    engine.close()
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def kept_for_a_checkpoint(on: Megatron) -> dict[str, int]:
+    """What this rank hands to the disk, in elements."""
+    from components.engines.megatron.runtime import state
+
+    kept: dict[str, int] = {}
+
+    def keep(_: Path, tensors: dict[str, Tensor]) -> None:
+        kept.update({name: local(tensor).numel() for name, tensor in tensors.items()})
+
+    engine = make_engine(on=on)
+    with mock.patch.object(state, "save_tensors", keep):
+        engine.save(Path("unused"))
+    engine.close()
+    return kept

@@ -201,6 +201,24 @@ def test_stages_may_be_of_any_size(run: Run, sizes: dict[str, Any]) -> None:
         assert_same(ours, plain)
 
 
+def test_the_head_is_gathered_before_it_is_read(run: Run) -> None:
+    """Its parameters fill a bucket of their own where the head is untied, or on another stage."""
+    expected = torch.tensor(run(megatron_cases.three_steps, fsdp2(), "llama")[0])
+    for curve in run(megatron_cases.three_steps, replace(LAYOUTS["dp2"], bucket_size=3000), "llama"):
+        assert torch.tensor(curve) == pytest.approx(expected, rel=1e-5)
+
+
+def test_data_ranks_share_out_a_checkpoint(run: Run) -> None:
+    one, other = run(megatron_cases.kept_for_a_checkpoint, LAYOUTS["dp2"])
+    (alone,) = run(megatron_cases.kept_for_a_checkpoint, LAYOUTS["single"])
+    tensors = [{k: n for k, n in kept.items() if not k.startswith("rng")} for kept in (one, other, alone)]
+    assert set(tensors[0]) & set(tensors[1]) == {"optimizer_step"}
+    assert tensors[0] | tensors[1] == tensors[2]
+    # The generators of a GPU have another state: a run may move there.
+    assert {key for key in alone if key.startswith("rng")} >= {"rng/0", "rng_cpu_model-parallel-rng/0"}
+    assert not any("cuda" in key for key in alone)
+
+
 def test_gradients_are_reduced_during_the_last_backward(run: Run) -> None:
     """Megatron learns in the first step which gradients complete a bucket."""
     bucketed = replace(LAYOUTS["dp2"], bucket_size=2000)

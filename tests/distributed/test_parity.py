@@ -17,6 +17,7 @@ REDUCED = [
     ("cp2", "pt"),
     ("cp2 a2a", "sft packed"),
     ("tp2pp2 sp", "sft padded"),
+    ("pp2dp2 sharded", "sft packed"),
     ("tp2pp2", "dpo packed"),
 ]
 

@@ -23,6 +23,7 @@ from components.models import (
     pretrained,
     signature,
 )
+from components.models.completion import add_tokenizer
 from components.models.initialize import random_weights
 from runner.errors import ConfigError
 from tests.ranks import Ranks
@@ -458,3 +459,20 @@ def test_a_generation_config_comes_along(tmp_path: Path) -> None:
     (source / "generation_config.json").unlink()
     export_folder(spec, [("model.norm.weight", torch.ones(32))], tmp_path / "none", torch.float32)
     assert not (tmp_path / "none" / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"), [([7, 2], [7, 2]), ([7, 8], [2, 7, 8]), (7, [2, 7]), (None, [2])]
+)
+def test_stop_tokens_of_the_model_stay(tmp_path: Path, stops: Any, expected: list[int]) -> None:
+    """Beside the tokenizer's own; so does a sampling option that transformers reads, but would not write."""
+    tokenizer = ModelSpec(architecture=FAMILIES["qwen3"]).load_tokenizer()
+    assert tokenizer.eos_token_id == 2
+    (tmp_path / "config.json").write_text("{}")
+    brought = {"temperature": 0.5, "top_p": 0.9, "eos_token_id": stops}
+    (tmp_path / "generation_config.json").write_text(json.dumps(brought))
+    add_tokenizer(tmp_path, tokenizer)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert (written["temperature"], written["top_p"]) == (0.5, 0.9)
+    assert written["eos_token_id"] == expected
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == expected

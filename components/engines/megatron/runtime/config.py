@@ -69,7 +69,6 @@ def parallelism(layout: Layout) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
-        # A layout string says itself how many chunks a stage holds.
         "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
         "context_parallel_size": layout.cp,
         "sequence_parallel": layout.sequence_parallel,

@@ -177,10 +177,11 @@ class MegatronEngine:
     # ---- state
 
     def save(self, path: Path, *, model_only: bool = False) -> None:
-        state.save(path, self.blocks, self.update, self.tp_mesh, model_only=model_only)
+        state.save(path, self.blocks, self.update, self.device, model_only=model_only)
 
     def load(self, path: Path) -> None:
-        state.load(path, self.blocks, self.update, self.tp_mesh)
+        self.gather_parameters()  # none may be under way into what is about to be overwritten
+        state.load(path, self.blocks, self.update, self.device)
 
     def export(self, path: Path) -> None:
         self.gather_parameters()

@@ -15,6 +15,11 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -51,7 +56,7 @@ class Scorer(GPTModel):
         transformer_engine: bool,
         **options: Any,
     ) -> None:
-        spec = layer_spec(config, transformer_engine=transformer_engine)
+        spec = block_spec(config, options["vp_stage"], transformer_engine=transformer_engine)
         super().__init__(config, spec, vocab_size=padded(vocab_size, config), **options)
         # Our attention reads the boundaries of sequences on the CPU, transformer-engine's on the device.
         self.boundaries = torch.device(torch.cuda.current_device()) if transformer_engine else None
@@ -60,6 +65,9 @@ class Scorer(GPTModel):
         start = self.tp.rank() * rows
         self.shard = VocabularyShard(self.tp, start, vocab_size)
         self.head_rows = max(min(vocab_size - start, rows), 0)
+        if self.post_process:
+            # By a call of the layer, which Megatron gathers its parameters before.
+            self.output_layer.forward = self.statistics
 
     def forward(self, asked: Asked) -> Any:
         row = asked.row
@@ -68,19 +76,23 @@ class Scorer(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Asked, **_: Any) -> Tensor | TokenStats:
         """In place of logits; Megatron passes ``labels`` through unread."""
-        if not self.post_process:
-            return hidden_states
+        return self.output_layer(hidden_states, labels) if self.post_process else hidden_states
+
+    def statistics(self, hidden_states: Tensor, asked: Asked) -> TokenStats:
+        """From ``[s, b, h]``, of the last norm."""
         # Every rank of the vocabulary has its part of the gradient of the hidden states: these add them up.
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden_states, group=self.tp).transpose(0, 1)
         else:  # transposed first: Megatron loses the sum of a gradient that is not contiguous
             hidden = copy_to_tensor_model_parallel_region(hidden_states.transpose(0, 1), group=self.tp)
+        head = self.head
         return token_stats(
             hidden,
-            self.head[: self.head_rows],
-            labels.row.labels,
-            requires=labels.requires,
-            weights=labels.weights,
+            # Sliced only where there is padding: the backward of a slice fills a second tensor.
+            head if self.head_rows == len(head) else head[: self.head_rows],
+            asked.row.labels,
+            requires=asked.requires,
+            weights=asked.weights,
             shard=self.shard if self.tp.size() > 1 else None,
         )
 
@@ -123,14 +135,18 @@ def build_chunk(
         vp_stage=vp_stage,
     )
     chunk.rotary_pos_emb.inv_freq = rotary_frequencies(hf).to(torch.cuda.current_device())
-    return chunk
+    return chunk.to(torch.cuda.current_device())  # torch's norms are made on the CPU
 
 
-def layer_spec(config: TransformerConfig, *, transformer_engine: bool) -> ModuleSpec:
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None, *, transformer_engine: bool
+) -> ModuleSpec | TransformerBlockSubmodules:
     """Layers of transformer-engine, or Megatron's own around our attention."""
     options = {"qk_layernorm": config.qk_layernorm}
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(**options)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", **options)
-    spec.submodules.self_attention.submodules.core_attention = CoreAttention
-    return spec
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", **options)
+    layer.submodules.self_attention.submodules.core_attention = CoreAttention
+    # Named, as Megatron's choice for the last norm depends on what else is installed.
+    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)

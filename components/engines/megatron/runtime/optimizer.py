@@ -102,14 +102,17 @@ class Update:
     def read(self, parameter: nn.Parameter, kind: str) -> Tensor:
         """fp32, of the parameter's shape, on every rank of dp x cp (collective where it is sharded).
 
-        ``kind`` is ``model`` (the main parameter) or one of ``moments``.
+        ``kind`` is ``model`` (the main parameter) or one of ``moments``. Not to be written to.
         """
+        if not self.distributed:
+            found = self.shard(parameter)
+            assert found is not None, "every rank holds the whole parameter"
+            return self.values(found[0], kind).view_as(parameter)
         whole = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
         if (found := self.shard(parameter)) is not None:
             main, where = found
             whole.view(-1)[where] = self.values(main, kind).reshape(-1)
-        if self.distributed:
-            dist.all_reduce(whole, group=self.dp_cp)
+        dist.all_reduce(whole, group=self.dp_cp)
         return whole
 
     @torch.no_grad()
@@ -156,16 +159,17 @@ class Update:
 
     @property
     def step(self) -> int:
-        """Updates made so far. torch's AdamW counts them for every parameter, others for a group."""
-        counts = [state["step"] for inner in self.inner for state in inner.state.values() if "step" in state]
-        counts += [group["step"] for inner in self.inner for group in inner.param_groups if "step" in group]
-        return int(counts[0]) if counts else 0
+        """Updates made so far. torch's AdamW counts them for every parameter, fused ones for a group."""
+        inner = self.inner[0]
+        if isinstance(inner, torch.optim.AdamW):
+            return max((int(state["step"]) for state in inner.state.values()), default=0)
+        return max(int(group.get("step", 0)) for group in inner.param_groups)
 
     def set_step(self, count: int) -> None:
         for inner in self.inner:
-            for state in inner.state.values():
-                if "step" in state:
+            if isinstance(inner, torch.optim.AdamW):
+                for state in inner.state.values():
                     state["step"].fill_(count)
-            for group in inner.param_groups:
-                if "step" in group:
+            else:
+                for group in inner.param_groups:
                     group["step"] = count

@@ -96,6 +96,9 @@ def make_items(
         requires: frozenset[str] = frozenset() if loss is None else loss.requires
         return Item(number, Asked(row.to(device), requires, scattered), filler)
 
+    assert len({len(batch.labels) for batch in microbatches}) == 1, (
+        "micro-batches of one call have as many rows"
+    )
     items = [item(number, batch, filler=False) for number, batch in enumerate(microbatches)]
     blank = replace(microbatches[-1], labels=torch.full_like(microbatches[-1].labels, IGNORE))
     return items + [item(-1, blank, filler=True) for _ in range(missing(len(items), layout))]

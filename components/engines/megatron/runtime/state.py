@@ -1,80 +1,119 @@
 """What a checkpoint of this engine holds: tensors under names that no engine and no layout changes."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
 
 from components.checkpoint.format import load_tensors, save_tensors, saved_keys
 from components.engines.megatron.runtime.optimizer import Update
-from components.engines.megatron.runtime.weights import Blocks, as_dtensor
+from components.engines.megatron.runtime.weights import Block, Blocks, as_dtensor, tensor_mesh
 
 STEP = "optimizer_step"
 """Updates made so far: AdamW's bias correction counts them, and a skipped step is none."""
 
+LOAD_BYTES = 1 << 30
+"""Of tensors that are read at once, in host memory."""
 
-def save(path: Path, blocks: Blocks, update: Update, mesh: DeviceMesh, *, model_only: bool) -> None:
-    """Every rank writes its blocks, replicas once; with ``model_only`` the weights alone."""
-    kinds = ["model"]
-    tensors: dict[str, Tensor] = {}
+
+def save(path: Path, blocks: Blocks, update: Update, device: torch.device, *, model_only: bool) -> None:
+    """Every rank writes its share; with ``model_only`` the weights alone.
+
+    Ranks of dp x cp hold the same blocks, or shards of them that are gathered one parameter at a time: they
+    take turns at keeping one, in host memory, so that together they hold one copy.
+    """
+    mesh, kinds, tensors = tensor_mesh("cpu"), ["model"], dict[str, Tensor]()
     if not model_only:
         update.make_moments()
         kinds += update.moments
-        tensors = {STEP: torch.tensor([update.step], dtype=torch.float32), **random_states()}
-    for parameter, members in blocks.items():
+        tensors |= random_states(device)
+        if blocks:  # a pipeline stage may have no layer, and so no count
+            tensors[STEP] = torch.tensor([update.step], dtype=torch.float32)
+    for number, (parameter, members) in enumerate(blocks.items()):
+        mine = number % update.dp_cp.size() == update.dp_cp.rank()
         for kind in kinds:
             values = update.read(parameter, kind)
             for member in members:
-                if member.primary:
-                    key = f"{kind}/{member.name}"
-                    tensors[key] = as_dtensor(member, member.read(values).contiguous(), mesh)
+                if member.primary and mine:
+                    part = member.read(values).contiguous().cpu()
+                    tensors[f"{kind}/{member.name}"] = as_dtensor(member, part, mesh)
     save_tensors(path, tensors)
 
 
-def load(path: Path, blocks: Blocks, update: Update, mesh: DeviceMesh) -> None:
+def load(path: Path, blocks: Blocks, update: Update, device: torch.device) -> None:
     """Restores what ``save`` of any engine wrote on any number of ranks.
 
     A rank that had no twin when the checkpoint was written keeps its own random streams.
     """
     update.make_moments()
-    step, keys = torch.zeros(1), saved_keys(path)
-    streams = {name: value for name, value in random_states().items() if name in keys}
-    wholes = {
-        (parameter, kind): torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
-        for parameter in blocks
-        for kind in ("model", *update.moments)
-    }
-    targets: dict[str, Tensor] = {STEP: step, **streams}
-    copies = []
-    for (parameter, kind), values in wholes.items():
-        for member in blocks[parameter]:
-            part = member.read(values).contiguous()
-            targets[f"{kind}/{member.name}"] = as_dtensor(member, part, mesh)
-            copies.append((member, values, part))
-    load_tensors(path, targets)
-    for member, values, part in copies:
-        member.write(values, part)
-    for (parameter, kind), values in wholes.items():
-        update.write(parameter, kind, values)
+    keys = saved_keys(path)
+    step = torch.zeros(1)
+    streams = {name: value for name, value in random_states(device).items() if name in keys}
+    load_tensors(path, {STEP: step, **streams})
+    for some in batches(blocks, 1 + len(update.moments)):
+        load_blocks(path, some, update)
     update.set_step(int(step.item()))
-    restore(streams)
+    restore(streams, device)
 
 
-def random_states() -> dict[str, Tensor]:
-    """This rank's streams as they are now: torch's, the device's, and Megatron's by name."""
+def batches(blocks: Blocks, kinds: int) -> Iterator[Blocks]:
+    """Parameters of at most ``LOAD_BYTES`` in all their kinds, or one."""
+    some: Blocks = {}
+    size = 0
+    for parameter, members in blocks.items():
+        needed = 4 * kinds * parameter.numel()
+        if some and size + needed > LOAD_BYTES:
+            yield some
+            some, size = {}, 0
+        some[parameter] = members
+        size += needed
+    if some:
+        yield some
+
+
+def load_blocks(path: Path, blocks: Blocks, update: Update) -> None:
+    mesh = tensor_mesh("cpu")
+    targets: dict[str, Tensor] = {}
+    wholes: dict[tuple[nn.Parameter, str], Tensor] = {}
+    copies: list[tuple[Block, Tensor, Tensor]] = []
+    for parameter, members in blocks.items():
+        for kind in ("model", *update.moments):
+            # Zero, as the padding of the vocabulary has no place in a checkpoint.
+            whole = wholes[parameter, kind] = torch.zeros(parameter.shape)
+            for member in members:
+                part = member.read(whole).contiguous()
+                targets[f"{kind}/{member.name}"] = as_dtensor(member, part, mesh)
+                copies.append((member, whole, part))
+    load_tensors(path, targets, together=False)
+    for member, whole, part in copies:
+        member.write(whole, part)
+    for (parameter, kind), whole in wholes.items():
+        update.write(parameter, kind, whole)
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """This rank's streams as they are now: torch's, the GPU's, and Megatron's, which are the device's too."""
     rank = dist.get_rank()
-    states = {f"rng/{rank}": torch.get_rng_state(), f"rng_cuda/{rank}": torch.cuda.get_rng_state()}
+    states = {f"rng/{rank}": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"rng_cuda/{rank}"] = torch.cuda.get_rng_state()
     tracked = get_cuda_rng_tracker().get_states()
-    return states | {f"rng_{name}/{rank}": state for name, state in tracked.items()}
+    return states | {tracked_key(name, device): state for name, state in tracked.items()}
 
 
-def restore(streams: dict[str, Tensor]) -> None:
+def tracked_key(name: str, device: torch.device) -> str:
+    return f"rng_{device.type}_{name}/{dist.get_rank()}"
+
+
+def restore(streams: dict[str, Tensor], device: torch.device) -> None:
     tracker, rank = get_cuda_rng_tracker(), dist.get_rank()
-    tracked = tracker.get_states()
-    tracker.set_states({name: streams.get(f"rng_{name}/{rank}", state) for name, state in tracked.items()})
+    states = tracker.get_states()
+    tracker.set_states(
+        {name: streams.get(tracked_key(name, device), state) for name, state in states.items()}
+    )
     if f"rng/{rank}" in streams:
         torch.set_rng_state(streams[f"rng/{rank}"])
     if f"rng_cuda/{rank}" in streams:
