@@ -84,7 +84,8 @@ REFERENCE = Row("fsdp2, one process", ("parallelism=single",), engine="fsdp2")
 
 ROWS = (
     Row("single", ("parallelism=megatron",)),
-    Row("fsdp2", ("parallelism=fsdp2",), engine="fsdp2", dims={"dp": 2}),
+    Row("fsdp2", ("parallelism=fsdp2",), engine="fsdp2", dims={"dp_shard": 2}),
+    Row("hsdp", ("parallelism=hsdp",), engine="fsdp2", dims={"dp_replicate": 2, "dp_shard": 2}),
     Row("dp2", ("parallelism=megatron_dp2",), dims={"dp": 2}),
     Row("dp2 sharded", ("parallelism=megatron_dp2", *OVERLAPPED), dims={"dp": 2}),
     Row("tp2", ("parallelism=tp2",), dims={"tp": 2}),

@@ -1,6 +1,6 @@
-"""How many ranks a layout takes."""
+"""How many ranks a layout takes, and sizes to suggest instead."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from runner.errors import ConfigError
 
@@ -28,3 +28,8 @@ def world_size(
             f"start so many processes, or choose sizes whose product tp x pp x cp x dp is {joined}."
         )
     return ranks
+
+
+def nearest(size: int, fitting: Iterable[int]) -> str:
+    """The one or two of ``fitting`` that are nearest to ``size``, in words."""
+    return " or ".join(str(other) for other in sorted(sorted(fitting, key=lambda n: abs(n - size))[:2]))

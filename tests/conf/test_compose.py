@@ -3,7 +3,9 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -11,6 +13,7 @@ from omegaconf import OmegaConf
 
 from runner.build import build_component
 from runner.cli import config_dir
+from runner.errors import ConfigError
 from runner.provenance import Provenance
 
 CONF = Path(config_dir())
@@ -36,16 +39,20 @@ def test_an_option_composes_and_every_key_is_read(group: str, option: str) -> No
     build_component(group, node, Provenance())
 
 
+def layout_of(name: str) -> Any:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        node = OmegaConf.to_container(compose("config", [f"parallelism={name}"]).parallelism, resolve=True)
+    assert isinstance(node, dict)
+    return build_component("parallelism", node, Provenance())
+
+
 LAYOUTS = [option for group, option in OPTIONS if group == "parallelism" and option[-1].isdigit()]
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "fsdp2"])
 def test_a_layout_has_the_sizes_of_its_name(name: str) -> None:
     sizes = {key: int(size) for key, size in re.findall(r"(vpp|tp|pp|cp|dp)(\d+)", name)}
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        node = OmegaConf.to_container(compose("config", [f"parallelism={name}"]).parallelism, resolve=True)
-    assert isinstance(node, dict)
-    layout = build_component("parallelism", node, Provenance())
+    layout = layout_of(name)
     assert {key: getattr(layout, key) for key in ("tp", "pp", "vpp", "cp")} == {
         key: sizes.get(key, 1) for key in ("tp", "pp", "vpp", "cp")
     }
@@ -57,6 +64,30 @@ def test_a_layout_has_the_sizes_of_its_name(name: str) -> None:
     else:
         assert layout.world_size({"WORLD_SIZE": "8"}, 0) == layout.world_size({}, 8) == 8
         assert layout.world_size({}, 1) == model_ranks
+
+
+@pytest.mark.parametrize(
+    ("changes", "environ", "num_gpus", "ranks"),
+    [
+        ({}, {}, 0, 4),
+        ({"dp": 6, "dp_replicate": 3}, {}, 8, 6),
+        ({"dp_replicate": 3}, {}, 0, 6),
+        ({}, {"WORLD_SIZE": "8"}, 0, 8),
+        ({}, {}, 5, 4),
+        ({}, {}, 1, 2),
+    ],
+)
+def test_copies_of_the_model_take_their_ranks(
+    changes: dict[str, int], environ: dict[str, str], num_gpus: int, ranks: int
+) -> None:
+    layout = replace(layout_of("hsdp"), **changes)
+    assert layout.world_size(environ, num_gpus) == ranks
+    assert layout.data_size(ranks) == ranks
+
+
+def test_a_launcher_that_splits_a_copy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a multiple of 2 ranks but the launcher started WORLD_SIZE=5"):
+        layout_of("hsdp").world_size({"WORLD_SIZE": "5"}, 0)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -62,6 +62,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "output folder": (["run.output_dir={tmp}/chat.jsonl"], ["run.output_dir"]),
     "name": (["run.name=a/b"], ["run.name"]),
     "ranks": (["parallelism=fsdp2", "parallelism.dp=0"], ["parallelism.dp"]),
+    "copies": (
+        ["parallelism=hsdp", "parallelism.dp_replicate=0"],
+        ["parallelism.dp_replicate", "at least 1"],
+    ),
+    "ranks on copies": (
+        ["parallelism=hsdp", "parallelism.dp=6", "parallelism.dp_replicate=4"],
+        ["parallelism.dp_replicate: 4", "parallelism.dp = 6", "use 2 or 3"],
+    ),
     # ---- arithmetic and fit
     "global batch": (["run.global_batch_size=5"], ["run.global_batch_size", "use 4 or 6"]),
     "global batch on ranks": (

@@ -95,8 +95,8 @@ class Step:
     grads: dict[str, Tensor]
 
 
-def fsdp2(dp: int = 1) -> FSDP2:
-    return FSDP2(dp=dp, default_dp=1, reshard_after_forward=True, activation_checkpointing="none")
+def fsdp2(dp: int = 1, **others: Any) -> FSDP2:
+    return FSDP2(dp=dp, default_dp=1, reshard_after_forward=True, **others)
 
 
 def megatron(**sizes: Any) -> Megatron:
@@ -143,9 +143,9 @@ def step(engine: Engine, batches: Sequence[Batch], loss: Loss, lr: float = 1e-3)
     return engine.finish_train_step(lr)
 
 
-def engine_step(family: str, layout: str, micro_batch: int, loss: Loss, dp: int) -> Step:
+def engine_step(family: str, layout: str, micro_batch: int, loss: Loss, on: FSDP2) -> Step:
     """One step of the engine on eight sequences, with the gradients it would have updated with."""
-    engine = make_engine(family, on=fsdp2(dp))
+    engine = make_engine(family, on=on)
     grads = capture(engine)
     result = step(engine, share(engine, layout, micro_batch), loss)
     engine.close()

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from components.engines.fsdp2 import FSDP2
-from components.engines.fsdp2.engine import FSDP2Engine, local
-from components.engines.fsdp2.parallelize import whole
+from components.engines.fsdp2.engine import FSDP2Engine
+from components.engines.fsdp2.mesh import local, whole
 from components.losses import NextToken
 from components.models import ModelSpec
 from components.optimizers import AdamW

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from components.engines.fsdp2 import FSDP2
-from components.engines.fsdp2.parallelize import whole
+from components.engines.fsdp2.mesh import local, whole
 from components.engines.megatron import Megatron
 from components.losses import NextToken
 from components.optimizers import Optimizer
 from runner.protocols import Batch, LossOutput, StepResult, TokenStats
-from tests.distributed.cases import make_engine, next_token, share, step
+from tests.distributed.cases import Step, engine_step, make_engine, next_token, share, step
 
 Layout = FSDP2 | Megatron
 
@@ -162,7 +162,7 @@ def evaluate(on: Layout) -> tuple[float, float]:
 def reference_logps(on: Layout) -> bool:
     """The reference stays what the policy was at the start."""
     engine = make_engine(on=on, with_reference=True)
-    batches = share(engine, "packed", 4)
+    batches = share(engine, "packed", 2)
     start = engine.logps(batches)
     for _ in range(2):
         step(engine, batches, next_token())
@@ -238,3 +238,22 @@ def call_out_of_order(on: Layout) -> None:
         engine.begin_train_step(None)
     engine.abort_train_step()
     engine.close()
+
+
+def one_step(on: FSDP2, family: str, layout: str) -> Step:
+    return engine_step(family, layout, 1, next_token(), on)
+
+
+def export(on: Layout, path: Path) -> None:
+    engine = make_engine("llama", on=on)
+    engine.export(path)
+    engine.close()
+
+
+def description(on: Layout) -> tuple[dict[str, Any], int]:
+    """What the engine says of itself, and how many elements of its weights this rank holds."""
+    engine = make_engine("llama", on=on)
+    described = engine.describe()
+    held = sum(local(parameter).numel() for parameter in engine.weights.values())
+    engine.close()
+    return described, held

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from components.engines.fsdp2.parallelize import whole
+from components.engines.fsdp2.mesh import whole
 
 
 def capture(engine: Any) -> dict[str, Tensor]:

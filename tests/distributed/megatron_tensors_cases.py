@@ -111,7 +111,7 @@ def save_by_fsdp2(spec: ModelSpec, path: Path) -> None:
 
 
 def load_by_fsdp2(spec: ModelSpec, path: Path) -> dict[str, Tensor]:
-    from components.engines.fsdp2.parallelize import whole
+    from components.engines.fsdp2.mesh import whole
 
     engine = fsdp2_engine(spec)
     engine.load(path)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.cases import Step, assert_same, engine_step, next_token, plain_step
+from tests.distributed.cases import Step, assert_same, engine_step, fsdp2, next_token, plain_step
 from tests.ranks import Ranks
 
 CUTS = [(dp, mb) for dp in (1, 2, 4) for mb in (8, 4, 2, 1) if 8 % (dp * mb) == 0]
@@ -35,7 +35,7 @@ def test_loss_and_gradients_equal_plain_transformers(
     micro_batch: int,
     layout: str,
 ) -> None:
-    case = (family, layout, micro_batch, next_token(normalize), dp)
+    case = (family, layout, micro_batch, next_token(normalize), fsdp2(dp))
     steps = ranks[dp].run(engine_step, *case) if dp > 1 else [engine_step(*case)]
     for step in steps:
         assert_same(step, references[family, normalize])

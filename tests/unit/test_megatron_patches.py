@@ -21,6 +21,7 @@ from components.engines.megatron.patches import Patch
 from tests.distributed.cases import (
     assert_same,
     engine_step,
+    fsdp2,
     make_engine,
     next_token,
     plain_step,
@@ -345,7 +346,7 @@ def test_nothing_of_megatron_is_compiled() -> None:
 
 
 def test_fsdp2_computes_what_it_computed() -> None:
-    assert_same(engine_step("qwen3", "packed", 2, next_token(), 1), plain_step("qwen3", "token"))
+    assert_same(engine_step("qwen3", "packed", 2, next_token(), fsdp2()), plain_step("qwen3", "token"))
 
 
 def test_fsdp2_writes_and_reads_checkpoints(tmp_path: Path) -> None:

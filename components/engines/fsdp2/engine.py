@@ -4,30 +4,31 @@ import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grads_with_norm_
 
 from components.engines import process_group
 from components.engines.fsdp2 import state
+from components.engines.fsdp2.mesh import REPLICATE, SHARD, local, make_mesh, primary, whole
 from components.engines.fsdp2.parallelize import (
-    ActivationCheckpointing,
     Scorer,
     build_scorer,
     discard_iteration,
     fsdp_modules,
     release,
-    whole,
 )
 from components.engines.norm import global_norm
 from components.engines.sums import Sums, reduce_counts
 from components.models import ModelSpec, export_folder
 from components.optimizers import Optimizer, torch_optimizer
 from runner.protocols import Batch, Loss, StepResult, TokenStats
+
+if TYPE_CHECKING:
+    from components.engines.fsdp2.spec import FSDP2
 
 
 class FSDP2Engine:
@@ -41,30 +42,27 @@ class FSDP2Engine:
         self,
         model: ModelSpec,
         optimizer: Optimizer,
+        layout: "FSDP2",
         *,
         seed: int,
         dtype: torch.dtype,
         device: torch.device,
-        reshard_after_forward: bool = True,
-        activation_checkpointing: ActivationCheckpointing = "none",
         with_reference: bool = False,
         count_zeros: bool = False,
     ) -> None:
         self.device, self.dtype, self.spec, self.count_zeros = device, dtype, model, count_zeros
-        self.mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-        self.group = self.mesh.get_group("dp")
-        self.data_rank, self.data_size = self.mesh.get_local_rank(), self.mesh.size()
+        self.mesh = make_mesh(device, layout.dp_replicate)
+        data = self.mesh[REPLICATE, SHARD]._flatten("dp")
+        world = dist.group.WORLD
+        assert world is not None
+        self.world, self.group = world, data.get_group()
+        self.data_rank, self.data_size = data.get_local_rank(), data.size()
         weights = model.weights(seed)
-        options: dict[str, Any] = {
-            "dtype": dtype,
-            "device": device,
-            "reshard_after_forward": reshard_after_forward,
-        }
-        recompute: dict[str, Any] = {"activation_checkpointing": activation_checkpointing}
-        self.scorer = build_scorer(model, weights, self.mesh, trainable=True, **recompute, **options)
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.scorer = build_scorer(model, weights, self.mesh, layout, trainable=True, **options)
         self.reference: Scorer | None = None
         if with_reference:
-            self.reference = build_scorer(model, weights, self.mesh, trainable=False, **options)
+            self.reference = build_scorer(model, weights, self.mesh, layout, trainable=False, **options)
         self.max_grad_norm, self.moments = optimizer.max_grad_norm, optimizer.moments
         # The shards, once: while a module is gathered it shows its whole parameters instead.
         self.weights = dict(self.scorer.named_weights())
@@ -102,9 +100,10 @@ class FSDP2Engine:
         means, n_main = self.sums.reduce(self.group, self.device)
         grads = [p.grad for p in self.weights.values() if p.grad is not None]
         torch._foreach_div_([local(g) for g in grads], max(n_main, 1))
-        total_norm = global_norm([local(g) for g in grads], self.group, self.device)
+        counted = [local(g) for g in grads if primary(g)]
+        total_norm = global_norm(counted, self.world, self.device)
         grad_norm, loss = total_norm.item(), means.pop("loss")
-        zeros = self._count_zeros(grads) if self.count_zeros else None
+        zeros = self._count_zeros(counted) if self.count_zeros else None
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if not skipped:
             self._update(total_norm, lr)
@@ -201,12 +200,7 @@ class FSDP2Engine:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _count_zeros(self, grads: Sequence[Tensor]) -> int:
-        zeros = sum((local(g) == 0).sum() for g in grads)
+        zeros = sum((g == 0).sum() for g in grads)
         total = torch.as_tensor(zeros, dtype=torch.int64, device=self.device)
-        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(total, group=self.world)
         return int(total.item())
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard (which shares memory with ``tensor``)."""
-    return getattr(tensor, "_local_tensor", tensor)

@@ -1,7 +1,7 @@
 """From a description of a model to its sharded module, and back to whole tensors."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from components.engines.attention import ATTENTION, ATTENTION_RECOMPUTED, attention_kwargs
+from components.engines.fsdp2.mesh import data_mesh
 from components.engines.logps import token_stats
 from components.models import ModelSpec, WeightSource, materialize_buffers
 from runner.errors import ConfigError
 from runner.protocols import Batch
 
-ActivationCheckpointing = Literal["none", "full", "selective"]
-"""What the backward pass computes again instead of keeping: nothing, every block, or attention alone."""
+if TYPE_CHECKING:
+    from components.engines.fsdp2.spec import FSDP2
 
 
 class Scorer(nn.Module):
@@ -59,26 +60,27 @@ def build_scorer(
     spec: ModelSpec,
     weights: WeightSource,
     mesh: DeviceMesh,
+    layout: "FSDP2",
     *,
     dtype: torch.dtype,
     device: torch.device,
-    reshard_after_forward: bool,
     trainable: bool,
-    activation_checkpointing: ActivationCheckpointing = "none",
 ) -> Scorer:
     """The model sharded over ``mesh``, block by block, holding ``weights``.
 
     A trainable model keeps fp32 shards (the master weights), computes in ``dtype`` and reduces gradients
     in fp32; a frozen one is stored in ``dtype``. Peak memory is the shard and one whole tensor.
     """
-    attention = ATTENTION_RECOMPUTED if activation_checkpointing == "selective" else ATTENTION
+    # A frozen model keeps nothing for a backward pass.
+    recompute = layout.activation_checkpointing if trainable else "none"
+    attention = ATTENTION_RECOMPUTED if recompute == "selective" else ATTENTION
     scorer = Scorer(spec.build(spec.config(), attention=attention))
-    if activation_checkpointing == "full":
+    if recompute == "full":
         for block in blocks(scorer.lm):
             recompute_in_backward(block)
     if not trainable:
         scorer.to(dtype).requires_grad_(False)
-    shard(scorer, mesh, dtype, reshard_after_forward)
+    shard(scorer, mesh, layout, dtype)
     scorer.to_empty(device=device)
     materialize_buffers(scorer.lm, device)
     for name, parameter in scorer.named_weights():
@@ -86,13 +88,14 @@ def build_scorer(
     return scorer.train(trainable)
 
 
-def shard(scorer: Scorer, mesh: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool) -> None:
+def shard(scorer: Scorer, mesh: DeviceMesh, layout: "FSDP2", dtype: torch.dtype) -> None:
     """``fully_shard`` on every block, then on the root, with gradients summed instead of averaged."""
     # Inputs are ids, labels and fp32 weights of labels: casting those would round the loss.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options: dict[str, Any] = {"mesh": data_mesh(mesh), "mp_policy": policy}
     for block in blocks(scorer.lm):
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(scorer, mesh=mesh, mp_policy=policy)
+        fully_shard(block, reshard_after_forward=layout.reshard_after_forward, **options)
+    fully_shard(scorer, **options)
     for module in fsdp_modules(scorer):
         # The engine divides once, at the end of the step; a factor of 1 alone is not a plain sum on gloo.
         module.set_gradient_divide_factor(1.0)
@@ -143,11 +146,6 @@ def copy_whole(parameter: Tensor, whole: Tensor) -> None:
         parameter.to_local().copy_(sliced.to_local())
     else:
         parameter.copy_(whole)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank (a collective call)."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def release(scorer: Scorer) -> None:

@@ -1,4 +1,4 @@
-"""``parallelism=single`` and ``parallelism=fsdp2``."""
+"""``parallelism=single``, ``fsdp2`` and ``hsdp``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,32 +9,52 @@ from transformers import PreTrainedModel
 
 from components.engines import process_group
 from components.engines.fsdp2.engine import FSDP2Engine
-from components.engines.fsdp2.parallelize import ActivationCheckpointing, blocks
-from components.engines.layout import world_size
+from components.engines.fsdp2.parallelize import blocks
+from components.engines.layout import nearest, world_size
 from components.models import ModelSpec
 from components.optimizers import Optimizer
 from runner.errors import ConfigError
 
+ActivationCheckpointing = Literal["none", "full", "selective"]
+
 
 @dataclass(frozen=True)
 class FSDP2:
-    """Every parameter is sharded over ``dp`` ranks; a global batch is split over them too."""
+    """``dp`` ranks share a global batch, and every parameter is sharded over them.
+
+    With ``dp_replicate`` copies (hybrid sharding) a parameter is sharded over ``dp / dp_replicate`` ranks.
+    """
 
     dp: int | None
     """Data-parallel ranks; None: WORLD_SIZE, else the visible GPUs, else ``default_dp``."""
     default_dp: int
+    """Where it is no multiple of ``dp_replicate``, the next one."""
     reshard_after_forward: bool
     """Free the gathered weights of a block between its forward and its backward."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """What the backward computes again: nothing, every block, or attention alone."""
+    dp_replicate: int = 1
+    """Groups of ranks that hold a copy of every parameter each: gradients alone cross between them."""
 
     def __post_init__(self) -> None:
-        if self.dp is not None and self.dp < 1:
-            raise ConfigError(f"parallelism.dp: must be at least 1, got {self.dp}.")
+        for key in ("dp", "default_dp", "dp_replicate"):
+            size = getattr(self, key)
+            if size is not None and size < 1:
+                raise ConfigError(f"parallelism.{key}: must be at least 1, got {size}.")
+        if self.dp is not None and self.dp % self.dp_replicate:
+            fitting = [size for size in range(1, self.dp + 1) if self.dp % size == 0]
+            raise ConfigError(
+                f"parallelism.dp_replicate: {self.dp_replicate} does not divide parallelism.dp = {self.dp}; "
+                f"use {nearest(self.dp_replicate, fitting)}."
+            )
 
     def world_size(self, environ: Mapping[str, str], num_gpus: int) -> int:
         return world_size(
-            dp=self.dp, default_dp=self.default_dp, model_ranks=1, environ=environ, num_gpus=num_gpus
+            dp=None if self.dp is None else self.dp // self.dp_replicate,
+            default_dp=-(-self.default_dp // self.dp_replicate),
+            model_ranks=self.dp_replicate,
+            environ=environ,
+            num_gpus=num_gpus,
         )
 
     def data_size(self, world_size: int) -> int:
@@ -72,11 +92,10 @@ class FSDP2:
             return FSDP2Engine(
                 model,
                 optimizer,
+                self,
                 seed=seed,
                 dtype=dtype,
                 device=local,
-                reshard_after_forward=self.reshard_after_forward,
-                activation_checkpointing=self.activation_checkpointing,
                 with_reference=with_reference,
                 count_zeros=count_zeros,
             )

@@ -6,9 +6,10 @@ from typing import Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from components.engines.layout import nearest
 from components.engines.megatron import table
 from components.engines.megatron.layout import Layout
-from components.engines.megatron.stages import check_stages, nearest
+from components.engines.megatron.stages import check_stages
 from components.optimizers import SGD, Optimizer
 from runner.errors import ConfigError
 

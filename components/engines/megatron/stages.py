@@ -1,15 +1,10 @@
 """Which layers a pipeline stage holds, decided as Megatron does, but without importing it."""
 
 import re
-from collections.abc import Iterable
 
+from components.engines.layout import nearest
 from components.engines.megatron.layout import Layout
 from runner.errors import ConfigError
-
-
-def nearest(size: int, fitting: Iterable[int]) -> str:
-    """The one or two of ``fitting`` that are nearest to ``size``, in words."""
-    return " or ".join(str(other) for other in sorted(sorted(fitting, key=lambda n: abs(n - size))[:2]))
 
 
 def check_stages(layout: Layout, num_layers: int) -> None:

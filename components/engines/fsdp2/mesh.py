@@ -1,0 +1,40 @@
+"""The ranks of a run as one mesh, and which of them holds what."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+
+
+def make_mesh(device: torch.device, dp_replicate: int) -> DeviceMesh:
+    """All ranks as ``(dp_replicate, dp_shard)``; neighbours share the parameters of one copy."""
+    sizes = (dp_replicate, dist.get_world_size() // dp_replicate)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """What ``fully_shard`` takes: one dimension, or two where every shard has copies."""
+    return mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh[REPLICATE, SHARD]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard (which shares memory with ``tensor``)."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def primary(tensor: Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same shard: sums over ranks count it once."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank() == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "a tensor of other ranks"
+    dims = zip(coordinate, tensor.placements, strict=True)
+    return all(index == 0 for index, placement in dims if placement.is_replicate())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank (a collective call)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
