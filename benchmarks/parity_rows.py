@@ -86,6 +86,12 @@ ROWS = (
     Row("single", ("parallelism=megatron",)),
     Row("fsdp2", ("parallelism=fsdp2",), engine="fsdp2", dims={"dp_shard": 2}),
     Row("hsdp", ("parallelism=hsdp",), engine="fsdp2", dims={"dp_replicate": 2, "dp_shard": 2}),
+    Row(
+        "fsdp2 offload",
+        ("parallelism=fsdp2", "parallelism.cpu_offload=true"),
+        engine="fsdp2",
+        dims={"dp_shard": 2},
+    ),
     Row("dp2", ("parallelism=megatron_dp2",), dims={"dp": 2}),
     Row("dp2 sharded", ("parallelism=megatron_dp2", *OVERLAPPED), dims={"dp": 2}),
     Row("tp2", ("parallelism=tp2",), dims={"tp": 2}),

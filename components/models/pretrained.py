@@ -85,7 +85,8 @@ def lazy_weights(folder: Path, shapes: Mapping[str, torch.Size], files: Mapping[
         check_shape(folder, name, stored, shape)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        file = opened(files[name])
+        # Opened again each time: what is read of an open file stays in memory, as a page of its mapping.
+        file = open_file(files[name])
         return file.get_slice(name)[index] if index else file.get_tensor(name)
 
     return read

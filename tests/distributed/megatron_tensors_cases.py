@@ -98,15 +98,15 @@ def fsdp2_engine(spec: ModelSpec) -> Any:
 
 def save_by_fsdp2(spec: ModelSpec, path: Path) -> None:
     """A checkpoint of the FSDP2 engine whose tensors are those of ``value``."""
-    from components.engines.fsdp2.parallelize import copy_whole
+    from components.engines.fsdp2.parallelize import copy_part
     from components.optimizers import make_moments
 
     engine, weights = fsdp2_engine(spec), spec.weights(0)
     make_moments(engine.optimizer, engine.moments)
     for name, parameter in engine.weights.items():
-        copy_whole(parameter, value("model", weights)(name))
+        copy_part(parameter, name, value("model", weights))
         for kind in engine.moments:
-            copy_whole(engine.optimizer.state[parameter][kind], value(kind, weights)(name))
+            copy_part(engine.optimizer.state[parameter][kind], name, value(kind, weights))
     engine.save(path)
 
 

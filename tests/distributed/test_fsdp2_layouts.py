@@ -15,6 +15,7 @@ from tests.ranks import Ranks
 LAYOUTS = {
     "hsdp": fsdp2(4, dp_replicate=2),
     "copies": fsdp2(2, dp_replicate=2),
+    "offload": fsdp2(2, cpu_offload=True),
 }
 EVERY = pytest.mark.parametrize("name", LAYOUTS)
 

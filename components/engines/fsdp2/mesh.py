@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
@@ -23,6 +24,15 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard (which shares memory with ``tensor``)."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def part(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's shard lies in the whole tensor; empty slices where it has none."""
+    shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def primary(tensor: Tensor) -> bool:

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from components.engines.attention import ATTENTION, ATTENTION_RECOMPUTED, attention_kwargs
-from components.engines.fsdp2.mesh import data_mesh
+from components.engines.fsdp2.mesh import data_mesh, local, part
 from components.engines.logps import token_stats
 from components.models import ModelSpec, WeightSource, materialize_buffers
 from runner.errors import ConfigError
@@ -69,7 +68,7 @@ def build_scorer(
     """The model sharded over ``mesh``, block by block, holding ``weights``.
 
     A trainable model keeps fp32 shards (the master weights), computes in ``dtype`` and reduces gradients
-    in fp32; a frozen one is stored in ``dtype``. Peak memory is the shard and one whole tensor.
+    in fp32; a frozen one is stored in ``dtype``. Peak memory is the shard and this rank's part of one tensor.
     """
     # A frozen model keeps nothing for a backward pass.
     recompute = layout.activation_checkpointing if trainable else "none"
@@ -81,10 +80,10 @@ def build_scorer(
     if not trainable:
         scorer.to(dtype).requires_grad_(False)
     shard(scorer, mesh, layout, dtype)
-    scorer.to_empty(device=device)
+    scorer.to_empty(device="cpu" if layout.cpu_offload else device)
     materialize_buffers(scorer.lm, device)
     for name, parameter in scorer.named_weights():
-        copy_whole(parameter, weights(name))
+        copy_part(parameter, name, weights)
     return scorer.train(trainable)
 
 
@@ -93,6 +92,8 @@ def shard(scorer: Scorer, mesh: DeviceMesh, layout: "FSDP2", dtype: torch.dtype)
     # Inputs are ids, labels and fp32 weights of labels: casting those would round the loss.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": data_mesh(mesh), "mp_policy": policy}
+    if layout.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for block in blocks(scorer.lm):
         fully_shard(block, reshard_after_forward=layout.reshard_after_forward, **options)
     fully_shard(scorer, **options)
@@ -138,14 +139,11 @@ def fsdp_modules(scorer: nn.Module) -> Iterator[FSDPModule]:
 
 
 @torch.no_grad()
-def copy_whole(parameter: Tensor, whole: Tensor) -> None:
-    """Copies this rank's slice of ``whole`` (every rank holds it) into ``parameter``; no communication."""
-    if isinstance(parameter, DTensor):
-        whole = whole.to(parameter.device, parameter.dtype)
-        sliced = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(sliced.to_local())
-    else:
-        parameter.copy_(whole)
+def copy_part(parameter: Tensor, name: str, weights: WeightSource) -> None:
+    """Copies this rank's part of the weight ``name`` into ``parameter``; reads no other, sends nothing."""
+    index = part(parameter)
+    if all(piece.stop > piece.start for piece in index):
+        local(parameter).copy_(weights(name, index))
 
 
 def release(scorer: Scorer) -> None:

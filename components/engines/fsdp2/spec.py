@@ -35,6 +35,8 @@ class FSDP2:
     """What the backward computes again: nothing, every block, or attention alone."""
     dp_replicate: int = 1
     """Groups of ranks that hold a copy of every parameter each: gradients alone cross between them."""
+    cpu_offload: bool = False
+    """Shards, gradients and optimizer state live in host memory, and the optimizer runs there."""
 
     def __post_init__(self) -> None:
         for key in ("dp", "default_dp", "dp_replicate"):
