@@ -92,6 +92,12 @@ ROWS = (
         engine="fsdp2",
         dims={"dp_shard": 2},
     ),
+    Row(
+        "fsdp2 tp2",
+        ("parallelism=fsdp2_tp2",),
+        engine="fsdp2",
+        dims={"dp_shard": 2, "tp": 2},
+    ),
     Row("dp2", ("parallelism=megatron_dp2",), dims={"dp": 2}),
     Row("dp2 sharded", ("parallelism=megatron_dp2", *OVERLAPPED), dims={"dp": 2}),
     Row("tp2", ("parallelism=tp2",), dims={"tp": 2}),

@@ -53,10 +53,9 @@ LAYOUTS = [option for group, option in OPTIONS if group == "parallelism" and opt
 def test_a_layout_has_the_sizes_of_its_name(name: str) -> None:
     sizes = {key: int(size) for key, size in re.findall(r"(vpp|tp|pp|cp|dp)(\d+)", name)}
     layout = layout_of(name)
-    assert {key: getattr(layout, key) for key in ("tp", "pp", "vpp", "cp")} == {
-        key: sizes.get(key, 1) for key in ("tp", "pp", "vpp", "cp")
-    }
-    model_ranks, dp = layout.tp * layout.pp * layout.cp, sizes.get("dp", 1)
+    found = {key: getattr(layout, key, 1) for key in ("tp", "pp", "vpp", "cp")}
+    assert found == {key: sizes.get(key, 1) for key in found}
+    model_ranks, dp = found["tp"] * found["pp"] * found["cp"], sizes.get("dp", 1)
     assert layout.world_size({}, 0) == model_ranks * dp
     assert layout.data_size(model_ranks * dp) == dp
     if "dp" in sizes:  # said by the name: GPUs do not change it

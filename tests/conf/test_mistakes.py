@@ -90,6 +90,18 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["parallelism=tp2", "parallelism.tp=3"],
         ["parallelism.tp: 3", "num_key_value_heads = 4", "use 2 or 4"],
     ),
+    "key-value heads on ranks of FSDP2": (
+        ["parallelism=fsdp2_tp2", "parallelism.tp=3"],
+        ["parallelism.tp: 3", "num_key_value_heads = 4", "use 2 or 4"],
+    ),
+    "a model that nobody cut": (
+        [
+            "parallelism=fsdp2_tp2",
+            "~model.architecture",
+            "+model.architecture={model_type: gpt2, n_embd: 64, n_layer: 2, n_head: 2, vocab_size: 8192}",
+        ],
+        ["parallelism.tp", "gpt2", "parallelism=fsdp2 or parallelism=hsdp"],
+    ),
     "columns of the MLP": (
         ["parallelism=tp2", "model.architecture.intermediate_size=767"],
         ["parallelism.tp", "intermediate_size = 767"],

@@ -23,6 +23,11 @@ VOCABULARY = 160
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 8},
     "llama": {"model_type": "llama", "tie_word_embeddings": False},
+    "mistral": {"model_type": "mistral", "sliding_window": 8, "head_dim": 16},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    # A vocabulary that does not come out even, and a row of it whose gradient is left out.
+    "uneven": {"model_type": "qwen3", "vocab_size": VOCABULARY + 3, "pad_token_id": 5, "head_dim": 8},
     "deep": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 8, "num_hidden_layers": 5},
 }
 COMMON = {

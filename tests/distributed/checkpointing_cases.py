@@ -8,7 +8,7 @@ from torch import Tensor
 
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.engine import FSDP2Engine
-from components.engines.fsdp2.mesh import local, whole
+from components.engines.fsdp2.mesh import stored, whole
 from components.losses import NextToken
 from components.models import ModelSpec
 from components.optimizers import AdamW
@@ -66,7 +66,7 @@ def saved_bytes(engine: FSDP2Engine, batch: Batch, loss: NextToken) -> int:
 
     def keep(tensor: Tensor) -> Tensor:
         # Gathered weights are the parameters of the moment, and no activations.
-        weights = {local(p).untyped_storage().data_ptr() for p in engine.scorer.parameters()}
+        weights = {stored(p).untyped_storage().data_ptr() for p in engine.scorer.parameters()}
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()

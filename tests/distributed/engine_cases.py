@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from components.engines.fsdp2 import FSDP2
-from components.engines.fsdp2.mesh import local, whole
+from components.engines.fsdp2.mesh import stored, whole
 from components.engines.megatron import Megatron
 from components.losses import NextToken
 from components.optimizers import Optimizer
@@ -141,10 +141,17 @@ def streamed(on: Layout, calls: bool) -> StepResult:
 
 
 def curve(
-    on: Layout, dtype: torch.dtype, steps: int = 5, optimizer: Optimizer | None = None
+    on: Layout,
+    dtype: torch.dtype,
+    steps: int = 5,
+    optimizer: Optimizer | None = None,
+    family: str = "qwen3",
 ) -> list[tuple[float, float]]:
     """(loss, grad_norm) of ``steps`` steps, clipped at 1."""
-    engine, loss = make_engine(on=on, optimizer=optimizer, dtype=dtype, max_grad_norm=1.0), next_token()
+    engine, loss = (
+        make_engine(family, on=on, optimizer=optimizer, dtype=dtype, max_grad_norm=1.0),
+        next_token(),
+    )
     results = [step(engine, share(engine, "packed", 2, seed=s % 2), loss) for s in range(steps)]
     engine.close()
     return [(r.loss, r.grad_norm) for r in results]
@@ -254,6 +261,6 @@ def description(on: Layout) -> tuple[dict[str, Any], int]:
     """What the engine says of itself, and how many elements of its weights this rank holds."""
     engine = make_engine("llama", on=on)
     described = engine.describe()
-    held = sum(local(parameter).numel() for parameter in engine.weights.values())
+    held = sum(stored(parameter).numel() for parameter in engine.weights.values())
     engine.close()
     return described, held

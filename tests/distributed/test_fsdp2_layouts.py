@@ -16,6 +16,8 @@ LAYOUTS = {
     "hsdp": fsdp2(4, dp_replicate=2),
     "copies": fsdp2(2, dp_replicate=2),
     "offload": fsdp2(2, cpu_offload=True),
+    "tp2": fsdp2(1, tp=2),
+    "tp2dp2": fsdp2(2, tp=2),
 }
 EVERY = pytest.mark.parametrize("name", LAYOUTS)
 
@@ -51,6 +53,16 @@ def test_loss_and_gradients_equal_plain_transformers(
 ) -> None:
     for step in pools.run(cases.one_step, LAYOUTS[name], family, layout):
         assert_same(step, plain_step(family, "token"))
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "biased", "uneven"])
+@pytest.mark.parametrize("name", ["tp2", "tp2dp2"])
+def test_every_architecture_is_cut_rightly(pools: Pools, name: str, family: str) -> None:
+    for step in pools.run(cases.one_step, LAYOUTS[name], family, "packed"):
+        assert_same(step, plain_step(family, "token"))
+    single = torch.tensor(cases.curve(fsdp2(), torch.float32, 4, None, family))
+    for other in pools.run(cases.curve, LAYOUTS[name], torch.float32, 4, None, family):
+        assert torch.tensor(other) == pytest.approx(single, rel=1e-5)
 
 
 @EVERY
@@ -126,12 +138,14 @@ def test_an_export_is_read_by_transformers(pools: Pools, tmp_path: Path, name: s
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("hsdp", {"dims": {"dp_replicate": 2, "dp_shard": 2}, "ranks": [[0, 1], [2, 3]]}),
-        ("copies", {"dims": {"dp_replicate": 2, "dp_shard": 1}, "ranks": [[0], [1]]}),
+        ("hsdp", {"dims": {"dp_replicate": 2, "dp_shard": 2, "tp": 1}, "ranks": [[[0], [1]], [[2], [3]]]}),
+        ("copies", {"dims": {"dp_replicate": 2, "dp_shard": 1, "tp": 1}, "ranks": [[[0]], [[1]]]}),
+        ("tp2dp2", {"dims": {"dp_replicate": 1, "dp_shard": 2, "tp": 2}, "ranks": [[[0, 1], [2, 3]]]}),
     ],
 )
 def test_the_mesh_is_described_and_weights_lie_on_it(pools: Pools, name: str, mesh: dict[str, Any]) -> None:
     for described, held in pools.run(cases.description, LAYOUTS[name]):
         assert described["mesh"] == mesh
         assert described["world_size"] == LAYOUTS[name].world_size({}, 0)
-        assert held == pytest.approx(described["parameters"] / mesh["dims"]["dp_shard"], rel=0.01)
+        parts = mesh["dims"]["dp_shard"] * mesh["dims"]["tp"]
+        assert held == pytest.approx(described["parameters"] / parts, rel=0.02)

@@ -9,6 +9,8 @@ from benchmarks.parity_cells import Bench, Cell, check_mesh, column
 from benchmarks.parity_rows import CONTROL_COLUMN, CONTROLS, ROWS, Row
 
 REDUCED = [
+    ("hsdp", "sft packed"),
+    ("fsdp2 tp2", "dpo packed"),
     ("dp2 sharded", "sft packed"),
     ("dp2 sharded", "dpo packed"),
     ("tp2 sp", "pt"),

@@ -37,7 +37,7 @@ def test_the_folder(run: Path) -> None:
     facts = json.loads((run / "run.json").read_text())
     assert facts["engine"] == "fsdp2"
     assert facts["world_size"] == 1
-    assert facts["mesh"] == {"dims": {"dp_replicate": 1, "dp_shard": 1}, "ranks": [[0]]}
+    assert facts["mesh"] == {"dims": {"dp_replicate": 1, "dp_shard": 1, "tp": 1}, "ranks": [[[0]]]}
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["command"][0] == "runner"
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -111,7 +111,7 @@ def test_two_ranks_give_the_curve_of_one(tmp_path: Path, starter: str, stage: st
     assert answer.returncode == 0, answer.stderr
     runs = list((tmp_path / "two").glob("*/*/run.json"))
     assert len(runs) == 1
-    assert json.loads(runs[0].read_text())["mesh"]["ranks"] == [[0, 1]]
+    assert json.loads(runs[0].read_text())["mesh"]["ranks"] == [[[0], [1]]]
     for ours, theirs in zip(curve(runs[0].parent), curve(single), strict=True):
         for key, value in theirs.items():
             assert ours[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from components.engines import process_group
 from components.engines.fsdp2 import state
-from components.engines.fsdp2.mesh import REPLICATE, SHARD, local, make_mesh, primary, whole
+from components.engines.fsdp2.mesh import REPLICATE, SHARD, make_mesh, primary, stored, whole
 from components.engines.fsdp2.parallelize import (
     Scorer,
     build_scorer,
@@ -51,7 +51,7 @@ class FSDP2Engine:
         count_zeros: bool = False,
     ) -> None:
         self.device, self.dtype, self.spec, self.count_zeros = device, dtype, model, count_zeros
-        self.mesh = make_mesh(device, layout.dp_replicate)
+        self.mesh = make_mesh(device, layout.dp_replicate, layout.tp)
         data = self.mesh[REPLICATE, SHARD]._flatten("dp")
         world = dist.group.WORLD
         assert world is not None
@@ -71,7 +71,7 @@ class FSDP2Engine:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         # Dropout: every rank draws its own stream from here on.
-        torch.manual_seed(seed + self.data_rank)
+        torch.manual_seed(seed + dist.get_rank())
 
     # ---- the train step
 
@@ -99,8 +99,8 @@ class FSDP2Engine:
         assert self.sums is not None, "finish_train_step without begin_train_step"
         means, n_main = self.sums.reduce(self.group, self.device)
         grads = [p.grad for p in self.weights.values() if p.grad is not None]
-        torch._foreach_div_([local(g) for g in grads], max(n_main, 1))
-        counted = [local(g) for g in grads if primary(g)]
+        torch._foreach_div_([stored(g) for g in grads], max(n_main, 1))
+        counted = [stored(g) for g in grads if primary(g)]
         total_norm = global_norm(counted, self.world, self.device)
         grad_norm, loss = total_norm.item(), means.pop("loss")
         zeros = self._count_zeros(counted) if self.count_zeros else None
@@ -144,10 +144,10 @@ class FSDP2Engine:
 
     def save(self, path: Path, *, model_only: bool = False) -> None:
         optimizer = None if model_only else self.optimizer
-        state.save(path, self.weights, optimizer, self.moments, self.data_rank, self.device)
+        state.save(path, self.weights, optimizer, self.moments, dist.get_rank(), self.device)
 
     def load(self, path: Path) -> None:
-        state.load(path, self.weights, self.optimizer, self.moments, self.data_rank, self.device)
+        state.load(path, self.weights, self.optimizer, self.moments, dist.get_rank(), self.device)
 
     def export(self, path: Path) -> None:
         def gathered() -> Iterator[tuple[str, Tensor]]:

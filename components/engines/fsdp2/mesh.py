@@ -4,16 +4,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-REPLICATE, SHARD = "dp_replicate", "dp_shard"
+REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
 
 
-def make_mesh(device: torch.device, dp_replicate: int) -> DeviceMesh:
-    """All ranks as ``(dp_replicate, dp_shard)``; neighbours share the parameters of one copy."""
-    sizes = (dp_replicate, dist.get_world_size() // dp_replicate)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD))
+def make_mesh(device: torch.device, dp_replicate: int, tp: int) -> DeviceMesh:
+    """All ranks as ``(dp_replicate, dp_shard, tp)``; neighbours share every matrix."""
+    sizes = (dp_replicate, dist.get_world_size() // (dp_replicate * tp), tp)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -21,8 +21,8 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh[REPLICATE, SHARD]
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard (which shares memory with ``tensor``)."""
+def stored(tensor: Tensor) -> Tensor:
+    """This rank's shard, which shares memory with ``tensor``; autograd does not see it."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -47,4 +47,8 @@ def primary(tensor: Tensor) -> bool:
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank (a collective call)."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # One dimension after the other, the innermost last: torch warns where it must find that out itself.
+    *outer, last = tensor.placements
+    return tensor.redistribute(placements=[*(Replicate() for _ in outer), last]).full_tensor()

@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from components.engines.attention import ATTENTION, ATTENTION_RECOMPUTED, attention_kwargs
-from components.engines.fsdp2.mesh import data_mesh, local, part
+from components.engines.fsdp2.mesh import TENSOR, data_mesh, part, stored
+from components.engines.fsdp2.tensor_parallel import local, parallelize, vocabulary_shard
 from components.engines.logps import token_stats
+from components.engines.vocabulary import VocabularyShard
 from components.models import ModelSpec, WeightSource, materialize_buffers
 from runner.errors import ConfigError
 from runner.protocols import Batch
@@ -33,6 +35,8 @@ class Scorer(nn.Module):
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
+        self.vocabulary: VocabularyShard | None = None
+        """With tensor parallelism: which rows of the head are here."""
 
     def forward(
         self, batch: Batch, requires: frozenset[str], weights: Tensor | None
@@ -46,7 +50,13 @@ class Scorer(nn.Module):
         ).last_hidden_state
         head = self.lm.get_output_embeddings()
         stats = token_stats(
-            hidden, head.weight, batch.labels, head_bias=head.bias, requires=requires, weights=weights
+            hidden,
+            local(head.weight),
+            batch.labels,
+            head_bias=local(head.bias),
+            requires=requires,
+            weights=weights,
+            shard=self.vocabulary,
         )
         return stats.logps, stats.logsumexp, stats.mean_logp
 
@@ -79,6 +89,9 @@ def build_scorer(
             recompute_in_backward(block)
     if not trainable:
         scorer.to(dtype).requires_grad_(False)
+    if layout.tp > 1:
+        parallelize(scorer.lm, mesh[TENSOR])
+        scorer.vocabulary = vocabulary_shard(scorer.lm.config.vocab_size, mesh.get_group(TENSOR))
     shard(scorer, mesh, layout, dtype)
     scorer.to_empty(device="cpu" if layout.cpu_offload else device)
     materialize_buffers(scorer.lm, device)
@@ -143,7 +156,7 @@ def copy_part(parameter: Tensor, name: str, weights: WeightSource) -> None:
     """Copies this rank's part of the weight ``name`` into ``parameter``; reads no other, sends nothing."""
     index = part(parameter)
     if all(piece.stop > piece.start for piece in index):
-        local(parameter).copy_(weights(name, index))
+        stored(parameter).copy_(weights(name, index))
 
 
 def release(scorer: Scorer) -> None:

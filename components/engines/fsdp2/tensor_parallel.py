@@ -1,0 +1,202 @@
+"""Tensor parallelism of a transformers model: which matrix is cut how, and where its ranks add up.
+
+After Shoeybi et al. (2019): the projections into attention heads and MLP columns are cut by output, those
+back by input, so that a rank computes whole heads and columns and one all-reduce follows each of the two
+parts of a block. The vocabulary is cut too. Norms are whole on every rank.
+
+Parameters are DTensors for the sake of FSDP, checkpoints and sums, and are used as the plain tensors of
+this rank.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from components.engines.layout import nearest
+from components.engines.vocabulary import VocabularyShard
+from runner.errors import ConfigError
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+BY_OUTPUT = re.compile(r".*\.self_attn\.[qkv]_proj|.*\.mlp\.(gate|up)_proj")
+BY_INPUT = re.compile(r".*\.self_attn\.o_proj|.*\.mlp\.down_proj")
+VOCABULARY = re.compile(r"model\.embed_tokens|lm_head")
+NORM = re.compile(r".*\.(input|post_attention)_layernorm|model\.norm")
+"""Its output enters matrices that are cut by output (or the head)."""
+HEAD_NORM = re.compile(r".*\.self_attn\.[qk]_norm")
+"""Sees the heads of its rank alone."""
+
+
+def check(model: PreTrainedModel, tp: int) -> None:
+    """
+    Raises:
+        ConfigError: ``model`` cannot be cut into ``tp`` parts.
+    """
+    if tp == 1:
+        return
+    # By module: code of the user's own may call itself llama too.
+    if type(model).__module__ not in {f"transformers.models.{a}.modeling_{a}" for a in ARCHITECTURES}:
+        raise ConfigError(
+            f"parallelism.tp: {model.config.model_type} ({type(model).__name__}) has no plan for tensor "
+            f"parallelism, which knows {', '.join(ARCHITECTURES)}; use parallelism=fsdp2 or parallelism=hsdp."
+        )
+    check_sizes(model.config, tp)
+
+
+def check_sizes(config: PreTrainedConfig, tp: int) -> None:
+    """Heads and columns of the MLP are dealt out whole; rows of the vocabulary need not come out even."""
+    keys = ("num_key_value_heads", "num_attention_heads", "intermediate_size")
+    counts = {key: getattr(config, key) for key in keys}
+    for key, count in counts.items():
+        if count % tp:
+            heads = range(1, counts["num_key_value_heads"] + 1)
+            fitting = [size for size in heads if not any(n % size for n in counts.values())]
+            raise ConfigError(
+                f"parallelism.tp: {tp} does not divide {key} = {count} of this model; "
+                f"use {nearest(tp, fitting)}."
+            )
+    if -(-config.vocab_size // tp) * (tp - 1) >= config.vocab_size:
+        raise ConfigError(
+            f"parallelism.tp: {tp} leaves a rank without a row of the vocabulary, which has "
+            f"vocab_size = {config.vocab_size}; use a smaller one."
+        )
+
+
+def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Cuts ``model`` (on the meta device) over ``mesh``, one dimension; before ``fully_shard``."""
+    group = mesh.get_group()
+    for name, module in list(model.named_modules()):
+        if BY_OUTPUT.fullmatch(name):
+            distribute(module, mesh, weight=Shard(0), bias=Shard(0))
+            module.forward = by_output(module)
+        elif BY_INPUT.fullmatch(name):
+            distribute(module, mesh, weight=Shard(1), bias=Replicate())
+            module.forward = by_input(module, group)
+        elif NORM.fullmatch(name):
+            distribute(module, mesh, weight=Replicate())
+            module.forward = with_local_weight(module, Replicate())
+            module.register_forward_hook(lambda _, __, output: Enter.apply(output, group))
+        elif HEAD_NORM.fullmatch(name):
+            distribute(module, mesh, weight=Replicate())
+            module.forward = with_local_weight(module, Partial())
+        elif VOCABULARY.fullmatch(name) and not isinstance(module.weight, DTensor):
+            distribute(module, mesh, weight=Shard(0), bias=Shard(0))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding.forward = looked_up(embedding, group)
+    if model.config.tie_word_embeddings:
+        head.weight = embedding.weight
+    left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    assert not left, f"{left[0]}: no rule says how it is cut"
+
+
+def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
+    """Replaces the parameters of ``module`` by DTensors without storage."""
+    for name, placement in placements.items():
+        whole = getattr(module, name, None)
+        if whole is None:
+            continue
+        shape, _ = compute_local_shape_and_global_offset(whole.shape, mesh, [placement])
+        local = torch.empty(shape, dtype=whole.dtype, device=whole.device)
+        options: dict[str, Any] = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+        cut = DTensor.from_local(local, mesh, [placement], **options)
+        setattr(module, name, nn.Parameter(cut, requires_grad=whole.requires_grad))
+
+
+def local(parameter: Any, gradient: Placement | None = None) -> Any:
+    """This rank's part; ``gradient`` says how the ranks' gradients of it make the gradient (None: as cut)."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=None if gradient is None else [gradient])
+
+
+def by_output(linear: Any) -> Callable[[Tensor], Tensor]:
+    return lambda inputs: F.linear(inputs, local(linear.weight), local(linear.bias))
+
+
+def by_input(linear: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    def forward(inputs: Tensor) -> Tensor:
+        total: Tensor = AddUp.apply(F.linear(inputs, local(linear.weight)), group)
+        return total if linear.bias is None else total + local(linear.bias)
+
+    return forward
+
+
+def with_local_weight(norm: Any, gradient: Placement) -> Callable[[Tensor], Tensor]:
+    """The norm's own forward, on a plain weight."""
+    forward = norm.forward
+
+    def on_local(inputs: Tensor) -> Any:
+        weight = norm.weight
+        norm._parameters["weight"] = local(weight, gradient)
+        try:
+            return forward(inputs)
+        finally:
+            norm._parameters["weight"] = weight
+
+    return on_local
+
+
+def looked_up(embedding: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Each rank looks up the tokens among its rows; the others are 0."""
+
+    start = first_row(embedding.num_embeddings, group)
+    padding = None if embedding.padding_idx is None else embedding.padding_idx - start
+
+    def forward(ids: Tensor) -> Tensor:
+        rows, position = local(embedding.weight), ids - start
+        here = (position >= 0) & (position < len(rows))
+        own = padding if padding is not None and 0 <= padding < len(rows) else None
+        found = F.embedding(position.where(here, 0), rows, own) * here[..., None]
+        total: Tensor = AddUp.apply(found, group)
+        return total
+
+    return forward
+
+
+def first_row(size: int, group: dist.ProcessGroup) -> int:
+    """As ``Shard(0)`` cuts: every rank has as many rows, and the last ones what is left."""
+    return min(-(-size // group.size()) * group.rank(), size)
+
+
+def vocabulary_shard(size: int, group: dist.ProcessGroup) -> VocabularyShard:
+    return VocabularyShard(group, first_row(size, group), size)
+
+
+class Enter(torch.autograd.Function):
+    """The same on every rank, on its way into parts that differ: the backward adds their gradients up."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return add_up(grads[0], ctx.group), None
+
+
+class AddUp(torch.autograd.Function):
+    """The sum of what the ranks computed, on each of them, each of which passes its gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004
+        return add_up(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return grads[0], None
+
+
+def add_up(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = part.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
