@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from components.engines.fsdp2 import FSDP2
-from components.engines.fsdp2.engine import local
+from components.engines.fsdp2.mesh import stored
 from components.engines.megatron import Megatron
 from components.models import ModelSpec
 from components.optimizers import AdamW
@@ -77,7 +77,7 @@ def kept_for_a_checkpoint(on: Megatron) -> dict[str, int]:
     kept: dict[str, int] = {}
 
     def keep(_: Path, tensors: dict[str, Tensor]) -> None:
-        kept.update({name: local(tensor).numel() for name, tensor in tensors.items()})
+        kept.update({name: stored(tensor).numel() for name, tensor in tensors.items()})
 
     engine = make_engine(on=on)
     with mock.patch.object(state, "save_tensors", keep):
