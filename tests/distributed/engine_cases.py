@@ -264,3 +264,11 @@ def description(on: Layout) -> tuple[dict[str, Any], int]:
     held = sum(stored(parameter).numel() for parameter in engine.weights.values())
     engine.close()
     return described, held
+
+
+def load_and_save(on: Layout, read: Path, written: Path) -> None:
+    engine = make_engine(on=on)
+    engine.load(read)
+    written.mkdir(exist_ok=True)
+    engine.save(written)
+    engine.close()

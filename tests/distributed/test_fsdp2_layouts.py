@@ -9,7 +9,7 @@ import torch
 
 from components.engines.fsdp2 import FSDP2
 from tests.distributed import engine_cases as cases
-from tests.distributed.cases import assert_same, fsdp2, plain_model, plain_step
+from tests.distributed.cases import assert_same, fsdp2, megatron, plain_model, plain_step
 from tests.ranks import Ranks
 
 LAYOUTS = {
@@ -123,6 +123,19 @@ def test_a_checkpoint_crosses_layouts(pools: Pools, tmp_path: Path, name: str, o
             assert cases.identical(loaded, saved)
             for key, expected in uninterrupted.items():
                 torch.testing.assert_close(after[key], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_checkpoint_goes_through_megatron_unchanged(pools: Pools, tmp_path: Path) -> None:
+    """And the step after it is that of a run that never left FSDP2."""
+    ours, through = tmp_path / "ours", tmp_path / "through"
+    saved = pools.run(cases.save_after, LAYOUTS["tp2"], 3, ours)[0]
+    with Ranks(2) as ranks:  # of their own: importing Megatron changes a process
+        ranks.run(cases.load_and_save, megatron(tp=2), ours, through)
+    uninterrupted = cases.save_after(fsdp2(), 4, tmp_path / "straight")
+    for loaded, after in pools.run(cases.load_and_step, LAYOUTS["tp2"], through, 3):
+        assert cases.identical(loaded, saved)
+        for key, expected in uninterrupted.items():
+            torch.testing.assert_close(after[key], expected, rtol=1e-4, atol=1e-6)
 
 
 @EVERY
