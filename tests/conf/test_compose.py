@@ -58,7 +58,7 @@ def test_a_layout_has_the_sizes_of_its_name(name: str) -> None:
     model_ranks, dp = found["tp"] * found["pp"] * found["cp"], sizes.get("dp", 1)
     assert layout.world_size({}, 0) == model_ranks * dp
     assert layout.data_size(model_ranks * dp) == dp
-    if "dp" in sizes:  # said by the name: GPUs do not change it
+    if "dp" in sizes and not name.startswith("fsdp2"):  # said by the name: GPUs do not change it
         assert layout.world_size({}, 16) == layout.world_size({}, 1) == model_ranks * dp
     else:
         assert layout.world_size({"WORLD_SIZE": "8"}, 0) == layout.world_size({}, 8) == 8
