@@ -1,6 +1,8 @@
-"""How many ranks a layout takes, and sizes to suggest instead."""
+"""How many ranks a layout takes, which sizes fit a model, and what to suggest instead."""
 
 from collections.abc import Iterable, Mapping
+
+from transformers import PreTrainedConfig
 
 from runner.errors import ConfigError
 
@@ -33,3 +35,28 @@ def world_size(
 def nearest(size: int, fitting: Iterable[int]) -> str:
     """The one or two of ``fitting`` that are nearest to ``size``, in words."""
     return " or ".join(str(other) for other in sorted(sorted(fitting, key=lambda n: abs(n - size))[:2]))
+
+
+def check_tp(tp: int, config: PreTrainedConfig) -> None:
+    """Tensor parallelism deals out heads, columns of the MLP and rows of the vocabulary; a rank gets some.
+
+    Raises:
+        ConfigError: ``tp`` does not fit the model.
+    """
+    keys = ("num_key_value_heads", "num_attention_heads", "intermediate_size")
+    counts = {key: getattr(config, key) for key in keys}
+
+    def lacking(tp: int) -> str | None:
+        for key, count in counts.items():
+            if count % tp:
+                return f"does not divide {key} = {count} of this model"
+        rows = -(-config.vocab_size // tp)
+        if rows * (tp - 1) >= config.vocab_size:
+            return (
+                f"leaves a rank without a row of the vocabulary, which has vocab_size = {config.vocab_size}"
+            )
+        return None
+
+    if reason := lacking(tp):
+        fitting = [size for size in range(1, counts["num_key_value_heads"] + 1) if lacking(size) is None]
+        raise ConfigError(f"parallelism.tp: {tp} {reason}; use {nearest(tp, fitting)}.")

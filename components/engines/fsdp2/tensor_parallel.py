@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from components.engines.layout import nearest
+from components.engines.layout import check_tp
 from components.engines.vocabulary import VocabularyShard
 from runner.errors import ConfigError
 
@@ -49,26 +49,7 @@ def check(model: PreTrainedModel, tp: int) -> None:
             f"parallelism.tp: {model.config.model_type} ({type(model).__name__}) has no plan for tensor "
             f"parallelism, which knows {', '.join(ARCHITECTURES)}; use parallelism=fsdp2 or parallelism=hsdp."
         )
-    check_sizes(model.config, tp)
-
-
-def check_sizes(config: PreTrainedConfig, tp: int) -> None:
-    """Heads and columns of the MLP are dealt out whole; rows of the vocabulary need not come out even."""
-    keys = ("num_key_value_heads", "num_attention_heads", "intermediate_size")
-    counts = {key: getattr(config, key) for key in keys}
-    for key, count in counts.items():
-        if count % tp:
-            heads = range(1, counts["num_key_value_heads"] + 1)
-            fitting = [size for size in heads if not any(n % size for n in counts.values())]
-            raise ConfigError(
-                f"parallelism.tp: {tp} does not divide {key} = {count} of this model; "
-                f"use {nearest(tp, fitting)}."
-            )
-    if -(-config.vocab_size // tp) * (tp - 1) >= config.vocab_size:
-        raise ConfigError(
-            f"parallelism.tp: {tp} leaves a rank without a row of the vocabulary, which has "
-            f"vocab_size = {config.vocab_size}; use a smaller one."
-        )
+    check_tp(tp, model.config)
 
 
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from components.engines.layout import nearest
+from components.engines.layout import check_tp, nearest
 from components.engines.megatron import table
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.stages import check_stages
@@ -95,7 +95,7 @@ def check_run(
     check_device(layout, device)
     check_optimizer(layout, optimizer)
     check_model(model)
-    check_tp(layout, model.config)
+    check_tp(layout.tp, model.config)
     check_cp(layout, model.config)
     check_stages(layout, model.config.num_hidden_layers)
     reason = why_no_transformer_engine(model.config, layout, dtype, device)
@@ -166,29 +166,6 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if names := table.unknown(name for name, _ in model.named_parameters()):
         raise ConfigError(f"model: {names[0]} of {kind} has no place in the Megatron engine; {instead}")
-
-
-def check_tp(layout: Layout, config: PreTrainedConfig) -> None:
-    """Heads, columns of the MLP and rows of the vocabulary are dealt out whole."""
-    counts = {
-        key: getattr(config, key)
-        for key in ("num_key_value_heads", "num_attention_heads", "intermediate_size")
-    }
-
-    def lacking(tp: int) -> str | None:
-        for key, count in counts.items():
-            if count % tp:
-                return f"does not divide {key} = {count} of this model"
-        rows = -(-config.vocab_size // tp)
-        if rows * (tp - 1) >= config.vocab_size:
-            return (
-                f"leaves a rank without a row of the vocabulary, which has vocab_size = {config.vocab_size}"
-            )
-        return None
-
-    if reason := lacking(layout.tp):
-        fitting = [tp for tp in range(1, counts["num_key_value_heads"] + 1) if lacking(tp) is None]
-        raise ConfigError(f"parallelism.tp: {layout.tp} {reason}; use {nearest(layout.tp, fitting)}.")
 
 
 def check_cp(layout: Layout, config: PreTrainedConfig) -> None:
