@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from components.engines.host_memory import keep_freed_memory
+
 
 def join(kind: Literal["cpu", "cuda"]) -> torch.device:
     """Makes the default process group and returns this rank's device; every rank calls it.
@@ -15,7 +17,9 @@ def join(kind: Literal["cpu", "cuda"]) -> torch.device:
     MASTER_ADDR:MASTER_PORT. Without it this process is the only rank and needs no network.
     """
     device = torch.device("cpu")
-    if kind == "cuda":
+    if kind == "cpu":
+        keep_freed_memory()
+    else:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
