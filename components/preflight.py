@@ -7,6 +7,7 @@ import torch
 
 from components.checkpoint import read_meta
 from runner.errors import ConfigError
+from runner.protocols import ParallelismSpec
 
 
 def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
@@ -71,6 +72,27 @@ def check_length(eval_every: int, has_eval: bool, num_steps: int, resume: Path |
             f"run.max_steps: {resume} has {done} steps already and the run ends at {num_steps}; "
             "raise run.max_steps or run.epochs, or take an earlier checkpoint."
         )
+
+
+def check_compile(asked: bool, layout: ParallelismSpec, device: str) -> None:
+    """Whether blocks can be compiled: by the engine, and on this machine."""
+    if not asked:
+        return
+    if not layout.compiles:
+        raise ConfigError(
+            f"run.compile: {type(layout).__name__} does not compile its blocks; use parallelism=fsdp2 or "
+            "parallelism=single, or run.compile=false."
+        )
+    if device == "cpu":
+        from torch._inductor import cpp_builder, exc  # here, because it takes seconds
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except exc.InvalidCxxCompiler as error:
+            raise ConfigError(
+                "run.compile: needs a C++ compiler on the CPU and finds none; install g++ or clang, set CXX, "
+                "or use run.compile=false."
+            ) from error
 
 
 def check_normalisation(normalize: str | None, packing: str) -> None:

@@ -72,6 +72,7 @@ class Launch:
         run, experiment = self.experiment.run, self.experiment
         data_size = experiment.parallelism.data_size(self.world_size)
         preflight.check_batch(run.global_batch_size, run.micro_batch_size, data_size)
+        preflight.check_compile(run.compile, experiment.parallelism, self.device)
         experiment.logger.check()
         model = experiment.model.build(experiment.model.config())
         experiment.parallelism.check(

@@ -7,7 +7,7 @@ else from ``runner`` (but for ``runner.errors``).
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -233,6 +233,9 @@ class Engine(Protocol):
 class ParallelismSpec(Protocol):
     """The ``parallelism`` group: a layout, and how to build its engine."""
 
+    compiles: ClassVar[bool]
+    """Whether its engine can run blocks through torch.compile."""
+
     def world_size(self, environ: Mapping[str, str], num_gpus: int) -> int:
         """Ranks of the run; ConfigError where they do not fit WORLD_SIZE."""
 
@@ -257,5 +260,6 @@ class ParallelismSpec(Protocol):
         device: Literal["cpu", "cuda"],
         with_reference: bool,
         count_zeros: bool,
+        compiled: bool = False,
     ) -> Engine:
         """Joins the process group and builds this rank's engine; every rank calls it."""

@@ -30,6 +30,7 @@ class RunConfig:
     sample_tokens: int
     max_skipped_steps: int
     count_zeros: bool
+    compile: bool
 
     def __post_init__(self) -> None:
         for key in ("global_batch_size", "micro_batch_size", "max_skipped_steps", "max_steps", "epochs"):

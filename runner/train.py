@@ -57,6 +57,7 @@ def build_engine(experiment: Experiment, device: Any) -> Engine:
         device=device,
         with_reference=experiment.stage.needs_reference,
         count_zeros=run.count_zeros,
+        compiled=run.compile,
     )
 
 

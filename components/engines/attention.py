@@ -37,6 +37,8 @@ def attention_kwargs(batch: Batch) -> dict[str, Any]:
     return {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
 
 
+# Sequences are told apart by numbers, of which every batch would be compiled anew.
+@torch.compiler.disable
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -87,7 +89,7 @@ def attention(
 def recomputed(module: nn.Module, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, None]:
     """``attention`` that keeps query, key and value for the backward pass, and the state of dropout."""
     if not torch.is_grad_enabled():
-        return attention(module, *tensors, **options)  # type: ignore[arg-type]
+        return attention(module, *tensors, **options)
     return checkpoint(attention, module, *tensors, use_reentrant=False, **options)
 
 

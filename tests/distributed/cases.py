@@ -121,6 +121,7 @@ def make_engine(
     max_grad_norm: float | None = None,
     with_reference: bool = False,
     count_zeros: bool = False,
+    compiled: bool = False,
 ) -> Any:
     """The engine of this rank; without ``on``, FSDP2 on one rank."""
     return (on or fsdp2()).build(
@@ -131,6 +132,7 @@ def make_engine(
         device="cpu",
         with_reference=with_reference,
         count_zeros=count_zeros,
+        compiled=compiled,
     )
 
 

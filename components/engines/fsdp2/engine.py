@@ -49,6 +49,7 @@ class FSDP2Engine:
         device: torch.device,
         with_reference: bool = False,
         count_zeros: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.device, self.dtype, self.spec, self.count_zeros = device, dtype, model, count_zeros
         self.mesh = make_mesh(device, layout.dp_replicate, layout.tp)
@@ -58,7 +59,7 @@ class FSDP2Engine:
         self.world, self.group = world, data.get_group()
         self.data_rank, self.data_size = data.get_local_rank(), data.size()
         weights = model.weights(seed)
-        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "compiled": compiled}
         self.scorer = build_scorer(model, weights, self.mesh, layout, trainable=True, **options)
         self.reference: Scorer | None = None
         if with_reference:

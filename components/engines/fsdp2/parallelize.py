@@ -73,6 +73,7 @@ def build_scorer(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    compiled: bool,
     trainable: bool,
 ) -> Scorer:
     """The model sharded over ``mesh``, block by block, holding ``weights``.
@@ -84,8 +85,11 @@ def build_scorer(
     recompute = layout.activation_checkpointing if trainable else "none"
     attention = ATTENTION_RECOMPUTED if recompute == "selective" else ATTENTION
     scorer = Scorer(spec.build(spec.config(), attention=attention))
-    if recompute == "full":
-        for block in blocks(scorer.lm):
+    for block in blocks(scorer.lm):
+        if compiled:
+            # Inside the hooks of FSDP, which then run as they are; the blocks share their compiled code.
+            block.forward = torch.compile(block.forward)
+        if recompute == "full":
             recompute_in_backward(block)
     if not trainable:
         scorer.to(dtype).requires_grad_(False)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -25,6 +25,8 @@ class FSDP2:
 
     With ``dp_replicate`` copies (hybrid sharding) a parameter is sharded over ``dp / dp_replicate`` ranks.
     """
+
+    compiles: ClassVar[bool] = True
 
     dp: int | None
     """Data-parallel ranks; None: WORLD_SIZE, else the visible GPUs, else ``default_dp``."""
@@ -91,6 +93,7 @@ class FSDP2:
         device: Literal["cpu", "cuda"],
         with_reference: bool,
         count_zeros: bool,
+        compiled: bool = False,
     ) -> FSDP2Engine:
         """Joins the process group and builds this rank's engine; every rank calls it."""
         local = process_group.join(device)
@@ -104,6 +107,7 @@ class FSDP2:
                 device=local,
                 with_reference=with_reference,
                 count_zeros=count_zeros,
+                compiled=compiled,
             )
         except BaseException:
             process_group.leave_alone()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Megatron(Layout):
     """Tensor, pipeline, context and data parallelism by Megatron-Core, on GPUs or on gloo ranks of a CPU."""
+
+    compiles: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_keys(self)
@@ -62,10 +64,12 @@ class Megatron(Layout):
         device: Literal["cpu", "cuda"],
         with_reference: bool,
         count_zeros: bool,
+        compiled: bool = False,
     ) -> "MegatronEngine":
         """Joins the process group and builds this rank's engine; every rank calls it."""
         from components.engines.megatron.runtime.engine import MegatronEngine
 
+        assert not compiled, "Megatron's blocks are not compiled"
         local = process_group.join(device)
         try:
             return MegatronEngine(

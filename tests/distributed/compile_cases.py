@@ -1,0 +1,32 @@
+"""What a rank of tests/distributed/test_compile.py runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch._dynamo.utils import counters
+
+from components.engines.fsdp2 import FSDP2
+from tests.distributed.cases import Step, make_engine, next_token, share, step
+from tests.distributed.gradients import capture
+
+
+@dataclass(frozen=True)
+class Compiled:
+    step: Step
+    graphs: int
+    """How many were compiled."""
+    breaks: Mapping[str, int]
+    """Why graphs ended, and how often."""
+
+
+def one_step(on: FSDP2, family: str, layout: str) -> Compiled:
+    """A step of eight micro-batches, each of its own length, in compiled blocks."""
+    torch._dynamo.reset()
+    counters.clear()
+    engine = make_engine(family, on=on, compiled=True)
+    grads = capture(engine)
+    result = step(engine, share(engine, layout, 1), next_token())
+    engine.close()
+    taken = counters["stats"]["unique_graphs"]
+    return Compiled(Step(result.loss, result.grad_norm, grads), taken, dict(counters["graph_break"]))
