@@ -95,6 +95,15 @@ def check_compile(asked: bool, layout: ParallelismSpec, device: str) -> None:
             ) from error
 
 
+def check_shared_prompt(share_prompt: bool, layout: ParallelismSpec) -> None:
+    """Whether the engine lets a sequence see a part of another."""
+    if share_prompt and not layout.computes_prefixes:
+        raise ConfigError(
+            f"data.share_prompt: is not computed by {type(layout).__name__}; use parallelism=fsdp2 or "
+            "parallelism=single, or data.share_prompt=false."
+        )
+
+
 def check_normalisation(normalize: str | None, packing: str) -> None:
     """A document that is cut across rows is no sample whose tokens could be averaged."""
     if normalize == "sequence" and packing == "concat":

@@ -73,6 +73,7 @@ class Launch:
         data_size = experiment.parallelism.data_size(self.world_size)
         preflight.check_batch(run.global_batch_size, run.micro_batch_size, data_size)
         preflight.check_compile(run.compile, experiment.parallelism, self.device)
+        preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
         experiment.logger.check()
         model = experiment.model.build(experiment.model.config())
         experiment.parallelism.check(

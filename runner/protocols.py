@@ -32,13 +32,18 @@ class Batch:
     labels: Tensor
     """int64, like ``input_ids``; ``IGNORE`` where there is no loss."""
     position_ids: Tensor
-    """int64, like ``input_ids``; counts from 0 within every sequence."""
+    """int64, like ``input_ids``; counts from 0 within every sequence, or from its prefix on."""
     seqlens: Tensor
-    """int32 ``[S]``: real tokens of every sequence, padding left out."""
+    """int32 ``[S]``: real tokens of every sequence, padding and prefixes left out."""
     cu_seqlens: Tensor | None = None
     """int32 ``[S + 1]``, packed only: where every sequence begins, and the end of the last."""
     max_seqlen: int | None = None
-    """Packed only: the longest span of ``cu_seqlens``."""
+    """Packed only: the longest span of ``cu_seqlens``, its prefix included."""
+    prefix_lengths: Tensor | None = None
+    """int32 ``[S]``, packed only: how many tokens from the start of the sequence before it a sequence sees
+    beside its own, as if it began with them. None: no sequence sees another."""
+    num_keys: int | None = None
+    """With ``prefix_lengths``: their sum and T."""
     pair_index: Tensor | None = None
     """int64 ``[S]``, preference data: ``2 * pair`` for chosen, ``2 * pair + 1`` rejected, -1 for none."""
     ref_logps: Tensor | None = None
@@ -152,13 +157,15 @@ class BatchStats:
     """One global batch, known on every rank from the plan alone."""
 
     num_tokens: int
-    """Non-padding input tokens."""
+    """Non-padding input tokens of the samples."""
+    num_computed_tokens: int
+    """The same, with those that several sequences share counted once."""
     num_samples: int
     num_labels: int
     seqlen_mean: float
     seqlen_max: int
     sum_squared_seqlens: int
-    """For the cost of attention."""
+    """For the cost of attention: a sequence of L tokens behind a shared prefix of n adds (n + L)^2 - n^2."""
 
 
 class DataLoader(Protocol):
@@ -235,6 +242,9 @@ class ParallelismSpec(Protocol):
 
     compiles: ClassVar[bool]
     """Whether its engine can run blocks through torch.compile."""
+
+    computes_prefixes: ClassVar[bool]
+    """Whether its engine takes a ``Batch`` with ``prefix_lengths``."""
 
     def world_size(self, environ: Mapping[str, str], num_gpus: int) -> int:
         """Ranks of the run; ConfigError where they do not fit WORLD_SIZE."""

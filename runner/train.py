@@ -114,7 +114,7 @@ def reporter(
     def flops(stats: BatchStats) -> float:
         return train_flops(
             sizes,
-            num_tokens=stats.num_tokens,
+            num_tokens=stats.num_computed_tokens,
             num_labels=stats.num_labels,
             sum_squared_seqlens=stats.sum_squared_seqlens,
             forward_only_passes=passes,

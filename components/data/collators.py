@@ -21,14 +21,18 @@ def collate_packed(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
         return _empty(pad_id, pairs=store.sequences_per_sample == 2)
     sequences = [read_segment(store, segment) for segment in segments.tolist()]
     spans = segments[:, 2] - segments[:, 1]
+    prefixes = prefix_lengths(store, segments)
     cu_seqlens = np.append(0, np.cumsum(spans))
+    places = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1] - prefixes, spans)
     return Batch(
         input_ids=torch.from_numpy(np.concatenate([ids for ids, _ in sequences]))[None],
         labels=torch.from_numpy(np.concatenate([labels for _, labels in sequences]))[None],
-        position_ids=torch.from_numpy(np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], spans))[None],
+        position_ids=torch.from_numpy(places)[None],
         seqlens=torch.from_numpy(spans.astype(np.int32)),
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
-        max_seqlen=int(spans.max()),
+        max_seqlen=int((spans + prefixes).max()),
+        prefix_lengths=torch.from_numpy(prefixes.astype(np.int32)) if prefixes.any() else None,
+        num_keys=int((spans + prefixes).sum()) if prefixes.any() else None,
         pair_index=_pair_index(store, segments),
     )
 
@@ -58,6 +62,13 @@ def collate_padded(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
         seqlens=torch.from_numpy(seqlens.astype(np.int32)),
         pair_index=_pair_index(store, segments),
     )
+
+
+def prefix_lengths(store: Tokens, segments: Ints) -> Ints:
+    """int64 ``[n]``: what a rejected sequence has left to the chosen one before it; 0 for anything else."""
+    if store.sequences_per_sample == 1:
+        return np.zeros(len(segments), np.int64)  # a document that begins later was cut
+    return np.asarray(segments[:, 1])
 
 
 def read_segment(store: Tokens, segment: Sequence[int]) -> tuple[Ints, Ints]:

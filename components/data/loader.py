@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from components.data.audit import Audit
-from components.data.collators import collate_packed, collate_padded
+from components.data.collators import collate_packed, collate_padded, prefix_lengths
 from components.data.indexed import IndexedTokens
 from components.data.packing import Ints, Plan
 from components.data.store import JoinedTokens, Tokens, TokenStore
@@ -92,16 +92,19 @@ class DataLoader:
     def stats(self, step: int) -> BatchStats:
         """``num_samples`` counts a document that is cut across rows once, where it begins."""
         segments = np.asarray(self._segments(step))
-        lengths = segments[:, 2] - segments[:, 1]
-        begun = int((segments[:, 1] == 0).sum())
+        prefixes = prefix_lengths(self._store, segments)
+        computed = segments[:, 2] - segments[:, 1]
+        lengths = computed + prefixes
+        begun = int((segments[:, 1] == prefixes).sum())
         counts = (self._store.count(seq, start + 1, stop + 1) for seq, start, stop in segments.tolist())
         return BatchStats(
             num_tokens=int(lengths.sum()),
+            num_computed_tokens=int(computed.sum()),
             num_samples=begun // self._store.sequences_per_sample,
             num_labels=sum(counts),
             seqlen_mean=float(lengths.mean()),
             seqlen_max=int(lengths.max()),
-            sum_squared_seqlens=int((lengths**2).sum()),
+            sum_squared_seqlens=int((lengths**2 - prefixes**2).sum()),
         )
 
     def epoch(self, step: int) -> float:

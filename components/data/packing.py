@@ -30,7 +30,10 @@ class Plan:
     """The rows of one epoch in training order; row ``i``: ``segments[row_offsets[i]:row_offsets[i + 1]]``."""
 
     segments: Ints
-    """int64 ``[N, 3]``: sequence, and the first and past-the-last of its tokens that serve as input."""
+    """int64 ``[N, 3]``: sequence, and the first and past-the-last of its tokens that serve as input.
+
+    The rejected sequence of a pair begins after what it shares with the chosen one, the segment before.
+    """
     row_offsets: Ints
     """int64 ``[R + 1]``"""
 
@@ -72,6 +75,7 @@ def plan_epoch(
     max_length: int,
     packing: Packing,
     shuffle: bool,
+    shared: Ints | None = None,
 ) -> Plan:
     """Plans one pass over the data.
 
@@ -86,8 +90,14 @@ def plan_epoch(
             ``i * sequences_per_sample`` on.
         repeats: float64 per sample, how often an epoch sees it; of those with a fraction, as many are drawn
             anew every epoch. None: once.
+        shared: int64 per pair, of bfd: first tokens of the second sequence that the first one computes for
+            both. None: of no pair.
     """
+    assert shared is None or (packing == "bfd" and sequences_per_sample == 2), "only packed pairs share"
     count = len(lengths) // sequences_per_sample
+    starts = np.zeros((count, sequences_per_sample), np.int64)
+    if shared is not None:
+        starts[:, 1] = shared
     order = _epoch_order(count, repeats, seed, epoch, shuffle)
     if packing == "concat":
         assert sequences_per_sample == 1, "a pair cannot be cut"
@@ -95,13 +105,13 @@ def plan_epoch(
     if packing == "none":
         rows = np.arange(len(order) + 1)
     else:
-        sizes = lengths.reshape(count, sequences_per_sample).sum(1)[order]
+        sizes = (lengths.reshape(starts.shape) - starts).sum(1)[order]
         rng = _generator(seed, epoch, "rows") if shuffle else None
         positions, rows = _pack(sizes, sequences_per_sample * max_length, rng)
         order = order[positions]
     sequences = order[:, None] * sequences_per_sample + np.arange(sequences_per_sample)
     sequences = sequences.reshape(-1)
-    segments = np.stack([sequences, np.zeros_like(sequences), lengths[sequences]], axis=1)
+    segments = np.stack([sequences, starts.reshape(-1)[sequences], lengths[sequences]], axis=1)
     return Plan(segments, rows.astype(np.int64) * sequences_per_sample)
 
 
@@ -253,6 +263,7 @@ def align_sequences(batch: Batch, multiple: int, pad_id: int) -> Batch:
     real tokens.
     """
     assert batch.cu_seqlens is not None, "only a packed batch has spans"
+    assert batch.prefix_lengths is None, "a prefix is not kept"
     spans = batch.cu_seqlens.diff().long()
     padded = (spans + multiple - 1) // multiple * multiple
     cu_seqlens = F.pad(padded.cumsum(0), (1, 0))

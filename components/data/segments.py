@@ -9,11 +9,12 @@ import numpy as np
 from filelock import FileLock
 
 from components.data import packing as packing_module
+from components.data import prompts as prompts_module
 from components.data.audit import SplitAudit, audit_source, audit_split
 from components.data.indexed import IndexedTokens
 from components.data.loader import SplitFiles, StoreFiles, count_steps, epoch_name
 from components.data.packing import Packing, Plan, plan_epoch
-from components.data.store import Bools, JoinedTokens, Outcome, Tokens, digest, file_digest
+from components.data.store import Bools, Ints, JoinedTokens, Outcome, Tokens, digest, file_digest
 from components.data.tokenize import Encoder, FileSource
 from runner.errors import ConfigError
 
@@ -61,6 +62,8 @@ class Split:
     seed: int
     shuffle: bool | None = None
     """None: for evaluation, every sample once and in order."""
+    share_prompt: bool = False
+    """Of pairs: the rejected sequence leaves their prompt to the chosen one."""
 
     @cached_property
     def tokens(self) -> JoinedTokens:
@@ -70,12 +73,13 @@ class Split:
     def identity(self) -> str:
         sources = [[part.identity, part.weight] for part in self.parts]
         chosen = digest(np.packbits(self.selected).tobytes().hex())
-        return digest([sources, chosen, self.packing, self.max_length, self.seed, self.shuffle])
+        sharing = ["share_prompt"] if self.share_prompt else []
+        return digest([sources, chosen, self.packing, self.max_length, self.seed, self.shuffle, *sharing])
 
     @cached_property
     def folder(self) -> Path:
         stores = [part.files.path for part in self.parts]
-        code = Path(packing_module.__file__).read_text()
+        code = [Path(str(module.__file__)).read_text() for module in (packing_module, prompts_module)]
         return self.cache / "plans" / digest([self.identity, stores, code])
 
     def plan(self, epoch: int) -> Plan:
@@ -89,6 +93,10 @@ class Split:
                 self._make_plan(epoch).save(folder)
                 return Plan.load(folder)
 
+    @cached_property
+    def _shared(self) -> Ints | None:
+        return prompts_module.shared_lengths(self.tokens) if self.share_prompt else None
+
     def _make_plan(self, epoch: int) -> Plan:
         counts = [len(part.outcome.kept) for part in self.parts]
         weights = [1.0 if self.shuffle is None else part.weight for part in self.parts]
@@ -101,6 +109,7 @@ class Split:
             max_length=self.max_length,
             packing=self.packing,
             shuffle=bool(self.shuffle),
+            shared=self._shared,
         )
 
     def files(self, epochs: int, num_steps: int, *, drop_last: bool) -> SplitFiles:

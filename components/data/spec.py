@@ -19,6 +19,7 @@ from components.data.indexed import indexed_prefix
 from components.data.loader import PreparedData, StoreFiles, count_steps
 from components.data.packing import Packing, hold_out
 from components.data.segments import Part, Split, indexed_part, plan_eval
+from components.data.store import Bools
 from components.data.tokenize import (
     STAGES,
     Encoder,
@@ -45,6 +46,7 @@ class Data(ABC):
     overlong: Overlong = "truncate"
     drop_last: bool = False
     train_on_prompt: bool = False
+    share_prompt: bool = False
     num_workers: int | None = None
     cache_dir: str | None = None
 
@@ -97,6 +99,7 @@ class Data(ABC):
         if kind == "text" and self.train_on_prompt:
             raise ConfigError("data.train_on_prompt: a document has no prompt; leave it out with stage=pt.")
         cache, packing = cache_folder(self.cache_dir), self.resolve_packing(kind)
+        self._check_share_prompt(kind, packing)
         # A document that is cut across rows may be of any length.
         limit = None if packing == "concat" else self.max_length
         encoder = Encoder(tokenizer, kind, limit, self.overlong, self.train_on_prompt)
@@ -117,6 +120,25 @@ class Data(ABC):
             ),
         )
 
+    def _check_share_prompt(self, kind: SampleKind, packing: Packing) -> None:
+        if not self.share_prompt:
+            return
+        if kind != "preference":
+            raise ConfigError(
+                f"data.share_prompt: only the two sides of a pair have one prompt; leave it out with "
+                f"stage={STAGES[kind]}."
+            )
+        if packing == "none":
+            raise ConfigError(
+                "data.share_prompt: data.packing=none gives every sequence a row of its own, where it sees "
+                "no other; use data.packing=bfd, or data.share_prompt=false."
+            )
+        if self.train_on_prompt:
+            raise ConfigError(
+                "data.share_prompt: data.train_on_prompt=true trains on the prompt of either side; "
+                "set one of the two to false."
+            )
+
     def restore(self, prepared: dict[str, Any]) -> PreparedData:
         """What ``prepare`` returned, from its ``to_json``."""
         return PreparedData.from_json(prepared)
@@ -129,7 +151,7 @@ class Data(ABC):
         kept = np.concatenate([part.outcome.kept for part in parts])
         held = np.zeros_like(kept)
         held[kept] = hold_out(int(kept.sum()), self.held_out_fraction(), seed)
-        train = Split(parts, kept & ~held, cache, packing, self.max_length, seed, self.shuffle)
+        train = self._split(parts, kept & ~held, cache, packing, seed, self.shuffle)
         if not train.selected.any():
             raise ConfigError(
                 f"data.eval_fraction: {self.held_out_fraction()} of {int(kept.sum())} sample(s) leaves none "
@@ -137,14 +159,25 @@ class Data(ABC):
             )
         if not held.any():
             return train, None
-        return train, Split(parts, held, cache, packing, self.max_length, seed)
+        return train, self._split(parts, held, cache, packing, seed)
 
     def _eval_split(self, encoder: Encoder, cache: Path, packing: Packing, seed: int) -> Split | None:
         source = self.eval_source()
         if source is None:
             return None
         part = self._part(source, encoder, cache)
-        return Split([part], part.outcome.kept, cache, packing, self.max_length, seed)
+        return self._split([part], part.outcome.kept, cache, packing, seed)
+
+    def _split(
+        self,
+        parts: Sequence[Part],
+        selected: Bools,
+        cache: Path,
+        packing: Packing,
+        seed: int,
+        shuffle: bool | None = None,
+    ) -> Split:
+        return Split(parts, selected, cache, packing, self.max_length, seed, shuffle, self.share_prompt)
 
     def _part(self, source: Source, encoder: Encoder, cache: Path, weight: float = 1.0) -> Part:
         prefix = indexed_prefix(source.path) if isinstance(source, FileSource) else None

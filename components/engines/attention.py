@@ -34,7 +34,30 @@ def attention_kwargs(batch: Batch) -> dict[str, Any]:
     """What to pass to ``model(...)`` beside input_ids, position_ids and ``use_cache=False``."""
     if batch.cu_seqlens is None:
         return {"padded": True}
-    return {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
+    boundaries = {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
+    if batch.prefix_lengths is None:
+        return boundaries
+    cu_seq_lens_k, key_index = keys_with_prefixes(batch)
+    return boundaries | {"cu_seq_lens_k": cu_seq_lens_k, "key_index": key_index}
+
+
+def keys_with_prefixes(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The keys of every sequence: the prefix that it sees in the sequence before, then its own.
+
+    Returns:
+        int32 ``[S + 1]``, where those of every sequence begin once they lie end to end; and int64
+        ``[num_keys]``, where each of them lies in the row. Nothing is read back from the device.
+    """
+    assert batch.cu_seqlens is not None
+    assert batch.prefix_lengths is not None
+    begin, prefix = batch.cu_seqlens[:-1], batch.prefix_lengths
+    ends = F.pad((batch.cu_seqlens.diff() + prefix).cumsum(0, dtype=torch.int32), (1, 0))
+    sequences = torch.arange(len(prefix), device=prefix.device)
+    sequence = sequences.repeat_interleave(ends.diff(), output_size=batch.num_keys)
+    offset = torch.arange(len(sequence), device=prefix.device) - ends[sequence]
+    own = begin[sequence] + offset - prefix[sequence]
+    shared = begin[sequence - 1] + offset
+    return ends, torch.where(offset < prefix[sequence], shared, own)
 
 
 # Sequences are told apart by numbers, of which every batch would be compiled anew.
@@ -50,6 +73,8 @@ def attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    key_index: Tensor | None = None,
     padded: bool = False,
     is_causal: bool | None = None,
     **others: Any,
@@ -62,6 +87,8 @@ def attention(
         scaling: of the scores; None is ``D ** -0.5``.
         sliding_window: how many tokens, itself included, a token sees.
         cu_seq_lens_q: int32 ``[S + 1]`` with ``max_length_q``, for a packed batch (B = 1).
+        cu_seq_lens_k: with ``key_index``, where sequences have other keys than their own tokens; see
+            ``keys_with_prefixes``. ``max_length_q`` bounds them too.
         padded: one sequence a row.
 
     Returns:
@@ -81,9 +108,13 @@ def attention(
     )
     assert max_length_q is not None, "cu_seq_lens_q comes with max_length_q"
     assert query.shape[0] == 1, f"a packed batch is one row, got {query.shape[0]}"
+    if key_index is not None:
+        key, value = key.index_select(2, key_index), value.index_select(2, key_index)
+    ends = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
     if has_kernel(query, dropout):
-        return varlen(query, key, value, cu_seq_lens_q, max_length_q, **options), None
-    return packed_sdpa(query, key, value, cu_seq_lens_q.diff().tolist(), dropout=dropout, **options), None
+        return varlen(query, key, value, ends[0], max_length_q, ends[1], **options), None
+    spans = [boundaries.diff().tolist() for boundaries in ends]
+    return packed_sdpa(query, key, value, *spans, dropout=dropout, **options), None
 
 
 def recomputed(module: nn.Module, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, None]:

@@ -77,6 +77,22 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["run.global_batch_size", "use 8"],
     ),
     "max_length over positions": (["data.max_length=8192"], ["data.max_length", "4096"]),
+    "shared prompt without pairs": (
+        ["data.share_prompt=true"],
+        ["data.share_prompt", "leave it out with stage=sft"],
+    ),
+    "shared prompt without packing": (
+        ["stage=dpo", "data.share_prompt=true", "data.packing=none"],
+        ["data.share_prompt", "data.packing=bfd"],
+    ),
+    "shared prompt that is trained": (
+        ["stage=dpo", "data.share_prompt=true", "data.train_on_prompt=true"],
+        ["data.share_prompt", "data.train_on_prompt=true"],
+    ),
+    "shared prompt on Megatron": (
+        ["stage=dpo", "data.share_prompt=true", "parallelism=tp2"],
+        ["data.share_prompt", "Megatron", "use parallelism=fsdp2"],
+    ),
     "small vocabulary": (["model.architecture.vocab_size=4096"], ["8192", "4096"]),
     "normalisation of cut samples": (
         ["stage=pt", "stage.normalize=sequence"],

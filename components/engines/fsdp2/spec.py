@@ -27,6 +27,7 @@ class FSDP2:
     """
 
     compiles: ClassVar[bool] = True
+    computes_prefixes: ClassVar[bool] = True
 
     dp: int | None
     """Data-parallel ranks; None: WORLD_SIZE, else the visible GPUs, else ``default_dp``."""

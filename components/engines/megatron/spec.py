@@ -23,6 +23,8 @@ class Megatron(Layout):
     """Tensor, pipeline, context and data parallelism by Megatron-Core, on GPUs or on gloo ranks of a CPU."""
 
     compiles: ClassVar[bool] = False
+    # mcore's packed rotary embedding counts positions from cu_seqlens: from 0 in every sequence.
+    computes_prefixes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_keys(self)

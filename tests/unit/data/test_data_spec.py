@@ -386,3 +386,22 @@ def test_mistakes_with_indexed_data(
     prefix = write_indexed(tmp_path / "corpus", documents)
     with pytest.raises(ConfigError, match=message):
         prepare(FilesData(train=f"{prefix}.bin", **options), tokenizer, kind)
+
+
+def test_shared_prompts_make_another_plan(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Of training and of evaluation; what is trained on stays the same."""
+    sides = {"chosen": "A number.", "rejected": "I do not know."}
+    pairs = [{"prompt": "What is this? " * (i + 1), **sides} for i in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    data = FilesData(train=str(tmp_path / "pairs.jsonl"), eval_fraction=0.2, overlong="drop", max_length=256)
+    whole, shared = (
+        prepare(replace(data, share_prompt=on), tokenizer, "preference", global_batch_size=2)
+        for on in (False, True)
+    )
+    assert whole.identity != shared.identity
+    for loader in (shared.train_loader, shared.eval_loader):
+        opened = loader(**ONE_RANK | {"global_batch_size": 2})
+        assert opened is not None
+        assert all(batch.prefix_lengths is not None for batch in opened.microbatches(0))
+    assert whole.audit.train.sources == shared.audit.train.sources
+    assert shared.audit.train.rows < whole.audit.train.rows

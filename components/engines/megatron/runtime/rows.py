@@ -68,6 +68,7 @@ def make_row(batch: Batch, *, cp: int, rank: int, multiple: int, length: int | N
         length: of the whole row, the same for all rows of a pipeline call; at least ``aligned_length`` and
             such a multiple. None: ``aligned_length``.
     """
+    assert batch.prefix_lengths is None, "every sequence stands alone in a row"
     needed = aligned_length(batch, cp=cp, multiple=multiple)
     length = needed if length is None else length
     step = math.lcm(multiple, alignment(cp))

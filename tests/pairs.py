@@ -1,0 +1,39 @@
+"""Preference data of random tokens, in the files that training reads."""
+
+from pathlib import Path
+
+import numpy as np
+
+from components.data.packing import Plan, plan_epoch
+from components.data.prompts import shared_lengths
+from components.data.store import TokenStore
+from tests.unit.data.test_store import make_store
+
+PAIRS = [(9, 5, 7), (1, 6, 3), (4, 12, 3), (2, 1, 8), (14, 3, 1)]
+"""Tokens of the prompt, of the chosen and of the rejected answer; a prompt of one cannot be shared."""
+VOCABULARY = 97
+
+
+def make_pairs(path: Path) -> TokenStore:
+    rng = np.random.default_rng(0)
+    sequences, masks = [], []
+    for prompt, *answers in PAIRS:
+        tokens = rng.integers(0, VOCABULARY, prompt).tolist()
+        for answer in answers:
+            sequences.append(tokens + rng.integers(0, VOCABULARY, answer).tolist())
+            masks.append([0] * prompt + [1] * answer)
+    return make_store(path, sequences, masks, per_sample=2, vocab_size=VOCABULARY)
+
+
+def plan_pairs(store: TokenStore, *, shared: bool, max_length: int) -> Plan:
+    return plan_epoch(
+        store.lengths,
+        sequences_per_sample=2,
+        repeats=None,
+        seed=0,
+        epoch=0,
+        max_length=max_length,
+        packing="bfd",
+        shuffle=False,
+        shared=shared_lengths(store) if shared else None,
+    )
