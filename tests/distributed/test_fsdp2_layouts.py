@@ -10,6 +10,8 @@ import torch
 from components.engines.fsdp2 import FSDP2
 from tests.distributed import engine_cases as cases
 from tests.distributed.cases import assert_same, fsdp2, megatron, plain_model, plain_step
+from tests.distributed.shared_prompt_cases import dpo_step, plain_dpo_step
+from tests.pairs import make_pairs
 from tests.ranks import Ranks
 
 LAYOUTS = {
@@ -63,6 +65,23 @@ def test_every_architecture_is_cut_rightly(pools: Pools, name: str, family: str)
     single = torch.tensor(cases.curve(fsdp2(), torch.float32, 4, None, family))
     for other in pools.run(cases.curve, LAYOUTS[name], torch.float32, 4, None, family):
         assert torch.tensor(other) == pytest.approx(single, rel=1e-5)
+
+
+@EVERY
+def test_pairs_that_share_their_prompt_equal_plain_transformers(
+    pools: Pools, name: str, tmp_path: Path
+) -> None:
+    """Of two data ranks one would join its micro-batches for the reference at 50 tokens, both at 100."""
+    store = make_pairs(tmp_path / "pairs")
+    expected, logps = plain_dpo_step(store)
+    for bound in (50, 100):
+        seen = set()
+        for step, found in pools.run(dpo_step, LAYOUTS[name], store.path, bound):
+            assert_same(step, expected)
+            for labels, values in found.items():
+                torch.testing.assert_close(values, logps[labels], rtol=1e-5, atol=1e-5)
+            seen |= found.keys()
+        assert seen == logps.keys()
 
 
 @EVERY

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from components.engines import process_group
+from components.engines import bins, process_group
 from components.engines.fsdp2 import state
 from components.engines.fsdp2.mesh import REPLICATE, SHARD, make_mesh, primary, stored, whole
 from components.engines.fsdp2.parallelize import (
@@ -123,8 +123,10 @@ class FSDP2Engine:
     def logps(self, microbatches: Sequence[Batch], *, reference: bool = False) -> list[Tensor]:
         model = self.reference if reference else self.scorer
         assert model is not None, "the engine was built without a reference model"
-        moved = (batch.to(self.device) for batch in microbatches)
-        logps = [model(batch, frozenset(), None)[0] for batch in moved]
+        logps = []
+        for joined in bins.cut(microbatches, self.group, self.device):
+            found, _, _ = model(bins.join(joined).to(self.device), frozenset(), None)
+            logps += bins.split(found, joined)
         release(model)
         return logps
 

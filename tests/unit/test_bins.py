@@ -1,0 +1,68 @@
+"""Joined micro-batches give what each gives alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_attention import model, padded, sequences
+
+from components.data.collators import collate_packed
+from components.engines.attention import ATTENTION, attention_kwargs
+from components.engines.bins import cut, join, largest_number, split
+from runner.protocols import Batch
+from tests.pairs import make_pairs, plan_pairs
+
+
+def microbatches(path: Path) -> list[Batch]:
+    """With shared prompts, empty, and without any that is shared."""
+    store = make_pairs(path)
+    shared, whole = (plan_pairs(store, shared=on, max_length=24) for on in (True, False))
+    rows = [shared.row(0), shared.row(0)[:0], whole.row(0), shared.row(1)]
+    return [collate_packed(store, [row], 0) for row in rows]
+
+
+@torch.no_grad()
+def logits(lm: Any, batch: Batch) -> torch.Tensor:
+    kwargs = {"position_ids": batch.position_ids, "use_cache": False} | attention_kwargs(batch)
+    return lm(input_ids=batch.input_ids, **kwargs).logits
+
+
+def test_a_joined_forward_is_that_of_each(tmp_path: Path) -> None:
+    lm, batches = model("qwen3", ATTENTION), microbatches(tmp_path / "s")
+    joined = join(batches)
+    parts = split(logits(lm, joined), batches)
+    for batch, found in zip(batches, parts, strict=True):
+        torch.testing.assert_close(found, logits(lm, batch), rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.cat(split(joined.labels, batches), 1), joined.labels)
+    assert joined.max_seqlen == max(batch.max_seqlen or 0 for batch in batches)
+    assert joined.num_sequences == sum(batch.num_sequences for batch in batches)
+
+
+def test_nothing_is_shared_where_nothing_was(tmp_path: Path) -> None:
+    _, empty, whole, _ = microbatches(tmp_path / "s")
+    joined = join([empty, whole])
+    assert (joined.prefix_lengths, joined.num_keys) == (None, None)
+    assert joined.cu_seqlens is not None
+    assert joined.cu_seqlens.diff().tolist() == [1, *whole.seqlens.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "number"),
+    [
+        ([3, 3, 3, 3, 3], 3),
+        ([9, 1, 1], 2),
+        ([1, 9, 1, 9], 2),
+        ([9, 9, 1], 1),
+        ([1, 9, 9], 2),
+        ([50], 1),
+        ([5, 5], 2),
+    ],
+)
+def test_bins_are_as_large_as_the_bound_allows(sizes: list[int], number: int) -> None:
+    assert largest_number(sizes, 10) == number
+
+
+def test_padded_rows_stay_alone() -> None:
+    batches = [padded(sequences()), padded(sequences())]
+    assert cut(batches, None, torch.device("cpu")) == [[batch] for batch in batches]  # type: ignore[arg-type]
