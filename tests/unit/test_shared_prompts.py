@@ -14,7 +14,7 @@ from components.data.loader import DataLoader
 from components.data.packing import plan_epoch
 from components.data.prompts import shared_lengths
 from components.data.store import TokenStore
-from components.engines.attention import ATTENTION, attention_kwargs
+from components.engines.attention import ATTENTION, attention, attention_kwargs
 from runner.protocols import IGNORE, Batch
 from tests.pairs import PAIRS, make_pairs, plan_pairs
 from tests.unit.data.test_store import make_store
@@ -68,6 +68,22 @@ def test_a_prefix_left_out_is_seen(name: str, store: TokenStore) -> None:
     lm, batch = model(name, ATTENTION), pack(store, shared=True)
     alone = replace(batch, prefix_lengths=None, num_keys=None)
     assert (logps(lm, alone) - logps(lm, batch)).abs().max() > 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_cuda_kernel_sees_the_prefix(window: int | None, store: TokenStore) -> None:
+    batch, g = pack(store, shared=True), torch.Generator().manual_seed(0)
+    total = batch.labels.numel()
+    inputs = [torch.randn(1, heads, total, 64, generator=g) for heads in (4, 2, 2)]
+    expected, _ = attention(nn.Identity(), *inputs, None, sliding_window=window, **attention_kwargs(batch))
+    on_gpu = [tensor.cuda().bfloat16().requires_grad_() for tensor in inputs]
+    options = attention_kwargs(batch.to(torch.device("cuda")))
+    got, _ = attention(nn.Identity(), *on_gpu, None, sliding_window=window, **options)
+    torch.testing.assert_close(got.float().cpu(), expected, rtol=2e-2, atol=2e-2)
+    got.float().square().sum().backward()
+    assert all(torch.isfinite(tensor.grad).all() for tensor in on_gpu)
 
 
 def test_the_prompt_is_computed_once(store: TokenStore) -> None:
