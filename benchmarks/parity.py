@@ -86,7 +86,8 @@ def chosen(asked: argparse.Namespace) -> list[tuple[Row, list[Column]]]:
     columns = [column for column in COLUMNS if asked.columns is None or column.name in asked.columns]
     rows = [row for row in ROWS if asked.rows is None or row.name in asked.rows]
     control = [column for column in COLUMNS if column.name == CONTROL_COLUMN]
-    return [(row, columns) for row in rows] + [(row, control) for row in CONTROLS]
+    filled = [(row, [column for column in columns if row.engine in column.engines]) for row in rows]
+    return [(row, taken) for row, taken in filled if taken] + [(row, control) for row in CONTROLS]
 
 
 def fill(bench: Bench, row: Row, columns: Sequence[Column], console: Console) -> Line:
@@ -108,10 +109,16 @@ def table(lines: Sequence[Line]) -> Table:
         result.add_column(heading, justify="left" if heading in {"layout", "mesh", "verdict"} else "right")
     for line in lines:
         mesh = " x ".join(f"{name} {size}" for name, size in line.mesh.items())
-        cells = (show(line.cells.get(column.name)) for column in COLUMNS)
+        cells = (cell(line, column) for column in COLUMNS)
         seconds = f"{line.seconds:.0f}"
         result.add_row(line.row.name, str(line.world_size), mesh, *cells, seconds, verdict(line))
     return result
+
+
+def cell(line: Line, column: Column) -> str:
+    if line.row.engine not in column.engines:
+        return f"not on {line.row.engine}"
+    return show(line.cells.get(column.name))
 
 
 def show(cell: Cell | None) -> str:

@@ -43,6 +43,8 @@ class Column:
     data: str
     """Name of the file that ``data.train`` gets."""
     overrides: tuple[str, ...]
+    engines: tuple[str, ...] = ("fsdp2", "megatron")
+    """Those that do not refuse it."""
 
 
 COLUMNS = (
@@ -50,6 +52,12 @@ COLUMNS = (
     Column("sft packed", "chat", ("stage=sft", "data.packing=bfd", "optimizer.lr=1e-3")),
     Column("sft padded", "chat", ("stage=sft", "data.packing=none", "optimizer.lr=1e-3")),
     Column("dpo packed", "preference", ("stage=dpo", "data.packing=bfd", "optimizer.lr=1e-5")),
+    Column(
+        "dpo shared prompt",
+        "preference",
+        ("stage=dpo", "data.packing=bfd", "data.share_prompt=true", "optimizer.lr=1e-5"),
+        engines=("fsdp2",),
+    ),
 )
 
 
