@@ -50,11 +50,33 @@ class Batch:
     """float32, like ``labels``: the reference model's log-probabilities, 0 where there is no label."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Numbers a loss attached in ``prepare``."""
+    label_index: Tensor | None = None
+    """See ``labelled``."""
 
     def to(self, device: torch.device) -> Self:
-        """The same micro-batch with every tensor on ``device``."""
-        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        """The same micro-batch on ``device``, but for ``pair_index``, which the host reads.
+
+        From page-locked memory the host does not wait for the copy.
+        """
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors().items()}
+        return replace(self, **moved | {"pair_index": self.pair_index})
+
+    def pin_memory(self) -> Self:
+        """The same micro-batch in page-locked memory."""
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, Any]:
+        found = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return found | {"label_index": self.labelled()}
+
+    def labelled(self) -> Tensor:
+        """int64 ``[n]``: the positions in ``labels.reshape(-1)`` that carry a label.
+
+        A micro-batch that was moved to a device brings them along: asking the device, the host would wait.
+        """
+        if self.label_index is not None:
+            return self.label_index
+        return (self.labels.reshape(-1) != IGNORE).nonzero()[:, 0]
 
     @property
     def num_sequences(self) -> int:

@@ -15,6 +15,7 @@ from runner.build import Experiment, build_experiment
 from runner.folder import read_config, read_facts, write_facts
 from runner.logs import log_to
 from runner.loop import Training, train
+from runner.prefetch import Prefetched
 from runner.protocols import BatchStats, Engine
 from runner.provenance import Provenance
 from runner.reporter import Reporter, progress_bar
@@ -73,7 +74,7 @@ def wire(
     run, share = experiment.run, {"data_rank": engine.data_rank, "data_size": engine.data_size}
     data = experiment.data.restore(facts["data"])
     rows = {"global_batch_size": run.global_batch_size, "micro_batch_size": run.micro_batch_size}
-    train_data = data.train_loader(**rows, **share)
+    train_data = Prefetched(data.train_loader(**rows, **share), pin=engine.device.type == "cuda")
     state = TrainState()
     if facts["resumed_from"] is not None:
         point = Path(facts["resumed_from"])

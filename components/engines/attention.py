@@ -26,6 +26,10 @@ ATTENTION = "runner_varlen"
 ATTENTION_RECOMPUTED = "runner_varlen_recomputed"
 """The same attention, computed again in the backward pass instead of kept."""
 
+NO_MASK = torch.empty(1, 1, 0, 0)
+"""transformers hands a 4-D mask over as it is. Without any it would look for packed sequences in
+position_ids, once a forward pass, for which the host must wait for a GPU."""
+
 HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
 """What models pass down to every attention layer and what does not change causal attention."""
 
@@ -33,8 +37,12 @@ HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_
 def attention_kwargs(batch: Batch) -> dict[str, Any]:
     """What to pass to ``model(...)`` beside input_ids, position_ids and ``use_cache=False``."""
     if batch.cu_seqlens is None:
-        return {"padded": True}
-    boundaries = {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
+        return {"attention_mask": NO_MASK, "padded": True}
+    boundaries = {
+        "attention_mask": NO_MASK,
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "max_length_q": batch.max_seqlen,
+    }
     if batch.prefix_lengths is None:
         return boundaries
     cu_seq_lens_k, key_index = keys_with_prefixes(batch)
@@ -83,7 +91,7 @@ def attention(
 
     Args:
         query: ``[B, heads, T, D]``; key and value may have fewer heads (each serves a group of them).
-        attention_mask: must be None; padding is on the right, where no token can look.
+        attention_mask: must be None or ``NO_MASK``; padding is on the right, where no token can look.
         scaling: of the scores; None is ``D ** -0.5``.
         sliding_window: how many tokens, itself included, a token sees.
         cu_seq_lens_q: int32 ``[S + 1]`` with ``max_length_q``, for a packed batch (B = 1).
@@ -98,7 +106,9 @@ def attention(
         ConfigError: the model's attention is not causal, or has a feature that is not computed here.
     """
     refuse(module, is_causal, others)
-    assert attention_mask is None, "pass no attention_mask: boundaries are cu_seq_lens_q or padded=True"
+    assert attention_mask is None or not attention_mask.numel(), (
+        "pass no attention_mask: boundaries are cu_seq_lens_q or padded=True"
+    )
     options: dict[str, Any] = {"scale": scaling, "window": sliding_window}
     if padded:
         assert cu_seq_lens_q is None, "padded=True and cu_seq_lens_q contradict each other"

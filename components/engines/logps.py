@@ -29,6 +29,7 @@ def token_stats(
     head_bias: Tensor | None = None,
     requires: frozenset[str] = frozenset(),
     weights: Tensor | None = None,
+    label_index: Tensor | None = None,
     chunk_size: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> TokenStats:
@@ -42,6 +43,8 @@ def token_stats(
         requires: statistics beside ``logps``: a subset of ``{"logsumexp", "mean_logp"}``.
         weights: float32 like ``labels``, given only if the loss is ``-(weights * logps).sum()`` times a
             number: the gradients are then made in the forward, which saves one matmul of four.
+        label_index: int64 ``[n]``, where ``labels.reshape(-1)`` is a label. None: looked up, for which the
+            host waits.
         chunk_size: positions at a time; None: so many that their logits fill ``CHUNK_BYTES``.
         shard: with a vocabulary split over ranks, which rows ``head_weight [n, H]`` and ``head_bias [n]``
             are; n may differ by rank and be 0. Every rank of the group calls this together and passes the
@@ -53,7 +56,7 @@ def token_stats(
     """
     assert hidden.dtype == head_weight.dtype, f"{hidden.dtype} hidden, {head_weight.dtype} head"
     flat = labels.reshape(-1)
-    index = (flat != IGNORE).nonzero()[:, 0]
+    index = (flat != IGNORE).nonzero()[:, 0] if label_index is None else label_index
     rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
     vocabulary = shard or WholeVocabulary(len(head_weight))
     chunk_size = chunk_size or default_chunk_size(vocabulary, hidden.device)

@@ -41,10 +41,9 @@ class NextToken:
         return frozenset(name for name, strength in wanted.items() if strength)
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        labelled = batch.labels != IGNORE
         if self.normalize == "token":
-            return {"loss": int(labelled.sum())}
-        return {"loss": int((batch.sum_per_sequence(labelled) > 0).sum())}
+            return {"loss": len(batch.labelled())}
+        return {"loss": int((batch.sum_per_sequence(batch.labels != IGNORE) > 0).sum())}
 
     def weights(self, batch: Batch) -> Tensor | None:
         return None if self.requires else self._token_weights(batch)
@@ -63,7 +62,7 @@ class NextToken:
             metrics["z_loss"] = self.z_loss * stats.logsumexp.square()
             per_token = per_token + metrics["z_loss"]
         total = (self._token_weights(batch) * per_token).sum(dtype=torch.float64)
-        tokens = int((batch.labels != IGNORE).sum()) if metrics else 0
+        tokens = len(batch.labelled())
         return LossOutput(
             {"loss": total},
             {name: (value.detach().sum(dtype=torch.float64), tokens) for name, value in metrics.items()},

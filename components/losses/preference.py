@@ -53,7 +53,8 @@ class DPO:
         assert batch.ref_logps is not None, "prepare() attaches the reference's log-probabilities"
         # Differenced by token, then summed: two sums over an answer are large and nearly equal.
         log_ratios = batch.sum_per_sequence(stats.logps - batch.ref_logps)
-        chosen, rejected = (self.beta * log_ratios[side] for side in pairs(batch))
+        sides = (side.to(log_ratios.device, non_blocking=True) for side in pairs(batch))
+        chosen, rejected = (self.beta * log_ratios[side] for side in sides)
         margin, eps = chosen - rejected, self.label_smoothing
         loss = -(1 - eps) * F.logsigmoid(margin) - eps * F.logsigmoid(-margin)
         metrics = {

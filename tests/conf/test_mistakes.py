@@ -93,6 +93,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["stage=dpo", "data.share_prompt=true", "parallelism=tp2"],
         ["data.share_prompt", "Megatron", "use parallelism=fsdp2"],
     ),
+    "compiled blocks of Megatron": (
+        ["run.compile=true", "parallelism=tp2"],
+        ["run.compile", "Megatron", "use parallelism=fsdp2"],
+    ),
     "small vocabulary": (["model.architecture.vocab_size=4096"], ["8192", "4096"]),
     "normalisation of cut samples": (
         ["stage=pt", "stage.normalize=sequence"],

@@ -20,7 +20,7 @@ def run(on: FSDP2, *args: str) -> Compiled:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_compiled_blocks_equal_plain_transformers(name: str) -> None:
-    """Five blocks of eight lengths: they share their graphs, which end at attention (and at a sum over ranks)."""
+    """Five blocks of eight lengths: they share graphs, which end at attention and at sums over ranks."""
     compiled = run(LAYOUTS[name], "deep", "packed")
     assert_same(compiled.step, plain_step("deep", "token"))
     assert 0 < compiled.graphs <= 12

@@ -1,6 +1,7 @@
 """Who may import whom, and what the runner may not know."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -64,7 +65,7 @@ def test_the_runner_imports_no_concrete_component(path: Path) -> None:
 def test_the_runner_names_no_engine_loss_or_adapter(path: Path) -> None:
     text = path.read_text().lower()
     for word in ("megatron", "fsdp", "dpo", "lora", "if rank"):
-        assert word not in text, word
+        assert not re.search(rf"(?<![a-z]){word}", text), word
 
 
 @pytest.mark.parametrize("path", RUNNER + COMPONENTS, ids=name)

@@ -60,7 +60,11 @@ def make(layout: str, pair_index: list[int]) -> tuple[Batch, Tensor]:
 def empty() -> Batch:
     labels = torch.full((1, 1), IGNORE)
     ends = torch.tensor([0, 1], dtype=torch.int32)
-    return Batch(labels, labels, labels, ends[:1], ends, 1, torch.tensor([-1]), torch.zeros(1, 1))
+    return Batch(
+        *(labels, labels, labels, ends[:1], ends, 1),
+        pair_index=torch.tensor([-1]),
+        ref_logps=torch.zeros(1, 1),
+    )
 
 
 def oracle(pair_index: list[int], beta: float, eps: float) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:

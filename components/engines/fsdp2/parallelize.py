@@ -56,6 +56,7 @@ class Scorer(nn.Module):
             head_bias=local(head.bias),
             requires=requires,
             weights=weights,
+            label_index=batch.labelled(),
             shard=self.vocabulary,
         )
         return stats.logps, stats.logsumexp, stats.mean_logp

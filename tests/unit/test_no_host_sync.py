@@ -1,0 +1,78 @@
+"""A train step never asks the device for a number: on the meta device, which has none, whoever asks fails."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from components.engines import attention, logps
+from components.engines.fsdp2.parallelize import Scorer
+from components.engines.sums import Sums
+from components.losses import DPO, NextToken
+from runner.protocols import Batch, Loss, TokenStats
+from tests.distributed.cases import LAYOUTS, sequences, spec
+
+META = torch.device("meta")
+
+
+def chat(**options: Any) -> NextToken:
+    plain = {"kind": "chat", "normalize": "token", "label_smoothing": 0.0, "z_loss": 0.0}
+    return NextToken(**plain | options)
+
+
+LOSSES: dict[str, Loss] = {
+    "token": chat(),
+    "sequence": chat(normalize="sequence"),
+    "every statistic": chat(label_smoothing=0.1, z_loss=1e-4),
+    "dpo": DPO(beta=0.1, label_smoothing=0.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, all sequences in one call; only shapes count here."""
+
+    def varlen(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        return (query * key[..., :1, :1, :1] * value[..., :1, :1, :1]).transpose(1, 2)
+
+    monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "varlen", varlen)
+    monkeypatch.setitem(logps.CHUNK_BYTES, "meta", 1 << 12)
+
+
+def micro_batch(layout: str, *, share_prompt: bool = False) -> Batch:
+    """Of four pairs, for a loss of any kind."""
+    batch = LAYOUTS[layout](sequences())
+    batch.pair_index = torch.arange(batch.num_sequences)
+    batch.ref_logps = torch.zeros(batch.labels.shape)
+    if share_prompt:
+        batch.prefix_lengths = torch.tensor([0, 3] * 4, dtype=torch.int32)
+        batch.num_keys = batch.labels.numel() + 12
+    return batch
+
+
+def forward_and_backward(here: Batch, loss: Loss) -> None:
+    scorer = Scorer(spec("qwen3").build(spec("qwen3").config(), attention=attention.ATTENTION))
+    batch, sums = here.to(META), Sums()
+    output = loss(TokenStats(*scorer(batch, loss.requires, loss.weights(batch))), batch)
+    sums.objective(output).backward()
+    sums.add(output, loss.counts(here))
+    assert all(p.grad is not None and p.grad.device == META for p in scorer.parameters())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
+def test_nothing_is_read_back(loss: Loss, layout: str) -> None:
+    forward_and_backward(micro_batch(layout), loss)
+
+
+def test_nor_for_shared_prompts() -> None:
+    forward_and_backward(micro_batch("packed", share_prompt=True), LOSSES["dpo"])
+
+
+def test_asking_would_fail() -> None:
+    batch = micro_batch("packed").to(META)
+    batch.label_index = None
+    with pytest.raises(NotImplementedError, match="meta"):
+        batch.labelled()
