@@ -3,8 +3,6 @@
 What is computed is that of ``components.engines.attention``; here is who computes which part of it.
 """
 
-import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,13 +10,14 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from components.engines.attention import has_kernel, packed_sdpa, varlen
+from components.engines.context_parallel import trade_heads, trade_positions
 from components.engines.megatron.runtime.pieces import Pieces, own_chunks, whole_sequences
 from components.engines.megatron.runtime.rows import Row
 
@@ -123,10 +122,11 @@ class CoreAttention(MegatronModule):
             key, value = key_value.index_select(0, pieces.order).chunk(2, 2)
             return self.attend(query, key, value, pieces)
         pieces = whole_sequences(ends, self.cp, query.device)
-        traded = trade_positions(query, key, value, self.group)
+        traded = trade_positions(query, key, value, self.group, heads=2, positions=0)
         query, key, value = (tensor.index_select(0, pieces.order) for tensor in traded)
         out = self.attend(query, key, value, pieces)
-        return trade_heads(out.index_select(0, pieces.order.argsort()), self.group)
+        out = out.index_select(0, pieces.order.argsort())
+        return trade_heads(out, self.group, heads=2, positions=0)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
         """``[s, b, heads, D]`` to the same, where the keys of ``pieces`` lie end to end."""
@@ -157,24 +157,3 @@ def refuse(config: TransformerConfig) -> None:
     assert config.window_size is None, "windows of our attention are config.windows, not window_size"
     assert not config.apply_query_key_layer_scaling, "apply_query_key_layer_scaling is not computed here"
     assert not config.multi_latent_attention, "multi_latent_attention is not computed here"
-
-
-def trade_positions(query: Tensor, key: Tensor, value: Tensor, group: Any) -> Sequence[Tensor]:
-    """``[s, b, heads, D]`` to ``[cp * s, b, heads / cp, D]`` each, in rank order; rank r gets the r-th heads.
-
-    One exchange for all three. Collective over ``group``, like its backward.
-    """
-    cp = group.size()
-    assert query.shape[2] % cp == 0, f"{query.shape[2]} heads a rank do not divide by cp {cp}"
-    repeats = cp // math.gcd(key.shape[2], cp)
-    key, value = (tensor.repeat_interleave(repeats, 2) for tensor in (key, value))
-    by_rank = [tensor.unflatten(2, (cp, -1)) for tensor in (query, key, value)]
-    sent = torch.cat(by_rank, 3).permute(2, 0, 1, 3, 4)
-    received = all_to_all(group, sent.contiguous()).flatten(0, 1)
-    return received.split([tensor.shape[3] for tensor in by_rank], dim=2)
-
-
-def trade_heads(out: Tensor, group: Any) -> Tensor:
-    """``[cp * s, b, heads / cp, D]`` in rank order back to ``[s, b, heads, D]``."""
-    received = all_to_all(group, out.unflatten(0, (group.size(), -1)).contiguous())
-    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from components.engines.context_parallel import GatherShares, share
 from runner.protocols import IGNORE, Batch
 
 
@@ -106,28 +107,6 @@ def gather(values: Tensor, row: Row, group: dist.ProcessGroup | None) -> Tensor:
     return values.gather(1, row.index)
 
 
-class GatherShares(torch.autograd.Function):
-    """``[B, L]`` to ``[B, cp * L]`` in rank order.
-
-    Every rank computes the same loss from the result, so each holds the whole gradient already. A rank takes
-    its own slice: a sum over ranks (the usual backward of a gather) would count the one loss ``cp`` times.
-    What the other slices do to the weights is added by the rank they belong to, when gradients are summed
-    over data and context ranks.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.cp, ctx.rank = group.size(), group.rank()
-        values = values.contiguous()
-        shares = [torch.empty_like(values) for _ in range(ctx.cp)]
-        dist.all_gather(shares, values, group=group)
-        return torch.cat(shares, dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return share(grads[0], ctx.cp, ctx.rank), None
-
-
 def alignment(cp: int) -> int:
     """What the length of a sequence must be a multiple of, so that ``cp`` ranks can cut it."""
     return 2 * cp if cp > 1 else 1
@@ -170,8 +149,3 @@ def rank_order(ends: Tensor, cp: int) -> Tensor:
     chunk = (position - begin) // size
     rank = torch.minimum(chunk, 2 * cp - 1 - chunk)
     return rank * (length // cp) + begin // cp + (chunk >= cp) * size + (position - begin) % size
-
-
-def share(whole: Tensor, cp: int, rank: int) -> Tensor:
-    """``[B, cp * L]`` in rank order to the ``[B, L]`` of ``rank``."""
-    return whole.chunk(cp, dim=1)[rank].contiguous()
