@@ -6,17 +6,19 @@ sequences see each other without a word.
 """
 
 import inspect
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from components.engines.context_parallel import trade_heads, trade_positions
 from runner.errors import ConfigError
 from runner.protocols import Batch
 
@@ -35,7 +37,10 @@ HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_
 
 
 def attention_kwargs(batch: Batch) -> dict[str, Any]:
-    """What to pass to ``model(...)`` beside input_ids, position_ids and ``use_cache=False``."""
+    """What to pass to ``model(...)`` beside input_ids, position_ids and ``use_cache=False``.
+
+    Where ranks hold a share of every row, ``context_group`` too, and ``batch`` has the whole rows.
+    """
     if batch.cu_seqlens is None:
         return {"attention_mask": NO_MASK, "padded": True}
     boundaries = {
@@ -132,6 +137,28 @@ def recomputed(module: nn.Module, *tensors: Tensor | None, **options: Any) -> tu
     if not torch.is_grad_enabled():
         return attention(module, *tensors, **options)
     return checkpoint(attention, module, *tensors, use_reentrant=False, **options)
+
+
+def over_ranks(
+    attend: Callable[..., tuple[Tensor, None]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Tensor | None,
+    context_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """``attend``, which sees whole rows; with ``context_group`` each of its ranks passes and gets its share.
+
+    What ``attend`` keeps for the backward pass is then of whole rows and a share of the heads, so that
+    nothing is sent again to compute it again.
+    """
+    if context_group is None:
+        return attend(module, query, key, value, *others, **options)
+    traded = trade_positions(query, key, value, context_group, heads=1, positions=2)
+    out, _ = attend(module, *traded, *others, **options)
+    return trade_heads(out, context_group, heads=2, positions=1), None
 
 
 def refuse(module: nn.Module, is_causal: bool | None, others: dict[str, Any]) -> None:
@@ -234,5 +261,5 @@ def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
 
 
 for name, function in ((ATTENTION, attention), (ATTENTION_RECOMPUTED, recomputed)):
-    AttentionInterface.register(name, function)
+    AttentionInterface.register(name, partial(over_ranks, function))
     AttentionMaskInterface.register(name, no_mask)

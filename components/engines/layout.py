@@ -60,3 +60,19 @@ def check_tp(tp: int, config: PreTrainedConfig) -> None:
     if reason := lacking(tp):
         fitting = [size for size in range(1, counts["num_key_value_heads"] + 1) if lacking(size) is None]
         raise ConfigError(f"parallelism.tp: {tp} {reason}; use {nearest(tp, fitting)}.")
+
+
+def check_cp(cp: int, tp: int, config: PreTrainedConfig, *, instead: str = "") -> None:
+    """The all-to-all of context parallelism deals the heads of a tensor-parallel rank out over ``cp``.
+
+    Raises:
+        ConfigError: ``cp`` does not divide them; ``instead`` is a remedy beside other sizes.
+    """
+    heads = config.num_attention_heads // tp
+    if heads % cp:
+        fitting = [size for size in range(1, heads + 1) if heads % size == 0]
+        remedy = f"parallelism.cp={nearest(cp, fitting)}" + (f", or {instead}" if instead else "")
+        raise ConfigError(
+            f"parallelism.cp: {cp} does not divide the {heads} attention heads of a rank, which are shared "
+            f"out over cp; use {remedy}."
+        )

@@ -114,6 +114,23 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["parallelism=fsdp2_tp2", "parallelism.tp=3"],
         ["parallelism.tp: 3", "num_key_value_heads = 4", "use 2 or 4"],
     ),
+    "heads on ranks of FSDP2": (
+        ["parallelism=fsdp2_cp2", "parallelism.cp=3"],
+        ["parallelism.cp: 3", "8 attention heads", "use parallelism.cp=2 or 4"],
+    ),
+    "heads on tensor-parallel ranks of FSDP2": (
+        ["parallelism=fsdp2_tp2cp2", "parallelism.cp=8", "run.global_batch_size=8"],
+        ["parallelism.cp: 8", "4 attention heads", "use parallelism.cp=2 or 4"],
+    ),
+    "rope that sees a part of a row": (
+        [
+            "parallelism=fsdp2_cp2",
+            "model.architecture.rope_parameters.rope_type=dynamic",
+            "+model.architecture.rope_parameters.factor=2.0",
+        ],
+        ["parallelism.cp", "rope_type=dynamic", "parallelism.cp=1"],
+    ),
+    "size of FSDP2": (["parallelism=fsdp2_cp2", "parallelism.cp=0"], ["parallelism.cp", "at least 1"]),
     "a model that nobody cut": (
         [
             "parallelism=fsdp2_tp2",

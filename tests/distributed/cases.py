@@ -28,6 +28,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     # A vocabulary that does not come out even, and a row of it whose gradient is left out.
     "uneven": {"model_type": "qwen3", "vocab_size": VOCABULARY + 3, "pad_token_id": 5, "head_dim": 8},
+    # A window in the first of its layers, and other rotary frequencies.
+    "gemma": {
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "deep": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 8, "num_hidden_layers": 5},
 }
 COMMON = {

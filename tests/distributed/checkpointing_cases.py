@@ -28,10 +28,9 @@ class Outcome:
     """What the forward pass of a micro-batch keeps for its backward, weights left out."""
 
 
-def build(how: Any, dp: int, dropout: float, dtype: torch.dtype) -> FSDP2Engine:
+def build(on: FSDP2, dropout: float, dtype: torch.dtype) -> FSDP2Engine:
     architecture = COMMON | SHAPES["qwen3"] | {"attention_dropout": dropout}
-    layout = FSDP2(dp=dp, default_dp=1, reshard_after_forward=True, activation_checkpointing=how)
-    return layout.build(
+    return on.build(
         ModelSpec(architecture=architecture),
         AdamW(lr=1e-3, weight_decay=0.1),
         seed=0,
@@ -42,8 +41,8 @@ def build(how: Any, dp: int, dropout: float, dtype: torch.dtype) -> FSDP2Engine:
     )
 
 
-def two_steps(how: str, dp: int, layout: str, dropout: float, dtype: torch.dtype) -> Outcome:
-    engine, loss = build(how, dp, dropout, dtype), next_token()
+def two_steps(on: FSDP2, layout: str, dropout: float, dtype: torch.dtype) -> Outcome:
+    engine, loss = build(on, dropout, dtype), next_token()
     saved = saved_bytes(engine, share(engine, layout, 4)[0], loss)
     gradients: dict[str, Tensor] = {}
     update = engine._update

@@ -14,7 +14,7 @@ from components.engines.fsdp2.mesh import stored, whole
 from components.engines.megatron import Megatron
 from components.losses import NextToken
 from components.optimizers import Optimizer
-from runner.protocols import Batch, LossOutput, StepResult, TokenStats
+from runner.protocols import IGNORE, Batch, LossOutput, StepResult, TokenStats
 from tests.distributed.cases import Step, engine_step, make_engine, next_token, share, step
 
 Layout = FSDP2 | Megatron
@@ -249,6 +249,27 @@ def call_out_of_order(on: Layout) -> None:
 
 def one_step(on: FSDP2, family: str, layout: str) -> Step:
     return engine_step(family, layout, 1, next_token(), on)
+
+
+def shared_rows(on: FSDP2, family: str) -> dict[str, Tensor]:
+    """Micro-batches shorter than there are ranks, without tokens or padded; every statistic of the labels."""
+    engine, found = make_engine(family, on=on), {}
+    every = NextToken(kind="chat", normalize="sequence", label_smoothing=0.1, z_loss=1e-2)
+    batches = [*share(engine, "packed", 3), *share(engine, "padded", 3), tiny_batch(1), tiny_batch(0)]
+    for number, logps in enumerate(engine.logps(batches)):
+        found[f"logps {number}"] = logps
+    for loss in (next_token("sequence"), every):
+        result = step(engine, batches, loss)
+        found[f"smoothing {loss.label_smoothing}"] = torch.tensor([result.loss, result.grad_norm])
+    engine.close()
+    return found
+
+
+def tiny_batch(length: int) -> Batch:
+    """One packed sequence of one token with its label, or of none."""
+    one, ends = torch.ones(1, 1, dtype=torch.int64), torch.tensor([0, 1], dtype=torch.int32)
+    lengths = torch.tensor([length], dtype=torch.int32)
+    return Batch(one, one if length else one * IGNORE, one * 0, lengths, cu_seqlens=ends, max_seqlen=1)
 
 
 def export(on: Layout, path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from components.engines.fsdp2 import FSDP2
 from components.optimizers import AdamW
 from runner.errors import ConfigError
-from tests.distributed.cases import spec
+from tests.distributed.cases import fsdp2, spec
 from tests.distributed.checkpointing_cases import Outcome, two_steps
 from tests.ranks import Ranks
 
@@ -31,9 +31,13 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def recomputing(how: str, dp: int = 1, **sizes: int) -> FSDP2:
+    return fsdp2(dp, activation_checkpointing=how, **sizes)
+
+
 @cache
 def alone(how: str, layout: str, dropout: float) -> Outcome:
-    return two_steps(how, 1, layout, dropout, torch.float32)
+    return two_steps(recomputing(how), layout, dropout, torch.float32)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -51,17 +55,21 @@ def test_dropout_is_on() -> None:
     assert alone("full", "packed", 0.0).results[0].loss != alone("full", "packed", 0.3).results[0].loss
 
 
-@pytest.mark.parametrize("how", ["full", "selective"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_changes_on_two_ranks(two: Ranks, how: str, dtype: torch.dtype) -> None:
-    kept, again = (two.run(two_steps, way, 2, "packed", 0.3, dtype) for way in ("none", how))
-    for one, other in zip(kept, again, strict=True):
-        assert_same(one, other)
-        assert other.saved_bytes < one.saved_bytes
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}, {"cp": 2}], ids=str)
+def test_nothing_changes_on_two_ranks(two: Ranks, sizes: dict[str, int], dtype: torch.dtype) -> None:
+    outcomes = [
+        two.run(two_steps, recomputing(how, **sizes), "packed", 0.3, dtype)
+        for how in ("none", "selective", "full")
+    ]
+    for kept, selective, full in zip(*outcomes, strict=True):
+        assert_same(kept, selective)
+        assert_same(kept, full)
+        assert full.saved_bytes < selective.saved_bytes < kept.saved_bytes
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    layout = FSDP2(dp=1, default_dp=1, reshard_after_forward=True)
+    layout = fsdp2()
     model = spec("qwen3").build(spec("qwen3").config())
     layout.check(model, AdamW(), dtype=torch.float32, device="cpu")
     model._no_split_modules = None

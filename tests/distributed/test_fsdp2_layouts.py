@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from components.engines.fsdp2 import FSDP2
 from tests.distributed import engine_cases as cases
@@ -20,15 +21,30 @@ LAYOUTS = {
     "offload": fsdp2(2, cpu_offload=True),
     "tp2": fsdp2(1, tp=2),
     "tp2dp2": fsdp2(2, tp=2),
+    "cp2": fsdp2(1, cp=2),
 }
 EVERY = pytest.mark.parametrize("name", LAYOUTS)
+
+COMBINED = {
+    "hsdp tp2": fsdp2(2, dp_replicate=2, tp=2),
+    "hsdp cp2": fsdp2(2, dp_replicate=2, cp=2),
+    "tp2 offload": fsdp2(1, tp=2, cpu_offload=True),
+    "cp2 offload": fsdp2(1, cp=2, cpu_offload=True),
+    "cp2dp2": fsdp2(2, cp=2),
+    "cp4": fsdp2(1, cp=4),  # more than there are key-value heads
+    "tp2cp2": fsdp2(1, cp=2, tp=2),  # a key-value head a rank
+    "tp2cp2 full": fsdp2(1, cp=2, tp=2, activation_checkpointing="full"),
+    "tp2cp2 selective offload": fsdp2(1, cp=2, tp=2, cpu_offload=True, activation_checkpointing="selective"),
+}
 
 
 class Pools:
     """Ranks of every number that is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path) -> None:
         self.pools: dict[int, Ranks] = {}
+        self.root = root
+        self.states: dict[tuple[FSDP2, int], tuple[Path, dict[str, Tensor]]] = {}
 
     def run(self, function: Callable[..., Any], on: FSDP2, *args: Any) -> list[Any]:
         """``function(on, ...)`` on the ranks that ``on`` takes; what each returned."""
@@ -39,10 +55,17 @@ class Pools:
             self.pools[size] = Ranks(size)
         return self.pools[size].run(function, on, *args)
 
+    def after(self, on: FSDP2, steps: int) -> tuple[Path, dict[str, Tensor]]:
+        """A checkpoint of ``on`` after so many steps, and what is in it; made once."""
+        if (on, steps) not in self.states:
+            path = self.root / str(len(self.states))
+            self.states[on, steps] = path, self.run(cases.save_after, on, steps, path)[0]
+        return self.states[on, steps]
+
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    made = Pools()
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    made = Pools(tmp_path_factory.mktemp("checkpoints"))
     yield made
     for pool in made.pools.values():
         pool.close()
@@ -91,6 +114,20 @@ def test_the_curve_is_that_of_one_rank(pools: Pools, name: str) -> None:
         assert torch.tensor(other) == pytest.approx(single, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", COMBINED)
+@pytest.mark.parametrize(("family", "layout"), [("uneven", "packed"), ("llama", "padded")])
+def test_layouts_combine(pools: Pools, name: str, family: str, layout: str) -> None:
+    for step in pools.run(cases.one_step, COMBINED[name], family, layout):
+        assert_same(step, plain_step(family, "token"))
+
+
+def test_a_share_of_a_row_is_enough(pools: Pools) -> None:
+    expected = cases.shared_rows(fsdp2(), "gemma")
+    for found in pools.run(cases.shared_rows, COMBINED["cp4"], "gemma"):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
 @EVERY
 def test_bf16_follows_fp32(pools: Pools, name: str) -> None:
     single = torch.tensor(cases.curve(fsdp2(), torch.float32))
@@ -129,15 +166,14 @@ def test_the_reference_is_frozen_and_evaluation_is_exact(pools: Pools, name: str
         assert evaluated == pytest.approx(expected, rel=1e-5)
 
 
-@EVERY
-@pytest.mark.parametrize("other", ["one", "two"])
-def test_a_checkpoint_crosses_layouts(pools: Pools, tmp_path: Path, name: str, other: str) -> None:
+@pytest.mark.parametrize("name", [*LAYOUTS, "tp2cp2"])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_checkpoint_crosses_layouts(pools: Pools, name: str, dp: int) -> None:
     """From this layout to another and back; the step after is that of the uninterrupted run."""
-    there, back = LAYOUTS[name], fsdp2(1 if other == "one" else 2)
-    for number, (written_on, read_on) in enumerate([(there, back), (back, there), (there, there)]):
-        path = tmp_path / str(number)
-        saved = pools.run(cases.save_after, written_on, 3, path)[0]
-        uninterrupted = pools.run(cases.save_after, read_on, 4, tmp_path / f"{number}-straight")[0]
+    there, back = (LAYOUTS | COMBINED)[name], fsdp2(dp)
+    for written_on, read_on in [(there, back), (back, there), (there, there)][: 4 - dp]:
+        path, saved = pools.after(written_on, 3)
+        _, uninterrupted = pools.after(read_on, 4)
         for loaded, after in pools.run(cases.load_and_step, read_on, path, 3):
             assert cases.identical(loaded, saved)
             for key, expected in uninterrupted.items():
@@ -146,11 +182,11 @@ def test_a_checkpoint_crosses_layouts(pools: Pools, tmp_path: Path, name: str, o
 
 def test_a_checkpoint_goes_through_megatron_unchanged(pools: Pools, tmp_path: Path) -> None:
     """And the step after it is that of a run that never left FSDP2."""
-    ours, through = tmp_path / "ours", tmp_path / "through"
-    saved = pools.run(cases.save_after, LAYOUTS["tp2"], 3, ours)[0]
+    through = tmp_path / "through"
+    ours, saved = pools.after(LAYOUTS["tp2"], 3)
     with Ranks(2) as ranks:  # of their own: importing Megatron changes a process
         ranks.run(cases.load_and_save, megatron(tp=2), ours, through)
-    uninterrupted = cases.save_after(fsdp2(), 4, tmp_path / "straight")
+    _, uninterrupted = pools.after(fsdp2(), 4)
     for loaded, after in pools.run(cases.load_and_step, LAYOUTS["tp2"], through, 3):
         assert cases.identical(loaded, saved)
         for key, expected in uninterrupted.items():
@@ -168,16 +204,21 @@ def test_an_export_is_read_by_transformers(pools: Pools, tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"),
+    ("name", "sizes", "ranks"),
     [
-        ("hsdp", {"dims": {"dp_replicate": 2, "dp_shard": 2, "tp": 1}, "ranks": [[[0], [1]], [[2], [3]]]}),
-        ("copies", {"dims": {"dp_replicate": 2, "dp_shard": 1, "tp": 1}, "ranks": [[[0]], [[1]]]}),
-        ("tp2dp2", {"dims": {"dp_replicate": 1, "dp_shard": 2, "tp": 2}, "ranks": [[[0, 1], [2, 3]]]}),
+        ("hsdp", (2, 2, 1, 1), [[[[0]], [[1]]], [[[2]], [[3]]]]),
+        ("copies", (2, 1, 1, 1), [[[[0]]], [[[1]]]]),
+        ("tp2dp2", (1, 2, 1, 2), [[[[0, 1]], [[2, 3]]]]),
+        ("tp2cp2", (1, 1, 2, 2), [[[[0, 1], [2, 3]]]]),
     ],
 )
-def test_the_mesh_is_described_and_weights_lie_on_it(pools: Pools, name: str, mesh: dict[str, Any]) -> None:
-    for described, held in pools.run(cases.description, LAYOUTS[name]):
-        assert described["mesh"] == mesh
-        assert described["world_size"] == LAYOUTS[name].world_size({}, 0)
-        parts = mesh["dims"]["dp_shard"] * mesh["dims"]["tp"]
+def test_the_mesh_is_described_and_weights_lie_on_it(
+    pools: Pools, name: str, sizes: tuple[int, ...], ranks: list[Any]
+) -> None:
+    dims = dict(zip(("dp_replicate", "dp_shard", "cp", "tp"), sizes, strict=True))
+    layout = (LAYOUTS | COMBINED)[name]
+    for described, held in pools.run(cases.description, layout):
+        assert described["mesh"] == {"dims": dims, "ranks": ranks}
+        assert described["world_size"] == layout.world_size({}, 0)
+        parts = dims["dp_shard"] * dims["cp"] * dims["tp"]
         assert held == pytest.approx(described["parameters"] / parts, rel=0.02)

@@ -37,7 +37,7 @@ def test_the_folder(run: Path) -> None:
     facts = json.loads((run / "run.json").read_text())
     assert facts["engine"] == "fsdp2"
     assert facts["world_size"] == 1
-    assert facts["mesh"] == {"dims": {"dp_replicate": 1, "dp_shard": 1, "tp": 1}, "ranks": [[[0]]]}
+    assert facts["mesh"] == {"dims": {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}, "ranks": [[[[0]]]]}
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["command"][0] == "runner"
     config = yaml.safe_load((run / "config.yaml").read_text())

@@ -13,7 +13,18 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from components.engines import bins, process_group
 from components.engines.fsdp2 import state
-from components.engines.fsdp2.mesh import REPLICATE, SHARD, make_mesh, primary, stored, whole
+from components.engines.fsdp2.context import Context
+from components.engines.fsdp2.mesh import (
+    CONTEXT,
+    REPLICATE,
+    SHARD,
+    forget_meshes,
+    make_mesh,
+    primary,
+    stored,
+    weight_mesh,
+    whole,
+)
 from components.engines.fsdp2.parallelize import (
     Scorer,
     build_scorer,
@@ -52,18 +63,19 @@ class FSDP2Engine:
         compiled: bool = False,
     ) -> None:
         self.device, self.dtype, self.spec, self.count_zeros = device, dtype, model, count_zeros
-        self.mesh = make_mesh(device, layout.dp_replicate, layout.tp)
+        self.mesh = make_mesh(device, dp_replicate=layout.dp_replicate, cp=layout.cp, tp=layout.tp)
         data = self.mesh[REPLICATE, SHARD]._flatten("dp")
         world = dist.group.WORLD
         assert world is not None
         self.world, self.group = world, data.get_group()
         self.data_rank, self.data_size = data.get_local_rank(), data.size()
-        weights = model.weights(seed)
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "compiled": compiled}
-        self.scorer = build_scorer(model, weights, self.mesh, layout, trainable=True, **options)
+        weights, mesh = model.weights(seed), weight_mesh(self.mesh)
+        context = Context(self.mesh.get_group(CONTEXT))
+        options: dict[str, Any] = {"context": context, "dtype": dtype, "device": device, "compiled": compiled}
+        self.scorer = build_scorer(model, weights, mesh, layout, trainable=True, **options)
         self.reference: Scorer | None = None
         if with_reference:
-            self.reference = build_scorer(model, weights, self.mesh, layout, trainable=False, **options)
+            self.reference = build_scorer(model, weights, mesh, layout, trainable=False, **options)
         self.max_grad_norm, self.moments = optimizer.max_grad_norm, optimizer.moments
         # The shards, once: while a module is gathered it shows its whole parameters instead.
         self.weights = dict(self.scorer.named_weights())
@@ -180,6 +192,7 @@ class FSDP2Engine:
     def close(self) -> None:
         del self.scorer, self.reference, self.optimizer, self.weights
         gc.collect()  # FSDP's hooks are cycles, and the next run of this process needs the memory
+        forget_meshes()
         process_group.leave()
 
     # ---- private

@@ -6,14 +6,35 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.debug import (
+    _clear_fast_path_sharding_prop_cache,
+    _clear_python_sharding_prop_cache,
+)
 
-REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
+REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
 
 
-def make_mesh(device: torch.device, dp_replicate: int, tp: int) -> DeviceMesh:
-    """All ranks as ``(dp_replicate, dp_shard, tp)``; neighbours share every matrix."""
-    sizes = (dp_replicate, dist.get_world_size() // (dp_replicate * tp), tp)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+def make_mesh(device: torch.device, *, dp_replicate: int, cp: int, tp: int) -> DeviceMesh:
+    """All ranks as ``(dp_replicate, dp_shard, cp, tp)``; neighbours share every matrix."""
+    sizes = (dp_replicate, dist.get_world_size() // (dp_replicate * cp * tp), cp, tp)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, CONTEXT, TENSOR))
+
+
+def weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of ``mesh`` as parameters lie on them: those that share rows are shards like any others."""
+    replicate, shard, cp, tp = mesh.shape
+    if cp == 1:
+        return mesh
+    # Of its own, because torch deprecates taking a flattened dimension out of a mesh together with others.
+    sizes = (replicate, shard * cp, tp)
+    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+
+
+def forget_meshes() -> None:
+    """Before process groups are destroyed: torch keeps results of DTensors with their meshes, and would hand
+    them to the next mesh of the same ranks and names, whose groups are others."""
+    _clear_python_sharding_prop_cache()
+    _clear_fast_path_sharding_prop_cache()
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -11,14 +11,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from components.engines.attention import ATTENTION, ATTENTION_RECOMPUTED, attention_kwargs
+from components.engines.attention import ATTENTION, ATTENTION_RECOMPUTED
+from components.engines.fsdp2.context import Context
 from components.engines.fsdp2.mesh import TENSOR, data_mesh, part, stored
 from components.engines.fsdp2.tensor_parallel import local, parallelize, vocabulary_shard
 from components.engines.logps import token_stats
 from components.engines.vocabulary import VocabularyShard
 from components.models import ModelSpec, WeightSource, materialize_buffers
 from runner.errors import ConfigError
-from runner.protocols import Batch
+from runner.protocols import IGNORE, Batch
 
 if TYPE_CHECKING:
     from components.engines.fsdp2.spec import FSDP2
@@ -32,9 +33,9 @@ class Scorer(nn.Module):
 
     lm: PreTrainedModel
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(self, lm: PreTrainedModel, context: Context) -> None:
         super().__init__()
-        self.lm = lm
+        self.lm, self.context = lm, context
         self.vocabulary: VocabularyShard | None = None
         """With tensor parallelism: which rows of the head are here."""
 
@@ -42,24 +43,27 @@ class Scorer(nn.Module):
         self, batch: Batch, requires: frozenset[str], weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The fields of ``TokenStats``, as a tuple because FSDP hooks the tensors of a tuple only."""
+        own, length = self.context.own, batch.labels.shape[1]
         hidden = self.lm.base_model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
+            input_ids=own(batch.input_ids),
+            position_ids=own(batch.position_ids),
             use_cache=False,
-            **attention_kwargs(batch),
+            **self.context.attention_kwargs(batch),
         ).last_hidden_state
         head = self.lm.get_output_embeddings()
         stats = token_stats(
             hidden,
             local(head.weight),
-            batch.labels,
+            own(batch.labels, IGNORE),
             head_bias=local(head.bias),
             requires=requires,
-            weights=weights,
-            label_index=batch.labelled(),
+            weights=None if weights is None else own(weights),
+            # Of a share of the row the host does not know them.
+            label_index=batch.labelled() if self.context.cp == 1 else None,
             shard=self.vocabulary,
         )
-        return stats.logps, stats.logsumexp, stats.mean_logp
+        whole = self.context.whole
+        return whole(stats.logps, length), whole(stats.logsumexp, length), whole(stats.mean_logp, length)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names, tied ones once."""
@@ -72,6 +76,7 @@ def build_scorer(
     mesh: DeviceMesh,
     layout: "FSDP2",
     *,
+    context: Context,
     dtype: torch.dtype,
     device: torch.device,
     compiled: bool,
@@ -85,7 +90,7 @@ def build_scorer(
     # A frozen model keeps nothing for a backward pass.
     recompute = layout.activation_checkpointing if trainable else "none"
     attention = ATTENTION_RECOMPUTED if recompute == "selective" else ATTENTION
-    scorer = Scorer(spec.build(spec.config(), attention=attention))
+    scorer = Scorer(spec.build(spec.config(), attention=attention), context)
     for block in blocks(scorer.lm):
         if compiled:
             # Inside the hooks of FSDP, which then run as they are; the blocks share their compiled code.

@@ -1,4 +1,4 @@
-"""``parallelism=single``, ``fsdp2``, ``hsdp`` and ``fsdp2_tp2``."""
+"""``parallelism=single``, ``fsdp2``, ``hsdp``, ``fsdp2_tp2``, ``fsdp2_cp2`` and ``fsdp2_tp2cp2``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from components.engines import process_group
-from components.engines.fsdp2 import tensor_parallel
+from components.engines.fsdp2 import context, tensor_parallel
 from components.engines.fsdp2.engine import FSDP2Engine
 from components.engines.fsdp2.parallelize import blocks
 from components.engines.layout import nearest, world_size
@@ -39,13 +39,15 @@ class FSDP2:
     """What the backward computes again: nothing, every block, or attention alone."""
     dp_replicate: int = 1
     """Groups of ranks that hold a copy of every parameter each: gradients alone cross between them."""
+    cp: int = 1
+    """Ranks that split every row of a batch by position, and shard every parameter too."""
     tp: int = 1
     """Ranks that split every matrix and the vocabulary, and work on the same rows of a batch."""
     cpu_offload: bool = False
     """Shards, gradients and optimizer state live in host memory, and the optimizer runs there."""
 
     def __post_init__(self) -> None:
-        for key in ("dp", "default_dp", "dp_replicate", "tp"):
+        for key in ("dp", "default_dp", "dp_replicate", "cp", "tp"):
             size = getattr(self, key)
             if size is not None and size < 1:
                 raise ConfigError(f"parallelism.{key}: must be at least 1, got {size}.")
@@ -60,14 +62,14 @@ class FSDP2:
         return world_size(
             dp=None if self.dp is None else self.dp // self.dp_replicate,
             default_dp=-(-self.default_dp // self.dp_replicate),
-            model_ranks=self.dp_replicate * self.tp,
+            model_ranks=self.dp_replicate * self.cp * self.tp,
             environ=environ,
             num_gpus=num_gpus,
         )
 
     def data_size(self, world_size: int) -> int:
         """Into how many shares a global batch is split."""
-        return world_size // self.tp
+        return world_size // (self.cp * self.tp)
 
     def check(
         self,
@@ -79,10 +81,12 @@ class FSDP2:
     ) -> None:
         """
         Raises:
-            ConfigError: the model has no blocks that could be sharded, or no plan for ``tp`` parts.
+            ConfigError: the model has no blocks that could be sharded, no plan for ``tp`` parts, or no way to
+                share its rows among ``cp`` ranks.
         """
         blocks(model)
         tensor_parallel.check(model, self.tp)
+        context.check(model, self.cp, self.tp)
 
     def build(
         self,

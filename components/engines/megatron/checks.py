@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from components.engines.layout import check_tp, nearest
+from components.engines.layout import check_cp, check_tp
 from components.engines.megatron import table
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.stages import check_stages
@@ -96,7 +96,8 @@ def check_run(
     check_optimizer(layout, optimizer)
     check_model(model)
     check_tp(layout.tp, model.config)
-    check_cp(layout, model.config)
+    if layout.cp_comm_type == "a2a":
+        check_cp(layout.cp, layout.tp, model.config, instead="parallelism.cp_comm_type=all_gather")
     check_stages(layout, model.config.num_hidden_layers)
     reason = why_no_transformer_engine(model.config, layout, dtype, device)
     if layout.transformer_impl == "transformer_engine" and reason:
@@ -166,18 +167,6 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if names := table.unknown(name for name, _ in model.named_parameters()):
         raise ConfigError(f"model: {names[0]} of {kind} has no place in the Megatron engine; {instead}")
-
-
-def check_cp(layout: Layout, config: PreTrainedConfig) -> None:
-    """``a2a`` deals the heads of a tensor-parallel rank out over cp."""
-    heads = config.num_attention_heads // layout.tp
-    if layout.cp_comm_type == "a2a" and heads % layout.cp:
-        fitting = [cp for cp in range(2, heads + 1) if heads % cp == 0]
-        sizes = f"parallelism.cp={nearest(layout.cp, fitting)}, or " if fitting else ""
-        raise ConfigError(
-            f"parallelism.cp: {layout.cp} does not divide the {heads} attention heads of a rank, which "
-            f"cp_comm_type=a2a shares out; use {sizes}parallelism.cp_comm_type=all_gather."
-        )
 
 
 def uses_transformer_engine(
