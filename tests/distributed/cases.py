@@ -27,7 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     # A vocabulary that does not come out even, and a row of it whose gradient is left out.
-    "uneven": {"model_type": "qwen3", "vocab_size": VOCABULARY + 3, "pad_token_id": 5, "head_dim": 8},
+    "uneven": {"model_type": "qwen3", "vocab_size": VOCABULARY + 1, "pad_token_id": 5, "head_dim": 8},
     # A window in the first of its layers, and other rotary frequencies.
     "gemma": {
         "model_type": "gemma3_text",

@@ -1,6 +1,7 @@
 """From a description of a model to its sharded module, and back to whole tensors."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,12 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from components.engines.attention import ATTENTION, ATTENTION_RECOMPUTED
 from components.engines.fsdp2.context import Context
-from components.engines.fsdp2.mesh import TENSOR, data_mesh, part, stored
+from components.engines.fsdp2.mesh import SHARD, TENSOR, data_mesh, part, stored
 from components.engines.fsdp2.tensor_parallel import local, parallelize, vocabulary_shard
 from components.engines.logps import token_stats
 from components.engines.vocabulary import VocabularyShard
@@ -115,6 +117,7 @@ def shard(scorer: Scorer, mesh: DeviceMesh, layout: "FSDP2", dtype: torch.dtype)
     # Inputs are ids, labels and fp32 weights of labels: casting those would round the loss.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": data_mesh(mesh), "mp_policy": policy}
+    options["shard_placement_fn"] = partial(shard_dimension, shards=mesh[SHARD].size())
     if layout.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for block in blocks(scorer.lm):
@@ -124,6 +127,29 @@ def shard(scorer: Scorer, mesh: DeviceMesh, layout: "FSDP2", dtype: torch.dtype)
         # The engine divides once, at the end of the step; a factor of 1 alone is not a plain sum on gloo.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def shard_dimension(parameter: nn.Parameter, shards: int) -> Shard | None:
+    """Which dimension FSDP cuts; None: rows.
+
+    Where tensor parallelism left its ranks unequal numbers of rows, columns: torch would be wrong about which
+    rows of the whole a shard of them holds.
+
+    Raises:
+        ConfigError: and there are not equally many columns for every shard.
+    """
+    if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
+        return None
+    rows, *others = parameter.shape
+    if rows % parameter.device_mesh.size() == 0:
+        return None
+    (columns,) = others
+    if columns % shards:
+        raise ConfigError(
+            f"parallelism.tp: does not divide vocab_size = {rows} of this model, and its {columns} columns "
+            f"do not divide by the {shards} ranks that share it (dp / dp_replicate x cp); change one of them."
+        )
+    return Shard(1)
 
 
 def recompute_in_backward(block: nn.Module) -> None:
