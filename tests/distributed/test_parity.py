@@ -10,7 +10,8 @@ from benchmarks.parity_rows import CONTROL_COLUMN, CONTROLS, ROWS, Row
 
 REDUCED = [
     ("hsdp", "sft packed"),
-    ("fsdp2 tp2", "dpo shared prompt"),
+    ("fsdp2 tp2", "dpo packed"),
+    ("fsdp2 cp2", "dpo shared prompt"),
     ("dp2 sharded", "sft packed"),
     ("dp2 sharded", "dpo packed"),
     ("tp2 sp", "pt"),
