@@ -73,8 +73,6 @@ def keys_with_prefixes(batch: Batch) -> tuple[Tensor, Tensor]:
     return ends, torch.where(offset < prefix[sequence], shared, own)
 
 
-# Sequences are told apart by numbers, of which every batch would be compiled anew.
-@torch.compiler.disable
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -135,10 +133,12 @@ def attention(
 def recomputed(module: nn.Module, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, None]:
     """``attention`` that keeps query, key and value for the backward pass, and the state of dropout."""
     if not torch.is_grad_enabled():
-        return attention(module, *tensors, **options)
+        return attention(module, *tensors, **options)  # type: ignore[arg-type]
     return checkpoint(attention, module, *tensors, use_reentrant=False, **options)
 
 
+# Sequences are told apart by numbers, of which every batch would be compiled anew.
+@torch.compiler.disable
 def over_ranks(
     attend: Callable[..., tuple[Tensor, None]],
     module: nn.Module,

@@ -1,12 +1,15 @@
 """A train step never asks the device for a number: on the meta device, which has none, whoever asks fails."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from components.engines import attention, logps
+from components.engines import attention, logps, process_group
+from components.engines.fsdp2.context import Context
 from components.engines.fsdp2.parallelize import Scorer
 from components.engines.sums import Sums
 from components.losses import DPO, NextToken
@@ -41,6 +44,13 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(logps.CHUNK_BYTES, "meta", 1 << 12)
 
 
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    process_group.join("cpu")
+    yield
+    process_group.leave()
+
+
 def micro_batch(layout: str, *, share_prompt: bool = False) -> Batch:
     """Of four pairs, for a loss of any kind."""
     batch = LAYOUTS[layout](sequences())
@@ -53,7 +63,8 @@ def micro_batch(layout: str, *, share_prompt: bool = False) -> Batch:
 
 
 def forward_and_backward(here: Batch, loss: Loss) -> None:
-    scorer = Scorer(spec("qwen3").build(spec("qwen3").config(), attention=attention.ATTENTION))
+    model = spec("qwen3").build(spec("qwen3").config(), attention=attention.ATTENTION)
+    scorer = Scorer(model, Context(dist.group.WORLD))
     batch, sums = here.to(META), Sums()
     output = loss(TokenStats(*scorer(batch, loss.requires, loss.weights(batch))), batch)
     sums.objective(output).backward()

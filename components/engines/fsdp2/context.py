@@ -85,9 +85,12 @@ def with_padding(batch: Batch, padding: int) -> Batch:
         return batch
     assert batch.max_seqlen is not None
     end = batch.labels.shape[1] + padding
+    prefixes = batch.prefix_lengths
     return replace(
         batch,
         seqlens=F.pad(batch.seqlens, (0, 1)),
         cu_seqlens=F.pad(batch.cu_seqlens, (0, 1), value=end),
         max_seqlen=max(batch.max_seqlen, padding),
+        prefix_lengths=None if prefixes is None else F.pad(prefixes, (0, 1)),
+        num_keys=None if batch.num_keys is None else batch.num_keys + padding,
     )

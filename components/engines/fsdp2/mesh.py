@@ -4,12 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, debug
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.debug import (
-    _clear_fast_path_sharding_prop_cache,
-    _clear_python_sharding_prop_cache,
-)
 
 REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
 
@@ -33,8 +29,9 @@ def weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def forget_meshes() -> None:
     """Before process groups are destroyed: torch keeps results of DTensors with their meshes, and would hand
     them to the next mesh of the same ranks and names, whose groups are others."""
-    _clear_python_sharding_prop_cache()
-    _clear_fast_path_sharding_prop_cache()
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        if hasattr(debug, name):  # what torch keeps, and where, differs from one release to the next
+            getattr(debug, name)()
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
