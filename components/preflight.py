@@ -1,5 +1,6 @@
 """Checks in the parent, before a process is spawned or a group is made."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,11 +68,31 @@ def check_length(eval_every: int, has_eval: bool, num_steps: int, resume: Path |
             f"run.eval_every: is {eval_every}, but there is no evaluation data; "
             "set data.eval or data.eval_fraction, or run.eval_every=0."
         )
-    if resume is not None and (done := read_meta(resume).state["step"]) >= num_steps:
+    done = steps_done(resume)
+    if resume is not None and done >= num_steps:
         raise ConfigError(
             f"run.max_steps: {resume} has {done} steps already and the run ends at {num_steps}; "
             "raise run.max_steps or run.epochs, or take an earlier checkpoint."
         )
+
+
+def check_profile(last_step: int, ranks: Sequence[int], steps_left: int, world_size: int) -> None:
+    """Whether there will be such steps and such ranks to record."""
+    if last_step > steps_left:
+        raise ConfigError(
+            f"run.profile_steps: the last is {last_step}, and this run takes {steps_left} steps; "
+            "choose earlier ones, or raise run.max_steps."
+        )
+    if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
+        raise ConfigError(
+            f"run.profile_ranks: there is no rank {wrong[0]}; the run has {world_size}, from 0 on."
+        )
+
+
+def steps_done(resume: Path | None) -> int:
+    """Of the run that is continued."""
+    done: int = 0 if resume is None else read_meta(resume).state["step"]
+    return done
 
 
 def check_compile(asked: bool, layout: ParallelismSpec, device: str) -> None:

@@ -96,6 +96,9 @@ class Launch:
         )
         resume = resume_point(run.resume, Path(run.output_dir), run.name, identity)
         preflight.check_length(run.eval_every, data.eval is not None, data.num_steps, resume)
+        if run.profile:
+            left = data.num_steps - preflight.steps_done(resume)
+            preflight.check_profile(run.profile_steps[1], run.profile_ranks, left, self.world_size)
         if run.resume == "auto" and resume is not None:
             folder = reopen_run_folder(resume.parent.parent.absolute(), read_meta(resume).state["step"])
         else:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from components.checkpoint import CheckpointPolicy
 from runner.errors import TrainingError
+from runner.profiler import Profiler
 from runner.protocols import Batch, DataLoader, Engine, Loss
 from runner.reporter import Reporter
 from runner.schema import RunConfig
@@ -31,6 +32,7 @@ class Training:
     lr: Callable[[int], float]
     checkpoints: CheckpointPolicy
     reporter: Reporter
+    profiler: Profiler
     state: TrainState
     run: RunConfig
 
@@ -39,7 +41,8 @@ def train(t: Training) -> None:
     """Runs from ``t.state.step`` to the last step of the data; every rank calls it."""
     last = t.train_data.num_steps
     while t.state.step < last:
-        train_step(t)
+        with t.profiler.step():
+            train_step(t)
         step = t.state.step
         if step == last or every(t.run.eval_every, step):
             evaluate(t)

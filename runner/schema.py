@@ -30,6 +30,12 @@ class RunConfig:
     sample_tokens: int
     max_skipped_steps: int
     count_zeros: bool
+    profile: bool
+    profile_steps: tuple[int, int]
+    profile_ranks: tuple[int, ...]
+    profile_memory: bool
+    profile_shapes: bool
+    profile_stacks: bool
     compile: bool
 
     def __post_init__(self) -> None:
@@ -48,6 +54,12 @@ class RunConfig:
         ):
             if getattr(self, key) < 0:
                 raise ConfigError(f"run.{key}: must be 0 (off) or more, got {getattr(self, key)}.")
+        first, last = self.profile_steps
+        if not 1 <= first <= last:
+            raise ConfigError(
+                f"run.profile_steps: must be the first and the last step to record, from 1 on, got [{first}, "
+                f"{last}]; use [3, 4]."
+            )
         if self.seed >= 2**63:
             raise ConfigError(f"run.seed: must be below 2**63, got {self.seed}.")
         if self.max_steps is None and self.epochs is None:

@@ -16,6 +16,7 @@ from runner.folder import read_config, read_facts, write_facts
 from runner.logs import log_to
 from runner.loop import Training, train
 from runner.prefetch import Prefetched
+from runner.profiler import Profiler
 from runner.protocols import BatchStats, Engine
 from runner.provenance import Provenance
 from runner.reporter import Reporter, progress_bar
@@ -95,6 +96,7 @@ def wire(
             writes=main,
         ),
         reporter=report,
+        profiler=Profiler(run, folder / "profile", int(os.environ.get("RANK", "0")), engine.device),
         state=state,
         run=run,
     )

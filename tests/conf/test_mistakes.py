@@ -93,6 +93,18 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["stage=dpo", "data.share_prompt=true", "parallelism=tp2"],
         ["data.share_prompt", "Megatron", "use parallelism=fsdp2"],
     ),
+    "profile of no step": (
+        ["run.profile=true", "run.profile_steps=[4,3]"],
+        ["run.profile_steps", "use [3, 4]"],
+    ),
+    "profile after the end": (
+        ["run.profile=true", "run.max_steps=3"],
+        ["run.profile_steps", "3 steps", "run.max_steps"],
+    ),
+    "profile of no rank": (
+        ["run.profile=true", "run.profile_ranks=[0,1]"],
+        ["run.profile_ranks", "no rank 1"],
+    ),
     "compiled blocks of Megatron": (
         ["run.compile=true", "parallelism=tp2"],
         ["run.compile", "Megatron", "use parallelism=fsdp2"],

@@ -1,0 +1,61 @@
+"""Where the time of a few steps went: ``run.profile=true``."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from runner.schema import RunConfig
+
+log = logging.getLogger("runner")
+
+ROWS = 60
+"""Of the table: operators, the most expensive first."""
+
+
+class Profiler:
+    """Records steps ``run.profile_steps`` of this process on the ranks of ``run.profile_ranks``.
+
+    Leaves ``rank_R.json``, a Chrome trace (chrome://tracing, https://ui.perfetto.dev), and ``rank_R.txt``, a
+    table of operators, in ``folder``.
+    """
+
+    def __init__(self, run: RunConfig, folder: Path, rank: int, device: torch.device) -> None:
+        self.folder, self.rank, self.device = folder, rank, device
+        self.first, self.last = run.profile_steps
+        self.steps, self.recorder = 0, None
+        if run.profile and rank in run.profile_ranks:
+            self.recorder = profile(
+                activities=activities(device),
+                record_shapes=run.profile_shapes,
+                profile_memory=run.profile_memory,
+                with_stack=run.profile_stacks,
+            )
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around every train step."""
+        self.steps += 1
+        if self.recorder is not None and self.steps == self.first:
+            self.recorder.start()
+        yield
+        if self.recorder is not None and self.steps == self.last:
+            self.recorder.stop()
+            self.write(self.recorder)
+            self.recorder = None
+
+    def write(self, recorder: profile) -> None:
+        self.folder.mkdir(exist_ok=True)
+        trace = self.folder / f"rank_{self.rank}.json"
+        recorder.export_chrome_trace(str(trace))
+        averages = recorder.key_averages(group_by_input_shape=bool(recorder.record_shapes))
+        table = averages.table(sort_by=f"self_{self.device.type}_time_total", row_limit=ROWS)
+        trace.with_suffix(".txt").write_text(table)
+        log.info(f"profile of steps {self.first} to {self.last}: {trace}")
+
+
+def activities(device: torch.device) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
