@@ -95,27 +95,6 @@ def steps_done(resume: Path | None) -> int:
     return done
 
 
-def check_compile(asked: bool, layout: ParallelismSpec, device: str) -> None:
-    """Whether blocks can be compiled: by the engine, and on this machine."""
-    if not asked:
-        return
-    if not layout.compiles:
-        raise ConfigError(
-            f"run.compile: {type(layout).__name__} does not compile its blocks; use parallelism=fsdp2 or "
-            "parallelism=single, or run.compile=false."
-        )
-    if device == "cpu":
-        from torch._inductor import cpp_builder, exc  # here, because it takes seconds
-
-        try:
-            cpp_builder.get_cpp_compiler()
-        except exc.InvalidCxxCompiler as error:
-            raise ConfigError(
-                "run.compile: needs a C++ compiler on the CPU and finds none; install g++ or clang, set CXX, "
-                "or use run.compile=false."
-            ) from error
-
-
 def check_shared_prompt(share_prompt: bool, layout: ParallelismSpec) -> None:
     """Whether the engine lets a sequence see a part of another."""
     if share_prompt and not layout.computes_prefixes:

@@ -72,7 +72,6 @@ class Launch:
         run, experiment = self.experiment.run, self.experiment
         data_size = experiment.parallelism.data_size(self.world_size)
         preflight.check_batch(run.global_batch_size, run.micro_batch_size, data_size)
-        preflight.check_compile(run.compile, experiment.parallelism, self.device)
         preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
         experiment.logger.check()
         model = experiment.model.build(experiment.model.config())
@@ -81,6 +80,8 @@ class Launch:
             experiment.optimizer,
             dtype=DTYPES[run.dtype],
             device=self.device,
+            compiled=run.compile,
+            kernels=run.kernels,
         )
         experiment.model.weights(run.seed)  # opened only: what is missing shows before a rank starts
         with log_to(None, self.console):

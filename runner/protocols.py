@@ -15,6 +15,9 @@ from torch import Tensor
 IGNORE = -100
 """The label of a position that carries no loss."""
 
+Kernels = Literal["auto", "torch", "liger"]
+"""What computes norms and MLPs: torch, liger-kernel, or whichever suits the device."""
+
 SampleKind = Literal["text", "chat", "preference"]
 """What one sample is: a document, a conversation, or a pair of conversations that share a prompt."""
 
@@ -262,9 +265,6 @@ class Engine(Protocol):
 class ParallelismSpec(Protocol):
     """The ``parallelism`` group: a layout, and how to build its engine."""
 
-    compiles: ClassVar[bool]
-    """Whether its engine can run blocks through torch.compile."""
-
     computes_prefixes: ClassVar[bool]
     """Whether its engine takes a ``Batch`` with ``prefix_lengths``."""
 
@@ -275,7 +275,14 @@ class ParallelismSpec(Protocol):
         """Into how many shares a global batch is split."""
 
     def check(
-        self, model: Any, optimizer: Any, *, dtype: torch.dtype, device: Literal["cpu", "cuda"]
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        dtype: torch.dtype,
+        device: Literal["cpu", "cuda"],
+        compiled: bool = False,
+        kernels: Kernels = "auto",
     ) -> None:
         """Raises ConfigError where the layout does not fit the run; called once, before any rank starts.
 
@@ -293,5 +300,6 @@ class ParallelismSpec(Protocol):
         with_reference: bool,
         count_zeros: bool,
         compiled: bool = False,
+        kernels: Kernels = "auto",
     ) -> Engine:
         """Joins the process group and builds this rank's engine; every rank calls it."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runner.errors import ConfigError
+from runner.protocols import Kernels
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class RunConfig:
     profile_shapes: bool
     profile_stacks: bool
     compile: bool
+    kernels: Kernels
 
     def __post_init__(self) -> None:
         for key in ("global_batch_size", "micro_batch_size", "max_skipped_steps", "max_steps", "epochs"):

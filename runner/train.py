@@ -60,6 +60,7 @@ def build_engine(experiment: Experiment, device: Any) -> Engine:
         with_reference=experiment.stage.needs_reference,
         count_zeros=run.count_zeros,
         compiled=run.compile,
+        kernels=run.kernels,
     )
 
 

@@ -93,6 +93,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["stage=dpo", "data.share_prompt=true", "parallelism=tp2"],
         ["data.share_prompt", "Megatron", "use parallelism=fsdp2"],
     ),
+    "fused kernels without a GPU": (["run.kernels=liger"], ["run.kernels", "GPU", "run.kernels=auto"]),
+    "fused kernels on Megatron": (
+        ["run.kernels=liger", "parallelism=tp2"],
+        ["run.kernels", "parallelism.transformer_impl"],
+    ),
     "profile of no step": (
         ["run.profile=true", "run.profile_steps=[4,3]"],
         ["run.profile_steps", "use [3, 4]"],

@@ -1,10 +1,12 @@
 """The same command on a GPU. Skipped where there is none; nothing else needs one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from components.engines.fsdp2.engine import FSDP2Engine
 from tests.e2e.commands import SMALL, curve, rows, run_here
 
 pytestmark = [
@@ -32,3 +34,32 @@ def test_bf16_trains_and_resumes(tmp_path: Path, packing: str) -> None:
     for ours, theirs in zip(curve(rest), curve(straight)[3:], strict=True):
         for key, value in theirs.items():
             assert ours[key] == pytest.approx(value, rel=1e-3), key
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_the_host_never_waits_inside_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    plain = FSDP2Engine.train_microbatches
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            plain(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(FSDP2Engine, "train_microbatches", watched)
+    run = (*SMALL, "run.device=cuda", "run.dtype=bf16", f"stage={stage}", "run.export=false")
+    assert rows(run_here(tmp_path, *run), "train/loss")
+
+
+@pytest.mark.parametrize("option", ["run.compile=true", "run.kernels=liger"])
+def test_fused_blocks_give_the_same_curve(tmp_path: Path, option: str) -> None:
+    if "liger" in option:
+        pytest.importorskip("liger_kernel")
+    same = (*SMALL, "run.device=cuda", "run.export=false")
+    plain = rows(run_here(tmp_path / "a", *same, "run.kernels=torch"), "train/loss")
+    for ours, theirs in zip(rows(run_here(tmp_path / "b", *same, option), "train/loss"), plain, strict=True):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-4)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-3)

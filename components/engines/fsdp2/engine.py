@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from components.engines import bins, process_group
 from components.engines.fsdp2 import state
 from components.engines.fsdp2.context import Context
+from components.engines.fsdp2.execution import choose
 from components.engines.fsdp2.mesh import (
     CONTEXT,
     REPLICATE,
@@ -36,7 +37,7 @@ from components.engines.norm import global_norm
 from components.engines.sums import Sums, reduce_counts
 from components.models import ModelSpec, export_folder
 from components.optimizers import Optimizer, torch_optimizer
-from runner.protocols import Batch, Loss, StepResult, TokenStats
+from runner.protocols import Batch, Kernels, Loss, StepResult, TokenStats
 
 if TYPE_CHECKING:
     from components.engines.fsdp2.spec import FSDP2
@@ -61,6 +62,7 @@ class FSDP2Engine:
         with_reference: bool = False,
         count_zeros: bool = False,
         compiled: bool = False,
+        kernels: Kernels = "auto",
     ) -> None:
         self.device, self.dtype, self.spec, self.count_zeros = device, dtype, model, count_zeros
         self.mesh = make_mesh(device, dp_replicate=layout.dp_replicate, cp=layout.cp, tp=layout.tp)
@@ -71,7 +73,15 @@ class FSDP2Engine:
         self.data_rank, self.data_size = data.get_local_rank(), data.size()
         weights, mesh = model.weights(seed), weight_mesh(self.mesh)
         context = Context(self.mesh.get_group(CONTEXT))
-        options: dict[str, Any] = {"context": context, "dtype": dtype, "device": device, "compiled": compiled}
+        model_type = model.config().model_type
+        self.kernels, self.compiled = choose(kernels, model_type, device.type, compiled=compiled), compiled
+        options: dict[str, Any] = {
+            "context": context,
+            "dtype": dtype,
+            "device": device,
+            "compiled": compiled,
+            "fused": self.kernels == "liger",
+        }
         self.scorer = build_scorer(model, weights, mesh, layout, trainable=True, **options)
         self.reference: Scorer | None = None
         if with_reference:
@@ -181,6 +191,8 @@ class FSDP2Engine:
             "engine": "fsdp2",
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
+            "kernels": self.kernels,
+            "compiled": self.compiled,
             "world_size": dist.get_world_size(),
             "mesh": {
                 "dims": dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from components.engines.attention import ATTENTION, ATTENTION_RECOMPUTED
 from components.engines.fsdp2.context import Context
+from components.engines.fsdp2.execution import fuse
 from components.engines.fsdp2.mesh import SHARD, TENSOR, data_mesh, part, stored
 from components.engines.fsdp2.tensor_parallel import local, parallelize, vocabulary_shard
 from components.engines.logps import token_stats
@@ -82,6 +83,7 @@ def build_scorer(
     dtype: torch.dtype,
     device: torch.device,
     compiled: bool,
+    fused: bool,
     trainable: bool,
 ) -> Scorer:
     """The model sharded over ``mesh``, block by block, holding ``weights``.
@@ -93,6 +95,8 @@ def build_scorer(
     recompute = layout.activation_checkpointing if trainable else "none"
     attention = ATTENTION_RECOMPUTED if recompute == "selective" else ATTENTION
     scorer = Scorer(spec.build(spec.config(), attention=attention), context)
+    if fused:
+        fuse(scorer.lm)
     for block in blocks(scorer.lm):
         if compiled:
             # Inside the hooks of FSDP, which then run as they are; the blocks share their compiled code.

@@ -8,13 +8,14 @@ import torch
 from transformers import PreTrainedModel
 
 from components.engines import process_group
-from components.engines.fsdp2 import context, tensor_parallel
+from components.engines.fsdp2 import context, execution, tensor_parallel
 from components.engines.fsdp2.engine import FSDP2Engine
 from components.engines.fsdp2.parallelize import blocks
 from components.engines.layout import nearest, world_size
 from components.models import ModelSpec
 from components.optimizers import Optimizer
 from runner.errors import ConfigError
+from runner.protocols import Kernels
 
 ActivationCheckpointing = Literal["none", "full", "selective"]
 
@@ -26,7 +27,6 @@ class FSDP2:
     With ``dp_replicate`` copies (hybrid sharding) a parameter is sharded over ``dp / dp_replicate`` ranks.
     """
 
-    compiles: ClassVar[bool] = True
     computes_prefixes: ClassVar[bool] = True
 
     dp: int | None
@@ -74,10 +74,12 @@ class FSDP2:
     def check(
         self,
         model: PreTrainedModel,
-        optimizer: Optimizer,  # noqa: ARG002  every optimizer, dtype and device will do
+        optimizer: Optimizer,  # noqa: ARG002  every optimizer and dtype will do
         *,
         dtype: torch.dtype,  # noqa: ARG002
-        device: Literal["cpu", "cuda"],  # noqa: ARG002
+        device: Literal["cpu", "cuda"],
+        compiled: bool = False,
+        kernels: Kernels = "auto",
     ) -> None:
         """
         Raises:
@@ -87,6 +89,7 @@ class FSDP2:
         blocks(model)
         tensor_parallel.check(model, self.tp)
         context.check(model, self.cp, self.tp)
+        execution.check(model, device, compiled=compiled, kernels=kernels)
 
     def build(
         self,
@@ -99,6 +102,7 @@ class FSDP2:
         with_reference: bool,
         count_zeros: bool,
         compiled: bool = False,
+        kernels: Kernels = "auto",
     ) -> FSDP2Engine:
         """Joins the process group and builds this rank's engine; every rank calls it."""
         local = process_group.join(device)
@@ -113,6 +117,7 @@ class FSDP2:
                 with_reference=with_reference,
                 count_zeros=count_zeros,
                 compiled=compiled,
+                kernels=kernels,
             )
         except BaseException:
             process_group.leave_alone()

@@ -13,6 +13,8 @@ from components.engines.megatron.checks import check_keys, check_run
 from components.engines.megatron.layout import Layout
 from components.models import ModelSpec
 from components.optimizers import Optimizer
+from runner.errors import ConfigError
+from runner.protocols import Kernels
 
 if TYPE_CHECKING:
     from components.engines.megatron.runtime.engine import MegatronEngine
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 class Megatron(Layout):
     """Tensor, pipeline, context and data parallelism by Megatron-Core, on GPUs or on gloo ranks of a CPU."""
 
-    compiles: ClassVar[bool] = False
     # mcore's packed rotary embedding counts positions from cu_seqlens: from 0 in every sequence.
     computes_prefixes: ClassVar[bool] = False
 
@@ -49,11 +50,22 @@ class Megatron(Layout):
         *,
         dtype: torch.dtype,
         device: Literal["cpu", "cuda"],
+        compiled: bool = False,
+        kernels: Kernels = "auto",
     ) -> None:
         """
         Raises:
             ConfigError: Megatron, or our engine on top of it, cannot do this, or would do it wrongly.
         """
+        if compiled:
+            raise ConfigError(
+                "run.compile: Megatron does not compile its blocks; use parallelism=fsdp2 or "
+                "parallelism=single, or run.compile=false."
+            )
+        if kernels == "liger":
+            raise ConfigError(
+                "run.kernels: Megatron's are those of parallelism.transformer_impl; use run.kernels=auto."
+            )
         check_run(self, model, optimizer, dtype=dtype, device=device)
 
     def build(
@@ -67,11 +79,13 @@ class Megatron(Layout):
         with_reference: bool,
         count_zeros: bool,
         compiled: bool = False,
+        kernels: Kernels = "auto",
     ) -> "MegatronEngine":
         """Joins the process group and builds this rank's engine; every rank calls it."""
         from components.engines.megatron.runtime.engine import MegatronEngine
 
-        assert not compiled, "Megatron's blocks are not compiled"
+        assert not compiled
+        assert kernels != "liger"
         local = process_group.join(device)
         try:
             return MegatronEngine(

@@ -1,0 +1,78 @@
+"""Other ways to compute a block than operator by operator: torch.compile, or liger's fused kernels."""
+
+import sys
+from importlib.util import find_spec
+from typing import Literal
+
+from transformers import PreTrainedModel
+
+from runner.errors import ConfigError
+from runner.protocols import Kernels
+
+
+def check(
+    model: PreTrainedModel, device: Literal["cpu", "cuda"], *, compiled: bool, kernels: Kernels
+) -> None:
+    """
+    Raises:
+        ConfigError: this machine has no compiler, or no fused kernels for ``model``.
+    """
+    if compiled and device == "cpu":
+        check_compiler()
+    if kernels == "liger":
+        check_liger(model.config.model_type, device)
+
+
+def check_compiler() -> None:
+    from torch._inductor import cpp_builder, exc  # here, because it takes seconds
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        raise ConfigError(
+            "run.compile: needs a C++ compiler on the CPU and finds none; install g++ or clang, set CXX, "
+            "or use run.compile=false."
+        ) from error
+
+
+def check_liger(model_type: str, device: Literal["cpu", "cuda"]) -> None:
+    if device == "cpu":
+        raise ConfigError("run.kernels: liger needs a GPU; use run.kernels=auto, or run.kernels=torch.")
+    if find_spec("liger_kernel") is None:
+        raise ConfigError(
+            "run.kernels: liger-kernel is not installed; pip install liger-kernel, or use run.kernels=torch."
+        )
+    if not has_liger(model_type):
+        raise ConfigError(f"run.kernels: liger-kernel does not know {model_type}; use run.kernels=torch.")
+
+
+def has_liger(model_type: str) -> bool:
+    if find_spec("liger_kernel") is None:
+        return False
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def choose(asked: Kernels, model_type: str, device: str, *, compiled: bool) -> Literal["torch", "liger"]:
+    """``auto`` takes fused kernels on a GPU, where there are any and the compiler does not make its own."""
+    if asked != "auto":
+        return asked
+    return "liger" if device == "cuda" and not compiled and has_liger(model_type) else "torch"
+
+
+def fuse(model: PreTrainedModel) -> None:
+    """Gives the norms and MLPs of ``model`` liger's forward; parameters and their names stay.
+
+    Attention and the head are ours. The rotary embedding is a function of transformers' module, not of
+    ``model``: other models of the process would change with it.
+    """
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    off = dict.fromkeys(("rope", "cross_entropy", "fused_linear_cross_entropy"), False)
+    on = dict.fromkeys(("rms_norm", "swiglu", "geglu", "layer_norm"), True)
+    _apply_liger_kernel_to_instance(model=model, **on, **off)
+    # It also replaces the classes, for models that are built later.
+    vars(module).update(before)
