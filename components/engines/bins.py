@@ -12,8 +12,8 @@ from runner.protocols import Batch
 MAX_TOKENS = {"cpu": 4096, "cuda": 32768}
 """Of a bin. Only one block's activations are alive at a time, so on a GPU a bin takes less memory than a
 training micro-batch of a few thousand tokens: at hidden 4096 and intermediate 14336 about 130 kB a token in
-bf16, 4 GiB. A larger bin gathers weights less often and launches fewer kernels. A CPU gains no more from
-1,000 to 16,000 tokens than its caches lose: 2300, 2080 and 1975 tokens/s in bins of 2k, 4k and 16k."""
+bf16, 4 GiB. A larger bin gathers weights less often and launches fewer kernels. A CPU is no faster with
+bins of 4,000 or 16,000 tokens than with micro-batches of 2,000."""
 
 
 def cut(microbatches: Sequence[Batch], group: dist.ProcessGroup, device: torch.device) -> list[list[Batch]]:
@@ -47,13 +47,14 @@ def join(batches: Sequence[Batch]) -> Batch:
     """
     if len(batches) == 1:
         return batches[0]
-    ends, prefixes, offset = [], [], 0
+    ends, prefixes, labelled, offset = [], [], [], 0
     for batch in batches:
         assert batch.cu_seqlens is not None, "only packed batches are joined"
         ends.append(batch.cu_seqlens[1:] + offset)
         prefixes.append(
             torch.zeros_like(batch.seqlens) if batch.prefix_lengths is None else batch.prefix_lengths
         )
+        labelled.append(batch.labelled() + offset)
         offset += batch.labels.numel()
     shared = any(batch.prefix_lengths is not None for batch in batches)
     return Batch(
@@ -65,6 +66,7 @@ def join(batches: Sequence[Batch]) -> Batch:
         max_seqlen=max(batch.max_seqlen or 0 for batch in batches),
         prefix_lengths=torch.cat(prefixes) if shared else None,
         num_keys=sum(batch.num_keys or batch.labels.numel() for batch in batches) if shared else None,
+        label_index=torch.cat(labelled),
     )
 
 

@@ -1,5 +1,6 @@
 """Joined micro-batches give what each gives alone."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,14 @@ def test_a_joined_forward_is_that_of_each(tmp_path: Path) -> None:
         torch.testing.assert_close(found, logits(lm, batch), rtol=1e-5, atol=1e-5)
     assert torch.equal(torch.cat(split(joined.labels, batches), 1), joined.labels)
     assert joined.max_seqlen == max(batch.max_seqlen or 0 for batch in batches)
+    assert torch.equal(joined.labelled(), replace(joined, label_index=None).labelled())
     assert joined.num_sequences == sum(batch.num_sequences for batch in batches)
+
+
+def test_labels_that_were_found_are_not_searched_again(tmp_path: Path) -> None:
+    """On a GPU the host would wait for the answer."""
+    marked = [replace(batch, label_index=torch.tensor([0])) for batch in microbatches(tmp_path / "s")]
+    assert len(join(marked).labelled()) == len(marked)
 
 
 def test_nothing_is_shared_where_nothing_was(tmp_path: Path) -> None:
