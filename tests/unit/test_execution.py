@@ -37,11 +37,13 @@ def test_without_the_package_it_is_refused() -> None:
         execution.check_liger("llama", "cuda")
 
 
-def test_without_a_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_it_is_refused() -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ConfigError, match="needs a C\\+\\+ compiler"):
+    with (
+        config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(ConfigError, match="needs a C\\+\\+ compiler"),
+    ):
         execution.check_compiler()
 
 
