@@ -10,15 +10,14 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 from torch import Tensor
 
 from benchmarks import parity_ranks
+from benchmarks.compose import composed
 from benchmarks.parity_rows import COLUMNS, EXPERIMENT, REFERENCE, Column, Row
 from components.data.formats import ChatSample, PreferenceSample, Sample, TextSample
 from components.data.stdlib import stdlib_records
-from runner.cli import config_dir, resolved
 from runner.folder import read_facts
 from runner.launch import Launch
 from runner.protocols import SampleKind
@@ -116,9 +115,7 @@ class Bench:
             f"data.cache_dir={self.root}/cache",
             "data.num_workers=1",
         )
-        with initialize_config_dir(config_dir(), version_base="1.3"):
-            composed = compose("config", [*EXPERIMENT, *column.overrides, *row.overrides, *here])
-        return resolved(composed, Provenance())
+        return composed([*EXPERIMENT, *column.overrides, *row.overrides, *here])
 
     def pool(self, world_size: int) -> Ranks:
         if world_size not in self.pools:

@@ -1,0 +1,51 @@
+"""The samples of every step as this runner deals them, for programs that can be told."""
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.compose import composed
+from benchmarks.peers.programs import Work, overrides
+from runner.build import build_experiment
+from runner.folder import read_facts
+from runner.launch import Launch
+from runner.protocols import Batch
+from runner.provenance import Provenance
+
+
+def write_order(work: Work, data: Path, steps: int, folder: Path) -> Path:
+    """Per step the tokens of its sequences; of pairs all chosen sides, then all rejected ones.
+
+    A run is prepared in ``folder``, and never started.
+    """
+    config = composed([*overrides(work, data, steps), "run.name=order", f"run.output_dir={folder}"])
+    launch = Launch(config, Provenance(), command=["order"])
+    launch.console = Console(quiet=True)
+    prepared = read_facts(launch.prepare())["data"]
+    run = launch.experiment.run
+    loader = (
+        build_experiment(config, Provenance())
+        .data.restore(prepared)
+        .train_loader(
+            global_batch_size=run.global_batch_size,
+            micro_batch_size=run.micro_batch_size,
+            data_rank=0,
+            data_size=1,
+        )
+    )
+    order = [
+        [ids for batch in loader.microbatches(step) for ids in sequences(batch)] for step in range(steps)
+    ]
+    if work.stage == "dpo":
+        order = [[*ids[0::2], *ids[1::2]] for ids in order]
+    path = folder / f"order_{work.name}.json"
+    path.write_text(json.dumps(order))
+    return path
+
+
+def sequences(batch: Batch) -> list[list[int]]:
+    """Tokens of every sequence of a packed batch."""
+    assert batch.cu_seqlens is not None
+    parts = batch.input_ids[0].split(batch.cu_seqlens.diff().tolist())
+    return [part.tolist() for part in parts if len(part)]
