@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -42,26 +42,32 @@ def main(overrides: Sequence[str]) -> None:
         table.add_row(name, f"{speed:,}")
     Console().print(table)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    facts = report(overrides, device, medians)
+    facts = report("benchmarks.throughput", overrides, device, EXPERIMENT, medians)
     (RESULTS / f"throughput_{kind}.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
-def run(options: Sequence[str]) -> list[float]:
-    """Tokens per second of every step of one run, the first ones left out."""
+def run(options: Sequence[str], warm_up: int = WARM_UP) -> list[float]:
+    """Tokens per second of every step of one run, the first ``warm_up`` left out."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "runner", *options, f"run.output_dir={folder}"]
         subprocess.run(command, check=True, capture_output=True)
         (metrics,) = Path(folder).glob("*/*/metrics.jsonl")
         rows = map(json.loads, metrics.read_text().splitlines())
-        return [row["perf/tokens_per_s"] for row in rows if "perf/tokens_per_s" in row][WARM_UP:]
+        return [row["perf/tokens_per_s"] for row in rows if "perf/tokens_per_s" in row][warm_up:]
 
 
-def report(overrides: Sequence[str], device: str, medians: dict[str, int]) -> dict[str, Any]:
+def report(
+    module: str,
+    arguments: Sequence[str],
+    device: str,
+    experiment: Sequence[str],
+    medians: Mapping[str, int],
+) -> dict[str, Any]:
     return {
-        "command": " ".join(["python -m benchmarks.throughput", *overrides]),
+        "command": " ".join([f"python -m {module}", *arguments]),
         "date": date.today().isoformat(),
         "device": device,
-        "experiment": EXPERIMENT,
+        "experiment": experiment,
         "versions": {name: version(name) for name in ("torch", "megatron-core", "transformers")},
         "tokens_per_s": medians,
     }
