@@ -1,6 +1,9 @@
 """The same model on the same samples, trained by this runner and by everybody else.
 
 Example: ``python -m benchmarks.peers --data DIR --peer trl=VENV/bin/python --peer litgpt=VENV/bin/python``
+
+Every peer has an environment of its own: torch of the same version as here first, then the peer. Without
+network; what is missing is skipped with a note.
 """
 
 import argparse

@@ -1,4 +1,8 @@
-"""LLaMA-Factory: supervised rows packed so that samples stay apart (``neat_packing``), text, and pairs."""
+"""LLaMA-Factory: supervised rows packed so that samples stay apart (``neat_packing``), text, and pairs.
+
+Its environment: torch first, then llamafactory; then take torchvision out again and put an empty module in
+torchaudio's place, which it imports and does not use here: neither fits this torch.
+"""
 
 from typing import Any
 
