@@ -15,7 +15,8 @@ from runner.provenance import Provenance
 
 
 def write_order(work: Work, data: Path, steps: int, folder: Path) -> Path:
-    """Per step the tokens of its sequences; of pairs all chosen sides, then all rejected ones.
+    """Per step the tokens of its sequences; of pairs all chosen sides, then all rejected ones (of these, with
+    shared prompts, what is computed for them).
 
     A run is prepared in ``folder``, and never started.
     """
