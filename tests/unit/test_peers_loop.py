@@ -32,6 +32,8 @@ def logps(model: PreTrainedModel, step: Step) -> list[Tensor]:
     for span in step.spans:
         ids, labels = (torch.tensor(x[span.begin : span.end]) for x in (step.ids, step.labels))
         kept = labels != IGNORE
+        assert not kept[-1]
+        assert labels[kept].equal(ids.roll(-1)[kept])
         every = model(input_ids=ids[None]).logits[0].log_softmax(-1)
         result.append(every[kept].gather(1, labels[kept, None])[:, 0])
     return result
