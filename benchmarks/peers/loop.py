@@ -30,7 +30,9 @@ class Trainer:
     def __init__(self, model: Model, folder: Path, dtype: torch.dtype, *, lr: float, reference: bool) -> None:
         self.model = model
         loaded = load_file(folder / "model.safetensors")
-        self.masters = {n: w.float().requires_grad_() for n, w in loaded.items() if n != "lm_head.weight"}
+        loaded.pop("lm_head.weight", None)  # tied
+        # Copies: in the file, tensors are not aligned as the processor likes them.
+        self.masters = {n: w.to(torch.float32, copy=True).requires_grad_() for n, w in loaded.items()}
         self.weights: dict[str, Tensor] = self.masters
         if dtype != torch.float32:
             self.weights = {n: w.detach().to(dtype).requires_grad_() for n, w in self.masters.items()}

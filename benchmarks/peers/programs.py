@@ -184,6 +184,7 @@ PEERS = (
     Program("hf", ("pt",), ("transformers", "torch", "accelerate"), "in_hf_trainer"),
     Program("litgpt", ("pt",), ("litgpt", "torch"), "in_litgpt"),
     Program("litgpt, compiled", ("pt",), ("litgpt", "torch"), "in_litgpt", compile=True),
+    Program("axolotl", ("sft",), ("axolotl", "torch", "transformers"), "in_axolotl"),
 )
 
 VERSIONS = """

@@ -21,6 +21,7 @@ QUIET = {
     "HF_DATASETS_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DO_NOT_TRACK": "1",
+    "AXOLOTL_DO_NOT_TRACK": "1",
     "WANDB_DISABLED": "true",
     "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory: newer versions of its dependencies than it knows
     "TOKENIZERS_PARALLELISM": "false",

@@ -14,14 +14,14 @@ from tests.peers import small_data
 OTHER = """
 import json, os, sys
 steps = [{"ev": "train_begin", "t": 0.5, "cpu": 0.5}]
-steps += [
-    {"ev": "step", "t": 2.0 * i, "cpu": 1.0 + i, "tok": 100 * i, "lab": 50 * i, "rss": 10 * i, "loss": 1.0}
-    for i in range(int(sys.argv[2]))
-]
+for i in range(int(sys.argv[2])):
+    tokens = 100 + 100 * i
+    numbers = {"tok": tokens, "lab": tokens // 2, "rss": 10 * i, "loss": 1.0}
+    steps.append({"ev": "step", "t": 2.0 * i, "cpu": 1.0 + i} | numbers)
 assert sys.argv[1] == "sft fp32"
 open(os.environ["BENCH_OUT"], "w").write("".join(json.dumps(step) + chr(10) for step in steps))
 """
-"""A program that claims 200 tokens in one processor second."""
+"""A program that claims 200 and 300 tokens in a processor second each."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_ours_and_the_loop_train_the_same_samples(report: dict[str, dict[str, An
 
 def test_another_program_is_timed_by_its_events(report: dict[str, dict[str, Any]]) -> None:
     run = report["mine"]["median"]
-    assert run["tokens_per_cpu_second"] == (100 + 200) / 2
+    assert run["tokens_per_cpu_second"] == (200 + 300) / 2
     assert (run["labels_per_token"], run["peak_mib"]) == (0.5, 20)
     assert (run["first_step_seconds"], run["first_step_cpu_seconds"]) == (0, 1)
 
