@@ -111,7 +111,7 @@ def test_two_ranks_give_the_curve_of_one(tmp_path: Path, starter: str, stage: st
     assert answer.returncode == 0, answer.stderr
     runs = list((tmp_path / "two").glob("*/*/run.json"))
     assert len(runs) == 1
-    assert json.loads(runs[0].read_text())["mesh"]["ranks"] == [[[0], [1]]]
+    assert json.loads(runs[0].read_text())["mesh"]["ranks"] == [[[[0]], [[1]]]]
     for ours, theirs in zip(curve(runs[0].parent), curve(single), strict=True):
         for key, value in theirs.items():
             assert ours[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
