@@ -35,6 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 8},
     "deep": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 8, "num_hidden_layers": 5},
 }
 COMMON = {

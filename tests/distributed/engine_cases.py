@@ -247,8 +247,8 @@ def call_out_of_order(on: Layout) -> None:
     engine.close()
 
 
-def one_step(on: FSDP2, family: str, layout: str) -> Step:
-    return engine_step(family, layout, 1, next_token(), on)
+def one_step(on: FSDP2, family: str, layout: str, micro_batch: int = 1) -> Step:
+    return engine_step(family, layout, micro_batch, next_token(), on)
 
 
 def shared_rows(on: FSDP2, family: str) -> dict[str, Tensor]:

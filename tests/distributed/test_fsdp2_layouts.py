@@ -80,7 +80,7 @@ def test_loss_and_gradients_equal_plain_transformers(
         assert_same(step, plain_step(family, "token"))
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "biased", "uneven"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma", "biased", "uneven"])
 @pytest.mark.parametrize("name", ["tp2", "tp2dp2"])
 def test_every_architecture_is_cut_rightly(pools: Pools, name: str, family: str) -> None:
     for step in pools.run(cases.one_step, LAYOUTS[name], family, "packed"):
@@ -118,6 +118,21 @@ def test_the_curve_is_that_of_one_rank(pools: Pools, name: str) -> None:
 @pytest.mark.parametrize(("family", "layout"), [("uneven", "packed"), ("llama", "padded")])
 def test_layouts_combine(pools: Pools, name: str, family: str, layout: str) -> None:
     for step in pools.run(cases.one_step, COMBINED[name], family, layout):
+        assert_same(step, plain_step(family, "token"))
+
+
+@pytest.mark.parametrize(
+    ("family", "on"),
+    [
+        ("gemma", fsdp2(1, cp=2, tp=2, activation_checkpointing="full")),
+        ("gemma", fsdp2(2, cp=2, activation_checkpointing="selective")),
+        ("phi3", fsdp2(2, dp_replicate=2, cp=2)),
+        ("phi3", fsdp2(1, cp=4, activation_checkpointing="full")),
+    ],
+    ids=["gemma tp2cp2 full", "gemma cp2dp2 selective", "phi3 hsdp cp2", "phi3 cp4 full"],
+)
+def test_other_architectures_in_other_layouts(pools: Pools, family: str, on: FSDP2) -> None:
+    for step in pools.run(cases.one_step, on, family, "packed", 2):
         assert_same(step, plain_step(family, "token"))
 
 

@@ -37,6 +37,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "layer_types": ["full_attention", "sliding_attention"],
     },
+    "gemma3_text": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "phi3": {"sliding_window": 5, "pad_token_id": 0},
     "gpt2": {"scale_attn_by_inverse_layer_idx": True},
 }
 

@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaForCausalLM
 
 from components.engines import process_group
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.mesh import part, stored
+from components.optimizers import AdamW
 from runner.errors import ConfigError
 from tests.distributed.cases import fsdp2, make_engine, spec
 
@@ -53,6 +55,23 @@ def test_ranks_hold_every_element_as_often_as_there_are_copies(rank: list[int], 
         copies = on.dp_replicate * (on.tp if whole_on_tp else 1)
         assert (count == copies).all(), name
         assert len(parts[name]) > 1
+
+
+class OfOurOwn(LlamaForCausalLM):
+    """What a model folder with code of its own may bring."""
+
+
+@pytest.mark.parametrize("kind", ["phi3", "llama"])
+def test_a_model_without_a_plan_is_refused_under_tp_alone(kind: str) -> None:
+    model = spec(kind).build(spec(kind).config())
+    if kind == "llama":
+        with torch.device("meta"):
+            model = OfOurOwn(model.config)
+    options = {"dtype": torch.float32, "device": "cpu"}
+    message = rf"parallelism\.tp: {kind} \(.*, gemma3_text; use parallelism=fsdp2 or parallelism=hsdp"
+    with pytest.raises(ConfigError, match=message):
+        fsdp2(tp=2).check(model, AdamW(), **options)
+    fsdp2(cp=2).check(model, AdamW(), **options)
 
 
 def test_a_vocabulary_that_nothing_divides_is_refused(rank: list[int]) -> None:

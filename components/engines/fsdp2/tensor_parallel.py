@@ -25,13 +25,22 @@ from components.engines.layout import check_tp
 from components.engines.vocabulary import VocabularyShard
 from runner.errors import ConfigError
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+PRE_NORM = re.compile(r".*\.(input|post_attention)_layernorm|model\.norm")
+FOUR_NORMS = re.compile(r".*\.(input|pre_feedforward)_layernorm|model\.norm")
+ARCHITECTURES = {
+    "llama": PRE_NORM,
+    "mistral": PRE_NORM,
+    "qwen2": PRE_NORM,
+    "qwen3": PRE_NORM,
+    "gemma3_text": FOUR_NORMS,
+}
+"""By model_type, the norms whose output enters matrices that are cut by output, or the head. Others see, and
+pass on, what is the same on every rank."""
 
 BY_OUTPUT = re.compile(r".*\.self_attn\.[qkv]_proj|.*\.mlp\.(gate|up)_proj")
 BY_INPUT = re.compile(r".*\.self_attn\.o_proj|.*\.mlp\.down_proj")
 VOCABULARY = re.compile(r"model\.embed_tokens|lm_head")
-NORM = re.compile(r".*\.(input|post_attention)_layernorm|model\.norm")
-"""Its output enters matrices that are cut by output (or the head)."""
+NORM = re.compile(r".*\.(input|post_attention|pre_feedforward|post_feedforward)_layernorm|model\.norm")
 HEAD_NORM = re.compile(r".*\.self_attn\.[qk]_norm")
 """Sees the heads of its rank alone."""
 
@@ -43,10 +52,11 @@ def check(model: PreTrainedModel, tp: int) -> None:
     """
     if tp == 1:
         return
-    # By module: code of the user's own may call itself llama too.
-    if type(model).__module__ not in {f"transformers.models.{a}.modeling_{a}" for a in ARCHITECTURES}:
+    kind = model.config.model_type
+    # By module too: code of the user's own may call itself llama.
+    if kind not in ARCHITECTURES or not type(model).__module__.startswith("transformers.models."):
         raise ConfigError(
-            f"parallelism.tp: {model.config.model_type} ({type(model).__name__}) has no plan for tensor "
+            f"parallelism.tp: {kind} ({type(model).__name__}) has no plan for tensor "
             f"parallelism, which knows {', '.join(ARCHITECTURES)}; use parallelism=fsdp2 or parallelism=hsdp."
         )
     check_tp(tp, model.config)
@@ -54,7 +64,7 @@ def check(model: PreTrainedModel, tp: int) -> None:
 
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Cuts ``model`` (on the meta device) over ``mesh``, one dimension; before ``fully_shard``."""
-    group = mesh.get_group()
+    group, entering = mesh.get_group(), ARCHITECTURES[model.config.model_type]
     for name, module in list(model.named_modules()):
         if BY_OUTPUT.fullmatch(name):
             distribute(module, mesh, weight=Shard(0), bias=Shard(0))
@@ -65,7 +75,8 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         elif NORM.fullmatch(name):
             distribute(module, mesh, weight=Replicate())
             module.forward = with_local_weight(module, Replicate())
-            module.register_forward_hook(lambda _, __, output: Enter.apply(output, group))
+            if entering.fullmatch(name):
+                module.register_forward_hook(lambda _, __, output: Enter.apply(output, group))
         elif HEAD_NORM.fullmatch(name):
             distribute(module, mesh, weight=Replicate())
             module.forward = with_local_weight(module, Partial())
@@ -111,33 +122,33 @@ def by_input(linear: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor
     return forward
 
 
-def with_local_weight(norm: Any, gradient: Placement) -> Callable[[Tensor], Tensor]:
-    """The norm's own forward, on a plain weight."""
-    forward = norm.forward
+def with_local_weight(module: Any, gradient: Placement | None = None) -> Callable[[Tensor], Tensor]:
+    """The module's own forward, on a plain weight; ``gradient`` as in ``local``."""
+    forward = module.forward
 
     def on_local(inputs: Tensor) -> Any:
-        weight = norm.weight
-        norm._parameters["weight"] = local(weight, gradient)
+        weight = module.weight
+        module._parameters["weight"] = local(weight, gradient)
         try:
             return forward(inputs)
         finally:
-            norm._parameters["weight"] = weight
+            module._parameters["weight"] = weight
 
     return on_local
 
 
 def looked_up(embedding: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Each rank looks up the tokens among its rows; the others are 0."""
-
-    start = first_row(embedding.num_embeddings, group)
-    padding = None if embedding.padding_idx is None else embedding.padding_idx - start
+    """Each rank looks up the tokens among its rows, in the module's own way (Gemma scales); others are 0."""
+    start, rows = first_row(embedding.num_embeddings, group), len(local(embedding.weight))
+    if embedding.padding_idx is not None:
+        own = embedding.padding_idx - start
+        embedding.padding_idx = own if 0 <= own < rows else None
+    own_forward = with_local_weight(embedding)
 
     def forward(ids: Tensor) -> Tensor:
-        rows, position = local(embedding.weight), ids - start
-        here = (position >= 0) & (position < len(rows))
-        own = padding if padding is not None and 0 <= padding < len(rows) else None
-        found = F.embedding(position.where(here, 0), rows, own) * here[..., None]
-        total: Tensor = AddUp.apply(found, group)
+        position = ids - start
+        here = (position >= 0) & (position < rows)
+        total: Tensor = AddUp.apply(own_forward(position.where(here, 0)) * here[..., None], group)
         return total
 
     return forward
