@@ -55,7 +55,7 @@ def test_models_that_liger_does_not_know() -> None:
 
 
 @NEEDS_LIGER
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma", "phi3"])
 def test_one_model_is_fused_and_no_other(family: str) -> None:
     fused = spec(family).build(spec(family).config())
     names = list(fused.state_dict())
