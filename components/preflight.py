@@ -10,6 +10,9 @@ from components.checkpoint import read_meta
 from runner.errors import ConfigError
 from runner.protocols import ParallelismSpec
 
+FIRST_LENGTH = "original_max_position_embeddings"
+"""Up to where longrope has one set of frequencies for all."""
+
 
 def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
     """``auto`` -> ``cuda`` where there is one.
@@ -53,6 +56,13 @@ def check_model_fits_data(config: Any, tokenizer: Any, max_length: int) -> None:
         raise ConfigError(
             f"data.max_length: {max_length} is over the model's {positions} positions "
             f"(max_position_embeddings); use data.max_length={positions} or less."
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and max_length > (first := rope[FIRST_LENGTH]):
+        raise ConfigError(
+            f"data.max_length: {max_length} is over {FIRST_LENGTH} = {first} of rope_type=longrope, which "
+            "rotates every sequence of a batch by the longest of them, so that neighbours would change each "
+            f"other; use data.max_length={first} or less."
         )
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(

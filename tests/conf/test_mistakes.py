@@ -227,6 +227,16 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["rope_type=dynamic", "llama3", "parallelism=fsdp2"],
     ),
+    "rope by the longest sequence": (
+        [
+            "model.architecture.rope_parameters.rope_type=longrope",
+            "+model.architecture.rope_parameters.original_max_position_embeddings=256",
+            "+model.architecture.rope_parameters.factor=16.0",
+            f"+model.architecture.rope_parameters.short_factor={[1.0] * 16}",
+            f"+model.architecture.rope_parameters.long_factor={[2.0] * 16}",
+        ],
+        ["data.max_length: 512", "longrope", "data.max_length=256 or less"],
+    ),
     # ---- files
     "no data": (["data=files"], ["data.train"]),
     "missing file": (["data=files", "data.train={tmp}/nowhere.jsonl"], ["data.train", "nowhere.jsonl"]),
