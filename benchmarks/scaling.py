@@ -1,6 +1,6 @@
 """Two ranks against one, each with one thread: ``python -m benchmarks.scaling --data DIR``.
 
-The sft work item of ``benchmarks.peers`` in fp32, on FSDP2 over gloo. Wall time: both cores must be free.
+The sft work item of ``benchmarks.peers`` in fp32, on FSDP2 over gloo. Wall time: a free core for each.
 """
 
 import argparse

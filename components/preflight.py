@@ -91,8 +91,10 @@ def check_profile(last_step: int, ranks: Sequence[int], steps_left: int, world_s
     if last_step > steps_left:
         raise ConfigError(
             f"run.profile_steps: the last is {last_step}, and this run takes {steps_left} steps; "
-            "choose earlier ones, or raise run.max_steps."
+            "choose earlier ones, or raise run.max_steps or run.epochs."
         )
+    if not ranks:
+        raise ConfigError("run.profile_ranks: is empty, and nothing would be recorded; use [0].")
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise ConfigError(
             f"run.profile_ranks: there is no rank {wrong[0]}; the run has {world_size}, from 0 on."

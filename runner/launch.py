@@ -78,6 +78,7 @@ class Launch:
         experiment.parallelism.check(
             model,
             experiment.optimizer,
+            world_size=self.world_size,
             dtype=DTYPES[run.dtype],
             device=self.device,
             compiled=run.compile,

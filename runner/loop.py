@@ -41,7 +41,7 @@ def train(t: Training) -> None:
     """Runs from ``t.state.step`` to the last step of the data; every rank calls it."""
     last = t.train_data.num_steps
     while t.state.step < last:
-        with t.profiler.step():
+        with t.profiler.step(t.state.step + 1):
             train_step(t)
         step = t.state.step
         if step == last or every(t.run.eval_every, step):

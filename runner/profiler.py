@@ -19,8 +19,8 @@ ROWS = 60
 class Profiler:
     """Records steps ``run.profile_steps`` of this process on the ranks of ``run.profile_ranks``.
 
-    Leaves ``rank_R.json``, a Chrome trace (chrome://tracing, https://ui.perfetto.dev), and ``rank_R.txt``, a
-    table of operators, in ``folder``.
+    Leaves ``step_S_rank_R.json``, a Chrome trace (chrome://tracing, https://ui.perfetto.dev), and a table of
+    operators, ``step_S_rank_R.txt``, in ``folder``; S is the first of these steps.
     """
 
     def __init__(self, run: RunConfig, folder: Path, rank: int, device: torch.device) -> None:
@@ -36,25 +36,26 @@ class Profiler:
             )
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around every train step."""
+    def step(self, number: int) -> Iterator[None]:
+        """Around train step ``number``, from 1 on, of the whole run."""
         self.steps += 1
         if self.recorder is not None and self.steps == self.first:
             self.recorder.start()
         yield
         if self.recorder is not None and self.steps == self.last:
             self.recorder.stop()
-            self.write(self.recorder)
+            self.write(self.recorder, number)
             self.recorder = None
 
-    def write(self, recorder: profile) -> None:
+    def write(self, recorder: profile, last: int) -> None:
         self.folder.mkdir(exist_ok=True)
-        trace = self.folder / f"rank_{self.rank}.json"
+        first = last - (self.last - self.first)
+        trace = self.folder / f"step_{first}_rank_{self.rank}.json"
         recorder.export_chrome_trace(str(trace))
         averages = recorder.key_averages(group_by_input_shape=bool(recorder.record_shapes))
         table = averages.table(sort_by=f"self_{self.device.type}_time_total", row_limit=ROWS)
         trace.with_suffix(".txt").write_text(table)
-        log.info(f"profile of steps {self.first} to {self.last}: {trace}")
+        log.info(f"profile of steps {first} to {last}: {trace}")
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:

@@ -54,23 +54,24 @@ class Batch:
     constants: Mapping[str, float] = field(default_factory=dict)
     """Numbers a loss attached in ``prepare``."""
     label_index: Tensor | None = None
-    """See ``labelled``."""
+    """See ``labelled``; whoever changes labels sets it to None."""
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on ``device``, but for ``pair_index``, which the host reads.
 
         From page-locked memory the host does not wait for the copy.
         """
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors().items()}
+        tensors = self._tensors() | {"label_index": self.labelled()}
+        moved: dict[str, Any] = {k: tensor.to(device, non_blocking=True) for k, tensor in tensors.items()}
         return replace(self, **moved | {"pair_index": self.pair_index})
 
     def pin_memory(self) -> Self:
         """The same micro-batch in page-locked memory."""
-        return replace(self, **{name: tensor.pin_memory() for name, tensor in self._tensors().items()})
+        pinned: dict[str, Any] = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
+        return replace(self, **pinned)
 
-    def _tensors(self) -> dict[str, Any]:
-        found = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return found | {"label_index": self.labelled()}
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def labelled(self) -> Tensor:
         """int64 ``[n]``: the positions in ``labels.reshape(-1)`` that carry a label.
@@ -279,6 +280,7 @@ class ParallelismSpec(Protocol):
         model: Any,
         optimizer: Any,
         *,
+        world_size: int,
         dtype: torch.dtype,
         device: Literal["cpu", "cuda"],
         compiled: bool = False,

@@ -284,4 +284,5 @@ def align_sequences(batch: Batch, multiple: int, pad_id: int) -> Batch:
         cu_seqlens=cu_seqlens.int(),
         max_seqlen=int(padded.max()),
         ref_logps=None if batch.ref_logps is None else spread(batch.ref_logps, 0.0),
+        label_index=None,
     )

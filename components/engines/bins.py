@@ -17,12 +17,12 @@ bins of 4,000 or 16,000 tokens than with micro-batches of 2,000."""
 
 
 def cut(microbatches: Sequence[Batch], group: dist.ProcessGroup, device: torch.device) -> list[list[Batch]]:
-    """Groups of neighbours with at most ``MAX_TOKENS`` tokens each, or of one where that has more.
+    """Groups of equally many neighbours, with at most ``MAX_TOKENS`` tokens each: of one if any has more.
 
     Every rank of ``group`` calls it with as many micro-batches and gets as many groups: with sharded weights
     each forward is collective. Padded micro-batches stay alone.
     """
-    if microbatches[0].cu_seqlens is None:
+    if any(batch.cu_seqlens is None for batch in microbatches):
         return [[batch] for batch in microbatches]
     sizes = [batch.labels.numel() for batch in microbatches]
     number = torch.tensor(largest_number(sizes, MAX_TOKENS[device.type]), device=device)

@@ -93,6 +93,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["stage=dpo", "data.share_prompt=true", "parallelism=tp2"],
         ["data.share_prompt", "Megatron", "use parallelism=fsdp2"],
     ),
+    "profile of nobody": (["run.profile=true", "run.profile_ranks=[]"], ["run.profile_ranks", "use [0]"]),
     "fused kernels without a GPU": (["run.kernels=liger"], ["run.kernels", "GPU", "run.kernels=auto"]),
     "fused kernels on Megatron": (
         ["run.kernels=liger", "parallelism=tp2"],

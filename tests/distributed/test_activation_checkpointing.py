@@ -71,7 +71,7 @@ def test_nothing_changes_on_two_ranks(two: Ranks, sizes: dict[str, int], dtype: 
 def test_a_model_without_blocks_is_refused() -> None:
     layout = fsdp2()
     model = spec("qwen3").build(spec("qwen3").config())
-    layout.check(model, AdamW(), dtype=torch.float32, device="cpu")
+    layout.check(model, AdamW(), world_size=1, dtype=torch.float32, device="cpu")
     model._no_split_modules = None
     with pytest.raises(ConfigError, match="names no decoder block"):
-        layout.check(model, AdamW(), dtype=torch.float32, device="cpu")
+        layout.check(model, AdamW(), world_size=1, dtype=torch.float32, device="cpu")

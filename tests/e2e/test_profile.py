@@ -10,11 +10,11 @@ def test_a_trace_and_a_table(tmp_path: Path) -> None:
     options = ["run.profile=true", "run.profile_steps=[2,3]", "run.profile_shapes=true", "run.export=false"]
     run = run_here(tmp_path, *SMALL, *options)
     files = sorted(path.name for path in (run / "profile").iterdir())
-    assert files == ["rank_0.json", "rank_0.txt"]
-    events = json.loads((run / "profile" / "rank_0.json").read_text())["traceEvents"]
+    assert files == ["step_2_rank_0.json", "step_2_rank_0.txt"]
+    events = json.loads((run / "profile" / "step_2_rank_0.json").read_text())["traceEvents"]
     names = [event.get("name", "") for event in events]
     assert sum(name.startswith("Optimizer.step") for name in names) == 2
     assert any("Input Dims" in event.get("args", {}) for event in events)
-    table = (run / "profile" / "rank_0.txt").read_text()
+    table = (run / "profile" / "step_2_rank_0.txt").read_text()
     assert "aten::mm" in table
     assert "profile of steps 2 to 3" in (run / "train.log").read_text()

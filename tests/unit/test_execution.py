@@ -5,10 +5,16 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from components.engines.fsdp2 import execution
 from runner.errors import ConfigError
 from tests.distributed.cases import spec
+
+
+def model(family: str = "llama") -> PreTrainedModel:
+    return spec(family).build(spec(family).config())
+
 
 NEEDS_LIGER = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
 
@@ -26,7 +32,7 @@ NEEDS_LIGER = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="lige
 )
 def test_the_choice(asked: execution.Kernels, device: str, compiled: bool, known: bool, taken: str) -> None:
     with mock.patch.object(execution, "has_liger", return_value=known):
-        assert execution.choose(asked, "llama", device, compiled=compiled) == taken
+        assert execution.choose(asked, model(), device, compiled=compiled) == taken
 
 
 def test_without_the_package_it_is_refused() -> None:
@@ -34,7 +40,7 @@ def test_without_the_package_it_is_refused() -> None:
         mock.patch.object(execution, "find_spec", return_value=None),
         pytest.raises(ConfigError, match="pip install liger-kernel"),
     ):
-        execution.check_liger("llama", "cuda")
+        execution.check_liger(model(), "cuda")
 
 
 def test_without_a_compiler_it_is_refused() -> None:
@@ -49,9 +55,18 @@ def test_without_a_compiler_it_is_refused() -> None:
 
 @NEEDS_LIGER
 def test_models_that_liger_does_not_know() -> None:
-    assert execution.has_liger("qwen3")
+    known = model("qwen3")
+    assert execution.has_liger(known)
+    known.config.model_type = "gpt_neox"
     with pytest.raises(ConfigError, match="does not know gpt_neox"):
-        execution.check_liger("gpt_neox", "cuda")
+        execution.check_liger(known, "cuda")
+
+
+@NEEDS_LIGER
+def test_code_of_the_users_own_keeps_its_blocks() -> None:
+    with torch.device("meta"):
+        own = type("OfOurOwn", (LlamaForCausalLM,), {"__module__": "my_models"})(model().config)
+    assert not execution.has_liger(own)
 
 
 @NEEDS_LIGER

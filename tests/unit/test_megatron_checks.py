@@ -61,7 +61,7 @@ def check(
     """What the parent process checks of ``parallelism=megatron`` with ``sizes``."""
     spec = ModelSpec(architecture=SHAPE | (shape or {}))
     model = spec.build(spec.config())
-    layout(**sizes).check(model, optimizer or AdamW(), dtype=dtype, device=device)
+    layout(**sizes).check(model, optimizer or AdamW(), world_size=1, dtype=dtype, device=device)
 
 
 @pytest.fixture(autouse=True)
@@ -280,7 +280,7 @@ def test_another_model_of_the_same_type_is_refused() -> None:
     with torch.device("meta"):
         own = OwnLlama(spec.config())
     with pytest.raises(ConfigError, match="OwnLlama"):
-        layout().check(own, AdamW(), dtype=torch.float32, device="cpu")
+        layout().check(own, AdamW(), world_size=1, dtype=torch.float32, device="cpu")
 
 
 def test_a_parameter_without_a_place_is_refused_by_name() -> None:
@@ -288,7 +288,7 @@ def test_a_parameter_without_a_place_is_refused_by_name() -> None:
     model = spec.build(spec.config())
     model.model.layers[1].mlp.scale = torch.nn.Parameter(torch.ones(1))
     with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.scale"):
-        layout().check(model, AdamW(), dtype=torch.float32, device="cpu")
+        layout().check(model, AdamW(), world_size=1, dtype=torch.float32, device="cpu")
 
 
 # ---- transformer-engine

@@ -73,8 +73,8 @@ class FSDP2Engine:
         self.data_rank, self.data_size = data.get_local_rank(), data.size()
         weights, mesh = model.weights(seed), weight_mesh(self.mesh)
         context = Context(self.mesh.get_group(CONTEXT))
-        model_type = model.config().model_type
-        self.kernels, self.compiled = choose(kernels, model_type, device.type, compiled=compiled), compiled
+        described = model.build(model.config())
+        self.kernels, self.compiled = choose(kernels, described, device.type, compiled=compiled), compiled
         options: dict[str, Any] = {
             "context": context,
             "dtype": dtype,

@@ -20,7 +20,7 @@ def check(
     if compiled and device == "cpu":
         check_compiler()
     if kernels == "liger":
-        check_liger(model.config.model_type, device)
+        check_liger(model, device)
 
 
 def check_compiler() -> None:
@@ -35,30 +35,34 @@ def check_compiler() -> None:
         ) from error
 
 
-def check_liger(model_type: str, device: Literal["cpu", "cuda"]) -> None:
+def check_liger(model: PreTrainedModel, device: Literal["cpu", "cuda"]) -> None:
     if device == "cpu":
         raise ConfigError("run.kernels: liger needs a GPU; use run.kernels=auto, or run.kernels=torch.")
     if find_spec("liger_kernel") is None:
         raise ConfigError(
             "run.kernels: liger-kernel is not installed; pip install liger-kernel, or use run.kernels=torch."
         )
-    if not has_liger(model_type):
-        raise ConfigError(f"run.kernels: liger-kernel does not know {model_type}; use run.kernels=torch.")
+    if not has_liger(model):
+        kind = f"{model.config.model_type} ({type(model).__name__})"
+        raise ConfigError(f"run.kernels: liger-kernel does not know {kind}; use run.kernels=torch.")
 
 
-def has_liger(model_type: str) -> bool:
-    if find_spec("liger_kernel") is None:
+def has_liger(model: PreTrainedModel) -> bool:
+    # By module too: code of the user's own may call itself llama.
+    if find_spec("liger_kernel") is None or not type(model).__module__.startswith("transformers.models."):
         return False
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+    return model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
-def choose(asked: Kernels, model_type: str, device: str, *, compiled: bool) -> Literal["torch", "liger"]:
+def choose(
+    asked: Kernels, model: PreTrainedModel, device: str, *, compiled: bool
+) -> Literal["torch", "liger"]:
     """``auto`` takes fused kernels on a GPU, where there are any and the compiler does not make its own."""
     if asked != "auto":
         return asked
-    return "liger" if device == "cuda" and not compiled and has_liger(model_type) else "torch"
+    return "liger" if device == "cuda" and not compiled and has_liger(model) else "torch"
 
 
 def fuse(model: PreTrainedModel) -> None:

@@ -138,9 +138,6 @@ def shard_dimension(parameter: nn.Parameter, shards: int) -> Shard | None:
 
     Where tensor parallelism left its ranks unequal numbers of rows, columns: torch would be wrong about which
     rows of the whole a shard of them holds.
-
-    Raises:
-        ConfigError: and there are not equally many columns for every shard.
     """
     if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
         return None
@@ -148,11 +145,7 @@ def shard_dimension(parameter: nn.Parameter, shards: int) -> Shard | None:
     if rows % parameter.device_mesh.size() == 0:
         return None
     (columns,) = others
-    if columns % shards:
-        raise ConfigError(
-            f"parallelism.tp: does not divide vocab_size = {rows} of this model, and its {columns} columns "
-            f"do not divide by the {shards} ranks that share it (dp / dp_replicate x cp); change one of them."
-        )
+    assert columns % shards == 0, "tensor_parallel.check has looked at the columns"
     return Shard(1)
 
 

@@ -76,6 +76,7 @@ class FSDP2:
         model: PreTrainedModel,
         optimizer: Optimizer,  # noqa: ARG002  every optimizer and dtype will do
         *,
+        world_size: int,
         dtype: torch.dtype,  # noqa: ARG002
         device: Literal["cpu", "cuda"],
         compiled: bool = False,
@@ -84,10 +85,10 @@ class FSDP2:
         """
         Raises:
             ConfigError: the model has no blocks that could be sharded, no plan for ``tp`` parts, or no way to
-                share its rows among ``cp`` ranks.
+                share its rows among ``cp`` ranks; or nothing here compiles or fuses its blocks.
         """
         blocks(model)
-        tensor_parallel.check(model, self.tp)
+        tensor_parallel.check(model, self.tp, world_size // (self.dp_replicate * self.tp))
         context.check(model, self.cp, self.tp)
         execution.check(model, device, compiled=compiled, kernels=kernels)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from components.engines.layout import check_tp
+from components.engines.layout import check_tp, nearest
 from components.engines.vocabulary import VocabularyShard
 from runner.errors import ConfigError
 
@@ -45,10 +45,10 @@ HEAD_NORM = re.compile(r".*\.self_attn\.[qk]_norm")
 """Sees the heads of its rank alone."""
 
 
-def check(model: PreTrainedModel, tp: int) -> None:
+def check(model: PreTrainedModel, tp: int, shards: int) -> None:
     """
     Raises:
-        ConfigError: ``model`` cannot be cut into ``tp`` parts.
+        ConfigError: ``model`` cannot be cut into ``tp`` parts, or these not into ``shards``.
     """
     if tp == 1:
         return
@@ -60,6 +60,14 @@ def check(model: PreTrainedModel, tp: int) -> None:
             f"parallelism, which knows {', '.join(ARCHITECTURES)}; use parallelism=fsdp2 or parallelism=hsdp."
         )
     check_tp(tp, model.config)
+    rows, columns = model.config.vocab_size, model.config.hidden_size
+    if rows % tp and columns % shards:
+        fitting = [size for size in range(1, columns + 1) if columns % size == 0]
+        raise ConfigError(
+            f"parallelism.dp: tp = {tp} does not divide vocab_size = {rows} of this model, so that its "
+            f"{columns} columns are sharded, which {shards} ranks (dp / dp_replicate x cp) do not divide; "
+            f"let these be {nearest(shards, fitting)}."
+        )
 
 
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:

@@ -48,6 +48,7 @@ class Megatron(Layout):
         model: PreTrainedModel,
         optimizer: Optimizer,
         *,
+        world_size: int,  # noqa: ARG002
         dtype: torch.dtype,
         device: Literal["cpu", "cuda"],
         compiled: bool = False,

@@ -100,7 +100,9 @@ def make_items(
         "micro-batches of one call have as many rows"
     )
     items = [item(number, batch, filler=False) for number, batch in enumerate(microbatches)]
-    blank = replace(microbatches[-1], labels=torch.full_like(microbatches[-1].labels, IGNORE))
+    blank = replace(
+        microbatches[-1], labels=torch.full_like(microbatches[-1].labels, IGNORE), label_index=None
+    )
     return items + [item(-1, blank, filler=True) for _ in range(missing(len(items), layout))]
 
 
