@@ -39,6 +39,7 @@ def main(arguments: Sequence[str]) -> None:
     medians = {f"{ranks} ranks": round(median(values)) for ranks, values in speeds.items()}
     ratio = median(speeds[2]) / median(speeds[1])
     print(f"tokens/s: {medians}; {ratio:.2f} x")
+    experiment = [option.replace(str(asked.cache), "CACHE") for option in experiment]
     facts = report("benchmarks.scaling", arguments, "cpu, one thread a rank", experiment, medians)
     (RESULTS / "scaling.json").write_text(json.dumps(facts | {"ratio": ratio}, indent=2) + "\n")
 
