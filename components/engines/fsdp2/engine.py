@@ -14,7 +14,6 @@ from torch.nn.utils import clip_grads_with_norm_
 from components.engines import bins, process_group
 from components.engines.fsdp2 import state
 from components.engines.fsdp2.context import Context
-from components.engines.fsdp2.execution import choose
 from components.engines.fsdp2.mesh import (
     CONTEXT,
     REPLICATE,
@@ -73,14 +72,13 @@ class FSDP2Engine:
         self.data_rank, self.data_size = data.get_local_rank(), data.size()
         weights, mesh = model.weights(seed), weight_mesh(self.mesh)
         context = Context(self.mesh.get_group(CONTEXT))
-        described = model.build(model.config())
-        self.kernels, self.compiled = choose(kernels, described, device.type, compiled=compiled), compiled
+        self.compiled = compiled
         options: dict[str, Any] = {
             "context": context,
             "dtype": dtype,
             "device": device,
             "compiled": compiled,
-            "fused": self.kernels == "liger",
+            "kernels": kernels,
         }
         self.scorer = build_scorer(model, weights, mesh, layout, trainable=True, **options)
         self.reference: Scorer | None = None
@@ -191,7 +189,7 @@ class FSDP2Engine:
             "engine": "fsdp2",
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "kernels": self.kernels,
+            "kernels": self.scorer.kernels,
             "compiled": self.compiled,
             "world_size": dist.get_world_size(),
             "mesh": {

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from components.engines.attention import ATTENTION, ATTENTION_RECOMPUTED
 from components.engines.fsdp2.context import Context
-from components.engines.fsdp2.execution import fuse
+from components.engines.fsdp2.execution import choose, fuse
 from components.engines.fsdp2.mesh import SHARD, TENSOR, data_mesh, part, stored
 from components.engines.fsdp2.tensor_parallel import local, parallelize, vocabulary_shard
 from components.engines.logps import token_stats
 from components.engines.vocabulary import VocabularyShard
 from components.models import ModelSpec, WeightSource, materialize_buffers
 from runner.errors import ConfigError
-from runner.protocols import IGNORE, Batch
+from runner.protocols import IGNORE, Batch, Kernels
 
 if TYPE_CHECKING:
     from components.engines.fsdp2.spec import FSDP2
@@ -41,6 +41,7 @@ class Scorer(nn.Module):
         self.lm, self.context = lm, context
         self.vocabulary: VocabularyShard | None = None
         """With tensor parallelism: which rows of the head are here."""
+        self.kernels: Literal["torch", "liger"] = "torch"
 
     def forward(
         self, batch: Batch, requires: frozenset[str], weights: Tensor | None
@@ -83,7 +84,7 @@ def build_scorer(
     dtype: torch.dtype,
     device: torch.device,
     compiled: bool,
-    fused: bool,
+    kernels: Kernels,
     trainable: bool,
 ) -> Scorer:
     """The model sharded over ``mesh``, block by block, holding ``weights``.
@@ -95,7 +96,8 @@ def build_scorer(
     recompute = layout.activation_checkpointing if trainable else "none"
     attention = ATTENTION_RECOMPUTED if recompute == "selective" else ATTENTION
     scorer = Scorer(spec.build(spec.config(), attention=attention), context)
-    if fused:
+    scorer.kernels = choose(kernels, scorer.lm, device.type, compiled=compiled)
+    if scorer.kernels == "liger":
         fuse(scorer.lm)
     for block in blocks(scorer.lm):
         if compiled:
