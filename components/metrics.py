@@ -40,16 +40,28 @@ class MatmulSizes:
     """Weights of the output head, which only labelled positions need."""
     attention: tuple[tuple[int, float], ...]
     """Per layer: heads x head_dim, and how many tokens back it sees."""
+    frozen_linear: float = 0.0
+    """How much of ``linear`` is not trained, and needs no gradient ..."""
+    frozen_head: float = 0.0
+    """... and of ``head``."""
 
 
-def matmul_sizes(model: PreTrainedModel) -> MatmulSizes:
-    """Counts on the shapes of ``model``, which may be on the meta device or sharded."""
+def matmul_sizes(model: PreTrainedModel, *, adapted: bool = False) -> MatmulSizes:
+    """Counts on the shapes of ``model``, which may be on the meta device or sharded.
+
+    ``adapted``: all of it is frozen beside an adapter, whose own few products are left out.
+    """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings().weight
     skipped = {id(weight) for weight in (*tables, head)}
-    weights = (p for p in model.parameters() if p.ndim > 1 and id(p) not in skipped)
+    weights = [p for p in model.parameters() if p.ndim > 1 and id(p) not in skipped]
+    frozen = [p for p in weights if adapted or not p.requires_grad]
     return MatmulSizes(
-        float(sum(p.numel() for p in weights)), float(head.numel()), attention_sizes(model.config)
+        float(sum(p.numel() for p in weights)),
+        float(head.numel()),
+        attention_sizes(model.config),
+        float(sum(p.numel() for p in frozen)),
+        float(head.numel() if adapted or not head.requires_grad else 0),
     )
 
 
@@ -75,7 +87,7 @@ def train_flops(
     The convention of PaLM (Chowdhery et al., 2022, appendix B), 6 x weights x tokens plus attention, with
     two corrections that leave it a count of what is *needed*: attention is causal, so a sequence of T tokens
     has T^2 / 2 pairs instead of T^2, and the head is applied where there is a label, which in pre-training is
-    everywhere. Recomputed activations and padding do not count.
+    everywhere. Recomputed activations and padding do not count, nor do gradients of frozen weights.
 
     Args:
         sum_squared_seqlens: Over the sequences of the step, packed or not.
@@ -86,7 +98,8 @@ def train_flops(
     )
     # Query times key, and weight times value: two matmuls of 2 FLOPs a pair and channel.
     forward = 2 * sizes.linear * num_tokens + 2 * sizes.head * num_labels + 4 * pairs
-    return forward * (3 + forward_only_passes)
+    unneeded = 2 * sizes.frozen_linear * num_tokens + 2 * sizes.frozen_head * num_labels
+    return forward * (3 + forward_only_passes) - unneeded
 
 
 def mfu(flops: float, seconds: float, peak: float, world_size: int) -> float:

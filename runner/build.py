@@ -15,7 +15,7 @@ from runner.protocols import Loss, ParallelismSpec, SchedulerSpec
 from runner.provenance import Provenance, did_you_mean
 from runner.schema import RunConfig
 
-GROUPS = ("model", "parallelism", "optimizer", "scheduler", "stage", "data", "logger")
+GROUPS = ("model", "adapter", "parallelism", "optimizer", "scheduler", "stage", "data", "logger")
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Experiment:
 
     run: RunConfig
     model: Any
+    adapter: Any
+    """None: the model itself is trained."""
     parallelism: ParallelismSpec
     optimizer: Any
     scheduler: SchedulerSpec

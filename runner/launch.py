@@ -10,6 +10,7 @@ from rich.console import Console
 
 from components import preflight
 from components.checkpoint import RunIdentity, read_meta, resume_point
+from components.reference import about_reference, resolve_reference
 from runner import join
 from runner.build import build_experiment
 from runner.folder import (
@@ -52,6 +53,9 @@ class Launch:
         self.config, self.command = config, command
         self.console = Console(stderr=True)
         self.experiment = build_experiment(config, where)
+        self.reference = resolve_reference(
+            self.experiment.stage, self.experiment.model, self.experiment.adapter
+        )
         self.device = preflight.resolve_device(self.experiment.run.device)
         gpus = torch.cuda.device_count() if self.device == "cuda" else 0
         self.world_size = self.experiment.parallelism.world_size(os.environ, gpus)
@@ -75,16 +79,14 @@ class Launch:
         preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
         experiment.logger.check()
         model = experiment.model.build(experiment.model.config())
-        experiment.parallelism.check(
-            model,
-            experiment.optimizer,
-            world_size=self.world_size,
-            dtype=DTYPES[run.dtype],
-            device=self.device,
-            compiled=run.compile,
-            kernels=run.kernels,
-        )
+        if experiment.adapter is not None:
+            experiment.adapter.check(model)
+        self.check_layout(model, experiment.adapter)
         experiment.model.weights(run.seed)  # opened only: what is missing shows before a rank starts
+        if self.reference.other:
+            with about_reference():
+                self.check_layout(self.reference.model.build(self.reference.model.config()))
+            self.reference.check(model.config, experiment.model.load_tokenizer())
         with log_to(None, self.console):
             data = self.prepare_data()
         experiment.scheduler.check(peak=experiment.optimizer.lr, total_steps=data.num_steps)
@@ -92,9 +94,10 @@ class Launch:
             model=experiment.model.signature(model),
             data=data.identity,
             optimizer=type(experiment.optimizer).__name__.lower(),
-            reference=experiment.model.origin if experiment.stage.needs_reference else None,
+            reference=self.reference.origin,
             seed=run.seed,
             global_batch_size=run.global_batch_size,
+            **self.frozen(model),
         )
         resume = resume_point(run.resume, Path(run.output_dir), run.name, identity)
         preflight.check_length(run.eval_every, data.eval is not None, data.num_steps, resume)
@@ -105,6 +108,7 @@ class Launch:
             folder = reopen_run_folder(resume.parent.parent.absolute(), read_meta(resume).state["step"])
         else:
             folder = create_run_folder(run.output_dir, run.name)
+        reference = self.precomputed(data)
         write_config(folder, self.config)
         write_facts(
             folder,
@@ -113,12 +117,49 @@ class Launch:
             device=self.device,
             resumed_from=None if resume is None else str(resume.absolute()),
             identity=vars(identity),
+            reference=reference,
             data=data.to_json(),
         )
         (folder / "audit.json").write_text(data.audit.to_json())
         self.console.print(data.audit.render())
         self.console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
         return folder
+
+    def precomputed(self, data: Any) -> dict[str, Any] | None:
+        """Where the log-probabilities of the reference are, and whether ranks have to compute some first."""
+        run, source = self.experiment.run, self.reference
+        if source.choice != "precomputed":
+            return None
+        folder = source.folder(self.experiment.data.cache(), run.seed, run.dtype)
+        lacking: bool = data.lacks_reference(folder)
+        how = "computed now, once, into" if lacking else "read from"
+        self.console.print(f"reference: {how} {folder}", soft_wrap=True, highlight=False)
+        return {"folder": str(folder), "compute": lacking}
+
+    def check_layout(self, model: Any, adapter: Any = None) -> None:
+        """Whether the engine computes ``model``, which is on the meta device, in this layout."""
+        run, experiment = self.experiment.run, self.experiment
+        experiment.parallelism.check(
+            model,
+            experiment.optimizer,
+            world_size=self.world_size,
+            dtype=DTYPES[run.dtype],
+            device=self.device,
+            compiled=run.compile,
+            kernels=run.kernels,
+            adapter=adapter,
+        )
+
+    def frozen(self, model: Any) -> dict[str, str]:
+        """The part of the run's identity that is there where a part of the model is not trained."""
+        experiment = self.experiment
+        if experiment.adapter is not None:
+            trained = experiment.adapter.signature(model)
+        elif experiment.model.freeze:
+            trained = experiment.model.trained_signature(model)
+        else:
+            return {}
+        return {"trained": trained, "base": experiment.model.content()}
 
     def prepare_data(self) -> Any:
         """Tokens and plans in the cache of this machine's filesystem."""

@@ -1,107 +1,38 @@
 """The contracts between the loop and its components.
 
-Everything an engine, a loss or a data loader must agree on is on this page. Components import nothing
-else from ``runner`` (but for ``runner.errors``).
+Everything an engine, a loss or a data loader must agree on is on this page, and in ``batch``, whose names
+it has too. Components import nothing else from ``runner`` (but for ``runner.errors``).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-IGNORE = -100
-"""The label of a position that carries no loss."""
+from runner.batch import DESIRABLE as DESIRABLE
+from runner.batch import IGNORE as IGNORE
+from runner.batch import MISMATCHED as MISMATCHED
+from runner.batch import UNDESIRABLE as UNDESIRABLE
+from runner.batch import Batch as Batch
 
 Kernels = Literal["auto", "torch", "liger"]
 """What computes norms and MLPs: torch, liger-kernel, or whichever suits the device."""
 
-SampleKind = Literal["text", "chat", "preference"]
-"""What one sample is: a document, a conversation, or a pair of conversations that share a prompt."""
+ReferenceChoice = Literal["auto", "frozen", "adapter_off", "precomputed", "none"]
+"""``stage.reference``: where a reference's log-probabilities come from. ``auto``: ``adapter_off`` where there
+is an adapter that can be switched off, else ``frozen``. ``precomputed``: from a cache that is filled before
+the first step, whence the data loader attaches them to every ``Batch``."""
 
+Reference = Literal["none", "frozen", "adapter_off"]
+"""What an engine keeps for reference passes: nothing, a second model that is never trained, or the switch
+that takes dropout and the adapter, if there is one, off its model."""
 
-@dataclass
-class Batch:
-    """One micro-batch. Packed: every sequence end to end in one row. Padded: one sequence a row.
-
-    Labels are shifted already: ``labels[t]`` is the token that should follow ``input_ids[t]``.
-    An empty micro-batch holds one padding token, no label and one sequence of length zero.
-    """
-
-    input_ids: Tensor
-    """int64 ``[1, T]`` packed, ``[B, T]`` padded on the right."""
-    labels: Tensor
-    """int64, like ``input_ids``; ``IGNORE`` where there is no loss."""
-    position_ids: Tensor
-    """int64, like ``input_ids``; counts from 0 within every sequence, or from its prefix on."""
-    seqlens: Tensor
-    """int32 ``[S]``: real tokens of every sequence, padding and prefixes left out."""
-    cu_seqlens: Tensor | None = None
-    """int32 ``[S + 1]``, packed only: where every sequence begins, and the end of the last."""
-    max_seqlen: int | None = None
-    """Packed only: the longest span of ``cu_seqlens``, its prefix included."""
-    prefix_lengths: Tensor | None = None
-    """int32 ``[S]``, packed only: how many tokens from the start of the sequence before it a sequence sees
-    beside its own, as if it began with them. None: no sequence sees another."""
-    num_keys: int | None = None
-    """With ``prefix_lengths``: their sum and T."""
-    pair_index: Tensor | None = None
-    """int64 ``[S]``, preference data: ``2 * pair`` for chosen, ``2 * pair + 1`` rejected, -1 for none."""
-    ref_logps: Tensor | None = None
-    """float32, like ``labels``: the reference model's log-probabilities, 0 where there is no label."""
-    constants: Mapping[str, float] = field(default_factory=dict)
-    """Numbers a loss attached in ``prepare``."""
-    label_index: Tensor | None = None
-    """See ``labelled``; whoever changes labels sets it to None."""
-
-    def to(self, device: torch.device) -> Self:
-        """The same micro-batch on ``device``, but for ``pair_index``, which the host reads.
-
-        From page-locked memory the host does not wait for the copy.
-        """
-        tensors = self._tensors() | {"label_index": self.labelled()}
-        moved: dict[str, Any] = {k: tensor.to(device, non_blocking=True) for k, tensor in tensors.items()}
-        return replace(self, **moved | {"pair_index": self.pair_index})
-
-    def pin_memory(self) -> Self:
-        """The same micro-batch in page-locked memory."""
-        pinned: dict[str, Any] = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
-        return replace(self, **pinned)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    def labelled(self) -> Tensor:
-        """int64 ``[n]``: the positions in ``labels.reshape(-1)`` that carry a label.
-
-        A micro-batch that was moved to a device brings them along: asking the device, the host would wait.
-        """
-        if self.label_index is not None:
-            return self.label_index
-        return (self.labels.reshape(-1) != IGNORE).nonzero()[:, 0]
-
-    @property
-    def num_sequences(self) -> int:
-        return self.seqlens.numel()
-
-    def sequence_ids(self) -> Tensor:
-        """int64, like ``labels``: the sequence every position belongs to."""
-        if self.cu_seqlens is None:
-            rows = torch.arange(self.num_sequences, device=self.labels.device)
-            return rows[:, None].expand_as(self.labels)
-        spans = self.cu_seqlens.diff().long()
-        rows = torch.arange(self.num_sequences, device=self.labels.device)
-        return rows.repeat_interleave(spans, output_size=self.labels.numel())[None]
-
-    def sum_per_sequence(self, values: Tensor) -> Tensor:
-        """Sums ``values`` (like ``labels``) over every sequence: float64 ``[S]``.
-
-        In float64 because a 500-term sum in float32 is good to 5e-4 only.
-        """
-        total = values.new_zeros(self.num_sequences, dtype=torch.float64)
-        return total.index_add(0, self.sequence_ids().reshape(-1), values.reshape(-1).double())
+SampleKind = Literal["text", "chat", "preference", "unpaired"]
+"""What one sample is: a document, a conversation, a pair of conversations that share a prompt, or a prompt
+with one answer and whether it is desirable."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +66,8 @@ class Loss(Protocol):
     kind: SampleKind
     requires: frozenset[str]
     """Statistics needed beside ``logps``: a subset of ``{"logsumexp", "mean_logp"}``."""
-    needs_reference: bool
-    """Whether ``prepare`` asks the engine for log-probabilities of a frozen reference model."""
+    reference: ReferenceChoice
+    """Whose log-probabilities ``prepare`` attaches; ``none``: it attaches none, or zeros."""
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Per term, in the order of ``LossOutput.terms``, what its sum runs over; from labels alone."""
@@ -241,6 +172,9 @@ class Engine(Protocol):
     def logps(self, microbatches: Sequence[Batch], *, reference: bool = False) -> list[Tensor] | None:
         """``TokenStats.logps`` of each micro-batch without gradient; None off the last pipeline stage."""
 
+    def sum_over_data(self, values: Sequence[float]) -> list[float]:
+        """Adds up float64 ``values`` over data ranks; each pipeline stage and tensor rank for itself."""
+
     def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
         """Global ``loss`` and metrics over ``batches``, with the sums and counts of training."""
 
@@ -285,10 +219,11 @@ class ParallelismSpec(Protocol):
         device: Literal["cpu", "cuda"],
         compiled: bool = False,
         kernels: Kernels = "auto",
+        adapter: Any = None,
     ) -> None:
         """Raises ConfigError where the layout does not fit the run; called once, before any rank starts.
 
-        ``model`` is the transformers model on the meta device.
+        ``model`` is the transformers model on the meta device, without its adapter.
         """
 
     def build(
@@ -299,9 +234,14 @@ class ParallelismSpec(Protocol):
         seed: int,
         dtype: torch.dtype,
         device: Literal["cpu", "cuda"],
-        with_reference: bool,
+        reference: Reference,
         count_zeros: bool,
         compiled: bool = False,
         kernels: Kernels = "auto",
+        adapter: Any = None,
+        reference_model: Any = None,
     ) -> Engine:
-        """Joins the process group and builds this rank's engine; every rank calls it."""
+        """Joins the process group and builds this rank's engine; every rank calls it.
+
+        ``reference_model``: with ``frozen``, the model of the second copy; None: ``model``.
+        """

@@ -7,6 +7,7 @@ from typing import Any
 
 from runner.build import Experiment
 from runner.folder import read_facts
+from runner.train import DTYPES
 
 Row = dict[str, Any]
 
@@ -60,11 +61,16 @@ def metric_facts(rows: list[Row]) -> dict[str, str]:
 
 def export_facts(experiment: Experiment, folder: Path) -> dict[str, str]:
     """Where the export is, and what its model makes of the first held-out prompt."""
-    tokenizer = experiment.model.add_tokenizer(folder / "export")
-    facts = {"export": str(folder / "export")}
-    if experiment.run.sample_tokens:
+    run, model, adapter = experiment.run, experiment.model, experiment.adapter
+    export, base = folder / "export", folder / "base"
+    if adapter is None:
+        tokenizer = model.add_tokenizer(export)
+    else:
+        tokenizer = adapter.finish_export(model, export, base, run.seed, DTYPES[run.dtype])
+    facts = {"export": str(export)}
+    if run.sample_tokens:
         prompt = experiment.data.restore(read_facts(folder)["data"]).prompt()
-        answer = experiment.model.complete(folder / "export", prompt, experiment.run.sample_tokens)
+        answer = model.complete(export, prompt, run.sample_tokens)
         facts["prompt"] = repr(tokenizer.decode(prompt))
         facts["completion"] = repr(tokenizer.decode(answer))
     return facts

@@ -1,7 +1,9 @@
 """One rank's part: wires the components of a prepared run folder into the loop."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,15 @@ from rich.console import Console
 
 from components.checkpoint import CheckpointPolicy, RunIdentity, read_meta
 from components.metrics import matmul_sizes, peak_flops, train_flops
+from components.precompute import precompute
+from components.reference import resolve_reference
 from runner.build import Experiment, build_experiment
 from runner.folder import read_config, read_facts, write_facts
 from runner.logs import log_to
 from runner.loop import Training, train
 from runner.prefetch import Prefetched
 from runner.profiler import Profiler
-from runner.protocols import BatchStats, Engine
+from runner.protocols import BatchStats, Engine, Reference
 from runner.provenance import Provenance
 from runner.reporter import Reporter, progress_bar
 from runner.state import TrainState
@@ -33,23 +37,45 @@ def run_rank(folder: Path) -> None:
     main = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=True) if main else None
     with log_to(folder / "train.log" if main else None, console):
-        engine = build_engine(experiment, facts["device"])
-        try:
+        if facts["reference"] is not None and facts["reference"]["compute"]:
+            with closing(build_reference(experiment, facts["device"]), facts["world_size"]) as engine:
+                fill_reference(experiment, engine, folder, facts, main)
+        with closing(build_engine(experiment, facts["device"]), facts["world_size"]) as engine:
             if main:
                 write_facts(folder, **engine.describe())
             with reporter(experiment, engine, folder, facts["world_size"], console, config) as report:
                 train(wire(experiment, engine, folder, facts, report, main))
             if experiment.run.export:
                 engine.export(folder / "export")
-        except BaseException:
-            # With peers, closing would wait for what they never join; this process ends by itself.
-            if facts["world_size"] == 1:
-                engine.close()
-            raise
-        engine.close()
+
+
+@contextmanager
+def closing(engine: Engine, world_size: int) -> Iterator[Engine]:
+    """Closes ``engine`` when the context is left, by an error only where this is the only rank."""
+    try:
+        yield engine
+    except BaseException:
+        # With peers, closing would wait for what they never join; this process ends by itself.
+        if world_size == 1:
+            engine.close()
+        raise
+    engine.close()
 
 
 def build_engine(experiment: Experiment, device: Any) -> Engine:
+    """The engine that trains, with what it keeps for reference passes."""
+    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+    return build(experiment, device, source.kept, source.model if source.other else None)
+
+
+def build_reference(experiment: Experiment, device: Any) -> Engine:
+    """An engine that is only asked what the reference says."""
+    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+    # Its reference is the model itself, without dropout.
+    return build(replace(experiment, model=source.to_ask(), adapter=None), device, "adapter_off", None)
+
+
+def build(experiment: Experiment, device: Any, reference: Reference, reference_model: Any) -> Engine:
     run = experiment.run
     return experiment.parallelism.build(
         experiment.model,
@@ -57,10 +83,27 @@ def build_engine(experiment: Experiment, device: Any) -> Engine:
         seed=run.seed,
         dtype=DTYPES[run.dtype],
         device=device,
-        with_reference=experiment.stage.needs_reference,
+        reference=reference,
         count_zeros=run.count_zeros,
         compiled=run.compile,
         kernels=run.kernels,
+        adapter=experiment.adapter,
+        reference_model=reference_model,
+    )
+
+
+def fill_reference(
+    experiment: Experiment, engine: Engine, folder: Path, facts: Mapping[str, Any], main: bool
+) -> None:
+    """Computes with ``engine`` what the cache lacks of the reference's log-probabilities."""
+    precompute(
+        engine,
+        experiment.data.restore(facts["data"]),
+        Path(facts["reference"]["folder"]),
+        scratch=folder / "reference",
+        micro_batch_size=experiment.run.micro_batch_size,
+        writes=main,
+        merges=os.environ.get("LOCAL_RANK", "0") == "0",
     )
 
 
@@ -74,9 +117,12 @@ def wire(
 ) -> Training:
     """The loop's arguments, at the start of the run or where ``facts['resumed_from']`` left off."""
     run, share = experiment.run, {"data_rank": engine.data_rank, "data_size": engine.data_size}
+    cache = None if facts["reference"] is None else Path(facts["reference"]["folder"])
     data = experiment.data.restore(facts["data"])
     rows = {"global_batch_size": run.global_batch_size, "micro_batch_size": run.micro_batch_size}
-    train_data = Prefetched(data.train_loader(**rows, **share), pin=engine.device.type == "cuda")
+    train_data = Prefetched(
+        data.train_loader(**rows, **share, reference=cache), pin=engine.device.type == "cuda"
+    )
     state = TrainState()
     if facts["resumed_from"] is not None:
         point = Path(facts["resumed_from"])
@@ -87,7 +133,7 @@ def wire(
         engine=engine,
         loss=experiment.stage,
         train_data=train_data,
-        eval_data=data.eval_loader(**rows, **share),
+        eval_data=data.eval_loader(**rows, **share, reference=cache),
         lr=partial(experiment.scheduler.lr, peak=experiment.optimizer.lr, total_steps=train_data.num_steps),
         checkpoints=CheckpointPolicy(
             folder / "checkpoints",
@@ -112,8 +158,10 @@ def reporter(
     config: Mapping[str, Any],
 ) -> Reporter:
     """Speaks and logs where there is a ``console``; silent on every other rank."""
-    sizes = matmul_sizes(experiment.model.build(experiment.model.config()))
-    passes = 1 if experiment.stage.needs_reference else 0
+    sizes = matmul_sizes(
+        experiment.model.build(experiment.model.config()), adapted=experiment.adapter is not None
+    )
+    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
 
     def flops(stats: BatchStats) -> float:
         return train_flops(
@@ -121,7 +169,7 @@ def reporter(
             num_tokens=stats.num_computed_tokens,
             num_labels=stats.num_labels,
             sum_squared_seqlens=stats.sum_squared_seqlens,
-            forward_only_passes=passes,
+            forward_only_passes=source.forward_only_passes,
         )
 
     if console is None:

@@ -1,10 +1,13 @@
-"""One thread a process, no network, and a token cache of the session's own."""
+"""One thread a process, no network, a token cache of the session's own, and ranks that many tests share."""
 
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
+
+from tests.ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,3 +22,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 CACHE = pytest.StashKey[str]()
+
+
+@pytest.fixture(scope="session")
+def megatron_ranks() -> Iterator[Ranks]:
+    """Four that have imported Megatron, which takes longer than most tests."""
+    from tests.distributed.megatron_weights_cases import import_megatron
+
+    with Ranks(4) as pool:
+        pool.run(import_megatron, timeout=300)
+        yield pool

@@ -26,12 +26,19 @@ class RunIdentity:
     """Where the weights of a reference model come from; None: there is none."""
     seed: int
     global_batch_size: int
+    trained: str | None = None
+    """Where a part of the model is trained, or an adapter: hash of its parameters' names and shapes."""
+    base: str | None = None
+    """Then, hash of what the rest is made of, which is in no checkpoint."""
 
 
 REMEDIES = {
     "model": "model: the checkpoint is of another model; use the one it was written with",
     "optimizer": "set optimizer={theirs}",
-    "reference": "the reference model was {theirs}; set model.init, model.path and model.revision to it",
+    "reference": "the reference model was {theirs}; set model.init, model.path, model.revision "
+    "and stage.reference_path to it",
+    "trained": "adapter, model.freeze: other parameters were trained; use those of its run",
+    "base": "model: the frozen weights are not those of its run (model.path has changed); use the same",
     "seed": "set run.seed={theirs}",
     "global_batch_size": "set run.global_batch_size={theirs}",
     "data": "data: the samples, the tokenizer or an option that shapes batches differ; use those of its run",
@@ -147,6 +154,8 @@ def check_resumable(point: Path, identity: RunIdentity) -> None:
         )
     ours = asdict(identity)
     for key, remedy in REMEDIES.items():
-        theirs = meta.identity[key]
+        theirs = meta.identity.get(key)
         if ours[key] != theirs:
+            if key == "reference" and theirs is None:
+                remedy = "its run had no reference; set stage.reference=none"
             raise ConfigError(f"run.resume: {point}: {remedy.format(theirs=theirs)}.")

@@ -30,6 +30,12 @@ class SourceAudit:
     """Samples left out as they are longer than that."""
     unsupervised: int
     """Samples left out as they have no target."""
+    identical: int
+    """Pairs left out as both answers are the same."""
+    long_prompts: int
+    """Samples whose prompt alone is longer than ``data.max_length``, among those above and here."""
+    desirable: float | None
+    """Share of samples, of unpaired data."""
     stop_token_trained: float | None
     """Share of samples; None: not known, as in an indexed data set."""
     length_p50: int
@@ -59,6 +65,16 @@ class Audit:
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
 
+    def warnings(self) -> list[str]:
+        """What a user should know before the run, one line each."""
+        splits = [split for split in (self.train, self.eval) if split is not None]
+        return [
+            f"{source.name}: {source.identical:,} pair(s) with the same answer twice are left out."
+            for split in splits
+            for source in split.sources
+            if source.identical
+        ]
+
     def render(self) -> Table:
         """For a terminal: a column per source."""
         table = Table(title="Data", title_justify="left")
@@ -84,12 +100,12 @@ def audit_source(
 
     ``with_left_out``: also report those that were left out (they belong to one split only).
     """
-    per_sample = tokens.sequences_per_sample
-    sequences = np.repeat(selected, per_sample)
+    sequences = np.repeat(selected, tokens.sequences_per_sample)
+    if tokens.desirable is not None:
+        sequences[1::2] = False  # mismatched answers are not trained on
     lengths = tokens.lengths[sequences]
     # A small share of several sources may take none of this one.
     p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="nearest") if len(lengths) else (0, 0, 0)
-    trained = outcome.stop_trained if len(lengths) else None
     return SourceAudit(
         name=name,
         format=outcome.format,
@@ -99,12 +115,20 @@ def audit_source(
         truncated=int(outcome.truncated[selected].sum()),
         dropped=outcome.dropped if with_left_out else 0,
         unsupervised=outcome.unsupervised if with_left_out else 0,
-        stop_token_trained=None if trained is None else float(trained[selected].mean()),
+        identical=outcome.identical if with_left_out else 0,
+        long_prompts=outcome.long_prompts if with_left_out else 0,
+        desirable=_share(tokens.desirable, selected),
+        stop_token_trained=_share(outcome.stop_trained, selected),
         length_p50=int(p50),
         length_p90=int(p90),
         length_p99=int(p99),
         length_max=int(lengths.max(initial=0)),
     )
+
+
+def _share(flags: Bools | None, selected: Bools) -> float | None:
+    """None: not known, or of nothing."""
+    return None if flags is None or not selected.any() else float(flags[selected].mean())
 
 
 def audit_split(sources: Sequence[SourceAudit], plan: Plan, packing: str, capacity: int) -> SplitAudit:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
-from components.data.formats import Message, PreferenceSample, Sample, TextSample
+from components.data.samples import Message, PreferenceSample, Sample, TextSample, UnpairedSample
 from components.data.turns import Conversation, Span, Template, assistant_spans, template_for, token_span
 
 
@@ -30,7 +30,8 @@ class Encoded:
 def encode(
     sample: Sample, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool, origin: str
 ) -> list[Encoded]:
-    """One sequence for a document or a conversation; for a pair chosen, then rejected.
+    """One sequence for a document or a conversation; for a pair chosen, then rejected; for an unpaired
+    sample its completion, then the mismatched one.
 
     ``train_on_prompt`` makes every token a target. ConfigError: the tokenizer has no chat template, or its
     template refuses the messages, or the assistant's turns cannot be told apart exactly.
@@ -40,6 +41,8 @@ def encode(
     template = template_for(tokenizer, sample, origin)
     if isinstance(sample, PreferenceSample):
         encoded = _encode_pair(sample, template)
+    elif isinstance(sample, UnpairedSample):
+        encoded = _encode_answers(sample.prompt, [sample.completion, sample.mismatched], template)
     else:
         # Where all is trained on no turn has to be found, and any template will do.
         encode_chat = _encode_whole if train_on_prompt else _encode_turns
@@ -63,15 +66,18 @@ def _document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[
 
 
 def _encode_pair(sample: PreferenceSample, template: Template) -> list[Encoded]:
-    """Only the answers are targets: what the assistant said in the prompt belongs to the prompt."""
-    answers = (sample.chosen, sample.rejected)
-    pair = [_encode_turns([*sample.prompt, *answer], template, len(sample.prompt)) for answer in answers]
+    pair = _encode_answers(sample.prompt, [sample.chosen, sample.rejected], template)
     both = zip(pair[0].input_ids, pair[1].input_ids, strict=False)
     shortest = min(len(one.input_ids) for one in pair)
     common = next((t for t, (chosen, rejected) in enumerate(both) if chosen != rejected), shortest)
     # A token over the prompt's last and the answer's first character may differ: then it is not shared.
     prompt_length = min(common, *(one.prompt_length for one in pair))
     return [replace(one, prompt_length=prompt_length) for one in pair]
+
+
+def _encode_answers(prompt: list[Message], answers: list[list[Message]], template: Template) -> list[Encoded]:
+    """Only the answers are targets: what the assistant said in the prompt belongs to the prompt."""
+    return [_encode_turns([*prompt, *answer], template, len(prompt)) for answer in answers]
 
 
 def _encode_whole(messages: list[Message], template: Template) -> Encoded:

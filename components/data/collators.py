@@ -7,7 +7,7 @@ import torch
 
 from components.data.packing import Ints
 from components.data.store import Tokens
-from runner.protocols import IGNORE, Batch
+from runner.protocols import DESIRABLE, IGNORE, MISMATCHED, UNDESIRABLE, Batch
 
 
 def collate_packed(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
@@ -18,7 +18,7 @@ def collate_packed(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
     """
     segments = np.concatenate(rows)
     if not len(segments):
-        return _empty(pad_id, pairs=store.sequences_per_sample == 2)
+        return _empty(store, pad_id)
     sequences = [read_segment(store, segment) for segment in segments.tolist()]
     spans = segments[:, 2] - segments[:, 1]
     prefixes = prefix_lengths(store, segments)
@@ -34,6 +34,7 @@ def collate_packed(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
         prefix_lengths=torch.from_numpy(prefixes.astype(np.int32)) if prefixes.any() else None,
         num_keys=int((spans + prefixes).sum()) if prefixes.any() else None,
         pair_index=_pair_index(store, segments),
+        sequence_labels=_sequence_labels(store, segments),
     )
 
 
@@ -61,6 +62,7 @@ def collate_padded(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
         position_ids=torch.arange(shape[1]).repeat(shape[0], 1),
         seqlens=torch.from_numpy(seqlens.astype(np.int32)),
         pair_index=_pair_index(store, segments),
+        sequence_labels=_sequence_labels(store, segments),
     )
 
 
@@ -86,7 +88,7 @@ def read_segment(store: Tokens, segment: Sequence[int]) -> tuple[Ints, Ints]:
 
 def _pair_index(store: Tokens, segments: Ints) -> torch.Tensor | None:
     """Chosen and rejected alternate, numbered within the micro-batch; -1 for a line of padding."""
-    if store.sequences_per_sample == 1:
+    if not _has_pairs(store):
         return None
     real = segments[:, 2] > segments[:, 1]
     index = np.where(real, np.arange(len(segments)), -1)
@@ -94,7 +96,23 @@ def _pair_index(store: Tokens, segments: Ints) -> torch.Tensor | None:
     return torch.from_numpy(index)
 
 
-def _empty(pad_id: int, *, pairs: bool) -> Batch:
+def _has_pairs(store: Tokens) -> bool:
+    return store.sequences_per_sample == 2 and store.desirable is None
+
+
+def _sequence_labels(store: Tokens, segments: Ints) -> torch.Tensor | None:
+    """Answers and mismatched ones alternate; a line of padding in the place of an answer is -1."""
+    if store.desirable is None:
+        return None
+    real = segments[:, 2] > segments[:, 1]
+    labels = np.where(store.desirable[segments[:, 0] // 2], DESIRABLE, UNDESIRABLE)
+    assert (segments[real, 0] % 2 == np.arange(len(segments))[real] % 2).all(), "the answer comes first"
+    labels = np.where(real, labels, -1)
+    labels[1::2] = MISMATCHED
+    return torch.from_numpy(labels.astype(np.int64))
+
+
+def _empty(store: Tokens, pad_id: int) -> Batch:
     return Batch(
         input_ids=torch.tensor([[pad_id]]),
         labels=torch.tensor([[IGNORE]]),
@@ -102,5 +120,6 @@ def _empty(pad_id: int, *, pairs: bool) -> Batch:
         seqlens=torch.tensor([0], dtype=torch.int32),
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         max_seqlen=1,
-        pair_index=torch.tensor([-1]) if pairs else None,
+        pair_index=torch.tensor([-1]) if _has_pairs(store) else None,
+        sequence_labels=None if store.desirable is None else torch.tensor([-1]),
     )

@@ -48,6 +48,7 @@ class IndexedTokens:
     max_length: int | None
     """Sequences end here; None: nothing is cut."""
     sequences_per_sample: int = 1
+    desirable: Bools | None = None
 
     @classmethod
     def open(cls, prefix: Path, *, max_length: int | None = None) -> Self:

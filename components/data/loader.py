@@ -13,8 +13,10 @@ from pydantic import TypeAdapter
 from components.data.audit import Audit
 from components.data.collators import collate_packed, collate_padded, prefix_lengths
 from components.data.indexed import IndexedTokens
+from components.data.joined import JoinedTokens
 from components.data.packing import Ints, Plan
-from components.data.store import JoinedTokens, Tokens, TokenStore
+from components.data.reference import LogpsFile
+from components.data.store import Tokens, TokenStore, digest
 from runner.protocols import Batch, BatchStats
 
 
@@ -60,13 +62,16 @@ class DataLoader:
         pad_id: int,
         drop_last: bool,
         max_steps: int | None = None,
+        reference: LogpsFile | None = None,
     ) -> None:
+        """``reference``: of the sequences of ``store``, what every ``Batch`` gets as ``ref_logps``."""
         assert 0 <= data_rank < data_size
         assert global_batch_size % (data_size * micro_batch_size) == 0
         self._store, self._plans, self._pad_id = store, plans, pad_id
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
         self._data_rank, self._data_size = data_rank, data_size
         self._collate = collate_packed if packed else collate_padded
+        self._reference = reference
         steps = (count_steps(plan, global_batch_size, drop_last=drop_last) for plan in plans)
         self._first_steps = [0, *accumulate(steps)]
         self._num_steps = min(self._first_steps[-1], max_steps or self._first_steps[-1])
@@ -75,23 +80,33 @@ class DataLoader:
     def num_steps(self) -> int:
         return self._num_steps
 
+    @property
+    def sequences_per_sample(self) -> int:
+        return self._store.sequences_per_sample
+
     def microbatches(self, step: int) -> list[Batch]:
+        made = [(rows, self._collate(self._store, rows, self._pad_id)) for rows in self.shares(step)]
+        if self._reference is None:
+            return [batch for _, batch in made]
+        return [self._reference.attach(batch, np.concatenate(rows)) for rows, batch in made]
+
+    def shares(self, step: int) -> list[list[Ints]]:
+        """Of each of this rank's micro-batches the rows, and of a row the segments: int64 ``[n, 3]``."""
         plan, start, stop = self._rows(step)
         share = self._data_size * self._micro_batch_size
         mine = self._data_rank * self._micro_batch_size
         firsts = range(start + mine, start + mine + (stop - start + share - 1) // share * share, share)
-        return [
-            self._collate(
-                self._store,
-                [_row(plan, row, stop) for row in range(first, first + self._micro_batch_size)],
-                self._pad_id,
-            )
-            for first in firsts
-        ]
+        size = self._micro_batch_size
+        return [[_row(plan, row, stop) for row in range(first, first + size)] for first in firsts]
 
     def stats(self, step: int) -> BatchStats:
-        """``num_samples`` counts a document that is cut across rows once, where it begins."""
-        segments = np.asarray(self._segments(step))
+        """``num_samples`` counts a document that is cut across rows once, where it begins.
+
+        Of unpaired data the mismatched answers, which are not trained on, are left out.
+        """
+        segments, per_sample = np.asarray(self.segments(step)), self._store.sequences_per_sample
+        if self._store.desirable is not None:
+            segments, per_sample = segments[segments[:, 0] % 2 == 0], 1
         prefixes = prefix_lengths(self._store, segments)
         computed = segments[:, 2] - segments[:, 1]
         lengths = computed + prefixes
@@ -100,19 +115,26 @@ class DataLoader:
         return BatchStats(
             num_tokens=int(lengths.sum()),
             num_computed_tokens=int(computed.sum()),
-            num_samples=begun // self._store.sequences_per_sample,
+            num_samples=begun // per_sample,
             num_labels=sum(counts),
             seqlen_mean=float(lengths.mean()),
             seqlen_max=int(lengths.max()),
             sum_squared_seqlens=int((lengths**2 - prefixes**2).sum()),
         )
 
+    def lacks_reference(self) -> bool:
+        """Whether a micro-batch of some step would find no ``ref_logps``."""
+        assert self._reference is not None
+        holds = self._reference.holds
+        return not all(holds(self.segments(step)[:, 0]) for step in range(self._num_steps))
+
     def epoch(self, step: int) -> float:
         done = min(bisect_right(self._first_steps, step) - 1, len(self._plans) - 1)
         first, last = self._first_steps[done : done + 2]
         return done + (step - first) / (last - first)
 
-    def _segments(self, step: int) -> Ints:
+    def segments(self, step: int) -> Ints:
+        """int64 ``[n, 3]``: of the whole global batch."""
         plan, start, stop = self._rows(step)
         return plan.rows(start, stop)
 
@@ -159,6 +181,14 @@ class SplitFiles:
         folders = [Path(self.plans, epoch_name(epoch)) for epoch in range(self.epochs)]
         return JoinedTokens([store.open() for store in self.stores]), PlanFiles(folders)
 
+    def reference(self, folder: Path) -> LogpsFile:
+        """Where ``folder``, of one reference model, has what belongs to these tokens."""
+        assert not any(store.indexed for store in self.stores), "only the name of a token store tells all"
+        name = digest([Path(store.path).name for store in self.stores])
+        return LogpsFile(
+            folder / f"{name}.npy", JoinedTokens([store.open() for store in self.stores]).lengths
+        )
+
 
 def epoch_name(epoch: int) -> str:
     return f"epoch_{epoch:05d}"
@@ -182,22 +212,46 @@ class PreparedData:
         """Optimizer steps of the run."""
         return self.train.num_steps
 
+    @property
+    def splits(self) -> list[SplitFiles]:
+        """Train, and eval where there is something to evaluate on."""
+        return [self.train] if self.eval is None else [self.train, self.eval]
+
     def train_loader(
-        self, *, global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int
+        self,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_rank: int,
+        data_size: int,
+        reference: Path | None = None,
     ) -> DataLoader:
+        """``reference``: the folder of a reference model, for batches that carry its log-probabilities."""
         assert global_batch_size == self.global_batch_size, "planned for another size"
-        return self._loader(self.train, global_batch_size, micro_batch_size, data_rank, data_size)
+        return self.loader(self.train, global_batch_size, micro_batch_size, data_rank, data_size, reference)
 
     def eval_loader(
-        self, *, global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int
+        self,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_rank: int,
+        data_size: int,
+        reference: Path | None = None,
     ) -> DataLoader | None:
         """One pass in order; None where there is nothing to evaluate on."""
         if self.eval is None:
             return None
-        return self._loader(self.eval, global_batch_size, micro_batch_size, data_rank, data_size)
+        return self.loader(self.eval, global_batch_size, micro_batch_size, data_rank, data_size, reference)
 
-    def _loader(
-        self, split: SplitFiles, global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int
+    def loader(
+        self,
+        split: SplitFiles,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_rank: int,
+        data_size: int,
+        reference: Path | None = None,
     ) -> DataLoader:
         return DataLoader(
             *split.open(),
@@ -209,7 +263,15 @@ class PreparedData:
             pad_id=self.pad_id,
             drop_last=split.drop_last,
             max_steps=split.num_steps,
+            reference=None if reference is None else split.reference(reference),
         )
+
+    def lacks_reference(self, folder: Path) -> bool:
+        """Whether the run has samples that the reference model of ``folder`` has not been asked about."""
+        loaders = (
+            self.loader(split, self.global_batch_size, 1, 0, 1, reference=folder) for split in self.splits
+        )
+        return any(loader.lacks_reference() for loader in loaders)
 
     def prompt(self) -> list[int]:
         """Token ids to complete: the first sample's, held out where there is such, up to its first target.

@@ -11,11 +11,13 @@ from filelock import FileLock
 from components.data import packing as packing_module
 from components.data import prompts as prompts_module
 from components.data.audit import SplitAudit, audit_source, audit_split
+from components.data.encoder import Encoder
 from components.data.indexed import IndexedTokens
+from components.data.joined import JoinedTokens
 from components.data.loader import SplitFiles, StoreFiles, count_steps, epoch_name
 from components.data.packing import Packing, Plan, plan_epoch
-from components.data.store import Bools, Ints, JoinedTokens, Outcome, Tokens, digest, file_digest
-from components.data.tokenize import Encoder, FileSource
+from components.data.store import Bools, Ints, Outcome, Tokens, digest, file_digest
+from components.data.tokenize import FileSource
 from runner.errors import ConfigError
 
 

@@ -1,5 +1,6 @@
 """The ``data`` group: what to train on. ``prepare`` runs in the parent; every rank opens what it left."""
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from components.data.audit import Audit, show_progress
+from components.data.encoder import Encoder
+from components.data.fit import Overlong
 from components.data.formats import Format
 from components.data.indexed import indexed_prefix
 from components.data.loader import PreparedData, StoreFiles, count_steps
@@ -22,15 +25,15 @@ from components.data.segments import Part, Split, indexed_part, plan_eval
 from components.data.store import Bools
 from components.data.tokenize import (
     STAGES,
-    Encoder,
     FileSource,
-    Overlong,
     Source,
     StdlibSource,
     build_store,
 )
 from runner.errors import ConfigError
 from runner.protocols import SampleKind
+
+log = logging.getLogger(__name__)
 
 _MAX_WORKERS = 8
 _SOURCE_KEYS = ("path", "weight", "format")
@@ -106,6 +109,12 @@ class Data(ABC):
         train, held = self._train_split(encoder, cache, packing, seed)
         num_epochs, num_steps = self._plan_epochs(train, global_batch_size, max_steps, epochs)
         evaluated = self._eval_split(encoder, cache, packing, seed) if held is None else held
+        audit = Audit(
+            train=train.audit(),
+            eval=None if evaluated is None else evaluated.audit(with_left_out=held is None),
+        )
+        for warning in audit.warnings():
+            log.warning(warning)
         return PreparedData(
             train=train.files(num_epochs, num_steps, drop_last=self.drop_last),
             eval=None if evaluated is None else plan_eval(evaluated, global_batch_size),
@@ -114,11 +123,12 @@ class Data(ABC):
             global_batch_size=global_batch_size,
             # With or without an epoch's last batch, a step stands for other rows.
             identity=f"{train.identity}-{'whole' if self.drop_last else 'all'}",
-            audit=Audit(
-                train=train.audit(),
-                eval=None if evaluated is None else evaluated.audit(with_left_out=held is None),
-            ),
+            audit=audit,
         )
+
+    def cache(self) -> Path:
+        """The folder that outlives runs."""
+        return cache_folder(self.cache_dir)
 
     def _check_share_prompt(self, kind: SampleKind, packing: Packing) -> None:
         if not self.share_prompt:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from components.data.formats import ChatSample, PreferenceSample, Sample, TextSample
+from components.data.samples import ChatSample, PreferenceSample, Sample, TextSample, UnpairedSample
 from runner.errors import ConfigError
 from runner.protocols import SampleKind
 
@@ -57,6 +57,7 @@ def stdlib_records(kind: SampleKind, split: Split) -> Iterator[tuple[Sample, str
 
     text: the source of a module. chat: a question about a function, class or method, answered with its
     docstring. preference: the same question, the right docstring chosen, another one of the module rejected.
+    unpaired: one of the two, in about every second sample the right one.
     """
     for path, module in _modules(split):
         if kind == "text":
@@ -66,7 +67,7 @@ def stdlib_records(kind: SampleKind, split: Split) -> Iterator[tuple[Sample, str
             continue
         entries = _entries(path, module)
         for entry in entries:
-            sample = _chat(entry) if kind == "chat" else _preference(entry, entries)
+            sample = _sample(kind, entry, entries)
             if sample is not None:
                 yield sample, entry.origin
 
@@ -129,6 +130,17 @@ def _definitions(
         elif isinstance(node, ast.ClassDef):
             yield node, prefix + node.name, "class"
             yield from _definitions(node, f"{prefix}{node.name}.", "method")
+
+
+def _sample(kind: SampleKind, entry: _Entry, entries: list[_Entry]) -> Sample | None:
+    if kind == "chat":
+        return _chat(entry)
+    pair = _preference(entry, entries)
+    if kind == "preference" or pair is None:
+        return pair
+    desirable = _stable_hash(f"label {entry.origin} {entry.name}") % 2 == 0
+    completion = pair.chosen if desirable else pair.rejected
+    return UnpairedSample(pair.prompt, completion, desirable, None, mismatched=completion)
 
 
 def _chat(entry: _Entry) -> ChatSample:

@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import tempfile
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,15 +18,22 @@ Array = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
-_TRUNCATED, _STOP_TRAINED = 1, 2
+_TRUNCATED, _STOP_TRAINED, _DESIRABLE = 1, 2, 4
 _MEMO_BYTES = 2**26  # the digest of a larger file is remembered by its size and time
 
 
 class Tokens(Protocol):
-    """Sequences of tokens. Sample ``i`` is sequence ``i``, or for pairs ``2 * i`` (chosen), ``2 * i + 1``."""
+    """Sequences of tokens. Sample ``i`` is sequence ``i``, or ``2 * i`` and ``2 * i + 1``.
+
+    Of pairs these are chosen and rejected, of unpaired data the answer and a mismatched one.
+    """
 
     @property
     def sequences_per_sample(self) -> int: ...
+
+    @property
+    def desirable(self) -> Bools | None:
+        """bool per sample of unpaired data; None: of other data."""
 
     @property
     def lengths(self) -> Ints:
@@ -61,6 +66,12 @@ class Chunk:
     """Left out as they are longer than ``data.max_length``."""
     unsupervised: int
     """Left out as no token of theirs would be trained."""
+    identical: int = 0
+    """Left out as both answers are the same."""
+    long_prompts: int = 0
+    """Of all samples, those whose prompt alone is longer than ``data.max_length``."""
+    desirable: Bools | None = None
+    """Per sample of unpaired data."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +82,12 @@ class Meta:
     sequences_per_sample: int
     masked: bool
     """Whether there is a mask; otherwise every token is a target."""
+    unpaired: bool
     format: str
     dropped: int
     unsupervised: int
+    identical: int
+    long_prompts: int
     sizes: dict[str, int]
     """Bytes of every file."""
 
@@ -93,6 +107,8 @@ class Outcome:
     """Per sequence: its targets."""
     dropped: int
     unsupervised: int
+    identical: int = 0
+    long_prompts: int = 0
 
 
 class TornStore(Exception):
@@ -112,7 +128,9 @@ class StoreWriter:
         self._type = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
         self._vocab_size = vocab_size
         self._sequences_per_sample = sequences_per_sample
-        self._end = self.num_samples = self.dropped = self.unsupervised = 0
+        self._unpaired = False
+        self._end = self.num_samples = 0
+        self.dropped = self.unsupervised = self.identical = self.long_prompts = 0
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,6 +145,8 @@ class StoreWriter:
     def append(self, chunk: Chunk) -> None:
         self.dropped += chunk.dropped
         self.unsupervised += chunk.unsupervised
+        self.identical += chunk.identical
+        self.long_prompts += chunk.long_prompts
         self.num_samples += len(chunk.truncated)
         if not len(chunk.lengths):
             return
@@ -139,6 +159,9 @@ class StoreWriter:
         self._write("offsets", self._end + ends)
         self._write("supervised", np.add.reduceat(targets, ends - chunk.lengths, dtype=np.int64))
         flags = chunk.truncated * _TRUNCATED + chunk.stop_trained * _STOP_TRAINED
+        if chunk.desirable is not None:
+            self._unpaired = True
+            flags = flags + chunk.desirable * _DESIRABLE
         self._write("flags", flags.astype(np.uint8))
         if self._masked:
             self._write("mask", chunk.mask)
@@ -169,9 +192,12 @@ class StoreWriter:
             token_type=self._type.name,
             sequences_per_sample=self._sequences_per_sample,
             masked=self._masked,
+            unpaired=self._unpaired,
             format=self._format,
             dropped=self.dropped,
             unsupervised=self.unsupervised,
+            identical=self.identical,
+            long_prompts=self.long_prompts,
             sizes={name: (self._folder / name).stat().st_size for name in self._files},
         )
 
@@ -200,6 +226,10 @@ class TokenStore:
         return self.meta.sequences_per_sample
 
     @cached_property
+    def desirable(self) -> Bools | None:
+        return (self._map("flags", np.uint8) & _DESIRABLE).astype(np.bool_) if self.meta.unpaired else None
+
+    @cached_property
     def lengths(self) -> Ints:
         return np.diff(self._offsets)
 
@@ -213,6 +243,8 @@ class TokenStore:
             num_supervised=self._map("supervised", np.int64),
             dropped=self.meta.dropped,
             unsupervised=self.meta.unsupervised,
+            identical=self.meta.identical,
+            long_prompts=self.meta.long_prompts,
         )
 
     def tokens(self, sequence: int, start: int, stop: int) -> Array:
@@ -245,46 +277,6 @@ class TokenStore:
     def _map(self, name: str, kind: npt.DTypeLike) -> Array:
         # As a plain array: np.memmap's own class makes every small slice ten times slower.
         return np.asarray(np.memmap(self.path / name, dtype=kind, mode="r"))
-
-
-class JoinedTokens:
-    """Several stores, one after another, as one."""
-
-    def __init__(self, parts: Sequence[Tokens]) -> None:
-        assert len({part.sequences_per_sample for part in parts}) == 1
-        self._parts = parts
-        counts = [len(part.lengths) for part in parts]
-        self._starts = [sum(counts[:i]) for i in range(len(parts))]
-
-    @property
-    def sequences_per_sample(self) -> int:
-        return self._parts[0].sequences_per_sample
-
-    @cached_property
-    def lengths(self) -> Ints:
-        return np.concatenate([part.lengths for part in self._parts])
-
-    @cached_property
-    def sources(self) -> npt.NDArray[np.int32]:
-        """int32 per sample: the part that it comes from."""
-        counts = [len(part.lengths) // self.sequences_per_sample for part in self._parts]
-        return np.repeat(np.arange(len(self._parts), dtype=np.int32), counts)
-
-    def tokens(self, sequence: int, start: int, stop: int) -> Array:
-        part, local = self._locate(sequence)
-        return part.tokens(local, start, stop)
-
-    def mask(self, sequence: int, start: int, stop: int) -> Bools:
-        part, local = self._locate(sequence)
-        return part.mask(local, start, stop)
-
-    def count(self, sequence: int, start: int, stop: int) -> int:
-        part, local = self._locate(sequence)
-        return part.count(local, start, stop)
-
-    def _locate(self, sequence: int) -> tuple[Tokens, int]:
-        part = bisect_right(self._starts, sequence) - 1
-        return self._parts[part], sequence - self._starts[part]
 
 
 def digest(value: Any) -> str:

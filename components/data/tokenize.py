@@ -8,7 +8,7 @@ import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -18,22 +18,20 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, Protocol
 
-import numpy as np
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from components.data.audit import show_progress
-from components.data.chat import Encoded, encode
-from components.data.formats import KINDS, Format, Sample, detect, normalize
+from components.data.encoder import Encoder, Item, with_neighbours
+from components.data.formats import KINDS, Format, detect
+from components.data.samples import Sample
 from components.data.sources import Record, read_records
 from components.data.stdlib import Split, stdlib_records
 from components.data.store import Chunk, StoreWriter, TokenStore, TornStore, digest, file_digest
 from runner.errors import ConfigError
 from runner.protocols import SampleKind
 
-Item = tuple[Record | Sample, str]
-Overlong = Literal["truncate", "drop"]
-STAGES = {"text": "pt", "chat": "sft", "preference": "dpo"}
+STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "unpaired": "kto"}
 
 _BATCH = 64  # samples a worker takes at a time
 _PATIENCE_S = 4.0  # of work in this process before workers are started: each needs two seconds to import
@@ -52,7 +50,7 @@ class Source(Protocol):
     def content(self, cache: Path) -> list[str]:
         """Digests that change with what is in it."""
 
-    def items(self, kind: SampleKind) -> tuple[Format | None, Iterator[Item]]:
+    def items(self, kind: SampleKind) -> tuple[Format | None, Iterator[tuple[Record | Sample, str]]]:
         """Records and their format, or ready samples and None. ConfigError: of another kind."""
 
 
@@ -78,14 +76,15 @@ class FileSource:
             raise ConfigError(f"{self.path}: cannot be read ({error.strerror}). Check the file.") from error
         return [self.format, path.suffix, *digests]
 
-    def items(self, kind: SampleKind) -> tuple[Format | None, Iterator[Item]]:
+    def items(self, kind: SampleKind) -> tuple[Format | None, Iterator[tuple[Record | Sample, str]]]:
         records = read_records(self.path)
         first = next(records)
         format = detect(*first) if self.format == "auto" else self.format
         if KINDS[format] != kind:
+            remedy = "give every record a 'label', " if kind == "unpaired" else ""
             raise ConfigError(
                 f"{self.name}: its format is {format}, and stage={STAGES[kind]} does not train on that.\n"
-                f"Use stage={STAGES[KINDS[format]]}, or name another format in data.format."
+                f"Use stage={STAGES[KINDS[format]]}, {remedy}or name another format in data.format."
             )
         return format, chain([first], records)
 
@@ -109,90 +108,11 @@ class StdlibSource:
             listing += [f"{folder}/{name} {os.path.getsize(f'{folder}/{name}')}" for name in sources]
         return [self.split, sys.version, digest(listing)]
 
-    def items(self, kind: SampleKind) -> tuple[Format | None, Iterator[Item]]:
+    def items(self, kind: SampleKind) -> tuple[Format | None, Iterator[tuple[Record | Sample, str]]]:
         return None, stdlib_records(kind, self.split)
 
 
 # Samples to tokens
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """Turns batches of items into chunks of tokens, in this process or in a worker."""
-
-    tokenizer: PreTrainedTokenizerBase
-    kind: SampleKind
-    max_length: int | None
-    """None: of any length."""
-    overlong: Overlong
-    train_on_prompt: bool
-    format: Format | None = None
-    """That of the records; None: the items are samples."""
-
-    def __call__(self, items: Sequence[Item]) -> Chunk:
-        samples: list[tuple[list[Encoded], bool]] = []
-        dropped = unsupervised = 0
-        for item, origin in items:
-            encoded = self._encode(item, origin)
-            fitted = fit(encoded, self.max_length, self.overlong)
-            if fitted is None:
-                dropped += 1
-            elif all(any(one.mask[1:]) for one in fitted):
-                samples.append((fitted, fitted is not encoded))
-            else:
-                unsupervised += 1
-        sequences = [one for fitted, _ in samples for one in fitted]
-        return Chunk(
-            tokens=np.fromiter(chain.from_iterable(one.input_ids for one in sequences), np.uint32),
-            mask=np.fromiter(chain.from_iterable(one.mask for one in sequences), np.bool_),
-            lengths=np.array([len(one.input_ids) for one in sequences], np.int64),
-            truncated=np.array([cut for _, cut in samples], np.bool_),
-            stop_trained=np.array(
-                [all(one.stop_trained for one in fitted) for fitted, _ in samples], np.bool_
-            ),
-            dropped=dropped,
-            unsupervised=unsupervised,
-        )
-
-    def vocab_size(self) -> int:
-        """Past the largest id; ``len(tokenizer)`` is less where ids have gaps."""
-        return max(self.tokenizer.get_vocab().values()) + 1
-
-    def _encode(self, item: Record | Sample, origin: str) -> list[Encoded]:
-        if isinstance(item, dict):
-            assert self.format is not None
-            item = normalize(item, self.format, origin)
-        return encode(item, self.tokenizer, train_on_prompt=self.train_on_prompt, origin=origin)
-
-
-def fit(encoded: list[Encoded], max_length: int | None, overlong: Overlong) -> list[Encoded] | None:
-    """The sequences of one sample within ``max_length`` (the same list where they are); None: dropped.
-
-    A document or a conversation keeps its beginning. A pair keeps its answers and the end of its prompt: the
-    prompt loses as much as the longer answer needs, in both alike, but for its last token; an answer that is
-    still too long loses its end.
-    """
-    if max_length is None or all(len(one.input_ids) <= max_length for one in encoded):
-        return encoded
-    if overlong == "drop":
-        return None
-    if len(encoded) == 1:
-        return [_cut(encoded[0], 0, max_length)]
-    prompt = encoded[0].prompt_length
-    answer = max(len(one.input_ids) - prompt for one in encoded)
-    kept = min(prompt, max(1, max_length - answer))
-    return [_cut(one, prompt - kept, max_length) for one in encoded]
-
-
-def _cut(one: Encoded, start: int, max_length: int) -> Encoded:
-    stop = start + max_length
-    return replace(
-        one,
-        input_ids=one.input_ids[start:stop],
-        mask=one.mask[start:stop],
-        prompt_length=one.prompt_length - start,
-        stop_trained=one.stop_trained and not any(one.mask[stop:]),
-    )
 
 
 def encode_all(
@@ -283,22 +203,24 @@ def build_store(source: Source, encoder: Encoder, cache: Path, num_workers: int)
 
 
 def _write_store(path: Path, source: Source, encoder: Encoder, num_workers: int) -> None:
-    format, items = source.items(encoder.kind)
+    format, records = source.items(encoder.kind)
+    items = with_neighbours(records) if encoder.kind == "unpaired" else records
     writer = StoreWriter(
         path,
         vocab_size=encoder.vocab_size(),
-        sequences_per_sample=2 if encoder.kind == "preference" else 1,
+        sequences_per_sample=2 if encoder.kind in ("preference", "unpaired") else 1,
         masked=encoder.kind != "text" and not encoder.train_on_prompt,
         format=format or "embedded",
     )
     with writer, show_progress(f"tokenising {source.name}") as advance:
         for chunk in encode_all(items, replace(encoder, format=format), num_workers):
             writer.append(chunk)
-            advance(len(chunk.truncated) + chunk.dropped + chunk.unsupervised)
+            advance(len(chunk.truncated) + chunk.dropped + chunk.unsupervised + chunk.identical)
         if not writer.num_samples:
+            same = f", {writer.identical} with the same answer twice" if writer.identical else ""
             raise ConfigError(
                 f"{source.name}: no sample is left ({writer.dropped} longer than data.max_length="
-                f"{encoder.max_length}, {writer.unsupervised} without a token to train on).\n"
+                f"{encoder.max_length}, {writer.unsupervised} without a token to train on{same}).\n"
                 "Raise data.max_length, or check the answers in the file."
             )
 
@@ -315,6 +237,9 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 @cache
 def _code() -> list[str]:
     """Changes with the programs that make tokens; so nobody has to remember to count a version up."""
-    own = ("chat", "formats", "sources", "stdlib", "store", "tokenize", "turns")
+    own = (
+        *("answers", "chat", "encoder", "fit", "formats", "messages", "samples"),
+        *("sources", "stdlib", "store", "tokenize", "turns"),
+    )
     files = [(Path(__file__).parent / f"{name}.py").read_text() for name in own]
     return [digest(files), version("transformers"), version("tokenizers")]

@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from components.data.formats import ChatSample, Message, PreferenceSample
+from components.data.samples import ChatSample, Message, PreferenceSample, UnpairedSample
 from runner.errors import ConfigError
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -76,9 +76,10 @@ class Conversation:
     """The characters that each token covers."""
 
 
-def template_for(
-    tokenizer: PreTrainedTokenizerBase, sample: ChatSample | PreferenceSample, origin: str
-) -> Template:
+Conversational = ChatSample | PreferenceSample | UnpairedSample
+
+
+def template_for(tokenizer: PreTrainedTokenizerBase, sample: Conversational, origin: str) -> Template:
     """The template for the sample; one without a place for its tools would drop them unsaid."""
     name = tokenizer.name_or_path
     if not tokenizer.chat_template:
@@ -99,10 +100,14 @@ def template_for(
     return template
 
 
-def _calls_tools(sample: ChatSample | PreferenceSample) -> bool:
+def _calls_tools(sample: Conversational) -> bool:
     if isinstance(sample, ChatSample):
-        return any("tool_calls" in message for message in sample.messages)
-    return any("tool_calls" in message for message in [*sample.prompt, *sample.chosen, *sample.rejected])
+        messages = sample.messages
+    elif isinstance(sample, PreferenceSample):
+        messages = [*sample.prompt, *sample.chosen, *sample.rejected]
+    else:
+        messages = [*sample.prompt, *sample.completion, *sample.mismatched]
+    return any("tool_calls" in message for message in messages)
 
 
 @lru_cache(maxsize=8)

@@ -6,7 +6,7 @@ sequences see each other without a word.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from components.engines.context_parallel import trade_heads, trade_positions
+from components.engines.sdpa import causal_sdpa, packed_sdpa
 from runner.errors import ConfigError
 from runner.protocols import Batch
 
@@ -176,53 +177,6 @@ def refuse(module: nn.Module, is_causal: bool | None, others: dict[str, Any]) ->
 def has_kernel(query: Tensor, dropout: float) -> bool:
     """Whether ``varlen`` can be used: the CUDA kernel takes half precision only and has no dropout."""
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout
-
-
-def packed_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spans: Sequence[int],
-    key_spans: Sequence[int] | None = None,
-    **options: Any,
-) -> Tensor:
-    """One SDPA a sequence; see ``causal_sdpa`` for what it means where ``key_spans`` are longer."""
-    key_spans = spans if key_spans is None else key_spans
-    # Split, not sliced: the backward of a slice fills a whole tensor with zeros, once a sequence.
-    cuts = ((query, spans), (key, key_spans), (value, key_spans))
-    pieces = zip(*(tensor.split(list(lengths), dim=2) for tensor, lengths in cuts), strict=True)
-    return torch.cat([causal_sdpa(*piece, **options) for piece in pieces], dim=1)
-
-
-def causal_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, dropout: float, window: int | None
-) -> Tensor:
-    """``[B, heads, T, D]`` to ``[B, T, heads, D]``, every row one sequence.
-
-    Where there are more keys than queries, the queries are the last tokens of the sequence.
-    """
-    length, num_keys = query.shape[2], key.shape[2]
-    mask = None
-    if num_keys > length or (window is not None and window < length):
-        mask = causal_mask(length, num_keys, window, query.device)
-    out = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        dropout_p=dropout,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out.transpose(1, 2)
-
-
-def causal_mask(length: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """bool ``[T, keys]``: a token sees itself and what is before it, or the ``window - 1`` tokens before."""
-    diagonal = num_keys - length
-    mask = torch.ones(length, num_keys, dtype=torch.bool, device=device).tril(diagonal)
-    return mask if window is None else mask.triu(diagonal + 1 - window)
 
 
 def varlen(

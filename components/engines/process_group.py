@@ -1,6 +1,7 @@
 """Joining and leaving the process group of a run."""
 
 import os
+from collections import Counter
 from datetime import timedelta
 from typing import Literal
 
@@ -9,12 +10,16 @@ import torch.distributed as dist
 
 from components.engines.host_memory import keep_freed_memory
 
+_joined: Counter[tuple[str, str]] = Counter()
+"""Groups that this process has made, by where their ranks met."""
+
 
 def join(kind: Literal["cpu", "cuda"]) -> torch.device:
     """Makes the default process group and returns this rank's device; every rank calls it.
 
     With WORLD_SIZE in the environment (the runner's own workers, torchrun) the ranks meet at
-    MASTER_ADDR:MASTER_PORT. Without it this process is the only rank and needs no network.
+    MASTER_ADDR:MASTER_PORT, under other keys each time: those of a group that was left are still there.
+    Without it this process is the only rank and needs no network.
     """
     device = torch.device("cpu")
     if kind == "cpu":
@@ -24,7 +29,16 @@ def join(kind: Literal["cpu", "cuda"]) -> torch.device:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        place = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        _joined[place] += 1
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"group_{_joined[place]}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=30),
+        )
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device

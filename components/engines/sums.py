@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +16,16 @@ def reduce_counts(
     counts: Mapping[str, int], group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, int]:
     """Adds ``counts`` over the data ranks of ``group``; every rank passes the same keys in the same order."""
-    values = torch.tensor(list(counts.values()), dtype=torch.int64, device=device)
-    dist.all_reduce(values, group=group)
-    return dict(zip(counts, values.tolist(), strict=True))
+    # Exact in float64: no run counts to 2 ** 53.
+    return dict(zip(counts, map(round, add_up(list(counts.values()), group, device)), strict=True))
+
+
+def add_up(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Adds float64 ``values`` over the ranks of ``group``, each of which passes as many."""
+    packed = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(packed, group=group)
+    total: list[float] = packed.tolist()
+    return total
 
 
 @dataclass
@@ -54,8 +61,9 @@ class Sums:
     def reduce(self, group: dist.ProcessGroup, device: torch.device) -> tuple[dict[str, float], int]:
         """``(means, N_main)`` over all data ranks, in one all-reduce.
 
-        ``means["loss"]`` is the sum over terms of sum / count, NaN where the main term has no count. Every
-        data rank holds the same names: a rank without rows has run an empty micro-batch.
+        ``means["loss"]`` is the sum over terms of sum / count, NaN where the main term has no count; every
+        further term stands under its own name too. Every data rank holds the same names: a rank without rows
+        has run an empty micro-batch.
         """
         tables = (self.terms, self.term_counts, self.metrics, self.metric_counts)
         values = [torch.as_tensor(v, dtype=torch.float64, device=device) for t in tables for v in t.values()]
@@ -63,7 +71,9 @@ class Sums:
         dist.all_reduce(packed, group=group)
         numbers = iter(packed.tolist())
         terms, term_counts, metrics, metric_counts = ({name: next(numbers) for name in t} for t in tables)
-        n_main = next(iter(term_counts.values()))
-        parts = [terms[name] / count for name, count in term_counts.items() if count]
-        means = {name: metrics[name] / count if count else math.nan for name, count in metric_counts.items()}
-        return {"loss": math.fsum(parts) if n_main else math.nan, **means}, round(n_main)
+        main, *others = term_counts
+        parts = {name: terms[name] / count for name, count in term_counts.items() if count}
+        means = {name: parts.get(name, math.nan) for name in others}
+        means |= {name: metrics[name] / count if count else math.nan for name, count in metric_counts.items()}
+        loss = math.fsum(parts.values()) if main in parts else math.nan
+        return {"loss": loss, **means}, round(term_counts[main])

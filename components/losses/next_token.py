@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runner.errors import ConfigError
-from runner.protocols import IGNORE, Batch, Engine, LossOutput, TokenStats
+from runner.protocols import IGNORE, Batch, Engine, LossOutput, ReferenceChoice, TokenStats
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class NextToken:
     label_smoothing: float
     z_loss: float
 
-    needs_reference: ClassVar[bool] = False
+    reference: ClassVar[ReferenceChoice] = "none"
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:

@@ -1,79 +1,130 @@
-"""Losses over pairs of answers, one chosen and one rejected, against a frozen reference model."""
+"""Direct preference optimisation and its family: pairs of answers, against a reference model."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from components.losses.pair_losses import (
+    F_DIVERGENCES,
+    OF_THE_DIFFERENCE,
+    PAIR_LOSSES,
+    PER_TOKEN,
+    alpha_divergence,
+    options_of,
+)
+from components.losses.pairs import Pairs, ReferencedLoss, check_label_smoothing, verbosity_weights
 from runner.errors import ConfigError
-from runner.protocols import Batch, Engine, LossOutput, TokenStats
+from runner.protocols import Batch, TokenStats
+
+DPOKind = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "apo_zero",
+    "apo_down",
+    "sppo_hard",
+    "discopop",
+]
+FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 
 @dataclass(frozen=True)
-class DPO:
-    """Direct preference optimisation (Rafailov et al. 2023, equation 7).
+class DPO(ReferencedLoss):
+    """The formulas are in ``pair_losses``. A reward is beta times an answer's log-ratio to the reference."""
 
-    With r = beta * (log-probability of an answer - the reference's) and m = r_chosen - r_rejected, a pair
-    costs ``-(1 - eps) * logsigmoid(m) - eps * logsigmoid(-m)``; eps > 0 is conservative DPO (Mitchell 2023):
-    a share eps of the preferences is taken to be the wrong way round.
-    """
-
-    beta: float
     label_smoothing: float
+    loss: DPOKind = "sigmoid"
+    rpo_alpha: float = 0.0
+    """RPO (Pang et al. 2024): weight of the chosen answers' negative log-likelihood, a mean over tokens."""
+    ld_alpha: float | None = None
+    """LD-DPO (Liu et al. 2024): weight of what the longer answer has in excess. None: 1."""
+    f_divergence: FDivergence = "reverse_kl"
+    """f-DPO (Wang et al. 2023): what keeps the policy near the reference."""
+    alpha_divergence_coef: float | None = None
+    """Of ``f_divergence=alpha_divergence``. None: 0.5."""
+    discopop_tau: float | None = None
+    """Of ``loss=discopop``. None: 0.05."""
 
-    kind: ClassVar[Literal["preference"]] = "preference"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    needs_reference: ClassVar[bool] = True
+    nll_option: ClassVar[str] = "rpo_alpha"
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < math.inf:
-            raise ConfigError(f"stage.beta: must be a number above 0, got {self.beta}.")
-        if not 0 <= self.label_smoothing < 0.5:
+        super().__post_init__()
+        self._check_label_smoothing()
+        if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
+            raise ConfigError(f"stage.ld_alpha: must be from 0 to 1, got {self.ld_alpha}.")
+        if self.discopop_tau is not None:
+            refuse_unread("discopop_tau", self.loss)
+            if not 0 < self.discopop_tau < math.inf:
+                raise ConfigError(f"stage.discopop_tau: must be a number above 0, got {self.discopop_tau}.")
+        self._check_divergence()
+
+    def _check_label_smoothing(self) -> None:
+        check_label_smoothing(self.label_smoothing)
+        if self.label_smoothing:
+            refuse_unread("label_smoothing", self.loss)
+        elif self.loss == "exo_pair":
             raise ConfigError(
-                f"stage.label_smoothing: must be at least 0 and below 0.5 (at 0.5 nothing is preferred), "
-                f"got {self.label_smoothing}."
+                "stage.label_smoothing: stage.loss=exo_pair takes its logarithm; "
+                "set it above 0, as stage.label_smoothing=1e-3."
             )
 
-    def counts(self, batch: Batch) -> dict[str, int]:
-        return {"loss": len(pairs(batch)[0])}
+    def _check_divergence(self) -> None:
+        kind, coefficient = self.f_divergence, self.alpha_divergence_coef
+        if kind != "reverse_kl" and self.loss not in OF_THE_DIFFERENCE:
+            raise ConfigError(
+                f"stage.f_divergence: {kind} fits losses of the difference of two scores, and "
+                f"stage.loss={self.loss} is none; use one of {', '.join(sorted(OF_THE_DIFFERENCE))}."
+            )
+        if kind != "reverse_kl" and self.reference == "none":
+            raise ConfigError(
+                f"stage.f_divergence: {kind} is from a reference, and stage.reference=none; leave one out."
+            )
+        if coefficient is None:
+            return
+        if kind != "alpha_divergence":
+            raise ConfigError(
+                f"stage.alpha_divergence_coef: stage.f_divergence={kind} does not read it; "
+                "remove it, or use stage.f_divergence=alpha_divergence."
+            )
+        if not math.isfinite(coefficient):
+            raise ConfigError(f"stage.alpha_divergence_coef: must be a number, got {coefficient}.")
 
-    def weights(self, batch: Batch) -> Tensor | None:  # noqa: ARG002
-        return None
+    @property
+    def nll_weight(self) -> float:
+        return self.rpo_alpha
 
-    def prepare(self, microbatches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
-        logps = engine.logps(microbatches, reference=True)
-        if logps is None:
-            return microbatches
-        return [replace(batch, ref_logps=ref) for batch, ref in zip(microbatches, logps, strict=True)]
+    def token_scores(self, stats: TokenStats, batch: Batch) -> Tensor:
+        ratios = super().token_scores(stats, batch)
+        return ratios if self.ld_alpha is None else verbosity_weights(batch, self.ld_alpha) * ratios
 
-    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        assert batch.ref_logps is not None, "prepare() attaches the reference's log-probabilities"
-        # Differenced by token, then summed: two sums over an answer are large and nearly equal.
-        log_ratios = batch.sum_per_sequence(stats.logps - batch.ref_logps)
-        sides = (side.to(log_ratios.device, non_blocking=True) for side in pairs(batch))
-        chosen, rejected = (self.beta * log_ratios[side] for side in sides)
-        margin, eps = chosen - rejected, self.label_smoothing
-        loss = -(1 - eps) * F.logsigmoid(margin) - eps * F.logsigmoid(-margin)
-        metrics = {
-            "rewards_chosen": chosen,
-            "rewards_rejected": rejected,
-            "rewards_margin": margin,
-            "accuracy": (margin > 0).double(),
-        }
-        count = margin.numel()
-        return LossOutput({"loss": loss.sum()}, {k: (v.detach().sum(), count) for k, v in metrics.items()})
+    def pair_loss(self, pairs: Pairs) -> Tensor:
+        pairs = replace(pairs, chosen=self._diverge(pairs.chosen), rejected=self._diverge(pairs.rejected))
+        if self.loss in PER_TOKEN:
+            pairs = pairs.per_token()
+        loss = PAIR_LOSSES[self.loss]
+        known = {"label_smoothing": self.label_smoothing, "discopop_tau": self.discopop_tau or 0.05}
+        options = {name: known[name] for name in options_of(loss)}
+        return loss(pairs.chosen, pairs.rejected, beta=self.beta, **options)
+
+    def _diverge(self, log_ratio: Tensor) -> Tensor:
+        if self.f_divergence == "alpha_divergence":
+            coefficient = self.alpha_divergence_coef
+            return alpha_divergence(log_ratio, 0.5 if coefficient is None else coefficient)
+        return F_DIVERGENCES[self.f_divergence](log_ratio)
 
 
-def pairs(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Indices of the chosen and of the rejected sequences, pair by pair: int64 ``[pairs]`` each."""
-    assert batch.pair_index is not None, "preference data carries pair_index"
-    order = batch.pair_index.argsort()
-    order = order[batch.pair_index[order] >= 0]
-    chosen, rejected = order[0::2], order[1::2]
-    ids = batch.pair_index[order].tolist()
-    whole = all(index % 2 == 0 for index in ids[0::2]) and [i + 1 for i in ids[0::2]] == ids[1::2]
-    assert whole, f"a pair is split over micro-batches: {ids}"
-    return chosen, rejected
+def refuse_unread(option: str, loss: str) -> None:
+    """ConfigError: ``loss`` does not read ``option``."""
+    readers = [name for name, function in PAIR_LOSSES.items() if option in options_of(function)]
+    if loss not in readers:
+        raise ConfigError(
+            f"stage.{option}: stage.loss={loss} does not read it; "
+            f"remove it, or use stage.loss={' or '.join(readers)}."
+        )

@@ -1,12 +1,13 @@
 """What a user does with an exported folder: gives it a tokenizer, and lets it write."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, logging
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, logging
 
 
 def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -35,13 +36,33 @@ def amend(path: Path, fields: dict[str, Any]) -> None:
 def complete(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remote_code: bool) -> list[int]:
     """The greedy continuation of ``prompt`` by the model exported to ``folder``."""
     logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    model = load(folder, trust_remote_code)
     device = "cuda" if fits_gpu(model) else "cpu"
     ids = torch.tensor([prompt], device=device)
     with torch.no_grad():
         answer = model.to(device).eval().generate(ids, max_new_tokens=max_new_tokens, do_sample=False)
     continuation: list[int] = answer[0, len(prompt) :].tolist()
     return continuation
+
+
+def load(folder: Path, trust_remote_code: bool) -> Any:
+    """The model in ``folder``, or the one that the adapter in it names, with it."""
+    if not (folder / ADAPTER_CONFIG_NAME).is_file():
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers by an old name
+        return load_adapted(folder, trust_remote_code)
+
+
+def load_adapted(folder: Path, trust_remote_code: bool) -> Any:
+    """By peft: transformers alone leaves the magnitudes of DoRA where they lie (5.23)."""
+    from peft import PeftModel  # here, because it takes seconds
+
+    named = json.loads((folder / ADAPTER_CONFIG_NAME).read_text())
+    base: Any = AutoModelForCausalLM.from_pretrained(
+        named["base_model_name_or_path"], revision=named["revision"], trust_remote_code=trust_remote_code
+    )
+    return PeftModel.from_pretrained(base, folder)
 
 
 def fits_gpu(model: torch.nn.Module) -> bool:

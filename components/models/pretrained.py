@@ -1,7 +1,9 @@
 """Weights of a saved model, read one tensor at a time."""
 
 import copy
+import hashlib
 import logging
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -52,6 +54,20 @@ def pretrained_weights(
     return weights
 
 
+def content(folder: Path) -> str:
+    """A hash of every byte of the folder's weights, whatever it is called."""
+    files = sorted(set(stored_names(folder).values())) or sorted(folder.glob("*.bin"))
+    return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
+
+
+def file_hash(path: Path) -> str:
+    """The file's sha256, which the cache of the hub has in its name."""
+    if re.fullmatch("[0-9a-f]{64}", path.resolve().name):
+        return path.resolve().name
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def stored_names(folder: Path) -> dict[str, Path]:
     """Every tensor in the folder's safetensors files, and the file it is in; empty where there are none."""
     if (folder / INDEX).is_file():
@@ -66,11 +82,11 @@ def stored_names(folder: Path) -> dict[str, Path]:
     return dict.fromkeys(open_file(whole).keys(), whole) if whole.is_file() else {}
 
 
-def open_file(path: Path) -> Any:
+def open_file(path: Path, option: str = "model.path") -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"model.path: cannot read {path}: {one_line(error)}; copy it again.") from error
+        raise ConfigError(f"{option}: cannot read {path}: {one_line(error)}; copy it again.") from error
 
 
 def lazy_weights(folder: Path, shapes: Mapping[str, torch.Size], files: Mapping[str, Path]) -> WeightSource:

@@ -1,6 +1,8 @@
 """The ``model`` group: one description from which every process builds the same model."""
 
 import copy
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +21,9 @@ from components.models.checks import check_config, check_model
 from components.models.completion import add_tokenizer, complete
 from components.models.configs import INVALID, check_same, make_config, read_config
 from components.models.folder import model_folder, one_line, read_json
+from components.models.freeze import freeze
 from components.models.initialize import random_weights
-from components.models.pretrained import pretrained_weights
+from components.models.pretrained import content, pretrained_weights
 from components.models.weights import WeightSource, signature
 from runner.errors import ConfigError
 
@@ -43,6 +46,8 @@ class ModelSpec:
     trust_remote_code: bool = False
     tokenizer: str | None = None
     """A folder or hub id; None: that of ``path`` where the shape comes from it, else the embedded one."""
+    freeze: tuple[str, ...] = ()
+    """Shell patterns of the names of parameters that are not trained."""
 
     def __post_init__(self) -> None:
         if self.path is None:
@@ -90,8 +95,11 @@ class ModelSpec:
     def build(self, config: PreTrainedConfig, *, attention: str = "eager") -> PreTrainedModel:
         """The model on the meta device, float32, tied weights tied; ``attention`` as transformers knows it.
 
+        Parameters that ``freeze`` names want no gradient.
+
         Raises:
-            ConfigError: transformers cannot build it, or our engines cannot train it (``check_model``).
+            ConfigError: transformers cannot build it, our engines cannot train it (``check_model``), or
+                ``freeze`` names nothing or everything.
         """
         try:
             with torch.device("meta"):
@@ -106,6 +114,7 @@ class ModelSpec:
                 f"model: transformers cannot build this {config.model_type}: {one_line(error)}"
             ) from error
         check_model(model)
+        freeze(model, self.freeze)
         return model
 
     @property
@@ -114,9 +123,21 @@ class ModelSpec:
         at = f" of {self.path} {self.revision or ''}".rstrip() if self._reads_path else ""
         return f"model.init={self.init}{at}"
 
+    def content(self) -> str:
+        """A hash of what the initial weights are made of, beside the seed: the files of ``path``, or the
+        configuration of random ones."""
+        if self.init == "pretrained":
+            return content(self.folder(weights=True))
+        fields = self.config().to_dict() | {"transformers_version": None}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+
     def signature(self, model: PreTrainedModel) -> str:
         """Two models with one signature can read each other's checkpoints."""
         return signature(model)
+
+    def trained_signature(self, model: PreTrainedModel) -> str:
+        """As ``signature``, of the parameters that are trained."""
+        return signature(model, trained=True)
 
     def weights(self, seed: int) -> WeightSource:
         """Initial weights by Hugging Face parameter name; ``seed`` is for ``init=random``."""

@@ -30,7 +30,11 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
-def signature(model: nn.Module) -> str:
-    """A hash of names and shapes: two models with one signature can read each other's checkpoints."""
-    shapes = sorted((name, list(shape)) for name, shape in named_shapes(model).items())
+def signature(model: nn.Module, *, trained: bool = False) -> str:
+    """A hash of names and shapes: two models with one signature can read each other's checkpoints.
+
+    ``trained``: of those that want a gradient.
+    """
+    parameters = model.named_parameters()
+    shapes = sorted((name, list(p.shape)) for name, p in parameters if p.requires_grad or not trained)
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()

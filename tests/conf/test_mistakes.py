@@ -52,7 +52,29 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "negative cadence": (["run.log_every=-1"], ["run.log_every"]),
     "negative rate": (["optimizer.lr=-1e-3"], ["optimizer.lr"]),
     "beta": (["stage=dpo", "stage.beta=0"], ["stage.beta"]),
+    "reference without an adapter": (
+        ["stage=dpo", "stage.reference=adapter_off"],
+        ["stage.reference", "adapter=none", "frozen"],
+    ),
+    "reference that is not there": (
+        ["stage=dpo", "stage.reference_path=/nowhere"],
+        ["stage.reference_path=/nowhere", "no such folder"],
+    ),
+    "reference where there is none": (["stage.reference=frozen"], ["stage.reference", "nothing reads"]),
     "smoothing": (["stage.label_smoothing=1.5"], ["stage.label_smoothing"]),
+    "kind of loss": (["stage=dpo", "stage.loss=sigmoyd"], ["stage.loss", "'sigmoid'"]),
+    "option of another loss": (
+        ["stage=dpo", "stage.loss=hinge", "stage.label_smoothing=0.1"],
+        ["stage.label_smoothing", "stage.loss=hinge", "robust"],
+    ),
+    "reference of a loss without one": (
+        ["stage=orpo", "+stage.reference=frozen"],
+        ["stage.reference", "nothing reads"],
+    ),
+    "answers without labels": (
+        ["stage=kto", "data=files", "data.train={tmp}/chat.jsonl"],
+        ["chat.jsonl", "stage=kto", "'label'"],
+    ),
     "warmup longer than the run": (
         ["run.max_steps=5", "scheduler.warmup_steps=9"],
         ["scheduler.warmup_steps"],
@@ -266,6 +288,20 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "model type": (["model.architecture.model_type=qwen33"], ["qwen33"]),
     "architecture key": (["+model.architecture.hiden_size=3"], ["hiden_size"]),
     "tokenizer folder": (["model.tokenizer={tmp}/nowhere"], ["model.tokenizer"]),
+    # ---- adapters
+    "adapter target": (["adapter=lora", "adapter.target=[q_prj]"], ["adapter.target", "q_prj", "q_proj"]),
+    "adapter part": (["adapter=lora", "adapter.target=attn"], ["adapter.target", "'attn'", "'attention'"]),
+    "adapter rank": (["adapter=lora", "adapter.r=129"], ["adapter.r: 129", "use at most 128"]),
+    "adapter path": (["adapter=lora", "adapter.path={tmp}"], ["adapter.path", "adapter_config.json"]),
+    "quantised": (["adapter=qlora"], ["adapter.quantize", "adapter=lora"]),
+    "key of another adapter": (["adapter.r=4"], ["adapter.r", "nothing reads"]),
+    "dora on tp": (["adapter=dora", "parallelism=fsdp2_tp2"], ["adapter.dora", "parallelism.tp=1"]),
+    "dropout on tp": (
+        ["adapter=lora", "adapter.dropout=0.1", "parallelism=fsdp2_tp2"],
+        ["adapter.dropout", "parallelism.tp=1"],
+    ),
+    "freeze": (["model.freeze=[embed]"], ["model.freeze", "'embed'", "model.embed_tokens.weight"]),
+    "freeze and adapter": (["adapter=lora", "model.freeze=['*mlp*']"], ["model.freeze", "adapter=none"]),
     # ---- resume and device
     "resume path": (["run.resume={tmp}/nowhere"], ["run.resume", "nowhere"]),
     "resume without a checkpoint": (["run.resume={tmp}"], ["run.resume"]),

@@ -1,7 +1,7 @@
 """What the ranks of a test run, and the same thing computed with plain transformers and torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,12 +10,13 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from components.adapters import LoRA
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.losses import NextToken
 from components.models import ModelSpec
 from components.optimizers import AdamW, Optimizer
-from runner.protocols import IGNORE, Batch, Engine, Loss, StepResult
+from runner.protocols import IGNORE, Batch, Engine, Loss, Reference, StepResult
 from tests.distributed.gradients import capture
 
 LENGTHS = (5, 17, 9, 30, 12, 3, 24, 8)
@@ -36,6 +37,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 8},
+    # Layers for two stages of two chunks.
+    "qwen2_four": {"model_type": "qwen2", "tie_word_embeddings": True, "num_hidden_layers": 4},
+    "llama_four": {"model_type": "llama", "tie_word_embeddings": False, "num_hidden_layers": 4},
+    "dropping": {"model_type": "qwen3", "head_dim": 8, "attention_dropout": 0.5},
     "deep": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 8, "num_hidden_layers": 5},
 }
 COMMON = {
@@ -127,20 +132,23 @@ def make_engine(
     optimizer: Optimizer | None = None,
     dtype: torch.dtype = torch.float32,
     max_grad_norm: float | None = None,
-    with_reference: bool = False,
+    reference: Reference = "none",
     count_zeros: bool = False,
     compiled: bool = False,
+    adapter: LoRA | None = None,
+    freeze: tuple[str, ...] = (),
 ) -> Any:
     """The engine of this rank; without ``on``, FSDP2 on one rank."""
     return (on or fsdp2()).build(
-        spec(family),
+        replace(spec(family), freeze=freeze),
         optimizer or AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=max_grad_norm),
         seed=0,
         dtype=dtype,
         device="cpu",
-        with_reference=with_reference,
+        reference=reference,
         count_zeros=count_zeros,
         compiled=compiled,
+        adapter=adapter,
     )
 
 

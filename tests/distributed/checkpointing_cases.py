@@ -36,7 +36,7 @@ def build(on: FSDP2, dropout: float, dtype: torch.dtype) -> FSDP2Engine:
         seed=0,
         dtype=dtype,
         device="cpu",
-        with_reference=False,
+        reference="none",
         count_zeros=False,
     )
 

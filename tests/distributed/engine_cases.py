@@ -168,7 +168,7 @@ def evaluate(on: Layout) -> tuple[float, float]:
 
 def reference_logps(on: Layout) -> bool:
     """The reference stays what the policy was at the start."""
-    engine = make_engine(on=on, with_reference=True)
+    engine = make_engine(on=on, reference="frozen")
     batches = share(engine, "packed", 2)
     start = engine.logps(batches)
     for _ in range(2):

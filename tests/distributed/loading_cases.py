@@ -59,6 +59,6 @@ def start(model: ModelSpec, dp: int) -> FSDP2Engine:
         seed=0,
         dtype=torch.float32,
         device="cpu",
-        with_reference=False,
+        reference="none",
         count_zeros=False,
     )

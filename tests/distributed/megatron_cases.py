@@ -34,7 +34,7 @@ def odd_vocabulary(on: FSDP2 | Megatron) -> tuple[float, float, int | None]:
         seed=0,
         dtype=torch.float32,
         device="cpu",
-        with_reference=False,
+        reference="none",
         count_zeros=True,
     )
     for _ in range(2):

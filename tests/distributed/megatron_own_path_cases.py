@@ -25,7 +25,7 @@ def build(on: Megatron) -> Any:
         seed=0,
         dtype=torch.float32,
         device="cpu",
-        with_reference=False,
+        reference="none",
         count_zeros=False,
     )
 

@@ -91,7 +91,7 @@ def fsdp2_engine(spec: ModelSpec) -> Any:
         seed=0,
         dtype=torch.float32,
         device="cpu",
-        with_reference=False,
+        reference="none",
         count_zeros=False,
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from components.engines.megatron.spec import Megatron
-from components.models import ModelSpec, WeightSource, named_shapes
+from components.models import ModelSpec, WeightSource, export_folder, named_shapes
 
 Sizes = tuple[int, int, int]
 """tp, pp, vpp; data parallelism takes the other ranks."""
@@ -166,12 +166,13 @@ def logits_of_a_flipped_row(sizes: Sizes, folder: Path) -> Tensor:
 
 
 def exported(sizes: Sizes, folders: dict[str, Path], target: Path) -> None:
-    from components.engines.megatron.runtime.weights import export
+    from components.engines.megatron.runtime.weights import whole_tensors
 
     with layout(sizes) as spec:
         for name, folder in folders.items():
             model = loaded(folder, spec)
-            export(model.blocks, model.spec, target / name, torch.float32)
+            tensors = whole_tensors(model.blocks, torch.float32)
+            export_folder(model.spec, tensors, target / name, torch.float32)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def dpo_step(on: FSDP2, path: Path, bound: int) -> tuple[Step, Logps]:
     ``bound``: tokens of the reference's bins.
     """
     bins.MAX_TOKENS["cpu"] = bound
-    engine, loss = make_engine(on=on, with_reference=True), DPO(beta=BETA, label_smoothing=0.0)
+    engine, loss = make_engine(on=on, reference="frozen"), DPO(beta=BETA, label_smoothing=0.0)
     store = TokenStore.open(path)
     loader = DataLoader(
         store,

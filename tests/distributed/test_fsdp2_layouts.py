@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from components.engines.fsdp2 import FSDP2
+from tests.distributed import adapter_cases
 from tests.distributed import engine_cases as cases
 from tests.distributed.cases import assert_same, fsdp2, megatron, plain_model, plain_step
 from tests.distributed.shared_prompt_cases import dpo_step, plain_dpo_step
@@ -105,6 +106,33 @@ def test_pairs_that_share_their_prompt_equal_plain_transformers(
                 torch.testing.assert_close(values, logps[labels], rtol=1e-5, atol=1e-5)
             seen |= found.keys()
         assert seen == logps.keys()
+
+
+ADAPTED = {
+    "copies": ("llama", "saved", "padded"),
+    "offload": ("qwen3", "dora", "packed"),
+    "tp2": ("qwen3", "attention", "packed"),
+    "tp2dp2": ("llama", "all", "padded"),
+    "cp2": ("llama", "saved", "packed"),
+    "tp2cp2 full": ("qwen3", "mlp", "packed"),
+    "tp2 offload": ("biased", "all", "packed"),
+}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> adapter_cases.Plain:
+    return adapter_cases.Plain(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_is_trained_as_by_plain_peft(
+    pools: Pools, adapters: adapter_cases.Plain, name: str
+) -> None:
+    family, kind, layout = ADAPTED[name]
+    folder, expected = adapters(family, kind)
+    on = (LAYOUTS | COMBINED)[name]
+    for found in pools.run(adapter_cases.engine_steps, on, family, layout, folder, kind == "dora"):
+        adapter_cases.assert_equal(found, expected)
 
 
 @EVERY

@@ -1,7 +1,6 @@
 """Hugging Face weights in and out of Megatron, in every layout, against transformers itself."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +59,8 @@ SPECS = {
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4) as pool:
-        pool.run(cases.import_megatron, timeout=300)  # which takes longer than any test
-        yield pool
+def ranks(megatron_ranks: Ranks) -> Ranks:
+    return megatron_ranks
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,8 @@ REDUCED = [
     ("tp2pp2 sp", "sft padded"),
     ("pp2dp2 sharded", "sft packed"),
     ("tp2pp2", "dpo packed"),
+    ("cp2", "kto"),
+    ("dp2 sharded", "lora dpo"),
 ]
 
 
@@ -36,7 +38,7 @@ def test_every_layout_trains_the_same_curve(bench: Bench, name: str, on: str) ->
     row = next(row for row in ROWS if row.name == name)
     cell, run = bench.cell(row, column(on))
     assert cell.passes, cell
-    assert run.losses[-1] < 0.99 * run.losses[0] or on.startswith("dpo"), "nothing was learned"
+    assert run.losses[-1] < 0.99 * run.losses[0] or column(on).is_slow, "nothing was learned"
 
 
 @pytest.mark.parametrize("row", CONTROLS, ids=lambda row: row.fault)

@@ -36,13 +36,17 @@ def test_dpo_on_tp2pp2_has_the_curve_of_one_process(tmp_path: Path) -> None:
         assert rows(ours, key)[-1][key] == pytest.approx(rows(theirs, key)[-1][key], rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize(("before", "after"), [("single", "tp2"), ("pp2", "single")])
-def test_a_run_continues_on_another_engine(tmp_path: Path, before: str, after: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "trained"),
+    [("single", "tp2", "adapter=none"), ("pp2", "single", "adapter=lora")],
+)
+def test_a_run_continues_on_another_engine(tmp_path: Path, before: str, after: str, trained: str) -> None:
     """Weights, moments, schedule and data position: the rows are those of one run."""
-    straight = run_here(tmp_path / "straight", *SAME)
-    half = run_here(tmp_path / "half", *SAME, f"parallelism={before}", "run.save_every=2", "run.keep_last=0")
+    same = (*SAME, trained)
+    straight = run_here(tmp_path / "straight", *same)
+    half = run_here(tmp_path / "half", *same, f"parallelism={before}", "run.save_every=2", "run.keep_last=0")
     point = half / "checkpoints" / "step_00000002"
-    rest = run_here(tmp_path / "rest", *SAME, f"parallelism={after}", f"run.resume={point}")
+    rest = run_here(tmp_path / "rest", *same, f"parallelism={after}", f"run.resume={point}")
     assert_same_curve(rest, straight, first=2)
 
 
@@ -57,7 +61,7 @@ def test_a_sweep_over_engines_in_one_process(tmp_path: Path) -> None:
 
 def test_a_loss_of_ones_own_on_every_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The README's loss knows nothing of tensor, pipeline or context parallelism."""
-    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    source, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     (tmp_path / "my_losses.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

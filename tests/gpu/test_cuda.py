@@ -25,6 +25,16 @@ def test_fp32_gives_the_curve_of_the_cpu(tmp_path: Path, stage: str) -> None:
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-3)
 
 
+def test_kto_reads_a_reference_from_the_host(tmp_path: Path) -> None:
+    same = (*SMALL, "stage=kto", f"data.cache_dir={tmp_path}/cache", "run.device=cuda", "run.export=false")
+    frozen, cached = (
+        rows(run_here(tmp_path / reference, *same, f"stage.reference={reference}"), "train/loss")
+        for reference in ("frozen", "precomputed")
+    )
+    for ours, theirs in zip(cached, frozen, strict=True):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("packing", ["bfd", "none"])
 def test_bf16_trains_and_resumes(tmp_path: Path, packing: str) -> None:
     same = (*SMALL, "run.device=cuda", "run.dtype=bf16", f"data.packing={packing}", "run.max_steps=6")

@@ -31,6 +31,15 @@ def test_megatron_has_the_curve_of_fsdp2(tmp_path: Path, stage: str, dtype: str,
         assert our == pytest.approx(their, rel=bound)
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-3), ("bf16", 3e-2)])
+def test_an_adapter_has_the_curve_of_fsdp2(tmp_path: Path, dtype: str, bound: float) -> None:
+    same = ("adapter=lora", "adapter.r=4", "stage=dpo", f"run.dtype={dtype}")
+    ours = curves(tmp_path / "megatron", *same, "parallelism=megatron")
+    theirs = curves(tmp_path / "fsdp2", *same)
+    for our, their in zip(ours, theirs, strict=True):
+        assert our == pytest.approx(their, rel=bound)
+
+
 @pytest.mark.parametrize("packing", ["bfd", "none"])
 @pytest.mark.skipif(find_spec("transformer_engine") is None, reason="no transformer-engine")
 def test_transformer_engine_has_the_curve_of_our_attention(tmp_path: Path, packing: str) -> None:

@@ -56,7 +56,8 @@ def test_components_know_only_the_contracts(path: Path) -> None:
 def test_the_runner_imports_no_concrete_component(path: Path) -> None:
     for imported in imports(path):
         parts = imported.split(".")
-        assert not (parts[0] == "components" and len(parts) > 1 and parts[1] in CONCRETE), imported
+        concrete = parts[0] == "components" and len(parts) > 1 and parts[1] in CONCRETE
+        assert not concrete or name(path) == "runner/export.py", imported  # a thin shell over one of them
         if parts[0] in {"hydra", "omegaconf"}:
             assert name(path) in HYDRA, f"{imported} belongs into {sorted(HYDRA)}"
 
@@ -82,8 +83,8 @@ def is_megatron(imported: str) -> bool:
     return imported.split(".")[0] == "megatron" or imported.startswith(runtime)
 
 
-def test_the_parent_imports_no_megatron() -> None:
-    """Composing, building the description and checking it takes none of the seconds that megatron takes."""
+def test_the_parent_imports_no_megatron_and_no_peft() -> None:
+    """Composing, building the descriptions and checking them takes none of the seconds that these take."""
     code = """
 import sys, torch
 from hydra import compose, initialize_config_dir
@@ -93,11 +94,12 @@ from runner.cli import config_dir
 from runner.provenance import Provenance
 layout = ["parallelism=tp2pp2", "parallelism.pipeline_layout=Et*2|t*2L"]
 with initialize_config_dir(config_dir(), version_base="1.3"):
-    config = compose("config", [*layout, "run.name=x"])
+    config = compose("config", [*layout, "run.name=x", "adapter=lora"])
 experiment = build_experiment(OmegaConf.to_container(config, resolve=True), Provenance())
 model = experiment.model.build(experiment.model.config())
 experiment.parallelism.check(model, experiment.optimizer, world_size=1, dtype=torch.float32, device="cpu")
-sys.exit("megatron" in sys.modules)
+experiment.adapter.check(model)
+sys.exit("megatron" in sys.modules or "peft" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

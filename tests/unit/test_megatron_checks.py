@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from components.adapters import LoRA
 from components.engines.megatron import Megatron
 from components.engines.megatron.checks import uses_transformer_engine
 from components.engines.megatron.stages import check_stages, parse
@@ -56,12 +57,15 @@ def check(
     optimizer: Optimizer | None = None,
     dtype: torch.dtype = torch.float32,
     device: Literal["cpu", "cuda"] = "cpu",
+    adapter: LoRA | None = None,
+    freeze: tuple[str, ...] = (),
     **sizes: Any,
 ) -> None:
     """What the parent process checks of ``parallelism=megatron`` with ``sizes``."""
-    spec = ModelSpec(architecture=SHAPE | (shape or {}))
+    spec = ModelSpec(architecture=SHAPE | (shape or {}), freeze=freeze)
     model = spec.build(spec.config())
-    layout(**sizes).check(model, optimizer or AdamW(), world_size=1, dtype=dtype, device=device)
+    run: dict[str, Any] = {"world_size": 1, "dtype": dtype, "device": device, "adapter": adapter}
+    layout(**sizes).check(model, optimizer or AdamW(), **run)
 
 
 @pytest.fixture(autouse=True)
@@ -304,6 +308,7 @@ TE_RUN: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
         ({"dtype": torch.float32}, "run.dtype=bf16"),
         ({"cp": 2}, "cp_comm_type=all_gather"),
         ({"shape": {"model_type": "mistral", "sliding_window": 16}}, "sliding window"),
+        ({"adapter": LoRA(r=2, alpha=2.0, target="all-linear")}, "where an adapter needs its output"),
     ],
     ids=str,
 )
@@ -312,7 +317,7 @@ def test_auto_is_transformer_engine_where_it_can_be(arguments: dict[str, Any], r
         config = ModelSpec(architecture=SHAPE | arguments.get("shape", {})).config()
         dtype = arguments.get("dtype", torch.bfloat16)
         chosen = layout(transformer_impl=kind, cp=arguments.get("cp", 1))
-        return uses_transformer_engine(config, chosen, dtype, "cuda")
+        return uses_transformer_engine(config, chosen, dtype, "cuda", arguments.get("adapter"))
 
     assert uses("auto") == (reason is None)
     assert not uses("local")
@@ -322,6 +327,45 @@ def test_auto_is_transformer_engine_where_it_can_be(arguments: dict[str, Any], r
     else:
         with pytest.raises(ConfigError, match=re.escape(reason)):
             check(**TE_RUN | arguments, transformer_impl="transformer_engine")
+
+
+# ---- adapters and frozen parts
+
+
+def test_what_an_adapter_cannot_have() -> None:
+    settings: dict[str, Any] = {"r": 2, "alpha": 2.0, "target": "all-linear"}
+    check(adapter=LoRA(**settings))
+    with pytest.raises(ConfigError, match=r"adapter\.dora: .*parallelism=fsdp2"):
+        check(adapter=LoRA(**settings, dora=True))
+    with pytest.raises(ConfigError, match=r"adapter\.modules_to_save: .*parallelism=fsdp2"):
+        check(adapter=LoRA(**settings, modules_to_save=("norm",)))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "frozen", "left"),
+    [
+        ("*.q_proj.*", "q_proj.weight", "k_proj.weight"),
+        ("*.v_proj.*", "v_proj.weight", "q_proj.weight"),
+        ("model.layers.3.mlp.gate_proj.weight", "layers.3.mlp.gate_proj", "layers.3.mlp.up_proj"),
+        ("*.[qk]_proj.bias", "q_proj.bias", "v_proj.bias"),
+        # Megatron would compute no gradient for these biases, without a word.
+        ("*.[qkv]_proj.weight", "q_proj.weight", "q_proj.bias"),
+    ],
+)
+def test_a_part_of_a_tensor_is_not_frozen_alone(pattern: str, frozen: str, left: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check({"model_type": "qwen2"}, freeze=(pattern,))
+    words = str(refused.value)
+    assert words.startswith("model.freeze: ")
+    assert re.search(rf"{re.escape(frozen)}\S* is frozen and \S*{re.escape(left)}\S* is not", words), words
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*.[qkv]_proj.*", "*.[qkv]_proj.bias", "*.gate_proj.*", "*norm*", "lm_head.*"]
+)
+def test_whole_tensors_may_be_frozen(pattern: str) -> None:
+    patterns = (pattern, "*.up_proj.*") if "gate" in pattern else (pattern,)
+    check({"model_type": "qwen2", "tie_word_embeddings": False}, freeze=patterns)
 
 
 def test_transformer_engine_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from components.engines import attention, logps, process_group
 from components.engines.fsdp2.context import Context
 from components.engines.fsdp2.parallelize import Scorer
 from components.engines.sums import Sums
-from components.losses import DPO, NextToken
+from components.losses import DPO, KTO, ORPO, NextToken
 from runner.protocols import Batch, Loss, TokenStats
 from tests.distributed.cases import LAYOUTS, sequences, spec
 
@@ -29,6 +29,9 @@ LOSSES: dict[str, Loss] = {
     "sequence": chat(normalize="sequence"),
     "every statistic": chat(label_smoothing=0.1, z_loss=1e-4),
     "dpo": DPO(beta=0.1, label_smoothing=0.0),
+    "every term of dpo": DPO(beta=0.1, label_smoothing=0.0, loss="ipo", rpo_alpha=0.5, ld_alpha=0.5),
+    "orpo": ORPO(beta=0.1),
+    "kto": KTO(beta=0.1, loss="kto", desirable_weight=1.0, undesirable_weight=1.0),
 }
 
 
@@ -52,10 +55,11 @@ def alone() -> Iterator[None]:
 
 
 def micro_batch(layout: str, *, share_prompt: bool = False) -> Batch:
-    """Of four pairs, for a loss of any kind."""
+    """Of four pairs, or eight answers, for a loss of any kind."""
     batch = LAYOUTS[layout](sequences())
     batch.pair_index = torch.arange(batch.num_sequences)
     batch.ref_logps = torch.zeros(batch.labels.shape)
+    batch.sequence_labels, batch.constants = batch.pair_index % 2, {"kl": 0.1}
     if share_prompt:
         batch.prefix_lengths = torch.tensor([0, 3] * 4, dtype=torch.int32)
         batch.num_keys = batch.labels.numel() + 12
@@ -67,6 +71,7 @@ def forward_and_backward(here: Batch, loss: Loss) -> None:
     scorer = Scorer(model, Context(dist.group.WORLD))
     batch, sums = here.to(META), Sums()
     output = loss(TokenStats(*scorer(batch, loss.requires, loss.weights(batch))), batch)
+    sums.counts = loss.counts(here)
     sums.objective(output).backward()
     sums.add(output, loss.counts(here))
     assert all(p.grad is not None and p.grad.device == META for p in scorer.parameters())

@@ -1,25 +1,39 @@
-"""Five steps of DPO on eight pairs: the losses of TRL's DPOTrainer, and of a plain loop over our parts."""
+"""DPO and its family, and the reference-free losses, on eight pairs: losses and metrics of TRL's trainers."""
 
-import copy
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
+from transformers import AutoTokenizer
 
 from components.data.tokenizer import PATH
-from components.engines.attention import ATTENTION, attention_kwargs
-from components.engines.logps import token_stats
-from components.losses import DPO
-from components.optimizers import AdamW, torch_optimizer
-from runner.protocols import IGNORE, Batch
+from components.losses import CPO, DPO, ORPO
+from components.losses.pair_losses import PAIR_LOSSES
+from runner.protocols import Loss
+from tests.oracle import (
+    OPTIONS,
+    Answer,
+    Row,
+    other_model,
+    our_steps,
+    packed,
+    their_steps,
+    tiny_model,
+)
 
-STEPS, LR, BETA = 5, 1e-3, 0.1
-OPTIMIZER = AdamW(lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
+trl = pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[test]')")
+datasets = pytest.importorskip("datasets")
+
+STEPS = 3
+METRICS = {
+    "rewards_chosen": "rewards/chosen",
+    "rewards_rejected": "rewards/rejected",
+    "rewards_margin": "rewards/margins",
+    "accuracy": "rewards/accuracies",
+}
 ROWS = [
     {
         "prompt": f"What does `{name}` do?",
@@ -35,32 +49,103 @@ ROWS = [
     )
 ]
 
-Pair = tuple[list[int], list[int], list[int]]
-"""Token ids of prompt, chosen and rejected."""
+
+def assert_same(ours: list[Row], theirs: list[Row]) -> None:
+    assert len(ours) == len(theirs) == STEPS
+    assert abs(theirs[-1]["loss"] - theirs[0]["loss"]) > 1e-2, "it learns, or equality would prove little"
+    for mine, other in zip(ours, theirs, strict=True):
+        for name, value in other.items():
+            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
 
 
-def tiny_model() -> nn.Module:
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=8192,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+def steps(loss: Loss, pairs: list[Answer]) -> list[Row]:
+    """In micro-batches of three pairs, three and two: sums and counts must add up."""
+    return our_steps(loss, [packed(pairs[i : i + 6]) for i in range(0, len(pairs), 6)], STEPS)
 
 
-def trl_losses(folder: Path) -> tuple[list[float], list[Pair]]:
-    """Loss of every step, before its update, and the tokens TRL made of ``ROWS``."""
-    trl = pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[test]')")
-    datasets = pytest.importorskip("datasets")
+def options(folder: Path) -> dict[str, Any]:
+    return OPTIONS | {"output_dir": str(folder), "per_device_train_batch_size": len(ROWS)}
+
+
+# ---- with a reference
+
+
+class OfTRL:
+    """One DPOTrainer for every kind of loss: building it tokenises, and takes longer than the steps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.trainer = trl.DPOTrainer(
+            model=tiny_model(),
+            ref_model=other_model(),
+            args=trl.DPOConfig(beta=0.1, loss_type=["sigmoid"], max_steps=STEPS, **options(folder)),
+            train_dataset=datasets.Dataset.from_list(ROWS),
+            processing_class=AutoTokenizer.from_pretrained(PATH),
+        )
+        self.batch = next(iter(self.trainer.get_train_dataloader()))
+        self.pairs = [
+            (row["prompt_ids"], row[f"{side}_ids"])
+            for row in self.trainer.train_dataset
+            for side in ("chosen", "rejected")
+        ]
+
+    def steps(self, **settings: Any) -> list[Row]:
+        trainer = self.trainer
+        plain = {"loss_types": ["sigmoid"], "loss_weights": [1.0], "label_smoothing": 0.0, "ld_alpha": None}
+        for name, value in (plain | {"f_divergence_type": "reverse_kl", "beta": 0.1} | settings).items():
+            assert hasattr(trainer, name), name
+            setattr(trainer, name, value)
+        return their_steps(trainer.model, self._step, STEPS)
+
+    def _step(self) -> tuple[Tensor, Mapping[str, float]]:
+        loss = self.trainer.compute_loss(self.trainer.model, self.batch)
+        found = self.trainer._metrics["train"]
+        return loss, {ours: found[theirs][-1] for ours, theirs in METRICS.items()}
+
+
+@pytest.fixture(scope="module")
+def dpo(tmp_path_factory: pytest.TempPathFactory) -> OfTRL:
+    return OfTRL(tmp_path_factory.mktemp("dpo"))
+
+
+SMOOTHED = {"robust": 0.2, "exo_pair": 1e-3}
+DIVERGENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "forward_kl": ({"f_divergence": "forward_kl"}, {"f_divergence_type": "forward_kl"}),
+    "js_divergence": ({"f_divergence": "js_divergence"}, {"f_divergence_type": "js_divergence"}),
+    "alpha_divergence": (
+        {"f_divergence": "alpha_divergence", "alpha_divergence_coef": 0.3},
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
+    ),
+    "alpha of one": (
+        {"f_divergence": "alpha_divergence", "alpha_divergence_coef": 1.0},
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 1.0},
+    ),
+    "js of ipo": (
+        {"f_divergence": "js_divergence", "loss": "ipo"},
+        {"f_divergence_type": "js_divergence", "loss_types": ["ipo"]},
+    ),
+    "ld_alpha": ({"ld_alpha": 0.3}, {"ld_alpha": 0.3}),
+    "ld_alpha of ipo": ({"ld_alpha": 0.0, "loss": "ipo"}, {"ld_alpha": 0.0, "loss_types": ["ipo"]}),
+    "rpo_alpha": ({"rpo_alpha": 0.5}, {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+    "beta": ({"beta": 0.5}, {"beta": 0.5}),
+}
+
+
+@pytest.mark.parametrize("kind", PAIR_LOSSES)
+def test_every_kind_of_dpo(dpo: OfTRL, kind: Any) -> None:
+    eps = SMOOTHED.get(kind, 0.0)
+    expected = dpo.steps(loss_types=[kind], label_smoothing=eps)
+    assert_same(steps(DPO(0.1, eps, loss=kind), dpo.pairs), expected)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_every_option_of_dpo(dpo: OfTRL, name: str) -> None:
+    ours, theirs = DIVERGENCES[name]
+    loss = DPO(**{"beta": 0.1, "label_smoothing": 0.0} | ours)
+    assert_same(steps(loss, dpo.pairs), dpo.steps(**theirs))
+
+
+def test_the_trainer_takes_the_steps_that_are_compared(dpo: OfTRL, tmp_path: Path) -> None:
+    """``train()`` itself, with its own optimizer and loop, has these losses."""
     losses: list[float] = []
 
     class Recording(trl.DPOTrainer):
@@ -69,99 +154,84 @@ def trl_losses(folder: Path) -> tuple[list[float], list[Pair]]:
             losses.append(loss.item())
             return loss
 
-    model = tiny_model()
-    config = trl.DPOConfig(
-        output_dir=str(folder),
-        beta=BETA,
-        loss_type=["sigmoid"],
-        max_length=None,
-        max_steps=STEPS,
-        per_device_train_batch_size=len(ROWS),
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        optim="adamw_torch",
-        adam_beta1=OPTIMIZER.betas[0],
-        adam_beta2=OPTIMIZER.betas[1],
-        adam_epsilon=OPTIMIZER.eps,
-        weight_decay=OPTIMIZER.weight_decay,
-        max_grad_norm=OPTIMIZER.max_grad_norm,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    trainer = Recording(
-        model=model,
-        ref_model=copy.deepcopy(model),
+    config = trl.DPOConfig(beta=0.1, loss_type=["ipo"], max_steps=STEPS, **options(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    Recording(
+        model=tiny_model(),
+        ref_model=other_model(),
         args=config,
         train_dataset=datasets.Dataset.from_list(ROWS),
-        processing_class=AutoTokenizer.from_pretrained(PATH),
-    )
-    trainer.train()
-    keys = ("prompt_ids", "chosen_ids", "rejected_ids")
-    return losses, [tuple(row[key] for key in keys) for row in trainer.train_dataset]
+        processing_class=tokenizer,
+    ).train()
+    got = steps(DPO(0.1, 0.0, loss="ipo"), dpo.pairs)
+    assert [row["loss"] for row in got] == pytest.approx(losses, rel=1e-4)
 
 
-def packed(pairs: Sequence[Pair]) -> Batch:
-    """Chosen then rejected, end to end in one row; labels are shifted and cover the answers."""
-    rows = [(prompt, answer) for prompt, *answers in pairs for answer in answers]
-    lengths = torch.tensor([len(prompt) + len(answer) for prompt, answer in rows], dtype=torch.int32)
-    labels = [[IGNORE] * (len(prompt) - 1) + answer + [IGNORE] for prompt, answer in rows]
-    return Batch(
-        input_ids=torch.tensor([[t for prompt, answer in rows for t in prompt + answer]]),
-        labels=torch.tensor([[t for row in labels for t in row]]),
-        position_ids=torch.cat([torch.arange(int(n)) for n in lengths])[None],
-        seqlens=lengths,
-        cu_seqlens=F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
-        max_seqlen=int(lengths.max()),
-        pair_index=torch.arange(len(rows)),
-    )
+# ---- without
 
 
-class Scores:
-    """The one method of an engine that ``DPO.prepare`` calls."""
+class ReferenceFree:
+    """A CPOTrainer or an ORPOTrainer. Prompts of one token: TRL's ORPO has the likelihood of prompts too, and
+    nothing predicts a first token."""
 
-    def __init__(self, reference: nn.Module) -> None:
-        self.reference = reference
+    def __init__(self, folder: Path, name: str) -> None:
+        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+        module = __import__(f"trl.experimental.{name}", fromlist=[name])
+        title = name.upper()
+        tokenizer = AutoTokenizer.from_pretrained(PATH)
+        self.trainer = getattr(module, f"{title}Trainer")(
+            model=tiny_model(),
+            args=getattr(module, f"{title}Config")(beta=0.1, max_steps=STEPS, **options(folder)),
+            train_dataset=datasets.Dataset.from_list([row | {"prompt": "?"} for row in ROWS]),
+            processing_class=tokenizer,
+        )
+        self.batch = next(iter(self.trainer.get_train_dataloader()))
+        self.pairs = [self._answer(row, side) for row in self.rows() for side in ("chosen", "rejected")]
 
-    @torch.no_grad()
-    def logps(self, microbatches: Sequence[Batch], *, reference: bool = False) -> list[Tensor]:
-        assert reference
-        return [stats(self.reference, batch).logps for batch in microbatches]
+    def rows(self) -> list[dict[str, Any]]:
+        return list(self.trainer.train_dataset)
+
+    @staticmethod
+    def _answer(row: Mapping[str, Any], side: str) -> Answer:
+        ids, labels = row[f"{side}_input_ids"], row[f"{side}_labels"]
+        prompt = sum(label == -100 for label in labels)
+        assert prompt == 1
+        return ids[:prompt], ids[prompt:]
+
+    def steps(self, **settings: Any) -> list[Row]:
+        for name, value in settings.items():
+            assert hasattr(self.trainer, name) or name == "simpo_gamma", name
+            setattr(self.trainer, name, value)
+        return their_steps(self.trainer.model, self._step, STEPS)
+
+    def _step(self) -> tuple[Tensor, Mapping[str, float]]:
+        loss, found = self.trainer.get_batch_loss_metrics(self.trainer.model, self.batch)
+        return loss, {ours: float(found[theirs]) for ours, theirs in METRICS.items()}
 
 
-def stats(model: Any, batch: Batch) -> Any:
-    hidden = model.base_model(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **attention_kwargs(batch)
-    ).last_hidden_state
-    return token_stats(hidden, model.lm_head.weight, batch.labels)
+@pytest.fixture(scope="module")
+def cpo(tmp_path_factory: pytest.TempPathFactory) -> ReferenceFree:
+    return ReferenceFree(tmp_path_factory.mktemp("cpo"), "cpo")
 
 
-def our_losses(pairs: Sequence[Pair], micro_batch_size: int) -> list[float]:
-    model, loss = tiny_model(), DPO(BETA, 0.0)
-    model.set_attn_implementation(ATTENTION)
-    optimizer = torch_optimizer(OPTIMIZER, model.named_parameters())
-    batches = [packed(pairs[i : i + micro_batch_size]) for i in range(0, len(pairs), micro_batch_size)]
-    prepared = loss.prepare(batches, Scores(copy.deepcopy(model)))  # type: ignore[arg-type]
-    count = sum(loss.counts(batch)["loss"] for batch in prepared)
-    losses = []
-    for _ in range(STEPS):
-        terms = [loss(stats(model, batch), batch).terms["loss"] / count for batch in prepared]
-        total = torch.stack(terms).sum()
-        optimizer.zero_grad()
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
-        optimizer.step()
-        losses.append(total.item())
-    return losses
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss": "sigmoid", "cpo_alpha": 1.0},
+        {"loss": "sigmoid", "cpo_alpha": 0.0, "label_smoothing": 0.1},
+        {"loss": "hinge", "cpo_alpha": 0.5},
+        {"loss": "ipo", "cpo_alpha": 1.0},
+        {"loss": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.2, "beta": 2.0},
+        {"loss": "simpo", "cpo_alpha": 1.0, "beta": 2.0, "label_smoothing": 0.2},
+    ],
+    ids=str,
+)
+def test_every_kind_of_cpo(cpo: ReferenceFree, settings: dict[str, Any]) -> None:
+    theirs = {"beta": 0.1, "simpo_gamma": 0.5, "label_smoothing": 0.0} | settings
+    expected = cpo.steps(loss_type=theirs.pop("loss"), **theirs)
+    assert_same(steps(CPO(**{"beta": 0.1} | settings), cpo.pairs), expected)
 
 
-@pytest.mark.parametrize("micro_batch_size", [8, 3])
-def test_five_steps_equal_trl(tmp_path: Path, micro_batch_size: int) -> None:
-    expected, pairs = trl_losses(tmp_path)
-    got = our_losses(pairs, micro_batch_size)
-    assert len(expected) == STEPS
-    assert expected[-1] < 0.8 * expected[0], "it learns, or equality would prove nothing"
-    assert got == pytest.approx(expected, abs=1e-4)
+def test_orpo(tmp_path: Path) -> None:
+    orpo = ReferenceFree(tmp_path, "orpo")
+    assert_same(steps(ORPO(beta=0.3), orpo.pairs), orpo.steps(beta=0.3))

@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from components.data.formats import ChatSample, TextSample
+from components.data.samples import ChatSample, TextSample
 from components.data.stdlib import stdlib_records
 from components.data.tokenizer import PATH
 from runner.protocols import SampleKind

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
+from components.adapters import LoRA, export_adapter
 from components.engines import bins, process_group
 from components.engines.fsdp2 import state
+from components.engines.fsdp2.adapter import without_adapter
 from components.engines.fsdp2.context import Context
 from components.engines.fsdp2.mesh import (
     CONTEXT,
@@ -33,10 +35,10 @@ from components.engines.fsdp2.parallelize import (
     release,
 )
 from components.engines.norm import global_norm
-from components.engines.sums import Sums, reduce_counts
+from components.engines.sums import Sums, add_up, reduce_counts
 from components.models import ModelSpec, export_folder
 from components.optimizers import Optimizer, torch_optimizer
-from runner.protocols import Batch, Kernels, Loss, StepResult, TokenStats
+from runner.protocols import Batch, Kernels, Loss, Reference, StepResult, TokenStats
 
 if TYPE_CHECKING:
     from components.engines.fsdp2.spec import FSDP2
@@ -46,7 +48,9 @@ class FSDP2Engine:
     """Implements ``runner.protocols.Engine`` over ``torch.distributed.fsdp.fully_shard``.
 
     Every rank builds it together, inside a process group. Weights come from ``model`` by their Hugging Face
-    names; a reference (``with_reference``) is a second, frozen copy of the same initial weights.
+    names. A reference (``frozen``) is a second copy of the initial weights or ``reference_model``, or the
+    model without its adapter (``adapter_off``). ``weights`` are those that are trained: others take no
+    gradient and no moments, and are in no checkpoint.
     """
 
     def __init__(
@@ -58,10 +62,12 @@ class FSDP2Engine:
         seed: int,
         dtype: torch.dtype,
         device: torch.device,
-        with_reference: bool = False,
+        reference: Reference = "none",
+        reference_model: ModelSpec | None = None,
         count_zeros: bool = False,
         compiled: bool = False,
         kernels: Kernels = "auto",
+        adapter: LoRA | None = None,
     ) -> None:
         self.device, self.dtype, self.spec, self.count_zeros = device, dtype, model, count_zeros
         self.mesh = make_mesh(device, dp_replicate=layout.dp_replicate, cp=layout.cp, tp=layout.tp)
@@ -72,21 +78,25 @@ class FSDP2Engine:
         self.data_rank, self.data_size = data.get_local_rank(), data.size()
         weights, mesh = model.weights(seed), weight_mesh(self.mesh)
         context = Context(self.mesh.get_group(CONTEXT))
-        self.compiled = compiled
+        self.compiled, self.adapter, self.reference_kind = compiled, adapter, reference
         options: dict[str, Any] = {
+            "seed": seed,
             "context": context,
             "dtype": dtype,
             "device": device,
             "compiled": compiled,
             "kernels": kernels,
         }
-        self.scorer = build_scorer(model, weights, mesh, layout, trainable=True, **options)
+        self.scorer = build_scorer(model, weights, mesh, layout, trainable=True, adapter=adapter, **options)
         self.reference: Scorer | None = None
-        if with_reference:
+        if reference == "frozen":
+            if reference_model is not None:
+                model, weights = reference_model, reference_model.weights(seed)
             self.reference = build_scorer(model, weights, mesh, layout, trainable=False, **options)
         self.max_grad_norm, self.moments = optimizer.max_grad_norm, optimizer.moments
         # The shards, once: while a module is gathered it shows its whole parameters instead.
-        self.weights = dict(self.scorer.named_weights())
+        self.named_weights = list(self.scorer.named_weights())
+        self.weights = {name: parameter for name, parameter in self.named_weights if parameter.requires_grad}
         self.optimizer = torch_optimizer(optimizer, list(self.weights.items()))
         self.sums: Sums | None = None
         if device.type == "cuda":
@@ -141,14 +151,22 @@ class FSDP2Engine:
 
     @torch.no_grad()
     def logps(self, microbatches: Sequence[Batch], *, reference: bool = False) -> list[Tensor]:
-        model = self.reference if reference else self.scorer
-        assert model is not None, "the engine was built without a reference model"
+        if reference and self.reference is None:
+            assert self.reference_kind == "adapter_off", "the engine was built without a reference model"
+            with without_adapter(self.scorer):
+                return self._logps(self.scorer, microbatches)
+        return self._logps(self.reference if reference and self.reference else self.scorer, microbatches)
+
+    def _logps(self, model: Scorer, microbatches: Sequence[Batch]) -> list[Tensor]:
         logps = []
         for joined in bins.cut(microbatches, self.group, self.device):
             found, _, _ = model(bins.join(joined).to(self.device), frozenset(), None)
             logps += bins.split(found, joined)
         release(model)
         return logps
+
+    def sum_over_data(self, values: Sequence[float]) -> list[float]:
+        return add_up(values, self.group, self.device)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
@@ -174,12 +192,16 @@ class FSDP2Engine:
 
     def export(self, path: Path) -> None:
         def gathered() -> Iterator[tuple[str, Tensor]]:
-            for name, parameter in self.weights.items():
+            for name, parameter in self.named_weights if self.adapter is None else self.weights.items():
                 tensor = whole(parameter.detach())
                 if dist.get_rank() == 0:
-                    yield name, tensor.to(self.dtype)
+                    yield name, tensor
 
-        export_folder(self.spec, gathered(), path, self.dtype)
+        if self.adapter is not None:
+            export_adapter(self.adapter, self.spec, gathered(), path)
+            return
+        converted = ((name, tensor.to(self.dtype)) for name, tensor in gathered())
+        export_folder(self.spec, converted, path, self.dtype)
 
     def barrier(self) -> None:
         dist.barrier()
@@ -196,11 +218,12 @@ class FSDP2Engine:
                 "dims": dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),
                 "ranks": self.mesh.mesh.tolist(),
             },
-            "parameters": sum(p.numel() for p in self.weights.values()),
+            "parameters": sum(p.numel() for _, p in self.named_weights),
+            "trained_parameters": sum(p.numel() for p in self.weights.values()),
         }
 
     def close(self) -> None:
-        del self.scorer, self.reference, self.optimizer, self.weights
+        del self.scorer, self.reference, self.optimizer, self.weights, self.named_weights
         gc.collect()  # FSDP's hooks are cycles, and the next run of this process needs the memory
         forget_meshes()
         process_group.leave()

@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from components.adapters import LoRA
 from components.engines.attention import ATTENTION, ATTENTION_RECOMPUTED
+from components.engines.fsdp2.adapter import inject, name_on_disk
 from components.engines.fsdp2.context import Context
 from components.engines.fsdp2.execution import choose, fuse
 from components.engines.fsdp2.mesh import SHARD, TENSOR, data_mesh, part, stored
@@ -70,8 +72,11 @@ class Scorer(nn.Module):
         return whole(stats.logps, length), whole(stats.logsumexp, length), whole(stats.mean_logp, length)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their Hugging Face names, tied ones once."""
-        return self.lm.named_parameters()
+        """Parameters under their names on disk, tied ones once.
+
+        A module that an adapter trains whole comes twice: frozen as it was, and as it is trained.
+        """
+        return ((name_on_disk(name), parameter) for name, parameter in self.lm.named_parameters())
 
 
 def build_scorer(
@@ -80,22 +85,28 @@ def build_scorer(
     mesh: DeviceMesh,
     layout: "FSDP2",
     *,
+    seed: int,
     context: Context,
     dtype: torch.dtype,
     device: torch.device,
     compiled: bool,
     kernels: Kernels,
     trainable: bool,
+    adapter: LoRA | None = None,
 ) -> Scorer:
     """The model sharded over ``mesh``, block by block, holding ``weights``.
 
-    A trainable model keeps fp32 shards (the master weights), computes in ``dtype`` and reduces gradients
-    in fp32; a frozen one is stored in ``dtype``. Peak memory is the shard and this rank's part of one tensor.
+    What is trained keeps fp32 shards (the master weights), is computed in ``dtype`` and has its gradients
+    reduced in fp32; what is frozen is stored in ``dtype``: the model itself where there is an ``adapter``,
+    whose own initial values may depend on ``seed``. Peak memory is the shard and this rank's part of one
+    tensor.
     """
     # A frozen model keeps nothing for a backward pass.
     recompute = layout.activation_checkpointing if trainable else "none"
     attention = ATTENTION_RECOMPUTED if recompute == "selective" else ATTENTION
     scorer = Scorer(spec.build(spec.config(), attention=attention), context)
+    if adapter is not None:
+        inject(scorer.lm, adapter)  # before anything is split
     scorer.kernels = choose(kernels, scorer.lm, device.type, compiled=compiled)
     if scorer.kernels == "liger":
         fuse(scorer.lm)
@@ -106,15 +117,19 @@ def build_scorer(
         if recompute == "full":
             recompute_in_backward(block)
     if not trainable:
-        scorer.to(dtype).requires_grad_(False)
+        scorer.requires_grad_(False)
+    for parameter in scorer.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
     if layout.tp > 1:
         parallelize(scorer.lm, mesh[TENSOR])
         scorer.vocabulary = vocabulary_shard(scorer.lm.config.vocab_size, mesh.get_group(TENSOR))
     shard(scorer, mesh, layout, dtype)
     scorer.to_empty(device="cpu" if layout.cpu_offload else device)
     materialize_buffers(scorer.lm, device)
+    trained = weights if adapter is None else adapter.weights(spec.build(spec.config()), seed, weights)
     for name, parameter in scorer.named_weights():
-        copy_part(parameter, name, weights)
+        copy_part(parameter, name, trained if parameter.requires_grad else weights)
     return scorer.train(trainable)
 
 

@@ -7,15 +7,17 @@ from typing import ClassVar, Literal
 import torch
 from transformers import PreTrainedModel
 
+from components.adapters import LoRA
 from components.engines import process_group
 from components.engines.fsdp2 import context, execution, tensor_parallel
+from components.engines.fsdp2.adapter import check as adapter_check
 from components.engines.fsdp2.engine import FSDP2Engine
 from components.engines.fsdp2.parallelize import blocks
 from components.engines.layout import nearest, world_size
 from components.models import ModelSpec
 from components.optimizers import Optimizer
 from runner.errors import ConfigError
-from runner.protocols import Kernels
+from runner.protocols import Kernels, Reference
 
 ActivationCheckpointing = Literal["none", "full", "selective"]
 
@@ -81,15 +83,18 @@ class FSDP2:
         device: Literal["cpu", "cuda"],
         compiled: bool = False,
         kernels: Kernels = "auto",
+        adapter: LoRA | None = None,
     ) -> None:
         """
         Raises:
             ConfigError: the model has no blocks that could be sharded, no plan for ``tp`` parts, or no way to
-                share its rows among ``cp`` ranks; or nothing here compiles or fuses its blocks.
+                share its rows among ``cp`` ranks; nothing here compiles or fuses its blocks; or ``tp`` ranks
+                cannot split the adapter.
         """
         blocks(model)
         tensor_parallel.check(model, self.tp, world_size // (self.dp_replicate * self.tp))
         context.check(model, self.cp, self.tp)
+        adapter_check(adapter, self.tp)
         execution.check(model, device, compiled=compiled, kernels=kernels)
 
     def build(
@@ -100,10 +105,12 @@ class FSDP2:
         seed: int,
         dtype: torch.dtype,
         device: Literal["cpu", "cuda"],
-        with_reference: bool,
+        reference: Reference,
         count_zeros: bool,
         compiled: bool = False,
         kernels: Kernels = "auto",
+        reference_model: ModelSpec | None = None,
+        adapter: LoRA | None = None,
     ) -> FSDP2Engine:
         """Joins the process group and builds this rank's engine; every rank calls it."""
         local = process_group.join(device)
@@ -115,10 +122,12 @@ class FSDP2:
                 seed=seed,
                 dtype=dtype,
                 device=local,
-                with_reference=with_reference,
+                reference=reference,
+                reference_model=reference_model,
                 count_zeros=count_zeros,
                 compiled=compiled,
                 kernels=kernels,
+                adapter=adapter,
             )
         except BaseException:
             process_group.leave_alone()

@@ -75,11 +75,9 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     group, entering = mesh.get_group(), ARCHITECTURES[model.config.model_type]
     for name, module in list(model.named_modules()):
         if BY_OUTPUT.fullmatch(name):
-            distribute(module, mesh, weight=Shard(0), bias=Shard(0))
-            module.forward = by_output(module)
+            cut_by_output(module, mesh)
         elif BY_INPUT.fullmatch(name):
-            distribute(module, mesh, weight=Shard(1), bias=Replicate())
-            module.forward = by_input(module, group)
+            cut_by_input(module, mesh)
         elif NORM.fullmatch(name):
             distribute(module, mesh, weight=Replicate())
             module.forward = with_local_weight(module, Replicate())
@@ -96,6 +94,30 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         head.weight = embedding.weight
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     assert not left, f"{left[0]}: no rule says how it is cut"
+
+
+def cut_by_output(module: Any, mesh: DeviceMesh) -> None:
+    """A linear layer, or peft's with its two matrices: every rank needs all of the r products with A."""
+    linear = getattr(module, "base_layer", module)
+    distribute(linear, mesh, weight=Shard(0), bias=Shard(0))
+    linear.forward = by_output(linear)
+    if linear is not module:
+        a, b = module.lora_A["default"], module.lora_B["default"]
+        distribute(a, mesh, weight=Replicate())
+        distribute(b, mesh, weight=Shard(0))
+        a.forward, b.forward = with_local_weight(a, Partial()), by_output(b)
+
+
+def cut_by_input(module: Any, mesh: DeviceMesh) -> None:
+    """As ``cut_by_output``; here the r products are sums over the ranks, and B is the same on all."""
+    linear, group = getattr(module, "base_layer", module), mesh.get_group()
+    distribute(linear, mesh, weight=Shard(1), bias=Replicate())
+    linear.forward = by_input(linear, group)
+    if linear is not module:
+        a, b = module.lora_A["default"], module.lora_B["default"]
+        distribute(a, mesh, weight=Shard(1))
+        distribute(b, mesh, weight=Replicate())
+        a.forward, b.forward = by_input(a, group), with_local_weight(b, Replicate())
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:

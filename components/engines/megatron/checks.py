@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from components.adapters import LoRA
 from components.engines.layout import check_cp, check_tp
 from components.engines.megatron import table
 from components.engines.megatron.layout import Layout
@@ -86,6 +87,7 @@ def check_run(
     *,
     dtype: torch.dtype,
     device: Literal["cpu", "cuda"],
+    adapter: LoRA | None = None,
 ) -> None:
     """The layout against the rest of the run; ``model`` may be on the meta device.
 
@@ -99,7 +101,10 @@ def check_run(
     if layout.cp_comm_type == "a2a":
         check_cp(layout.cp, layout.tp, model.config, instead="parallelism.cp_comm_type=all_gather")
     check_stages(layout, model.config.num_hidden_layers)
-    reason = why_no_transformer_engine(model.config, layout, dtype, device)
+    check_frozen(model)
+    if adapter is not None:
+        check_adapter(adapter)
+    reason = why_no_transformer_engine(model.config, layout, dtype, device, adapter)
     if layout.transformer_impl == "transformer_engine" and reason:
         raise ConfigError(
             f"parallelism.transformer_impl: is transformer_engine, but {reason}; use auto or local."
@@ -169,31 +174,73 @@ def check_model(model: PreTrainedModel) -> None:
         raise ConfigError(f"model: {names[0]} of {kind} has no place in the Megatron engine; {instead}")
 
 
+def check_frozen(model: PreTrainedModel) -> None:
+    """What ``model.freeze`` has frozen, against the tensors that Megatron keeps in one."""
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    parts = table.fused(trained)
+    for names in parts:
+        frozen = [name for name in names if not trained[name]]
+        if frozen and len(frozen) < len(names):
+            left = [name for name in names if trained[name]]
+            raise ConfigError(
+                f"model.freeze: {frozen[0]} is frozen and {left[0]} is not, but Megatron keeps them in one "
+                "tensor; freeze both or neither, or use parallelism=fsdp2."
+            )
+    for name, is_trained in trained.items():
+        weight = f"{name.removesuffix('.bias')}.weight"
+        if name.endswith(".bias") and is_trained and not trained[weight]:
+            raise ConfigError(
+                f"model.freeze: {weight} is frozen and {name} is not, but Megatron computes no gradient for "
+                "the bias of a frozen layer; freeze both or neither, or use parallelism=fsdp2."
+            )
+
+
+def check_adapter(adapter: LoRA) -> None:
+    if adapter.dora:
+        raise ConfigError(
+            "adapter.dora: the Megatron engine has no layer for it; use adapter=lora, or parallelism=fsdp2."
+        )
+    if adapter.modules_to_save:
+        raise ConfigError(
+            "adapter.modules_to_save: the Megatron engine trains the adapter alone; leave it out, or use "
+            "parallelism=fsdp2."
+        )
+
+
 def uses_transformer_engine(
-    config: PreTrainedConfig, layout: Layout, dtype: torch.dtype, device: Literal["cpu", "cuda"]
+    config: PreTrainedConfig,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: Literal["cpu", "cuda"],
+    adapter: LoRA | None = None,
 ) -> bool:
     """Whether layers are those of transformer-engine; ``check_run`` has refused what it cannot do."""
     if layout.transformer_impl == "local":
         return False
-    return why_no_transformer_engine(config, layout, dtype, device) is None
+    return why_no_transformer_engine(config, layout, dtype, device, adapter) is None
 
 
 def why_no_transformer_engine(
-    config: PreTrainedConfig, layout: Layout, dtype: torch.dtype, device: Literal["cpu", "cuda"]
+    config: PreTrainedConfig,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: Literal["cpu", "cuda"],
+    adapter: LoRA | None = None,
 ) -> str | None:
     """Why transformer-engine cannot compute this run; None where it can.
 
     Of its attention kernels those for packed sequences take half precision only, and they share a sequence
     over ranks in neither of our ways (``cp_comm_type``).
     """
-    if device == "cpu":
-        return "this run is on the CPU"
-    if find_spec("transformer_engine") is None:
-        return "it is not installed (pip install transformer-engine[pytorch])"
-    if dtype == torch.float32:
-        return "its attention to packed sequences has no fp32 (run.dtype=bf16 has)"
-    if layout.cp > 1:
-        return f"its attention to packed sequences has no cp_comm_type={layout.cp_comm_type}"
-    if getattr(config, "sliding_window", None) is not None:
-        return f"this {config.model_type} has a sliding window, which is computed by local only"
-    return None
+    window = getattr(config, "sliding_window", None)
+    reasons = {
+        "this run is on the CPU": device == "cpu",
+        "it is not installed (pip install transformer-engine[pytorch])": (
+            find_spec("transformer_engine") is None
+        ),
+        "its linear layers hold the norm before them, where an adapter needs its output": adapter is not None,
+        "its attention to packed sequences has no fp32 (run.dtype=bf16 has)": dtype == torch.float32,
+        f"its attention to packed sequences has no cp_comm_type={layout.cp_comm_type}": layout.cp > 1,
+        f"this {config.model_type} has a sliding window, which is computed by local only": window is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from transformers import PreTrainedModel
 
+from components.adapters import LoRA
 from components.engines import process_group
 from components.engines.layout import world_size
 from components.engines.megatron.checks import check_keys, check_run
@@ -14,7 +15,7 @@ from components.engines.megatron.layout import Layout
 from components.models import ModelSpec
 from components.optimizers import Optimizer
 from runner.errors import ConfigError
-from runner.protocols import Kernels
+from runner.protocols import Kernels, Reference
 
 if TYPE_CHECKING:
     from components.engines.megatron.runtime.engine import MegatronEngine
@@ -53,6 +54,7 @@ class Megatron(Layout):
         device: Literal["cpu", "cuda"],
         compiled: bool = False,
         kernels: Kernels = "auto",
+        adapter: LoRA | None = None,
     ) -> None:
         """
         Raises:
@@ -67,7 +69,7 @@ class Megatron(Layout):
             raise ConfigError(
                 "run.kernels: Megatron's are those of parallelism.transformer_impl; use run.kernels=auto."
             )
-        check_run(self, model, optimizer, dtype=dtype, device=device)
+        check_run(self, model, optimizer, dtype=dtype, device=device, adapter=adapter)
 
     def build(
         self,
@@ -77,10 +79,12 @@ class Megatron(Layout):
         seed: int,
         dtype: torch.dtype,
         device: Literal["cpu", "cuda"],
-        with_reference: bool,
+        reference: Reference,
         count_zeros: bool,
         compiled: bool = False,
         kernels: Kernels = "auto",
+        reference_model: ModelSpec | None = None,
+        adapter: LoRA | None = None,
     ) -> "MegatronEngine":
         """Joins the process group and builds this rank's engine; every rank calls it."""
         from components.engines.megatron.runtime.engine import MegatronEngine
@@ -96,8 +100,10 @@ class Megatron(Layout):
                 seed=seed,
                 dtype=dtype,
                 device=local,
-                with_reference=with_reference,
+                reference=reference,
+                reference_model=reference_model,
                 count_zeros=count_zeros,
+                adapter=adapter,
             )
         except BaseException:
             process_group.leave_alone()

@@ -43,6 +43,9 @@ def pattern(template: str) -> re.Pattern[str]:
 
 
 RULES = [(pattern(key), names) for key, names in TABLE.items()]
+GATE_UP = (HF_LAYER + "mlp.gate_proj.weight", HF_LAYER + "mlp.up_proj.weight")
+FUSED = [names for names in TABLE.values() if len(names) > 1] + [GATE_UP]
+"""Templates of what lies in one parameter: gate and up have keys of their own in a checkpoint alone."""
 PRODUCED = [pattern(name) for name in sorted({name for names in TABLE.values() for name in names})]
 
 
@@ -61,3 +64,15 @@ def hf_names(key: str) -> tuple[str, ...]:
 def unknown(names: Iterable[str]) -> list[str]:
     """Those of ``names`` (Hugging Face parameters) that no rule produces, in their order."""
     return [name for name in names if not any(rule.fullmatch(name) for rule in PRODUCED)]
+
+
+def fused(names: Iterable[str]) -> list[list[str]]:
+    """Those of ``names`` (Hugging Face parameters) that lie in one parameter of Megatron's: q, k and v."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        for members in FUSED:
+            for template in members:
+                if found := pattern(template).fullmatch(name):
+                    key = tuple(member.format(**found.groupdict()) for member in members)
+                    groups.setdefault(key, []).append(name)
+    return list(groups.values())

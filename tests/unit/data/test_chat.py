@@ -9,7 +9,7 @@ from tokenizers.processors import ByteLevel, TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from components.data.chat import Encoded, encode
-from components.data.formats import ChatSample, PreferenceSample, TextSample
+from components.data.samples import ChatSample, PreferenceSample, TextSample
 from components.data.tokenizer import PATH
 from runner.errors import ConfigError
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from test_indexed import write_indexed
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from components.data import FilesData, PreparedData, StdlibData, tokenize
+from components.data import FilesData, PreparedData, StdlibData, encoder, tokenize
 from components.data import spec as spec_module
 from components.data.tokenizer import PATH
 from runner.errors import ConfigError
@@ -131,7 +131,7 @@ def test_a_second_run_starts_at_once(
 ) -> None:
     data = FilesData(train=texts, eval_fraction=0.1)
     first = prepare(data, tokenizer, epochs=2)
-    monkeypatch.setattr(tokenize, "encode", None)
+    monkeypatch.setattr(encoder, "encode", None)
     monkeypatch.setattr("components.data.segments.plan_epoch", None)
     assert prepare(data, tokenizer, epochs=2) == first
 

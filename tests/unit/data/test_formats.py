@@ -6,16 +6,8 @@ from typing import Any
 
 import pytest
 
-from components.data.formats import (
-    ChatSample,
-    Format,
-    Message,
-    PreferenceSample,
-    Sample,
-    TextSample,
-    detect,
-    normalize,
-)
+from components.data.formats import Format, detect, normalize
+from components.data.samples import ChatSample, Message, PreferenceSample, Sample, TextSample
 from components.data.sources import read_records
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"

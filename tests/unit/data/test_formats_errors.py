@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from components.data.formats import Format, Message, detect, normalize
+from components.data.formats import Format, detect, normalize
+from components.data.samples import Message
 from runner.errors import ConfigError
 
 
@@ -100,7 +101,23 @@ BAD: dict[str, tuple[Format, dict[str, Any], str]] = {
     "tools-string": ("messages", {"messages": [U, A], "tools": ["f"]}, "'tools' is not a list of function"),
     "pair-no-rejected": ("preference", {"prompt": "U", "chosen": "A"}, "field 'rejected' is missing"),
     "pair-empty": ("preference", {"prompt": "U", "chosen": "A", "rejected": ""}, "field 'rejected' is empty"),
-    "pair-same": ("preference", {"prompt": "U", "chosen": "A", "rejected": "A"}, "are the same"),
+    "pair-empty-list": ("preference", {"prompt": "U", "chosen": [], "rejected": "A"}, "'chosen' is empty"),
+    "pair-same-no-prompt": ("preference", {"chosen": "A", "rejected": "A"}, "do not differ"),
+    "unpaired-no-label": ("unpaired", {"prompt": "U", "completion": "A"}, "field 'label' is missing"),
+    "unpaired-no-tag": ("unpaired", {"messages": [U, A], "kto_tag": None}, "field 'kto_tag' is missing"),
+    "unpaired-odd-label": (
+        "unpaired",
+        {"prompt": "U", "completion": "A", "label": "yes"},
+        "field 'label' is 'yes'. Write true for a completion to follow",
+    ),
+    "unpaired-empty": (
+        "unpaired",
+        {"prompt": "U", "completion": " ", "label": True},
+        "field 'completion' is empty",
+    ),
+    "unpaired-no-prompt": ("unpaired", {"completion": "A", "label": True}, "has no prompt"),
+    "unpaired-no-completion": ("unpaired", {"prompt": "U", "label": True}, "'completion' is missing"),
+    "unpaired-no-answer": ("unpaired", {"messages": [U, A, U2], "label": 1}, "ends with a user turn"),
     "pair-no-prompt": ("preference", {"chosen": "A", "rejected": "A2"}, "share no leading message"),
     "pair-one-inside-the-other": (
         "preference",

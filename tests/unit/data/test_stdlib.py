@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from components.data.formats import ChatSample, PreferenceSample, Sample, TextSample
+from components.data.samples import ChatSample, PreferenceSample, Sample, TextSample
 from components.data.stdlib import Split, stdlib_records
 from components.data.tokenizer import PATH
 from runner.protocols import SampleKind

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from components.data import store as store_module
-from components.data.store import Chunk, JoinedTokens, StoreWriter, TokenStore, TornStore, file_digest
+from components.data.joined import JoinedTokens
+from components.data.store import Chunk, StoreWriter, TokenStore, TornStore, file_digest
 
 
 def make_chunk(

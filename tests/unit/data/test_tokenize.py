@@ -15,9 +15,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from components.data import tokenize
 from components.data.chat import Encoded
-from components.data.formats import TextSample
+from components.data.encoder import Encoder, Item
+from components.data.fit import fit
+from components.data.samples import TextSample
 from components.data.store import TokenStore
-from components.data.tokenize import Encoder, FileSource, Item, StdlibSource, build_store, encode_all, fit
+from components.data.tokenize import FileSource, StdlibSource, build_store, encode_all
 from components.data.tokenizer import PATH
 from runner.errors import ConfigError
 

@@ -16,10 +16,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from components.engines.attention import has_kernel, packed_sdpa, varlen
+from components.engines.attention import has_kernel, varlen
 from components.engines.context_parallel import trade_heads, trade_positions
 from components.engines.megatron.runtime.pieces import Pieces, own_chunks, whole_sequences
 from components.engines.megatron.runtime.rows import Row
+from components.engines.sdpa import packed_sdpa
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 

@@ -11,37 +11,40 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from components.adapters import LoRA, export_adapter
 from components.engines import process_group
-from components.engines.megatron.checks import uses_transformer_engine
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime import schedule, state
 from components.engines.megatron.runtime.config import transformer_config
 from components.engines.megatron.runtime.groups import initialize_groups, mesh, random_stream
-from components.engines.megatron.runtime.model import build_chunks, padded
+from components.engines.megatron.runtime.lora import adapters_off
+from components.engines.megatron.runtime.model import padded
 from components.engines.megatron.runtime.optimizer import Update
+from components.engines.megatron.runtime.parts import (
+    Parts,
+    build_parts,
+    distribute,
+    initial_weights,
+    without_dropout,
+)
 from components.engines.megatron.runtime.weights import (
-    Blocks,
-    blocks,
-    export,
     fill,
+    gathered,
     load_weights,
     tensor_mesh,
+    whole_tensors,
 )
-from components.engines.sums import Sums, reduce_counts
-from components.models import ModelSpec, named_shapes
+from components.engines.sums import Sums, add_up, reduce_counts
+from components.models import ModelSpec, export_folder
 from components.optimizers import Optimizer
-from runner.protocols import Batch, Loss, StepResult, TokenStats
+from runner.protocols import Batch, Loss, Reference, StepResult, TokenStats
 
 
 class MegatronEngine:
@@ -61,10 +64,13 @@ class MegatronEngine:
         seed: int,
         dtype: torch.dtype,
         device: torch.device,
-        with_reference: bool = False,
+        reference: Reference = "none",
+        reference_model: ModelSpec | None = None,
         count_zeros: bool = False,
+        adapter: LoRA | None = None,
     ) -> None:
         self.device, self.dtype, self.spec, self.layout = device, dtype, model, layout
+        self.adapter, self.reference_kind = adapter, reference
         self.count_zeros, self.max_grad_norm = count_zeros, optimizer.max_grad_norm
         initialize_groups(layout)
         self.ranks = mesh()
@@ -74,17 +80,16 @@ class MegatronEngine:
         # Dropout: ranks that share a token's activations draw the same stream, others their own.
         model_parallel_cuda_manual_seed(seed + 100 * random_stream())
         self.hf = model.config()
-        self.shapes = named_shapes(model.build(self.hf))
+        self.meta = model.build(self.hf)
         self.config = transformer_config(self.hf, layout, dtype)
-        source = model.weights(seed)
+        source = initial_weights(model, self.meta, adapter, seed)
         self.reference: list[nn.Module] | None = None
-        if with_reference:
-            self.reference, found = self._build()
-            load_weights(found, source)
-            for chunk in self.reference:
-                chunk.requires_grad_(False).eval()
-        bare, self.blocks = self._build()
-        self.chunks = [distribute(self.config, chunk, layout, number) for number, chunk in enumerate(bare)]
+        if reference == "frozen":
+            self.reference = self._frozen(model if reference_model is None else reference_model, seed)
+        parts = self._build(self.meta, self.config, adapter)
+        self.blocks, self.frozen = parts.trained, parts.frozen
+        load_weights(self.frozen, source)
+        self.chunks = [distribute(self.config, chunk, layout, n) for n, chunk in enumerate(parts.chunks)]
         self.update = Update.build(optimizer, self.chunks, layout, dtype)
         for parameter, members in self.blocks.items():
             whole = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
@@ -95,15 +100,17 @@ class MegatronEngine:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def _build(self) -> tuple[list[nn.Module], Blocks]:
-        """Chunks in the run's dtype, without values, and what their parameters consist of."""
+    def _frozen(self, model: ModelSpec, seed: int) -> list[nn.Module]:
+        """Chunks of ``model`` with its initial values, never to be trained."""
+        hf = model.config()
+        config = transformer_config(hf, self.layout, self.dtype)
+        parts = self._build(model.build(hf), config, None)
+        load_weights(parts.trained | parts.frozen, model.weights(seed))
+        return [chunk.requires_grad_(False).eval() for chunk in parts.chunks]
+
+    def _build(self, meta: PreTrainedModel, config: TransformerConfig, adapter: LoRA | None) -> Parts:
         kind: Literal["cpu", "cuda"] = "cuda" if self.device.type == "cuda" else "cpu"
-        engine = uses_transformer_engine(self.hf, self.layout, self.dtype, kind)
-        bare = build_chunks(self.hf, self.config, transformer_engine=engine)
-        found = blocks(bare, self.shapes)
-        if self.dtype == torch.float32:
-            return list(bare), found
-        return [Float16Module(self.config, chunk) for chunk in bare], found
+        return build_parts(meta, config, self.layout, self.dtype, kind, adapter)
 
     # ---- the train step
 
@@ -152,16 +159,18 @@ class MegatronEngine:
 
     @torch.no_grad()
     def logps(self, microbatches: Sequence[Batch], *, reference: bool = False) -> list[Tensor] | None:
-        chunks = self.reference if reference else self.chunks
-        assert chunks is not None, "the engine was built without a reference model"
         found: list[Tensor] = []
 
         def consume(_: int, stats: TokenStats) -> Tensor:
             found.append(stats.logps)
             return stats.logps.sum()
 
-        self._run(chunks, microbatches, consume, forward_only=True)
+        with self._scorer(reference=reference) as chunks:
+            self._run(chunks, microbatches, consume, forward_only=True)
         return found if self.is_last_stage else None
+
+    def sum_over_data(self, values: Sequence[float]) -> list[float]:
+        return add_up(values, parallel_state.get_data_parallel_group(), self.device)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
@@ -169,7 +178,7 @@ class MegatronEngine:
         with without_dropout(self.chunks):
             for microbatches in batches:
                 prepared = loss.prepare(microbatches, self)
-                consume = partial(self._add, sums, prepared, loss)
+                consume = partial(self._add, sums, prepared, loss, train=False)
                 self._run(self.chunks, prepared, consume, loss=loss, forward_only=True)
         means, _ = self._agree(sums)
         return means
@@ -185,7 +194,11 @@ class MegatronEngine:
 
     def export(self, path: Path) -> None:
         self.gather_parameters()
-        export(self.blocks, self.spec, path, self.dtype)
+        if self.adapter is not None:
+            export_adapter(self.adapter, self.spec, self._adapter_tensors(), path)
+        else:
+            tensors = whole_tensors(self.blocks | self.frozen, self.dtype)
+            export_folder(self.spec, tensors, path, self.dtype)
 
     def gather_parameters(self) -> None:
         """What an update has left to the next forward pass, where parameters are gathered in it."""
@@ -197,6 +210,8 @@ class MegatronEngine:
         dist.barrier()
 
     def describe(self) -> dict[str, Any]:
+        shapes = {} if self.adapter is None else self.adapter.shapes(self.meta)
+        added = sum(shape.numel() for shape in shapes.values())
         return {
             "engine": "megatron",
             "device": str(self.device),
@@ -204,17 +219,38 @@ class MegatronEngine:
             "world_size": dist.get_world_size(),
             "mesh": self.ranks,
             "chunks_per_stage": self.layout.vpp,
-            "parameters": sum(shape.numel() for shape in self.shapes.values()),
+            "parameters": sum(p.numel() for p in self.meta.parameters()) + added,
+            "trained_parameters": added or sum(p.numel() for p in self.meta.parameters() if p.requires_grad),
         }
 
     def close(self) -> None:
-        del self.chunks, self.reference, self.update, self.blocks, self.tp_mesh
+        del self.chunks, self.reference, self.update, self.blocks, self.frozen, self.tp_mesh
         RotaryEmbedding.forward.cache_clear()  # it keeps the model that it is a method of
         gc.collect()
         parallel_state.destroy_model_parallel()
         process_group.leave()
 
     # ---- private
+
+    @contextmanager
+    def _scorer(self, *, reference: bool) -> Iterator[Sequence[nn.Module]]:
+        """The chunks that ``logps`` runs."""
+        if not reference:
+            yield self.chunks
+        elif self.reference_kind == "adapter_off":
+            with without_dropout(self.chunks), adapters_off(self.chunks):
+                yield self.chunks
+        else:
+            assert self.reference is not None, "the engine was built without a reference model"
+            yield self.reference
+
+    def _adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """In fp32, those that this rank writes; every rank consumes it."""
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        writes = group.rank() == 0 and self.tp_mesh.get_local_rank() == 0
+        for name, tensor in gathered(self.blocks, self.tp_mesh, lambda p: self.update.read(p, "model")):
+            if writes:
+                yield name, tensor
 
     def _run(
         self,
@@ -226,13 +262,20 @@ class MegatronEngine:
         schedule.run(chunks, microbatches, consume, layout=self.layout, device=self.device, **options)
 
     def _add(
-        self, sums: Sums, microbatches: Sequence[Batch], loss: Loss, number: int, stats: TokenStats
+        self,
+        sums: Sums,
+        microbatches: Sequence[Batch],
+        loss: Loss,
+        number: int,
+        stats: TokenStats,
+        train: bool = True,
     ) -> Tensor:
         """The loss of one micro-batch, on the last stage."""
         here = microbatches[number]
         output = loss(stats, here.to(self.device))
         sums.add(output, loss.counts(here))  # counted where it was made: reading a GPU would wait
-        return sums.objective(output)
+        # An evaluation's counts are not known before its end, and the schedule takes any scalar.
+        return sums.objective(output) if train else next(iter(output.terms.values()))
 
     def _agree(self, sums: Sums) -> tuple[dict[str, float], int]:
         """Means and the main count, as the last stage has them, on every rank."""
@@ -258,31 +301,7 @@ class MegatronEngine:
     def _count_zeros(self) -> int:
         """Padded rows of the vocabulary left out: their gradients are always zero, and no weights."""
         rows = padded(self.hf.vocab_size, self.config) - self.hf.vocab_size
-        matrices = 1 if self.hf.tie_word_embeddings else 2
-        return self.update.count_zeros() - rows * self.hf.hidden_size * matrices
-
-
-def distribute(
-    config: TransformerConfig, chunk: nn.Module, layout: Layout, number: int
-) -> DistributedDataParallel:
-    """Data parallelism with gradients that add up, and are reduced, in fp32."""
-    options = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=layout.distributed_optimizer,
-        overlap_grad_reduce=layout.overlap_grad_reduce,
-        overlap_param_gather=layout.overlap_param_gather,
-        bucket_size=layout.bucket_size,
-    )
-    # Chunks past the first end their backward early: nothing is gained by reducing them in parts.
-    return DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
-
-
-@contextmanager
-def without_dropout(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for chunk in chunks:
-            chunk.train()
+        split = (self.meta.get_input_embeddings(), self.meta.get_output_embeddings())
+        matrices = {module.weight for module in split}  # tied ones are one
+        trained = sum(self.adapter is None and matrix.requires_grad for matrix in matrices)
+        return self.update.count_zeros() - rows * self.hf.hidden_size * trained

@@ -7,7 +7,6 @@ layers are spread over pipeline stages.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from components.engines.megatron.table import hf_names
-from components.models import ModelSpec, WeightSource, export_folder
+from components.models import WeightSource
 
 Shapes = Mapping[str, torch.Size]
 """``named_shapes`` of the Hugging Face model: name -> shape."""
@@ -209,18 +208,14 @@ def gathered(
                 yield member.name, whole(member, member.read(tensor), mesh)
 
 
-def export(found: Blocks, spec: ModelSpec, path: Path, dtype: torch.dtype) -> None:
-    """Writes a Hugging Face model folder; every rank calls it.
+def whole_tensors(found: Blocks, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """What this rank writes of a model, in ``dtype``; every rank consumes it.
 
     One copy of the model takes part in gathering, and of that the first rank of every pipeline stage writes.
     """
-
-    def mine() -> Iterator[tuple[str, Tensor]]:
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
-            return
-        mesh = tensor_mesh(next(iter(found)).device.type)
-        for name, tensor in gathered(found, mesh, lambda parameter: parameter):
-            if mesh.get_local_rank() == 0:
-                yield name, tensor.to(dtype)
-
-    export_folder(spec, mine(), path, dtype)
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0 or not found:
+        return
+    mesh = tensor_mesh(next(iter(found)).device.type)
+    for name, tensor in gathered(found, mesh, lambda parameter: parameter):
+        if mesh.get_local_rank() == 0:
+            yield name, tensor.to(dtype)

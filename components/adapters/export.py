@@ -1,0 +1,105 @@
+"""Writing the folder that peft reads."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from components.adapters.folder import CONFIG, PREFIX, TENSORS
+from components.adapters.targets import linear_names, matches, short_names
+from components.models import ModelSpec, export_folder, named_shapes
+from components.models.completion import amend
+from components.models.export import SHARD_BYTES, gather, rank, write_shards
+
+if TYPE_CHECKING:
+    from components.adapters.spec import LoRA
+
+BASE, REVISION = "base_model_name_or_path", "revision"
+"""Where adapter_config.json says which model the adapter is for."""
+
+
+def export_adapter(
+    adapter: "LoRA", spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]], path: Path
+) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors.
+
+    Every rank calls it with the tensors that it writes (our name, whole tensor; fp32 for a copy that training
+    continues from bitwise); over all ranks each comes once. ``path`` is on a disk that all ranks share. The
+    folder is complete when a rank returns. Making ``tensors`` may be collective.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    renamed = ((PREFIX + name, tensor) for name, tensor in tensors)
+    written = gather(write_shards(path, renamed, SHARD_BYTES))
+    if rank() == 0:
+        # peft looks for one file.
+        files = [file for shards in written for file, _ in shards]
+        merged: dict[str, Tensor] = {}
+        for file in files:
+            merged |= load_file(file)
+        save_file(merged, path / TENSORS, metadata={"format": "pt"})
+        for file in files:
+            file.unlink()
+        peft_config(adapter, spec.build(spec.config()), spec).save_pretrained(str(path))
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def finish_export(
+    spec: ModelSpec, export: Path, base: Path, seed: int, dtype: torch.dtype
+) -> PreTrainedTokenizerBase:
+    """Adds the tokenizer, and returns it. In one process, when every rank has exported.
+
+    Where the model's weights are random, it writes these to the folder ``base`` in ``dtype`` and names them
+    in adapter_config.json.
+    """
+    tokenizer = spec.load_tokenizer()
+    tokenizer.save_pretrained(export)
+    if spec.init != "random":
+        return tokenizer
+    weights = spec.weights(seed)
+    names = named_shapes(spec.build(spec.config()))
+    export_folder(spec, ((name, weights(name).to(dtype)) for name in names), base, dtype)
+    spec.add_tokenizer(base)
+    amend(export / CONFIG, {BASE: str(base.absolute())})
+    return tokenizer
+
+
+def base_name(spec: ModelSpec) -> str | None:
+    """What peft loads the model from; None: random weights are nowhere on disk."""
+    if spec.init == "random" or spec.path is None:
+        return None
+    folder = Path(spec.path).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else spec.path
+
+
+def peft_config(adapter: "LoRA", model: PreTrainedModel, spec: ModelSpec | None = None) -> Any:
+    """peft's own description, which adapts the same modules of ``model``."""
+    from peft import LoraConfig  # here, because it takes seconds
+
+    alpha = adapter.alpha
+    return LoraConfig(
+        r=adapter.r,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=shortest(adapter.targets(model), linear_names(model)),
+        modules_to_save=adapter.saved(model) or None,
+        use_rslora=adapter.rslora,
+        use_dora=adapter.dora,
+        init_lora_weights=True if adapter.init != "gaussian" else "gaussian",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=None if spec is None else base_name(spec),
+        revision=None if spec is None else spec.revision,
+        inference_mode=spec is not None,
+    )
+
+
+def shortest(targets: list[str], linears: list[str]) -> list[str]:
+    """Last parts of names where these mean the same modules, else whole names."""
+    words = short_names(targets)
+    meant = [name for name in linears if any(matches(name, word) for word in words)]
+    return words if meant == targets else targets

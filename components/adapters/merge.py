@@ -1,0 +1,73 @@
+"""Adding an adapter to its model, for programs that know no adapters."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from components.adapters.export import BASE, REVISION
+from components.adapters.folder import CONFIG, adapter_file, read_settings
+from components.adapters.spec import MAGNITUDE, A, B, LoRA
+from components.models import ModelSpec, WeightSource, export_folder, named_shapes
+from components.models.folder import read_json
+from runner.errors import ConfigError
+
+
+def merge_adapter(
+    adapter: str, output: str, *, base: str | None = None, dtype: torch.dtype = torch.float32
+) -> Path:
+    """Writes the model with the adapter in the folder ``adapter`` added to it to the folder ``output``.
+
+    Computed in float32, one tensor at a time, and stored in ``dtype``. ``base`` is the model's folder or hub
+    id; None: the one that the adapter names.
+
+    Raises:
+        ConfigError: a folder cannot be read, the adapter is of another model, or ``output`` is not empty.
+    """
+    target = Path(output).expanduser()
+    if target.exists() and (target.is_file() or any(target.iterdir())):
+        raise ConfigError(f"output={output}: is not an empty folder; name a new one.")
+    spec = base_of(adapter, base)
+    model = spec.build(spec.config())
+    described = LoRA(**read_settings(adapter), init=None, path=adapter)
+    described.check(model)
+    weights = spec.weights(0)
+    shapes, own = described.shapes(model), described.weights(model, 0, weights)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in named_shapes(model):
+            value = (own if name in shapes else weights)(name).float()
+            yield name, added(value, name.removesuffix(".weight"), shapes, own, described.scaling).to(dtype)
+
+    export_folder(spec, tensors(), target, dtype)
+    spec.add_tokenizer(target)
+    return target
+
+
+def base_of(adapter: str, base: str | None) -> ModelSpec:
+    """The model under ``adapter``, with the tokenizer that lies beside it, if one does."""
+    config = read_json(adapter_file(adapter, CONFIG))
+    named = config.get(BASE)
+    if base is None and not named:
+        raise ConfigError(f"adapter={adapter}: names no model ({BASE}); give base=DIR.")
+    own_tokenizer = (Path(adapter).expanduser() / "tokenizer.json").is_file()
+    return ModelSpec(
+        path=base or named,
+        init="pretrained",
+        revision=None if base else config.get(REVISION),
+        tokenizer=adapter if own_tokenizer else None,
+    )
+
+
+def added(
+    weight: Tensor, module: str, shapes: dict[str, torch.Size], own: WeightSource, scaling: float
+) -> Tensor:
+    """``weight`` ``[out, in]`` of ``module`` with its adapter, as ``LoRA`` describes it."""
+    if module + A not in shapes:
+        return weight
+    weight = weight + scaling * own(module + B).float() @ own(module + A).float()
+    if module + MAGNITUDE not in shapes:
+        return weight
+    lengths = torch.linalg.vector_norm(weight, dim=1)
+    return weight * (own(module + MAGNITUDE).float() / lengths)[:, None]

@@ -1,0 +1,67 @@
+"""From the settings of the ``adapter`` group to a description; a folder's own settings fill the gaps."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from components.adapters.folder import read_settings
+from components.adapters.spec import Init, LoRA
+from components.adapters.targets import Targets
+from runner.errors import ConfigError
+
+
+def none() -> None:
+    """``adapter=none``: every parameter of the model is trained."""
+
+
+def lora(
+    *,
+    path: str | None,
+    r: int | None,
+    alpha: float | None,
+    target: Targets | None,
+    rslora: bool | None,
+    modules_to_save: tuple[str, ...] | None,
+    dropout: float,
+    init: Init | None,
+    dora: bool,
+    quantize: Literal["nf4"] | None,
+) -> LoRA:
+    """The description that these settings make; with ``path``, those that are None come from its folder.
+
+    Raises:
+        ConfigError: a setting is missing, out of range, or not that of the folder; or the folder cannot be
+            read.
+    """
+    asked: dict[str, Any] = {
+        "r": r,
+        "alpha": alpha,
+        "target": target,
+        "rslora": rslora,
+        "modules_to_save": modules_to_save,
+        "dora": dora,
+    }
+    if path is not None:
+        if init is not None:
+            raise ConfigError(
+                "adapter.init: is not read with adapter.path, which gives the values; leave it out."
+            )
+        asked = agreed(asked, read_settings(path), path)
+    elif modules_to_save is None:
+        asked["modules_to_save"] = ()
+    for name, value in (asked if path else asked | {"init": init}).items():
+        if value is None:
+            raise ConfigError(f"adapter.{name}: is null, and there is no adapter.path; set it.")
+    return LoRA(**asked, dropout=dropout, init=init, quantize=quantize, path=path)
+
+
+def agreed(asked: Mapping[str, Any], stored: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """``stored``, with which everything that was asked for agrees."""
+    for name, value in asked.items():
+        same = sorted(value) == sorted(stored[name]) if isinstance(value, tuple) else value == stored[name]
+        if value is not None and not same:
+            remedy = f"use adapter={'dora' if stored[name] else 'lora'}" if name == "dora" else "leave it out"
+            raise ConfigError(
+                f"adapter.{name}: is {value}, but the adapter at adapter.path={path} has {stored[name]}; "
+                f"{remedy}."
+            )
+    return dict(stored)

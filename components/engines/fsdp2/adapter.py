@@ -1,0 +1,67 @@
+"""peft's layers inside the engine's model: put there, named as on disk, and switched off."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from components.adapters import LoRA
+from components.adapters.export import peft_config
+from runner.errors import ConfigError
+
+ADDED = (".modules_to_save.default", ".original_module", ".base_layer", ".default")
+"""What peft puts into the names of parameters; the magnitudes are a module to it, a tensor on disk."""
+
+
+def check(adapter: LoRA | None, tp: int) -> None:
+    """
+    Raises:
+        ConfigError: ``adapter`` has a part that ``tp`` ranks cannot split.
+    """
+    if adapter is None or tp == 1:
+        return
+    for key, value in {"dora": adapter.dora, "modules_to_save": adapter.modules_to_save}.items():
+        if value:
+            raise ConfigError(
+                f"adapter.{key}: is not split by tensor parallelism; use parallelism.tp=1, or leave it out."
+            )
+    if adapter.dropout:
+        raise ConfigError(
+            "adapter.dropout: the ranks of parallelism.tp would drop different inputs of one matrix; set it "
+            "to 0, or use parallelism.tp=1."
+        )
+
+
+def inject(model: PreTrainedModel, adapter: LoRA) -> None:
+    """Puts the adapter beside the layers of ``model`` (on the meta device), which is frozen."""
+    from peft import inject_adapter_in_model  # here, because it takes seconds
+
+    inject_adapter_in_model(peft_config(adapter, model), model, low_cpu_mem_usage=True)
+
+
+def name_on_disk(name: str) -> str:
+    """``q_proj.base_layer.weight`` -> ``q_proj.weight``, ``q_proj.lora_A.default.weight`` ->
+    ``q_proj.lora_A.weight``; others as they are."""
+    for part in ADDED:
+        name = name.replace(part, "")
+    return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """The frozen model alone, without dropout, while the context lasts; without an adapter, the model."""
+    # peft's layers, and its modules that are trained whole.
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    training = model.training
+    model.eval()
+    # Not by peft's own switch, which also makes them want no gradient: FSDP reads that at its first pass.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+        model.train(training)

@@ -1,0 +1,155 @@
+"""LoRA around Megatron's parallel layers, such that what is trained is an adapter of the Hugging Face model.
+
+A layer computes ``W x + scaling * B A x`` (LoRA, https://arxiv.org/abs/2106.09685, section 4.1). Megatron's
+fused layers hold several Hugging Face layers: each of these has an A and a B of its own, or none.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from components.adapters import LoRA
+from components.engines.megatron.runtime.weights import Block, Blocks
+
+
+class AdaptedLinear(nn.Module):
+    """``base``, a parallel layer, and added to its output that of the adapters of the layers in it.
+
+    Column parallel: every rank of tp has the whole of A ``[r, in]``, and of B ``[out, r]`` the rows that its
+    output has. The gradient of the r-wide product is summed over the ranks.
+    Row parallel: a rank has the columns of A that its input has, and the whole of B. The r-wide product is
+    summed over the ranks.
+    With sequence parallelism the factor that every rank has whole sees this rank's positions only:
+    Megatron's ``finalize_model_grads`` adds its gradient up.
+    """
+
+    def __init__(self, base: Any, members: Sequence[Block], adapter: LoRA) -> None:
+        """``members``: the adapted ones of the blocks of ``base.weight``, in the order of its rows."""
+        super().__init__()
+        self.base, self.members, self.scaling, self.dropout = base, members, adapter.scaling, adapter.dropout
+        self.group, self.sequence_parallel = base.tp_group, base.sequence_parallel
+        self.column = isinstance(base, ColumnParallelLinear)
+        self.enabled = True
+        self.down: list[nn.Parameter] = []
+        self.up: list[nn.Parameter] = []
+        for number, member in enumerate(members):
+            a, b = factor_shapes(member, adapter.r)
+            self.down.append(self._factor(f"lora_A_{number}", a, split=None if self.column else 1))
+            self.up.append(self._factor(f"lora_B_{number}", b, split=0 if self.column else None))
+
+    def _factor(self, name: str, shape: tuple[int, int], split: int | None) -> nn.Parameter:
+        """A parameter of this very module: Megatron gathers those right before the module is called."""
+        parameter = nn.Parameter(self.base.weight.new_empty(shape))
+        if split is None:
+            parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        else:
+            set_tensor_model_parallel_attributes(parameter, True, split, 1)
+        self.register_parameter(name, parameter)
+        return parameter
+
+    def blocks(self) -> Blocks:
+        """What the factors are parts of, under their names in the adapter."""
+        found: Blocks = {}
+        for member, a, b in zip(self.members, self.down, self.up, strict=True):
+            module = member.name.removesuffix(".weight")
+            (out_rows, in_columns), rank = member.index, slice(0, len(a))
+            shapes = torch.Size([len(a), member.shape[1]]), torch.Size([member.shape[0], len(a)])
+            dims = (1 if member.dim == 1 else None), (0 if member.dim == 0 else None)
+            for parameter, letter, shape, index, dim in (
+                (a, "A", shapes[0], (rank, in_columns), dims[0]),
+                (b, "B", shapes[1], (out_rows, rank), dims[1]),
+            ):
+                name = f"{module}.lora_{letter}.weight"
+                found[parameter] = [Block(name, shape, index, dim, 1, 0, len(parameter), primary=True)]
+        return found
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As ``base``: ``[s, b, in]`` to ``[s, b, out]``, this rank's shares, and a bias yet to add."""
+        out, bias = self.base(hidden)
+        return (self._add(out, self._narrow(hidden)) if self.enabled else out), bias
+
+    def _narrow(self, hidden: Tensor) -> Tensor:
+        """``A x`` of every adapter, side by side, for the positions that ``base`` answers with."""
+        with self._rng():
+            products = [F.linear(F.dropout(hidden, self.dropout, self.training), a) for a in self.down]
+        narrow = self.scaling * torch.cat(products, -1)
+        if self.column and self.sequence_parallel:
+            return gather_from_sequence_parallel_region(narrow, group=self.group)
+        if self.column:
+            return copy_to_tensor_model_parallel_region(narrow, group=self.group)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(narrow, group=self.group)
+        return reduce_from_tensor_model_parallel_region(narrow, group=self.group)
+
+    def _add(self, out: Tensor, narrow: Tensor) -> Tensor:
+        """Each product in the rows where ``base`` has those of its layer; see ``Block``."""
+        rows = out.unflatten(-1, (self.members[0].groups, -1))
+        products = narrow.split(len(self.down[0]), -1)
+        parts, end = [], 0
+        for member, b, product in zip(self.members, self.up, products, strict=True):
+            added = F.linear(product, b).unflatten(-1, (member.groups, -1))
+            parts += [rows[..., end : member.start], rows[..., member.start : member.stop] + added]
+            end = member.stop
+        return torch.cat([*parts, rows[..., end:]], -1).flatten(-2)
+
+    def _rng(self) -> AbstractContextManager[Any]:
+        """Ranks that share an input drop the same of it; those that split it draw numbers of their own.
+
+        With sequence parallelism mcore has switched to the latter for the whole block.
+        """
+        if not self.dropout or self.column or self.sequence_parallel:
+            return nullcontext()
+        return get_cuda_rng_tracker().fork()
+
+
+def factor_shapes(member: Block, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of this rank's part of A and of B."""
+    rows, columns = (index.stop - index.start for index in member.index)
+    return (rank, columns), (rows, rank)
+
+
+def adapt(chunk: nn.Module, found: Blocks, adapter: LoRA, targets: Collection[str]) -> Blocks:
+    """Wraps the layers of ``chunk`` that hold ``targets`` (Hugging Face layers); the parameters that it adds.
+
+    After ``weights.blocks``, which Megatron's own names are needed for. The parameters hold no values yet.
+    """
+    added: Blocks = {}
+    for parent in list(chunk.modules()):
+        for name, layer in list(parent.named_children()):
+            if not isinstance(layer, ColumnParallelLinear | RowParallelLinear) or layer.weight not in found:
+                continue
+            members = [m for m in found[layer.weight] if m.name.removesuffix(".weight") in targets]
+            if members:
+                wrapped = AdaptedLinear(layer, members, adapter)
+                setattr(parent, name, wrapped)
+                added |= wrapped.blocks()
+    return added
+
+
+@contextmanager
+def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """While it lasts, ``chunks`` compute what they would without their adapters."""
+    layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, AdaptedLinear)]
+    for layer in layers:
+        layer.enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enabled = True

@@ -1,0 +1,94 @@
+"""A rank's part of the model: its chunks, and which Hugging Face tensors their parameters hold."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from components.adapters import LoRA
+from components.engines.megatron.checks import uses_transformer_engine
+from components.engines.megatron.layout import Layout
+from components.engines.megatron.runtime.frozen import freeze
+from components.engines.megatron.runtime.lora import adapt
+from components.engines.megatron.runtime.model import build_chunks
+from components.engines.megatron.runtime.weights import Blocks, blocks
+from components.models import ModelSpec, WeightSource, named_shapes
+
+
+@dataclass(frozen=True)
+class Parts:
+    chunks: list[nn.Module]
+    trained: Blocks
+    frozen: Blocks
+
+
+def build_parts(
+    meta: PreTrainedModel,
+    config: TransformerConfig,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: Literal["cpu", "cuda"],
+    adapter: LoRA | None,
+) -> Parts:
+    """In ``dtype``, without values. ``meta`` is the Hugging Face model on the meta device.
+
+    What ``meta`` has frozen is frozen here, and with an ``adapter`` everything but its parameters.
+    """
+    engine = uses_transformer_engine(meta.config, layout, dtype, device, adapter)
+    bare = build_chunks(meta.config, config, transformer_engine=engine)
+    frozen_names = {name for name, p in meta.named_parameters() if adapter or not p.requires_grad}
+    found, recomputed = blocks(bare, named_shapes(meta)), layout.activation_checkpointing == "full"
+    trained, frozen = freeze(bare, found, frozen_names, recomputed=recomputed)
+    if adapter is not None:
+        targets = frozenset(adapter.targets(meta))
+        for chunk in bare:
+            trained |= adapt(chunk, frozen, adapter, targets)
+    wrap = dtype != torch.float32
+    return Parts([Float16Module(config, chunk) if wrap else chunk for chunk in bare], trained, frozen)
+
+
+def initial_weights(spec: ModelSpec, meta: PreTrainedModel, adapter: LoRA | None, seed: int) -> WeightSource:
+    """Of the model's parameters and of the adapter's."""
+    base = spec.weights(seed)
+    if adapter is None:
+        return base
+    added, names = adapter.weights(meta, seed, base), adapter.shapes(meta)
+
+    def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        return (added if name in names else base)(name, index)
+
+    return read
+
+
+def distribute(
+    config: TransformerConfig, chunk: nn.Module, layout: Layout, number: int
+) -> DistributedDataParallel:
+    """Data parallelism with gradients that add up, and are reduced, in fp32."""
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather,
+        bucket_size=layout.bucket_size,
+    )
+    # Chunks past the first end their backward early: nothing is gained by reducing them in parts.
+    return DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
+
+
+@contextmanager
+def without_dropout(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    before = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, training in zip(chunks, before, strict=True):
+            chunk.train(training)

@@ -1,0 +1,154 @@
+"""One micro-batch, as data loaders make it and engines and losses read it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100
+"""The label of a position that carries no loss."""
+
+UNDESIRABLE, DESIRABLE, MISMATCHED = 0, 1, 2
+"""What ``Batch.sequence_labels`` says of a sequence."""
+
+
+@dataclass
+class Batch:
+    """One micro-batch. Packed: every sequence end to end in one row. Padded: one sequence a row.
+
+    Labels are shifted already: ``labels[t]`` is the token that should follow ``input_ids[t]``.
+    An empty micro-batch holds one padding token, no label and one sequence of length zero.
+    """
+
+    input_ids: Tensor
+    """int64 ``[1, T]`` packed, ``[B, T]`` padded on the right."""
+    labels: Tensor
+    """int64, like ``input_ids``; ``IGNORE`` where there is no loss."""
+    position_ids: Tensor
+    """int64, like ``input_ids``; counts from 0 within every sequence, or from its prefix on."""
+    seqlens: Tensor
+    """int32 ``[S]``: real tokens of every sequence, padding and prefixes left out."""
+    cu_seqlens: Tensor | None = None
+    """int32 ``[S + 1]``, packed only: where every sequence begins, and the end of the last."""
+    max_seqlen: int | None = None
+    """Packed only: the longest span of ``cu_seqlens``, its prefix included."""
+    prefix_lengths: Tensor | None = None
+    """int32 ``[S]``, packed only: how many tokens from the start of the sequence before it a sequence sees
+    beside its own, as if it began with them. None: no sequence sees another."""
+    num_keys: int | None = None
+    """With ``prefix_lengths``: their sum and T."""
+    pair_index: Tensor | None = None
+    """int64 ``[S]``, preference data: ``2 * pair`` for chosen, ``2 * pair + 1`` rejected, -1 for none."""
+    sequence_labels: Tensor | None = None
+    """int64 ``[S]``, unpaired data: DESIRABLE or UNDESIRABLE; MISMATCHED for a sample's prompt with the
+    completion of another, which follows its sample; -1 for none."""
+    ref_logps: Tensor | None = None
+    """float32, like ``labels``: the reference model's log-probabilities, 0 where there is no label."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Numbers a loss attached in ``prepare``."""
+    label_index: Tensor | None = None
+    """See ``labelled``; whoever changes labels sets it to None."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same micro-batch on ``device``, but for what the host reads: ``pair_index`` and
+        ``sequence_labels``.
+
+        From page-locked memory the host does not wait for the copy.
+        """
+        tensors = self._tensors() | {"label_index": self.labelled()}
+        moved: dict[str, Any] = {k: tensor.to(device, non_blocking=True) for k, tensor in tensors.items()}
+        read_here = {"pair_index": self.pair_index, "sequence_labels": self.sequence_labels}
+        return replace(self, **moved | read_here)
+
+    def pin_memory(self) -> Self:
+        """The same micro-batch in page-locked memory."""
+        pinned: dict[str, Any] = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
+        return replace(self, **pinned)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def labelled(self) -> Tensor:
+        """int64 ``[n]``: the positions in ``labels.reshape(-1)`` that carry a label.
+
+        A micro-batch that was moved to a device brings them along: asking the device, the host would wait.
+        """
+        if self.label_index is not None:
+            return self.label_index
+        return (self.labels.reshape(-1) != IGNORE).nonzero()[:, 0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.seqlens.numel()
+
+    def sequence_ids(self) -> Tensor:
+        """int64, like ``labels``: the sequence every position belongs to."""
+        if self.cu_seqlens is None:
+            rows = torch.arange(self.num_sequences, device=self.labels.device)
+            return rows[:, None].expand_as(self.labels)
+        spans = self.cu_seqlens.diff().long()
+        rows = torch.arange(self.num_sequences, device=self.labels.device)
+        return rows.repeat_interleave(spans, output_size=self.labels.numel())[None]
+
+    def sum_per_sequence(self, values: Tensor) -> Tensor:
+        """Sums ``values`` (like ``labels``) over every sequence: float64 ``[S]``.
+
+        In float64 because a 500-term sum in float32 is good to 5e-4 only.
+        """
+        total = values.new_zeros(self.num_sequences, dtype=torch.float64)
+        return total.index_add(0, self.sequence_ids().reshape(-1), values.reshape(-1).double())
+
+    def select(self, keep: Tensor) -> Self:
+        """The sequences for which ``keep``, bool ``[S]``, is True; where it never is, an empty micro-batch.
+
+        For the host: sizes are read. No sequence may see another.
+        """
+        assert self.prefix_lengths is None, "a prefix is not kept"
+        if not keep.any():
+            return self._empty()
+        if self.cu_seqlens is None:
+            longest = max(1, int(self.seqlens[keep].max()))
+            kept = {name: values[keep, :longest] for name, values in self._by_position().items()}
+            return replace(self, **kept, **self._by_sequence(keep), label_index=None)
+        spans = self.cu_seqlens.diff()
+        inside = keep.repeat_interleave(spans.long())
+        kept = {name: values[:, inside] for name, values in self._by_position().items()}
+        return replace(
+            self,
+            **kept,
+            **self._by_sequence(keep),
+            cu_seqlens=F.pad(spans[keep].cumsum(0, dtype=torch.int32), (1, 0)),
+            max_seqlen=int(spans[keep].max()),
+            label_index=None,
+        )
+
+    def _by_position(self) -> dict[str, Any]:
+        """The tensors like ``labels``."""
+        names = ("input_ids", "labels", "position_ids", "ref_logps")
+        return {name: values for name in names if (values := getattr(self, name)) is not None}
+
+    def _by_sequence(self, keep: Tensor) -> dict[str, Any]:
+        """The kept part of the tensors ``[S]``."""
+        names = ("seqlens", "pair_index", "sequence_labels")
+        return {name: values[keep] for name in names if (values := getattr(self, name)) is not None}
+
+    def _empty(self) -> Self:
+        """One padding token and one sequence of length zero."""
+        one = {name: values[:1, :1] for name, values in self._by_position().items()}
+        first = torch.arange(self.num_sequences) == 0
+        none = {name: torch.full_like(v, -1) for name, v in self._by_sequence(first).items()}
+        blank = {
+            "labels": torch.full_like(one["labels"], IGNORE),
+            "seqlens": torch.zeros_like(self.seqlens[:1]),
+        }
+        packed = (
+            {}
+            if self.cu_seqlens is None
+            else {"cu_seqlens": self.seqlens.new_tensor([0, 1]), "max_seqlen": 1}
+        )
+        if self.ref_logps is not None:
+            blank["ref_logps"] = torch.zeros_like(one["ref_logps"])
+        return replace(self, **one | none | blank | packed, label_index=None)

@@ -1,0 +1,163 @@
+"""What the ranks of test_fsdp2_adapters.py run, and the same with plain peft and torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from components.adapters import LoRA, lora
+from components.engines.fsdp2 import FSDP2
+from runner.protocols import IGNORE
+from tests.distributed.cases import (
+    Step,
+    assert_same,
+    make_engine,
+    next_token,
+    plain_model,
+    sequences,
+    share,
+    step,
+)
+from tests.distributed.gradients import capture
+
+STEPS = 3
+KINDS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+    "mlp": {"target_modules": ["gate_proj", "up_proj", "down_proj"], "use_rslora": True},
+    "all": {"target_modules": "all-linear", "r": 3},
+    "dora": {"target_modules": "all-linear", "use_dora": True},
+    "saved": {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head", "model.norm"]},
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Some steps on one batch."""
+
+    first: Step
+    """With the gradients of the adapter."""
+    losses: list[float]
+    after: dict[str, Tensor]
+    """The adapter."""
+    reference: list[Tensor]
+    """Per sequence, log-probabilities of its labels under the frozen model."""
+
+
+def name_in_file(name: str) -> str:
+    for part in (".default", ".modules_to_save"):
+        name = name.replace(part, "")
+    name = name.removeprefix("base_model.model.")
+    return name.removesuffix(".weight") if "magnitude" in name else name
+
+
+def trained(model: Any) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {name_in_file(name): parameter for name, parameter in named if parameter.requires_grad}
+
+
+def label_logps(model: Any) -> list[Tensor]:
+    found = []
+    for row in sequences():
+        logits = model(input_ids=row.ids[None], use_cache=False).logits[0].log_softmax(-1)
+        kept = row.labels != IGNORE
+        found.append(logits[kept].gather(1, row.labels[kept, None])[:, 0])
+    return found
+
+
+def plain_adapter(family: str, kind: str, folder: Path) -> Trained:
+    """Writes an adapter whose every part does something to ``folder``, then trains it."""
+    torch.manual_seed(2)
+    settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | KINDS[kind]
+    model = get_peft_model(plain_model(family), LoraConfig(**settings))
+    with torch.no_grad():
+        for name, parameter in trained(model).items():
+            if ".lora_A." not in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    weights = trained(model)
+    decayed = [p for p in weights.values() if p.ndim > 1]
+    groups = [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": [p for p in weights.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    with torch.no_grad(), model.disable_adapter():
+        reference = label_logps(model)
+    losses, steps = [], []
+    for _ in range(STEPS):
+        steps.append(plain_step(model, weights))
+        losses.append(steps[-1].loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(steps[0], losses, {name: p.detach().clone() for name, p in weights.items()}, reference)
+
+
+class Plain:
+    """What peft makes of each case, and the folder of the adapter it began with; made once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.made = root, dict[tuple[str, str], Trained]()
+
+    def __call__(self, family: str, kind: str) -> tuple[Path, Trained]:
+        folder = self.root / f"{family}_{kind}"
+        if (family, kind) not in self.made:
+            self.made[family, kind] = plain_adapter(family, kind, folder)
+        return folder, self.made[family, kind]
+
+
+def assert_equal(found: Trained, expected: Trained) -> None:
+    assert_same(found.first, expected.first)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert found.after.keys() == expected.after.keys()
+    for name, value in expected.after.items():
+        torch.testing.assert_close(found.after[name], value, rtol=1e-4, atol=1e-5)
+
+
+def plain_step(model: Any, weights: dict[str, Tensor]) -> Step:
+    total = torch.zeros(())
+    for row in sequences():
+        logits = model(input_ids=row.ids[None], use_cache=False).logits[0]
+        total = total + F.cross_entropy(logits, row.labels, ignore_index=IGNORE, reduction="sum")
+    count = sum(int((row.labels != IGNORE).sum()) for row in sequences())
+    (total / count).backward()
+    grads = {name: p.grad.clone() for name, p in weights.items() if p.grad is not None}
+    return Step(total.item() / count, torch.stack([g.norm() for g in grads.values()]).norm().item(), grads)
+
+
+def continued(folder: Path, **changes: Any) -> LoRA:
+    read = dict.fromkeys(("r", "alpha", "target", "rslora", "modules_to_save", "init"))
+    settings: dict[str, Any] = {"dropout": 0.0, "dora": False, "quantize": None, "path": str(folder)}
+    return lora(**read | settings | changes)
+
+
+def engine_steps(on: FSDP2, family: str, layout: str, folder: Path, dora: bool = False) -> Trained:
+    """The same on this rank's share; ``reference`` is of this rank's sequences, in the order of the batch."""
+    engine = make_engine(family, on=on, adapter=continued(folder, dora=dora), reference="adapter_off")
+    batches = share(engine, layout, 2)
+    # First of all, as a preference loss does it.
+    reference = [
+        values[batch.labels != IGNORE]
+        for values, batch in zip(engine.logps(batches, reference=True), batches, strict=True)
+    ]
+    grads = capture(engine)
+    result = step(engine, batches, next_token())
+    first = Step(result.loss, result.grad_norm, dict(grads))
+    losses = [result.loss] + [step(engine, batches, next_token()).loss for _ in range(STEPS - 1)]
+    after = {name: whole_of(p) for name, p in engine.weights.items()}
+    assert all(p.grad is None for _, p in engine.named_weights)
+    again = engine.logps(batches, reference=True)
+    for values, batch, before in zip(again, batches, reference, strict=True):
+        assert torch.equal(values[batch.labels != IGNORE], before)  # training has not moved the frozen model
+    engine.close()
+    return Trained(first, losses, after, reference)
+
+
+def whole_of(parameter: Tensor) -> Tensor:
+    from components.engines.fsdp2.mesh import whole
+
+    return whole(parameter.detach()).clone()

@@ -1,0 +1,100 @@
+"""Rank functions of test_reference_passes.py."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from components.data.loader import PreparedData, SplitFiles, StoreFiles, count_steps, epoch_name
+from components.engines.fsdp2 import FSDP2
+from components.engines.megatron import Megatron
+from components.models import ModelSpec
+from components.optimizers import AdamW
+from components.precompute import precompute
+from runner.protocols import IGNORE
+from tests.distributed.cases import make_engine, next_token, plain_model, sequences, share, spec, step
+from tests.pairs import make_pairs, plan_pairs
+
+
+def save_reference(path: Path) -> Path:
+    """A llama, where the model that is trained is a qwen3."""
+    model = plain_model("llama")
+    assert isinstance(model, torch.nn.Module)
+    model.save_pretrained(path)  # type: ignore[operator]
+    return path
+
+
+def other_model(on: FSDP2 | Megatron, path: Path) -> dict[int, Tensor] | None:
+    """By the number of its first sequence: a reference pass over the micro-batch, after an update."""
+    engine = on.build(
+        spec("qwen3"),
+        AdamW(lr=1e-2),
+        seed=0,
+        dtype=torch.float32,
+        device="cpu",
+        reference="frozen",
+        reference_model=ModelSpec(path=str(path), init="pretrained"),
+        count_zeros=False,
+    )
+    batches = share(engine, "packed", 2)
+    step(engine, batches, next_token(), lr=1e-2)
+    found, rank, size = engine.logps(batches, reference=True), engine.data_rank, engine.data_size
+    engine.close()
+    if found is None:
+        return None
+    return {2 * (rank + size * number): logps for number, logps in enumerate(found)}
+
+
+def plain_logps(path: Path) -> list[Tensor]:
+    """Of transformers' model in the folder: every sequence alone, 0 where there is no label."""
+    model, found = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager"), []
+    for row in sequences():
+        with torch.no_grad():
+            logps = model(input_ids=row.ids[None]).logits[0].log_softmax(-1)
+        chosen = logps.gather(1, row.labels.clamp(min=0)[:, None])[:, 0]
+        found.append(torch.where(row.labels == IGNORE, 0.0, chosen))
+    return found
+
+
+def prepare(folder: Path) -> PreparedData:
+    """Pairs of random tokens in rows of at most forty."""
+    store = make_pairs(folder / "store")
+    plan = plan_pairs(store, shared=False, max_length=20)
+    plan.save(folder / "plans" / epoch_name(0))
+    steps = count_steps(plan, 4, drop_last=False)
+    split = SplitFiles((StoreFiles(str(store.path)),), str(folder / "plans"), 1, steps, drop_last=False)
+    return PreparedData(split, None, "bfd", 0, 4, "identity", audit=None)  # type: ignore[arg-type]
+
+
+def fill(on: FSDP2 | Megatron, data: PreparedData, folder: Path, family: str = "qwen3") -> None:
+    engine = make_engine(family, on=on, reference="adapter_off")
+    first = dist.get_rank() == 0
+    scratch = folder / "scratch"
+    precompute(engine, data, folder, scratch=scratch, micro_batch_size=1, writes=first, merges=first)
+    engine.close()
+
+
+def fill_and_ask(on: FSDP2 | Megatron, data: PreparedData, folder: Path) -> tuple[float, float]:
+    """One engine after another in the same processes, as in a run."""
+    fill(on, data, folder)
+    return difference(on, data, folder)
+
+
+def difference(
+    on: FSDP2 | Megatron, data: PreparedData, folder: Path, family: str = "qwen3"
+) -> tuple[float, float]:
+    """Of what the loader attaches from what a frozen model says: the largest, and the largest value."""
+    engine = make_engine(family, on=on, reference="frozen")
+    loader = data.loader(data.train, 4, 1, engine.data_rank, engine.data_size, folder)
+    errors, sizes = [0.0], [0.0]
+    for number in range(loader.num_steps):
+        batches = loader.microbatches(number)
+        found = engine.logps(batches, reference=True) or []  # none off the last stage
+        for batch, logps in zip(batches, found):  # noqa: B905
+            assert batch.ref_logps is not None
+            errors.append((batch.ref_logps - logps).abs().max().item())
+            sizes.append(logps.abs().max().item())
+    engine.close()
+    return max(errors), max(sizes)

@@ -1,0 +1,58 @@
+"""Whose log-probabilities a reference pass gives."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.engines.fsdp2 import FSDP2
+from components.engines.megatron import Megatron
+from tests.distributed import reference_cases as cases
+from tests.distributed.cases import fsdp2, megatron
+from tests.ranks import Ranks
+
+LAYOUTS = {"fsdp2": fsdp2(2), "pp2": megatron(dp=1, pp=2)}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cases.save_reference(tmp_path_factory.mktemp("reference"))
+
+
+@pytest.mark.parametrize("on", LAYOUTS.values(), ids=LAYOUTS)
+def test_another_model_is_scored_as_transformers_does(two: Ranks, folder: Path, on: FSDP2 | Megatron) -> None:
+    """Another architecture than that of the model that is trained, which does not move it."""
+    expected, found = cases.plain_logps(folder), {}
+    for answer in two.run(cases.other_model, on, folder):
+        found |= answer or {}
+    assert sorted(found) == [0, 2, 4, 6]
+    for first, logps in found.items():
+        torch.testing.assert_close(logps[0], torch.cat(expected[first : first + 2]), rtol=0, atol=2e-5)
+
+
+def test_what_one_layout_computes_every_layout_reads(two: Ranks, tmp_path: Path) -> None:
+    """Written by one process, to the bit what it would say again; and by two, in either engine."""
+    data, alone = cases.prepare(tmp_path), fsdp2()
+    cases.fill(alone, data, tmp_path / "one")
+    error, largest = cases.difference(alone, data, tmp_path / "one")
+    assert error == 0
+    assert largest > 5
+    for name, on in LAYOUTS.items():
+        assert max(two.run(cases.fill_and_ask, on, data, tmp_path / name))[0] == 0
+        assert not (tmp_path / name / "scratch").exists()
+        assert cases.difference(alone, data, tmp_path / name)[0] < 1e-5 * largest
+        assert max(two.run(cases.difference, on, data, tmp_path / "one"))[0] < 1e-5 * largest
+
+
+@pytest.mark.parametrize("on", [fsdp2(), megatron(dp=1)], ids=["fsdp2", "megatron"])
+def test_what_is_computed_once_is_without_dropout(tmp_path: Path, on: FSDP2 | Megatron) -> None:
+    data = cases.prepare(tmp_path)
+    cases.fill(on, data, tmp_path / "cache", "dropping")
+    assert cases.difference(on, data, tmp_path / "cache", "dropping")[0] == 0

@@ -1,0 +1,83 @@
+"""``adapter=lora`` from the command line to a folder that transformers and peft read."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from components.models.pretrained import content
+from runner.export import export
+from tests.e2e.commands import SMALL, call_here, curve, run_here
+
+LORA = (*SMALL, "adapter=lora", "adapter.r=4", "optimizer.lr=1e-2")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_here(tmp_path_factory.mktemp("run"), *LORA, "stage=dpo", "run.save_every=2", "run.keep_last=0")
+
+
+def test_the_export_is_an_adapter_over_the_base(run: Path, tmp_path: Path) -> None:
+    config = json.loads((run / "export" / "adapter_config.json").read_text())
+    assert (config["r"], config["base_model_name_or_path"]) == (4, str(run / "base"))
+    base = AutoModelForCausalLM.from_pretrained(run / "base")
+    ids = torch.arange(12)[None]
+    plain = base(ids).logits
+    adapted = PeftModel.from_pretrained(base, run / "export")(ids).logits
+    assert not torch.allclose(plain, adapted, atol=1e-3)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(run / "export")(ids).logits, adapted)
+    export([f"adapter={run / 'export'}", "merge=true", f"output={tmp_path / 'merged'}"])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+    torch.testing.assert_close(merged, adapted, rtol=1e-5, atol=1e-5)
+
+
+def test_it_resumes_and_only_on_its_base(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = run / "checkpoints" / "step_00000002"
+    rest = run_here(tmp_path / "rest", *LORA, "stage=dpo", f"run.resume={half}", "run.export=false")
+    assert curve(rest) == curve(run)[2:]
+    for change, words in (
+        ("model.architecture.initializer_range=0.03", "the frozen weights are not those of its run"),
+        ("adapter.alpha=16", "adapter, model.freeze: other parameters were trained"),
+        ("adapter=none", "adapter, model.freeze: other parameters were trained"),
+    ):
+        options = [one for one in LORA if "none" not in change or not one.startswith("adapter")]
+        code = call_here(f"run.output_dir={tmp_path}", *options, "stage=dpo", f"run.resume={half}", change)
+        assert code == 2
+        assert words in capsys.readouterr().err
+
+
+def test_it_continues_as_another_run(run: Path, tmp_path: Path) -> None:
+    model = ("model=hf", f"model.path={run / 'base'}", "run.device=cpu", "run.sample_tokens=0")
+    stage = ("stage=dpo", "stage.reference=adapter_off")
+    short = ("data.max_length=128", "run.max_steps=1", "optimizer.lr=0")
+    more = run_here(tmp_path, *model, *stage, *short, "adapter=lora", f"adapter.path={run / 'export'}")
+    tensors = [load_file(path / "export" / "adapter_model.safetensors") for path in (run, more)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
+    config = json.loads((more / "export" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(run / "base")
+    assert not (more / "base").exists()
+
+
+def test_the_content_of_a_folder_is_every_byte(run: Path, tmp_path: Path) -> None:
+    file = run / "base" / "model.safetensors"
+    stored = bytearray(file.read_bytes())
+    copy = tmp_path / "model.safetensors"
+    copy.write_bytes(stored)
+    assert content(tmp_path) == content(run / "base")
+    blob = tmp_path / "blobs" / hashlib.sha256(stored).hexdigest()  # as in the cache of the hub
+    blob.parent.mkdir()
+    copy.rename(blob)
+    copy.symlink_to(blob)
+    assert content(tmp_path) == content(run / "base")
+    copy.unlink()
+    stored[-1] ^= 1
+    copy.write_bytes(stored)
+    assert content(tmp_path) != content(run / "base")
