@@ -16,8 +16,10 @@ from torch import Tensor
 from benchmarks import parity_ranks
 from benchmarks.compose import composed
 from benchmarks.parity_rows import COLUMNS, EXPERIMENT, REFERENCE, Column, Row
-from components.data.formats import ChatSample, PreferenceSample, Sample, TextSample
+from components.adapters import export_adapter
+from components.data.samples import ChatSample, PreferenceSample, Sample, TextSample, UnpairedSample
 from components.data.stdlib import stdlib_records
+from runner.build import build_experiment
 from runner.folder import read_facts
 from runner.launch import Launch
 from runner.protocols import SampleKind
@@ -66,8 +68,9 @@ class Bench:
         self.root = root
         self.pools: dict[int, Ranks] = {}
         self.references: dict[str, Measured] = {}
-        for kind in ("text", "chat", "preference"):
+        for kind in ("text", "chat", "preference", "unpaired"):
             write_samples(kind, root / f"{kind}.jsonl")
+        write_adapter(root / "adapter")
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +118,8 @@ class Bench:
             f"data.cache_dir={self.root}/cache",
             "data.num_workers=1",
         )
-        return composed([*EXPERIMENT, *column.overrides, *row.overrides, *here])
+        adapter = ("adapter=lora", f"adapter.path={self.root}/adapter") if column.adapted else ()
+        return composed([*EXPERIMENT, *column.overrides, *row.overrides, *here, *adapter])
 
     def pool(self, world_size: int) -> Ranks:
         if world_size not in self.pools:
@@ -171,16 +175,35 @@ def write_samples(kind: SampleKind, path: Path, count: int = 240) -> None:
     """The first short ones of the embedded data, of uneven lengths; documents may be long."""
     samples = (sample for sample, _ in stdlib_records(kind, "train"))
     short = (sample for sample in samples if isinstance(sample, TextSample) or length(sample) < 400)
-    lines = [json.dumps(asdict(sample)) for sample in islice(short, 20 if kind == "text" else count)]
+    lines = [json.dumps(record(sample)) for sample in islice(short, 20 if kind == "text" else count)]
     path.write_text("\n".join(lines) + "\n")
+
+
+def record(sample: Sample) -> dict[str, Any]:
+    """As a file has it."""
+    if isinstance(sample, UnpairedSample):
+        return {"prompt": sample.prompt, "completion": sample.completion, "label": sample.desirable}
+    return asdict(sample)
 
 
 def length(sample: Sample) -> int:
     """Characters of all messages; a pair's longer side counts."""
     if isinstance(sample, ChatSample):
         return characters(sample.messages)
+    if isinstance(sample, UnpairedSample):
+        return characters(sample.prompt) + characters(sample.completion)
     assert isinstance(sample, PreferenceSample)
     return characters(sample.prompt) + max(characters(sample.chosen), characters(sample.rejected))
+
+
+def write_adapter(path: Path) -> None:
+    """Of the model of ``EXPERIMENT``. Neither of its factors is 0, as one is at a usual start."""
+    config = composed([*EXPERIMENT, "data=stdlib", "adapter=lora", "adapter.r=4", "run.name=adapter"])
+    experiment = build_experiment(config, Provenance())
+    shapes = experiment.adapter.shapes(experiment.model.build(experiment.model.config()))
+    torch.manual_seed(0)
+    tensors = ((name, 0.03 * torch.randn(shape)) for name, shape in shapes.items())
+    export_adapter(experiment.adapter, experiment.model, tensors, path)
 
 
 def characters(messages: Sequence[dict[str, Any]]) -> int:

@@ -45,6 +45,13 @@ class Column:
     overrides: tuple[str, ...]
     engines: tuple[str, ...] = ("fsdp2", "megatron")
     """Those that do not refuse it."""
+    adapted: bool = False
+    """An adapter is trained, from values of which no gradient is zero."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Five steps at its learning rate teach little."""
+        return "optimizer.lr=1e-5" in self.overrides
 
 
 COLUMNS = (
@@ -57,6 +64,17 @@ COLUMNS = (
         "preference",
         ("stage=dpo", "data.packing=bfd", "data.share_prompt=true", "optimizer.lr=1e-5"),
         engines=("fsdp2",),
+    ),
+    Column("orpo", "preference", ("stage=orpo", "data.packing=bfd", "optimizer.lr=1e-5")),
+    Column("simpo", "preference", ("stage=simpo", "data.packing=bfd", "optimizer.lr=1e-5")),
+    Column("kto", "unpaired", ("stage=kto", "data.packing=bfd", "optimizer.lr=1e-5")),
+    Column("lora sft packed", "chat", ("stage=sft", "data.packing=bfd", "optimizer.lr=1e-3"), adapted=True),
+    Column("lora sft padded", "chat", ("stage=sft", "data.packing=none", "optimizer.lr=1e-3"), adapted=True),
+    Column(
+        "lora dpo",
+        "preference",
+        ("stage=dpo", "stage.reference=adapter_off", "data.packing=bfd", "optimizer.lr=1e-5"),
+        adapted=True,
     ),
 )
 

@@ -8,6 +8,7 @@ network; what is missing is skipped with a note.
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.peers.order import write_order
-from benchmarks.peers.programs import PEERS, WORKS, Case, Program, programs
+from benchmarks.peers.programs import PEERS, WORKS, Case, Program, Work, programs
 from benchmarks.peers.runs import ROOT, Failed, Run, environment, run
 from benchmarks.peers.samples import make_samples
 from benchmarks.peers.table import Line, notes, report, table
@@ -38,10 +39,8 @@ def main(arguments: Sequence[str]) -> int:
         order = None if work.stage == "pt" else write_order(work, data, asked.steps, cache)
         case = Case(work, data, order, asked.steps)
         lines += compare(case, [p for p in chosen if p.does(work)], asked.runs, cache, console)
-        facts = {"command": " ".join(["python -m benchmarks.peers", *arguments])} | about(
-            asked, chosen, rates
-        )
-        asked.output.write_text(json.dumps(facts | {"rows": report(lines, rates)}, indent=2) + "\n")
+        measured = about(asked, work, chosen, rates) | {"rows": report(lines, rates, work)}
+        keep(asked.output, work.name, measured)
     console.print(table(lines, rates))
     for note in notes(lines):
         console.print(note)
@@ -117,8 +116,17 @@ def matmul_rates(cache: Path) -> dict[str, float]:
     return json.loads(subprocess.run(command, check=True, capture_output=True, env=env, cwd=ROOT).stdout)
 
 
-def about(asked: argparse.Namespace, chosen: Sequence[Program], rates: dict[str, float]) -> dict[str, Any]:
+def keep(output: Path, work: str, measured: dict[str, Any]) -> None:
+    """Other work items in the file stay as they are: each was measured on its own."""
+    works = json.loads(output.read_text()) if output.exists() else {}
+    output.write_text(json.dumps(works | {work: measured}, indent=2) + "\n")
+
+
+def about(
+    asked: argparse.Namespace, work: Work, chosen: Sequence[Program], rates: dict[str, float]
+) -> dict[str, Any]:
     return {
+        "command": command(asked, work),
         "date": date.today().isoformat(),
         "processor": processor(),
         "matmul_flops_per_cpu_second": rates,
@@ -126,6 +134,16 @@ def about(asked: argparse.Namespace, chosen: Sequence[Program], rates: dict[str,
         "steps": asked.steps,
         "versions": {program.name: program.versions() for program in chosen if program.packages},
     }
+
+
+def command(asked: argparse.Namespace, work: Work) -> str:
+    """What to type to measure a work item again; where things are installed is left to who does."""
+    words = ["python", "-m", "benchmarks.peers", "--data=DATA", f"--work={work.name}"]
+    words += [f"--runs={asked.runs}", f"--steps={asked.steps}"]
+    words += [f"--peer={name}=PYTHON" for name, _ in asked.peer]
+    words += [f"--other={name}=COMMAND" for name, _ in asked.other]
+    words += ["--only", *asked.only] if asked.only else []
+    return shlex.join(words)
 
 
 def processor() -> str:

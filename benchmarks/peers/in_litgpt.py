@@ -89,6 +89,7 @@ def main() -> None:
     asked = parse()
     torch._dynamo.config.disable = not asked.compile  # litgpt always compiles
     pretrain.choose_logger = lambda *_, **__: EventLogger()
+    pretrain.save_hyperparameters = lambda *_, **__: None  # it reads the command line again, as its own
     pretrain.setup(
         "bench",
         model_config=shape(asked),

@@ -96,11 +96,11 @@ def notes(lines: Sequence[Line]) -> list[str]:
     return [f"{program} ({', '.join(works)}): {note}" for (program, note), works in reasons.items()]
 
 
-def report(lines: Sequence[Line], rates: Mapping[str, float]) -> list[dict[str, Any]]:
-    """A JSON object a line, with the numbers of every run."""
+def report(lines: Sequence[Line], rates: Mapping[str, float], work: Work) -> list[dict[str, Any]]:
+    """A JSON object a line of one work item, with the numbers of every run."""
     rows = []
-    for line in lines:
-        row: dict[str, Any] = {"work": line.work.name, "program": line.program, "note": line.note}
+    for line in (line for line in lines if line.work == work):
+        row: dict[str, Any] = {"program": line.program, "note": line.note}
         if (run := line.median) is not None:
             row |= {"median": asdict(run), "shares": asdict(shares(line, lines, rates))}
             row["tokens_per_cpu_second"] = [run.tokens_per_cpu_second for run in line.runs]

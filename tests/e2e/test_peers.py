@@ -41,8 +41,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
         f"--other=mine={sys.executable} {folder}/other.py '{{stage}} {{dtype}}' {{steps}}",
         f"--other=broken={sys.executable} -c 'raise ValueError(4711)'",
     ]
+    output = folder / "peers.json"
+    output.write_text('{"sft-fp32": "old", "pt-fp32": "kept"}')
     assert main(arguments) == 0
-    facts = json.loads((folder / "peers.json").read_text())
+    works = json.loads(output.read_text())
+    assert works["pt-fp32"] == "kept"
+    facts = works["sft-fp32"]
+    assert str(folder) not in facts["command"]
     assert facts["versions"]["ours"].keys() == {"torch", "transformers", "tokenizers"}
     return {row["program"]: row for row in facts["rows"]}
 
