@@ -94,10 +94,7 @@ def test_other_stages(tmp_path: Path, stage: str) -> None:
     ("starter", "stage", "packing"),
     [
         ("own", "pt", "concat"),
-        ("own", "pt", "none"),
-        ("own", "sft", "bfd"),
         ("own", "dpo", "bfd"),
-        ("own", "dpo", "none"),
         ("torchrun", "sft", "none"),
     ],
 )
