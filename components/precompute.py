@@ -1,6 +1,7 @@
 """Fills the cache that ``stage.reference=precomputed`` trains with."""
 
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def precompute(
     micro_batch_size: int,
     writes: bool,
     merges: bool,
+    beat: Callable[[], object],
 ) -> None:
     """Asks ``engine``, whose reference (``adapter_off``) is its own model, about every sample once.
 
@@ -31,6 +33,7 @@ def precompute(
         folder: of the reference model (``ReferenceSource.folder``).
         scratch: a folder that all ranks see; it is gone afterwards.
         writes: on one rank, which makes and removes ``scratch``.
+        beat: is called before every batch.
         merges: on one rank of every filesystem that ``folder`` may be on.
     """
     if writes:
@@ -39,7 +42,7 @@ def precompute(
     for number, split in enumerate(data.splits):
         sizes = data.global_batch_size, micro_batch_size, engine.data_rank, engine.data_size
         target, parts = split.reference(folder), scratch / str(number)
-        score(engine, data.loader(split, *sizes), target, parts, visible=writes)
+        score(engine, data.loader(split, *sizes), target, parts, visible=writes, beat=beat)
         engine.barrier()  # everybody has written
         if merges:
             target.merge(sorted(parts.glob("part_*")))
@@ -48,7 +51,15 @@ def precompute(
         shutil.rmtree(scratch)
 
 
-def score(engine: Engine, loader: DataLoader, target: LogpsFile, parts: Path, *, visible: bool) -> None:
+def score(
+    engine: Engine,
+    loader: DataLoader,
+    target: LogpsFile,
+    parts: Path,
+    *,
+    visible: bool,
+    beat: Callable[[], object],
+) -> None:
     """Writes what this rank finds to ``parts``; what comes again in a later step is known by then."""
     seen, file = np.zeros(len(target.lengths), np.bool_), None
     with ExitStack() as stack:
@@ -57,6 +68,7 @@ def score(engine: Engine, loader: DataLoader, target: LogpsFile, parts: Path, *,
             sequences = loader.segments(step)[:, 0]
             if seen[sequences].all():
                 continue
+            beat()
             batches = loader.microbatches(step)
             logps = engine.logps(batches, reference=True)
             if logps is not None:

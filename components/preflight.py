@@ -37,6 +37,15 @@ def check_ranks(world_size: int, device: str, local_ranks: int) -> None:
         )
 
 
+def check_restarts(max_restarts: int, joined: bool) -> None:
+    """Only who starts the ranks can start them again."""
+    if max_restarts and joined:
+        raise ConfigError(
+            f"run.max_restarts: is {max_restarts}, but a launcher has started these ranks; use its option "
+            "(torchrun --max-restarts) with run.resume=auto, and run.max_restarts=0."
+        )
+
+
 def check_batch(global_batch_size: int, micro_batch_size: int, data_size: int) -> None:
     """A global batch is whole micro-batches on every data rank."""
     unit = data_size * micro_batch_size

@@ -1,8 +1,10 @@
 """The command line. Nothing here imports torch: help, ``--cfg job`` and completion must answer at once."""
 
+import math
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from runner.errors import ConfigError, TrainingError
 from runner.provenance import Provenance, did_you_mean
+from runner.stop import handling, interrupt
 
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 
@@ -45,15 +48,15 @@ def job(config: DictConfig) -> float:
     losses: list[float] = []
     if code := exit_code(lambda: losses.append(execute(config))):
         raise SystemExit(code)
-    return losses[0]
+    return losses[0] if losses else math.nan  # a signal has stopped it
 
 
 def execute(config: DictConfig) -> float:
-    where = provenance()
+    began, where = time.time(), provenance()
     plain = resolved(config, where)
     from runner.launch import run
 
-    return run(plain, where, command=sys.argv)
+    return run(plain, where, sys.argv, began)
 
 
 def main() -> None:
@@ -70,9 +73,13 @@ def main() -> None:
 
 
 def exit_code(task: Callable[[], Any]) -> int:
-    """Runs ``task`` and prints what a user should read about its failure."""
+    """Runs ``task`` and prints what a user should read about its failure.
+
+    A signal ends it at once, but for the time in which a run has something to save.
+    """
     try:
-        task()
+        with handling(interrupt):
+            task()
     except KeyboardInterrupt:
         print("interrupted; nothing is left running.", file=sys.stderr)
         return INTERRUPTED

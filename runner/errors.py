@@ -1,4 +1,4 @@
-"""The two ways a run can go wrong that a user should read about."""
+"""The ways a run can go wrong that a user should read about."""
 
 
 class ConfigError(ValueError):
@@ -11,3 +11,7 @@ class ConfigError(ValueError):
 
 class TrainingError(RuntimeError):
     """A run that started and cannot go on: exit code 1."""
+
+
+class FinalError(TrainingError):
+    """One that ``run.max_restarts`` does not answer: the run would fail again, or was asked to end."""

@@ -43,14 +43,19 @@ def reopen_run_folder(folder: Path, step: int) -> Path:
     path = folder / "metrics.jsonl"
     rows = path.read_text().splitlines(keepends=True) if path.exists() else []
     kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= step]
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept))
-    partial.replace(path)
+    replace_text(path, "".join(kept))
     return folder
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Killed at any instant, this leaves the old text or the new one."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    (folder / "config.yaml").write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+    replace_text(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -67,7 +72,7 @@ def write_facts(folder: Path, **facts: Any) -> None:
     """Merges ``facts`` into run.json."""
     path = folder / "run.json"
     known = read_facts(folder) if path.exists() else {}
-    path.write_text(json.dumps(known | facts, indent=2) + "\n")
+    replace_text(path, json.dumps(known | facts, indent=2) + "\n")
 
 
 def environment_facts(command: Sequence[str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """From a composed config to a finished run: check, prepare in this process, then start the ranks."""
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,41 +17,53 @@ from runner.build import build_experiment
 from runner.folder import (
     create_run_folder,
     environment_facts,
+    read_facts,
     reopen_run_folder,
     write_config,
     write_facts,
 )
 from runner.logs import log_to
 from runner.provenance import Provenance
-from runner.summary import final_loss, summarize
+from runner.restart import run_with_restarts
+from runner.summary import final_loss, say_stopped, summarize
 from runner.train import DTYPES, run_rank
-from runner.workers import run_workers
 
 
-def run(config: Mapping[str, Any], where: Provenance, command: Sequence[str]) -> float:
+def run(config: Mapping[str, Any], where: Provenance, command: Sequence[str], began: float) -> float:
     """One run from start to end; returns its final loss (eval, else train; NaN where neither was logged).
+
+    Args:
+        began: when, in seconds since the epoch: ``run.max_time`` counts from there.
 
     Raises:
         ConfigError: before any rank starts.
         TrainingError: a rank failed.
+        SystemExit: with code 0, where a signal has stopped it: of a sweep, no other job is to begin.
     """
-    launch = Launch(config, where, command)
+    launch = Launch(config, where, command, began)
     if join.is_joined(os.environ):
         return launch.joined()
     folder = launch.prepare()
-    if launch.world_size > 1:
-        run_workers(folder, launch.world_size)
+    restarts = launch.experiment.run.max_restarts
+    if launch.world_size > 1 or restarts:
+        run_with_restarts(folder, launch.world_size, restarts)
     else:
         run_rank(folder)
-    summarize(launch.experiment, folder)
-    return final_loss(folder)
+    return launch.conclude(folder)
 
 
 class Launch:
     """A checked experiment, its device and its number of ranks."""
 
-    def __init__(self, config: Mapping[str, Any], where: Provenance, command: Sequence[str]) -> None:
-        self.config, self.command = config, command
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        where: Provenance,
+        command: Sequence[str],
+        began: float | None = None,
+    ) -> None:
+        self.config, self.where, self.command = config, where, command
+        self.began = time.time() if began is None else began
         self.console = Console(stderr=True)
         self.experiment = build_experiment(config, where)
         self.reference = resolve_reference(
@@ -61,14 +74,24 @@ class Launch:
         self.world_size = self.experiment.parallelism.world_size(os.environ, gpus)
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         preflight.check_ranks(self.world_size, self.device, local_ranks)
+        preflight.check_restarts(self.experiment.run.max_restarts, join.is_joined(os.environ))
 
     def joined(self) -> float:
         """Under torchrun: rank 0 does what the parent does elsewhere."""
         store = join.meet(os.environ)
         folder = join.agree_on_folder(store, os.environ, self.prepare, self.prepare_data)
         run_rank(folder)
-        if os.environ["RANK"] == "0":
+        return self.conclude(folder) if os.environ["RANK"] == "0" else final_loss(folder)
+
+    def conclude(self, folder: Path) -> float:
+        """Says how the run went and where things are."""
+        stopped = read_facts(folder)["stopped"]
+        if stopped is None:
             summarize(self.experiment, folder)
+        else:
+            say_stopped(self.experiment.run, folder, stopped, self.command, self.where.overrides)
+            if stopped["reason"] != "run.max_time":
+                raise SystemExit(0)
         return final_loss(folder)
 
     def prepare(self) -> Path:
@@ -113,6 +136,9 @@ class Launch:
         write_facts(
             folder,
             **environment_facts(self.command),
+            began=self.began,
+            stopped=None,
+            restarts=0,
             world_size=self.world_size,
             device=self.device,
             resumed_from=None if resume is None else str(resume.absolute()),

@@ -5,20 +5,24 @@ for every global batch:
     engine.begin_train_step(counts of the labels)
     engine.train_microbatches(microbatches, loss, last=True)
     engine.finish_train_step(lr)
-    log, evaluate, save where due
+    log, evaluate, save where due; leave where a stop was asked for
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from components.checkpoint import CheckpointPolicy
-from runner.errors import TrainingError
+from components.memory import naming_step
+from runner.errors import FinalError
 from runner.profiler import Profiler
 from runner.protocols import Batch, DataLoader, Engine, Loss
 from runner.reporter import Reporter
 from runner.schema import RunConfig
 from runner.state import TrainState
+from runner.stop import Stop
+from runner.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -35,19 +39,32 @@ class Training:
     profiler: Profiler
     state: TrainState
     run: RunConfig
+    stop: Stop
+    watchdog: Watchdog
 
 
 def train(t: Training) -> None:
-    """Runs from ``t.state.step`` to the last step of the data; every rank calls it."""
+    """Runs from ``t.state.step`` to the last step of the data; every rank calls it.
+
+    Or, where ``t.stop`` has a reason, to a checkpoint of the step under way.
+    """
     last = t.train_data.num_steps
-    while t.state.step < last:
-        with t.profiler.step(t.state.step + 1):
+    while t.state.step < last and t.stop.reason is None:
+        step = t.state.step + 1
+        t.watchdog.beat(f"in step {step}")
+        with t.profiler.step(step), naming_step(f"step {step}"):
             train_step(t)
-        step = t.state.step
-        if step == last or every(t.run.eval_every, step):
+        if t.stop.agreed() is None and (step == last or every(t.run.eval_every, step)):
             evaluate(t)
-        if step == last or every(t.run.save_every, step) or epoch_ended(t, step):
-            t.checkpoints.save(t.engine, t.state)
+        if t.stop.reason or step == last or every(t.run.save_every, step) or epoch_ended(t, step):
+            save(t)
+
+
+def stopped(t: Training) -> dict[str, Any] | None:
+    """Of a run that has stopped before its end: the step, of how many, and why."""
+    if t.stop.reason is None:
+        return None
+    return {"step": t.state.step, "of": t.train_data.num_steps, "reason": t.stop.reason}
 
 
 def train_step(t: Training) -> None:
@@ -61,18 +78,35 @@ def train_step(t: Training) -> None:
     t.state.advance(num_samples=stats.num_samples, num_tokens=stats.num_tokens, skipped=result.skipped)
     t.reporter.step(t.state, stats, result, lr=t.lr(step), seconds=time.perf_counter() - began)
     if t.state.skipped_in_a_row >= t.run.max_skipped_steps:
-        raise TrainingError(
+        raise FinalError(
             f"step {t.state.step}: loss or gradient not finite {t.state.skipped_in_a_row} steps in a row "
             f"(run.max_skipped_steps); lower optimizer.lr, or look at the data of these steps."
         )
 
 
 def evaluate(t: Training) -> None:
-    """Sums and counts over the whole evaluation set."""
+    """Sums and counts over the whole evaluation set; of a part of it, where a stop cuts it short, nothing."""
     if t.eval_data is None:
         return
-    batches = (t.eval_data.microbatches(step) for step in range(t.eval_data.num_steps))
-    t.reporter.evaluation(t.state, t.engine.evaluate(batches, t.loss))
+    with naming_step(f"evaluation at step {t.state.step}"):
+        means = t.engine.evaluate(eval_batches(t, t.eval_data), t.loss)
+    if t.stop.reason is None:
+        t.reporter.evaluation(t.state, means)
+
+
+def eval_batches(t: Training, data: DataLoader) -> Iterator[Sequence[Batch]]:
+    for number in range(data.num_steps):
+        t.watchdog.beat(f"in batch {number + 1} of the evaluation at step {t.state.step}")
+        yield data.microbatches(number)
+        if t.stop.agreed() is not None:
+            return
+
+
+def save(t: Training) -> None:
+    t.watchdog.beat(f"saving step {t.state.step}")
+    with t.stop.saving():
+        t.checkpoints.save(t.engine, t.state)
+    t.stop.agreed()  # asked for while it was saved: no other step is begun, nor saved
 
 
 def total_counts(loss: Loss, microbatches: Sequence[Batch]) -> dict[str, int]:

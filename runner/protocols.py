@@ -175,6 +175,9 @@ class Engine(Protocol):
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         """Adds up float64 ``values`` over data ranks; each pipeline stage and tensor rank for itself."""
 
+    def max_over_ranks(self, value: float) -> float:
+        """The largest ``value`` of all ranks of the run, through host memory: no GPU waits for it."""
+
     def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
         """Global ``loss`` and metrics over ``batches``, with the sums and counts of training."""
 
@@ -236,6 +239,7 @@ class ParallelismSpec(Protocol):
         device: Literal["cpu", "cuda"],
         reference: Reference,
         count_zeros: bool,
+        timeout_s: float = 0,
         compiled: bool = False,
         kernels: Kernels = "auto",
         adapter: Any = None,
@@ -243,5 +247,6 @@ class ParallelismSpec(Protocol):
     ) -> Engine:
         """Joins the process group and builds this rank's engine; every rank calls it.
 
+        ``timeout_s``: collectives wait longer than that for a peer.
         ``reference_model``: with ``frozen``, the model of the second copy; None: ``model``.
         """

@@ -5,6 +5,7 @@ from typing import Literal
 
 from runner.errors import ConfigError
 from runner.protocols import Kernels
+from runner.stop import seconds
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class RunConfig:
     export: bool
     sample_tokens: int
     max_skipped_steps: int
+    max_time: float | str | None
+    timeout: float
+    max_restarts: int
+    deterministic: bool
     count_zeros: bool
     profile: bool
     profile_steps: tuple[int, int]
@@ -53,9 +58,18 @@ class RunConfig:
             "keep_last",
             "sample_tokens",
             "seed",
+            "timeout",
+            "max_restarts",
         ):
             if getattr(self, key) < 0:
                 raise ConfigError(f"run.{key}: must be 0 (off) or more, got {getattr(self, key)}.")
+        if self.max_time is not None:
+            seconds(self.max_time)
+        if self.max_restarts and self.save_model_only:
+            raise ConfigError(
+                "run.max_restarts: nothing starts again from weights alone; set run.save_model_only=false "
+                "or run.max_restarts=0."
+            )
         first, last = self.profile_steps
         if not 1 <= first <= last:
             raise ConfigError(

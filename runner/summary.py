@@ -2,11 +2,14 @@
 
 import json
 import math
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runner.build import Experiment
 from runner.folder import read_facts
+from runner.schema import RunConfig
 from runner.train import DTYPES
 
 Row = dict[str, Any]
@@ -74,3 +77,28 @@ def export_facts(experiment: Experiment, folder: Path) -> dict[str, str]:
         facts["prompt"] = repr(tokenizer.decode(prompt))
         facts["completion"] = repr(tokenizer.decode(answer))
     return facts
+
+
+def say_stopped(
+    run: RunConfig,
+    folder: Path,
+    stopped: Mapping[str, Any],
+    command: Sequence[str],
+    overrides: Sequence[str],
+) -> None:
+    """Where a run has stopped before its end, and how it goes on."""
+    checkpoint = checkpoint_facts(folder)["checkpoint"]
+    words = f"stopped at step {stopped['step']} ({stopped['reason']})"
+    if stopped["step"] == stopped["of"]:
+        print(f"{words}, the last one, before its export; checkpoint: {checkpoint}")
+    elif run.save_model_only:
+        print(f"{words}; weights alone, from which nothing can resume: {checkpoint}")
+    else:
+        print(f"{words}; resume with: {resume_command(command, overrides, checkpoint)}")
+
+
+def resume_command(command: Sequence[str], overrides: Sequence[str], checkpoint: str) -> str:
+    """The user's own, or that of one job of a sweep, with another ``run.resume``."""
+    sweep = {"-m", "--multirun"} & set(command)
+    kept = [word for word in (overrides if sweep else command[1:]) if not word.startswith("run.resume=")]
+    return shlex.join(["python", "-m", "runner", *kept, f"run.resume={checkpoint}"])

@@ -1,8 +1,10 @@
 """One rank's part: wires the components of a prepared run folder into the loop."""
 
+import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,37 +18,64 @@ from components.metrics import matmul_sizes, peak_flops, train_flops
 from components.precompute import precompute
 from components.reference import resolve_reference
 from runner.build import Experiment, build_experiment
+from runner.determinism import deterministic
+from runner.errors import TrainingError
 from runner.folder import read_config, read_facts, write_facts
 from runner.logs import log_to
-from runner.loop import Training, train
+from runner.loop import Training, stopped, train
 from runner.prefetch import Prefetched
 from runner.profiler import Profiler
 from runner.protocols import BatchStats, Engine, Reference
 from runner.provenance import Provenance
 from runner.reporter import Reporter, progress_bar
 from runner.state import TrainState
+from runner.stop import Stop, StopRequest, handling, seconds
+from runner.watchdog import Watchdog, end_process
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def run_rank(folder: Path) -> None:
-    """Trains, evaluates, saves and exports; every rank of the run calls it with the same folder."""
+def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_process) -> None:
+    """Trains, evaluates, saves and exports; every rank of the run calls it with the same folder.
+
+    ``give_up`` ends the process where nothing moves any more (``run.timeout``).
+    """
     config, facts = read_config(folder), read_facts(folder)
     experiment = build_experiment(config, Provenance())
     # The one place where ranks differ: the first one speaks and writes the run's own files.
     main = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=True) if main else None
-    with log_to(folder / "train.log" if main else None, console):
+    run, rank, alone = experiment.run, int(os.environ.get("RANK", "0")), "RANK" not in os.environ
+    requested = StopRequest(announce if main else str, patient=not alone)
+    with (
+        log_to(folder / "train.log" if main else None, console),
+        deterministic(run.deterministic),
+        Watchdog(folder / "logs", rank, run.timeout, give_up, on_request=not alone) as watchdog,
+        ExitStack() as handlers,
+    ):
         if facts["reference"] is not None and facts["reference"]["compute"]:
             with closing(build_reference(experiment, facts["device"]), facts["world_size"]) as engine:
-                fill_reference(experiment, engine, folder, facts, main)
+                fill_reference(experiment, engine, folder, facts, main, watchdog)
+        watchdog.beat("building the engine")
         with closing(build_engine(experiment, facts["device"]), facts["world_size"]) as engine:
             if main:
                 write_facts(folder, **engine.describe())
             with reporter(experiment, engine, folder, facts["world_size"], console, config) as report:
-                train(wire(experiment, engine, folder, facts, report, main))
-            if experiment.run.export:
+                training = wire(experiment, engine, folder, facts, report, main, requested, watchdog)
+                handlers.enter_context(handling(requested))
+                train(training)
+            cut_short = stopped(training)
+            if main:
+                write_facts(folder, stopped=cut_short)
+            if run.export and cut_short is None:
+                watchdog.beat("in the export")
                 engine.export(folder / "export")
+
+
+def announce(number: int) -> None:
+    """From a signal handler, so without the buffers that it may have interrupted."""
+    name = signal.Signals(number).name
+    os.write(2, f"{name}: the run ends when what it is doing is whole; once more: at once\n".encode())
 
 
 @contextmanager
@@ -87,13 +116,19 @@ def build(experiment: Experiment, device: Any, reference: Reference, reference_m
         count_zeros=run.count_zeros,
         compiled=run.compile,
         kernels=run.kernels,
+        timeout_s=run.timeout,
         adapter=experiment.adapter,
         reference_model=reference_model,
     )
 
 
 def fill_reference(
-    experiment: Experiment, engine: Engine, folder: Path, facts: Mapping[str, Any], main: bool
+    experiment: Experiment,
+    engine: Engine,
+    folder: Path,
+    facts: Mapping[str, Any],
+    main: bool,
+    watchdog: Watchdog,
 ) -> None:
     """Computes with ``engine`` what the cache lacks of the reference's log-probabilities."""
     precompute(
@@ -104,6 +139,7 @@ def fill_reference(
         micro_batch_size=experiment.run.micro_batch_size,
         writes=main,
         merges=os.environ.get("LOCAL_RANK", "0") == "0",
+        beat=partial(watchdog.beat, "computing the reference's log-probabilities"),
     )
 
 
@@ -114,6 +150,8 @@ def wire(
     facts: Mapping[str, Any],
     report: Reporter,
     main: bool,
+    requested: StopRequest,
+    watchdog: Watchdog,
 ) -> Training:
     """The loop's arguments, at the start of the run or where ``facts['resumed_from']`` left off."""
     run, share = experiment.run, {"data_rank": engine.data_rank, "data_size": engine.data_size}
@@ -126,9 +164,11 @@ def wire(
     state = TrainState()
     if facts["resumed_from"] is not None:
         point = Path(facts["resumed_from"])
+        watchdog.beat(f"loading {point}")
         engine.load(point)
         state = TrainState(**read_meta(point).state)
     report.start(state, train_data.num_steps)
+    deadline = math.inf if run.max_time is None else facts["began"] + seconds(run.max_time)
     return Training(
         engine=engine,
         loss=experiment.stage,
@@ -146,6 +186,8 @@ def wire(
         profiler=Profiler(run, folder / "profile", int(os.environ.get("RANK", "0")), engine.device),
         state=state,
         run=run,
+        stop=Stop(engine.max_over_ranks, requested, deadline),
+        watchdog=watchdog,
     )
 
 

@@ -1,13 +1,14 @@
 """One rank of a run: ``python -m runner.worker FOLDER``."""
 
 import ctypes
-import json
 import os
 import signal
 import sys
-import time
-import traceback
 from pathlib import Path
+
+from runner.blame import report
+from runner.errors import TrainingError
+from runner.stop import REQUESTS
 
 PR_SET_PDEATHSIG = 1
 
@@ -20,14 +21,11 @@ def die_with_parent() -> None:
         sys.exit("the parent ended before this rank began")
 
 
-def report(folder: Path, error: BaseException, when: float) -> None:
-    """Leaves this rank's traceback, and when it failed, where the parent looks for it."""
-    rank = int(os.environ["RANK"])
-    facts = {"rank": rank, "time": when, "traceback": "".join(traceback.format_exception(error))}
-    path = folder / "logs" / f"error_{rank}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(facts))
-    partial.replace(path)
+def expect_signals() -> None:
+    """Until there is something to save, a request ends this process, and the parent sees by which it was."""
+    for number in REQUESTS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # asks for stacks, once there is a file for them
 
 
 def main() -> None:
@@ -35,14 +33,24 @@ def main() -> None:
     never join; after success, threads of the process group can abort the interpreter's own teardown.
     """
     die_with_parent()
+    expect_signals()
     folder, code = Path(sys.argv[1]), 0
+
+    def give_up(error: TrainingError) -> None:
+        report(folder, error, stalled=True)
+        leave(1)
+
     try:
         from runner.train import run_rank
 
-        run_rank(folder)
+        run_rank(folder, give_up)
     except BaseException as error:  # noqa: BLE001  the parent prints it; nothing is swallowed
-        report(folder, error, time.time())
+        report(folder, error)
         code = 1
+    leave(code)
+
+
+def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,45 +1,52 @@
 """Starting the ranks of a run on this machine, watching them, and leaving none behind."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import IO, NoReturn
+from typing import IO
 
 import torch.distributed as dist
 
-from runner.errors import TrainingError
+from runner.blame import blame, forget_reports, has_stalled, rank_log
+from runner.errors import FinalError
+from runner.stop import StopRequest, handling
+from runner.watchdog import discard_if_empty, stacks_path
 
 POLL_S = 0.05
 GRACE_S = 2.0
-"""Between SIGTERM and SIGKILL."""
+"""For stacks to be written, and for killed processes to be gone."""
+
+Ranks = Sequence["subprocess.Popen[bytes]"]
 
 
 def run_workers(folder: Path, world_size: int) -> None:
     """Runs ``python -m runner.worker FOLDER`` on every rank and returns when all have succeeded.
 
+    The first signal is passed on to the ranks, which end with a checkpoint.
+
     Raises:
         TrainingError: a rank failed; all others are ended first, and the message carries its traceback.
+            FinalError: it would fail again, or was to end anyway.
+        KeyboardInterrupt: a signal came before the ranks could answer it, or came twice.
     """
-    for report in folder.glob("logs/error_*.json"):
-        report.unlink()  # of the run that this one continues
+    forget_reports(folder)
     # The ranks meet at a store of this process: no port is chosen before it is bound.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(signals_raise())
         ranks: list[subprocess.Popen[bytes]] = []
-        stack.callback(end, ranks)
+        stack.callback(end, folder, ranks)
         # Rank 0 writes to our terminal, the others to a log of their own.
-        logs = [stack.enter_context(rank_log(folder, rank).open("wb")) for rank in range(1, world_size)]
+        logs = [stack.enter_context(rank_log(folder, rank).open("ab")) for rank in range(1, world_size)]
         for rank, output in enumerate([None, *logs]):
             ranks.append(start(folder, rank, world_size, store.port, output))
-        wait(folder, ranks)
+        request = StopRequest(lambda number: pass_on(number, ranks))
+        with handling(request):
+            wait(folder, ranks, request)
 
 
 def start(
@@ -66,72 +73,51 @@ def start(
     return subprocess.Popen(command, env=environ, stdout=output, stderr=output, start_new_session=True)
 
 
-def wait(folder: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
+def pass_on(number: int, ranks: Ranks) -> None:
+    for process in ranks:
+        process.send_signal(number)
+
+
+def wait(folder: Path, ranks: Ranks, request: StopRequest) -> None:
     while True:
         codes = [rank.poll() for rank in ranks]
-        if any(code not in (None, 0) for code in codes):
-            time.sleep(2 * POLL_S)  # peers of the first failure may be writing their own report
-            raise TrainingError(blame(folder, [rank.poll() for rank in ranks]))
         if all(code == 0 for code in codes):
             return
+        if any(code not in (None, 0) for code in codes):
+            time.sleep(2 * POLL_S)  # peers of the first failure may be writing their own report
+            break
         time.sleep(POLL_S)
+    codes = [rank.poll() for rank in ranks]
+    if request.number and -request.number in codes:
+        raise KeyboardInterrupt  # a rank that had not begun to train
+    if has_stalled(folder):
+        ask_for_stacks(folder, ranks)
+    failure = blame(folder, codes)
+    raise FinalError(failure) if request.number else failure
 
 
-def end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM to every rank's session, SIGKILL to what is left after the grace period."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave ranks behind
-    for number, grace in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
-        alive = [process for process in ranks if process.poll() is None]
-        for process in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-        deadline = time.monotonic() + grace
-        while any(process.poll() is None for process in alive) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+def ask_for_stacks(folder: Path, ranks: Ranks) -> None:
+    """Of those that still run; they write them whatever they are doing, and need little time for it."""
+    paths = {rank: stacks_path(folder / "logs", rank) for rank in range(len(ranks))}
+    sizes = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
+    deadline = time.monotonic() + GRACE_S
+    waiting = [rank for rank in sizes if ranks[rank].poll() is None]
+    for rank in waiting:
+        ranks[rank].send_signal(signal.SIGQUIT)
+    while waiting and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        waiting = [rank for rank in waiting if paths[rank].stat().st_size == sizes[rank]]
 
 
-def blame(folder: Path, codes: list[int | None]) -> str:
-    """The report of the rank that failed first: a peer's broken connection is only its consequence."""
-    reports = [json.loads(path.read_text()) for path in folder.glob("logs/error_*.json")]
-    # A rank that was killed, or left without a word, has no report and cannot be anyone's consequence.
-    reported = {report["rank"] for report in reports}
-    silent = [r for r, code in enumerate(codes) if code not in (None, 0) and r not in reported]
-    if reported:  # NCCL aborts the peers of a rank that failed
-        silent = [r for r in silent if codes[r] != -signal.SIGABRT]
-    if silent:
-        rank = silent[0]
-        return f"rank {rank} {how_it_ended(codes[rank])}{last_lines(rank_log(folder, rank))}"
-    first = min(reports, key=lambda report: report["time"])
-    return f"rank {first['rank']} failed:\n{first['traceback']}"
-
-
-def how_it_ended(code: int | None) -> str:
-    assert code is not None
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def last_lines(path: Path, count: int = 20) -> str:
-    lines = path.read_text(errors="replace").splitlines()[-count:] if path.exists() else []
-    return "".join(f"\n  {line}" for line in lines)
-
-
-def rank_log(folder: Path, rank: int) -> Path:
-    path = folder / "logs" / f"rank_{rank}.log"
-    path.parent.mkdir(exist_ok=True)
-    return path
-
-
-@contextlib.contextmanager
-def signals_raise() -> Iterator[None]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt here, even where the shell had them ignored."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def end(folder: Path, ranks: Ranks) -> None:
+    """SIGKILL to every rank's session: what could be saved has been."""
+    with handling(lambda *_: None):  # an impatient second Ctrl-C must not leave ranks behind
+        for process in ranks:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+        for rank in range(len(ranks)):
+            discard_if_empty(stacks_path(folder / "logs", rank))

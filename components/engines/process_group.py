@@ -10,6 +10,10 @@ import torch.distributed as dist
 
 from components.engines.host_memory import keep_freed_memory
 
+PATIENCE_S = 1800.0
+GRACE_S = 120.0
+"""By which a collective outlasts the run's own watchdog, which says more."""
+
 _joined: Counter[tuple[str, str]] = Counter()
 """Groups that this process has made, by where their ranks met."""
 
@@ -37,11 +41,21 @@ def join(kind: Literal["cpu", "cuda"]) -> torch.device:
             store=dist.PrefixStore(f"group_{_joined[place]}", store),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(minutes=30),
+            timeout=timedelta(seconds=PATIENCE_S),
         )
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
+
+
+def outlast(timeout_s: float) -> None:
+    """Collectives of every group of this process wait longer than ``timeout_s``, or half an hour.
+
+    Groups that libraries have made start with ten minutes on NCCL, whatever the default group has.
+    """
+    patience = timedelta(seconds=max(PATIENCE_S, timeout_s + GRACE_S))
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(patience, group)
 
 
 def leave_alone() -> None:

@@ -28,6 +28,13 @@ def add_up(values: Sequence[float], group: dist.ProcessGroup, device: torch.devi
     return total
 
 
+def largest(value: float) -> float:
+    """The largest ``value`` that a rank of the run has passed: through host memory, no GPU waits for it."""
+    packed = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(packed, dist.ReduceOp.MAX)
+    return packed.item()
+
+
 @dataclass
 class Sums:
     """Un-normalised sums of this rank. They stay on the device: nothing is read back inside a step."""

@@ -72,7 +72,9 @@ def fill(on: FSDP2 | Megatron, data: PreparedData, folder: Path, family: str = "
     engine = make_engine(family, on=on, reference="adapter_off")
     first = dist.get_rank() == 0
     scratch = folder / "scratch"
-    precompute(engine, data, folder, scratch=scratch, micro_batch_size=1, writes=first, merges=first)
+    precompute(
+        engine, data, folder, scratch=scratch, micro_batch_size=1, writes=first, merges=first, beat=int
+    )
     engine.close()
 
 

@@ -7,27 +7,36 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from components.losses import NextToken
 from runner.protocols import Batch, LossOutput, TokenStats
 
 
 @dataclass(frozen=True)
 class Fails(NextToken):
-    """On rank ``rank``, in the third call: raises, exits, is killed, or hangs (and says so in a file)."""
+    """On rank ``rank``, in call ``at`` of this process: raises, exits, is killed, or hangs.
+
+    It says so in the file ``ready``; where that is there already, it has happened, and nothing does.
+    """
 
     how: str = "raise"
     rank: int = 1
     ready: str | None = None
+    once: bool = False
+    at: int = 3
     calls: int = 0
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
         object.__setattr__(self, "calls", self.calls + 1)
-        if self.calls == 3 and int(os.environ.get("RANK", "0")) == self.rank:
+        if self.calls == self.at and int(os.environ.get("RANK", "0")) == self.rank:
             self._fail()
         return super().__call__(stats, batch)
 
     def _fail(self) -> None:
         if self.ready is not None:
+            if self.once and Path(self.ready).exists():
+                return
             Path(self.ready).write_text(str(os.getpid()))
         if self.how == "raise":
             raise RuntimeError("the third call is a bad one")
@@ -36,3 +45,36 @@ class Fails(NextToken):
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
+
+
+@dataclass(frozen=True)
+class Signalled(NextToken):
+    """Sends this process the signals ``numbers`` in call ``at``, with gradients or, for an evaluation, without."""
+
+    numbers: tuple[int, ...] = (signal.SIGTERM,)
+    at: int = 3
+    training: bool = True
+    calls: int = 0
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        if stats.logps.requires_grad == self.training:
+            object.__setattr__(self, "calls", self.calls + 1)
+            if self.calls == self.at:
+                for number in self.numbers:
+                    os.kill(os.getpid(), number)
+        return super().__call__(stats, batch)
+
+
+@dataclass(frozen=True)
+class Undetermined(NextToken):
+    """Its backward pass has an operation of which torch knows no deterministic form."""
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        output = super().__call__(stats, batch)
+        return LossOutput({"loss": output.terms["loss"] + 0 * undetermined(stats.logps)})
+
+
+def undetermined(values: Tensor) -> Tensor:
+    import torch.nn.functional as F
+
+    return F.max_unpool1d(*F.max_pool1d(values[None, :1, :4], 2, return_indices=True), 2).sum()

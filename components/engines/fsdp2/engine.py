@@ -35,7 +35,8 @@ from components.engines.fsdp2.parallelize import (
     release,
 )
 from components.engines.norm import global_norm
-from components.engines.sums import Sums, add_up, reduce_counts
+from components.engines.sums import Sums, add_up, largest, reduce_counts
+from components.memory import naming_microbatch
 from components.models import ModelSpec, export_folder
 from components.optimizers import Optimizer, torch_optimizer
 from runner.protocols import Batch, Kernels, Loss, Reference, StepResult, TokenStats
@@ -118,13 +119,15 @@ class FSDP2Engine:
         last: bool = False,  # noqa: ARG002  gradients are reduced with the last micro-batch of every call
     ) -> None:
         assert self.sums is not None, "train_microbatches outside of a train step"
-        for index, here in enumerate(microbatches):
-            # Gradients of a call add up in place and are reduced with its last micro-batch.
-            self._set_gradient_sync(index == len(microbatches) - 1)
-            batch = here.to(self.device)
-            output = loss(self._stats(self.scorer, batch, loss), batch)
-            self.sums.objective(output).backward()
-            self.sums.add(output, loss.counts(here))  # counted where it was made: reading a GPU would wait
+        with naming_microbatch(microbatches) as begin:
+            for index, here in enumerate(microbatches):
+                begin(index)
+                # Gradients of a call add up in place and are reduced with its last micro-batch.
+                self._set_gradient_sync(index == len(microbatches) - 1)
+                batch = here.to(self.device)
+                output = loss(self._stats(self.scorer, batch, loss), batch)
+                self.sums.objective(output).backward()
+                self.sums.add(output, loss.counts(here))  # of what lies here: reading a GPU would wait
 
     def finish_train_step(self, lr: float) -> StepResult:
         assert self.sums is not None, "finish_train_step without begin_train_step"
@@ -168,14 +171,19 @@ class FSDP2Engine:
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         return add_up(values, self.group, self.device)
 
+    max_over_ranks = staticmethod(largest)
+
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
         sums = Sums()
         self.scorer.eval()
         for microbatches in batches:
-            for here in loss.prepare(microbatches, self):
-                batch = here.to(self.device)
-                sums.add(loss(self._stats(self.scorer, batch, loss), batch), loss.counts(here))
+            prepared = loss.prepare(microbatches, self)
+            with naming_microbatch(prepared) as begin:
+                for index, here in enumerate(prepared):
+                    begin(index)
+                    batch = here.to(self.device)
+                    sums.add(loss(self._stats(self.scorer, batch, loss), batch), loss.counts(here))
         self.scorer.train()
         release(self.scorer)
         means, _ = sums.reduce(self.group, self.device)

@@ -107,6 +107,7 @@ class FSDP2:
         device: Literal["cpu", "cuda"],
         reference: Reference,
         count_zeros: bool,
+        timeout_s: float = 0,
         compiled: bool = False,
         kernels: Kernels = "auto",
         reference_model: ModelSpec | None = None,
@@ -115,7 +116,7 @@ class FSDP2:
         """Joins the process group and builds this rank's engine; every rank calls it."""
         local = process_group.join(device)
         try:
-            return FSDP2Engine(
+            engine = FSDP2Engine(
                 model,
                 optimizer,
                 self,
@@ -129,6 +130,8 @@ class FSDP2:
                 kernels=kernels,
                 adapter=adapter,
             )
+            process_group.outlast(timeout_s)
         except BaseException:
             process_group.leave_alone()
             raise
+        return engine

@@ -81,6 +81,7 @@ class Megatron(Layout):
         device: Literal["cpu", "cuda"],
         reference: Reference,
         count_zeros: bool,
+        timeout_s: float = 0,
         compiled: bool = False,
         kernels: Kernels = "auto",
         reference_model: ModelSpec | None = None,
@@ -93,7 +94,7 @@ class Megatron(Layout):
         assert kernels != "liger"
         local = process_group.join(device)
         try:
-            return MegatronEngine(
+            engine = MegatronEngine(
                 model,
                 optimizer,
                 self,
@@ -105,6 +106,8 @@ class Megatron(Layout):
                 count_zeros=count_zeros,
                 adapter=adapter,
             )
+            process_group.outlast(timeout_s)
         except BaseException:
             process_group.leave_alone()
             raise
+        return engine

@@ -86,6 +86,7 @@ def fill(data: PreparedData, tmp_path: Path, *engines: Scores, micro_batch_size:
             micro_batch_size=micro_batch_size,
             writes=False,
             merges=last,
+            beat=int,
         )
     shutil.rmtree(tmp_path / "scratch")
     return tmp_path / "reference"

@@ -23,6 +23,7 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, dtype: torch.dtype)
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         # Not perform_initialization=False: with it parameters would not be marked as split over tp, and
         # the norm of the gradient would leave most of them out.
         init_method=leave_empty,

@@ -23,7 +23,7 @@ from components.engines import process_group
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime import schedule, state
 from components.engines.megatron.runtime.config import transformer_config
-from components.engines.megatron.runtime.groups import initialize_groups, mesh, random_stream
+from components.engines.megatron.runtime.groups import from_last_stage, initialize_groups, mesh, random_stream
 from components.engines.megatron.runtime.lora import adapters_off
 from components.engines.megatron.runtime.model import padded
 from components.engines.megatron.runtime.optimizer import Update
@@ -41,7 +41,7 @@ from components.engines.megatron.runtime.weights import (
     tensor_mesh,
     whole_tensors,
 )
-from components.engines.sums import Sums, add_up, reduce_counts
+from components.engines.sums import Sums, add_up, largest, reduce_counts
 from components.models import ModelSpec, export_folder
 from components.optimizers import Optimizer
 from runner.protocols import Batch, Loss, Reference, StepResult, TokenStats
@@ -125,7 +125,8 @@ class MegatronEngine:
         alone = len(microbatches) - 1 if overlap else len(microbatches)
         for part, reduce in ((microbatches[:alone], False), (microbatches[alone:], True)):
             consume = partial(self._add, self.sums, part, loss)
-            self._run(self.chunks, part, consume, loss=loss, reduce=reduce)
+            others = {"before": alone} if reduce else {"after": len(microbatches) - alone}
+            self._run(self.chunks, part, consume, loss=loss, reduce=reduce, **others)
 
     def finish_train_step(self, lr: float) -> StepResult:
         assert self.sums is not None, "finish_train_step without begin_train_step"
@@ -171,6 +172,8 @@ class MegatronEngine:
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         return add_up(values, parallel_state.get_data_parallel_group(), self.device)
+
+    max_over_ranks = staticmethod(largest)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
@@ -279,16 +282,8 @@ class MegatronEngine:
 
     def _agree(self, sums: Sums) -> tuple[dict[str, float], int]:
         """Means and the main count, as the last stage has them, on every rank."""
-        answer = None
-        if self.is_last_stage:
-            answer = sums.reduce(parallel_state.get_data_parallel_group(), self.device)
-        box = [answer]
-        if self.layout.pp > 1:
-            last = parallel_state.get_pipeline_model_parallel_last_rank()
-            group = parallel_state.get_pipeline_model_parallel_group()
-            dist.broadcast_object_list(box, src=last, group=group, device=self.device)
-        assert box[0] is not None
-        return box[0]
+        group = parallel_state.get_data_parallel_group()
+        return from_last_stage(sums.reduce(group, self.device) if self.is_last_stage else None, self.device)
 
     def _bucket_groups(self) -> Iterator[Any]:
         return (group for chunk in self.chunks for group in chunk.bucket_groups)

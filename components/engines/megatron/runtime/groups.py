@@ -1,12 +1,14 @@
 """Megatron's process groups: which rank has which part of the model and of the data."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from components.engines.megatron.layout import Layout
+
+T = TypeVar("T")
 
 
 def initialize_groups(layout: Layout) -> None:
@@ -49,6 +51,17 @@ def mesh() -> dict[str, Any]:
         assert ranks[place] == -1, f"ranks {ranks[place]} and {rank} are both at {place}"
         ranks[place] = rank
     return {"dims": sizes(), "ranks": ranks.tolist()}
+
+
+def from_last_stage(value: T | None, device: torch.device) -> T:
+    """What the last stage of this rank's pipeline passes; the others pass None. Collective."""
+    box = [value]
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        group = parallel_state.get_pipeline_model_parallel_group()
+        dist.broadcast_object_list(box, src=last, group=group, device=device)
+    assert box[0] is not None
+    return box[0]
 
 
 def random_stream() -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime.model import Asked
 from components.engines.megatron.runtime.rows import Row, aligned_length, gather, make_row
+from components.memory import naming_microbatch
 from runner.protocols import IGNORE, Batch, Loss, TokenStats
 
 Consume = Callable[[int, TokenStats], Tensor]
@@ -43,6 +44,8 @@ def run(
     loss: Loss | None = None,
     forward_only: bool = False,
     reduce: bool = False,
+    before: int = 0,
+    after: int = 0,
 ) -> None:
     """One pass of a schedule: 1F1B, interleaved, or none where there is one stage.
 
@@ -52,6 +55,7 @@ def run(
     Megatron's hooks for a whole step (reducing gradients with the last micro-batch, finalising them) are not
     set: gradients add up in this rank's buffers, over as many passes as the engine makes. Only with
     ``reduce``, for a last pass of one micro-batch, are buckets reduced as the backward completes them.
+    ``before`` and ``after``: so many micro-batches of the step have passes of their own.
     """
     if not microbatches:
         return
@@ -60,6 +64,8 @@ def run(
 
     def forward_step(source: Iterator[Item], chunk: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
         item = next(source)
+        if not item.filler:
+            begin(item.number)
         return chunk(item.asked), partial(finish, item)
 
     def finish(item: Item, stats: TokenStats) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -68,7 +74,10 @@ def run(
         return scalar, torch.zeros((), dtype=torch.int), {}  # counted by the engine, from labels
 
     schedule = get_forward_backward_func()
-    with nullcontext() if reduce else local_gradients(chunks):
+    with (
+        nullcontext() if reduce else local_gradients(chunks),
+        naming_microbatch(microbatches, before=before, after=after) as begin,
+    ):
         schedule(
             forward_step_func=forward_step,
             data_iterator=[iter(items) for _ in chunks],

@@ -1,0 +1,37 @@
+"""``run.deterministic=true``: the same run again gives the same bits, or an operation says that it cannot."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+"""Read by cuBLAS and transformer-engine when CUDA starts, so set before an engine is built."""
+
+
+@contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Around a run in this process; leaves everything as it was."""
+    if not enabled:
+        yield
+        return
+    environ = {name: os.environ.get(name) for name in ENVIRONMENT}
+    algorithms, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    benchmark = torch.backends.cudnn.benchmark
+    os.environ |= ENVIRONMENT
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = benchmark
+        for name, value in environ.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,47 @@
+"""``run.max_restarts``: a failed run starts again, in the same folder, from its newest whole checkpoint."""
+
+import logging
+import sys
+from pathlib import Path
+
+from components import preflight
+from components.checkpoint.folder import complete_checkpoints
+from runner.errors import FinalError, TrainingError
+from runner.folder import read_facts, reopen_run_folder, write_facts
+from runner.logs import log_to
+from runner.workers import run_workers
+
+log = logging.getLogger("runner")
+
+
+def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> None:
+    """``run_workers``, and after a failure again, ``max_restarts`` times at most.
+
+    Raises:
+        TrainingError: that of the last start, or one that no other start would mend (FinalError).
+    """
+    for number in range(1, max_restarts + 1):
+        try:
+            run_workers(folder, world_size)
+        except FinalError:
+            raise
+        except TrainingError as error:
+            step = go_back(folder, number)
+            with log_to(folder / "train.log", None):
+                log.info("%s", error)
+            first = str(error).splitlines()[0]
+            print(f"restart {number} of {max_restarts}, from step {step}: {first}", file=sys.stderr)
+        else:
+            return
+    run_workers(folder, world_size)
+
+
+def go_back(folder: Path, restarts: int) -> int:
+    """Leaves ``folder`` as it was at its newest checkpoint, or where the run began; returns that step."""
+    began = read_facts(folder)["resumed_from"]
+    saved = complete_checkpoints(folder / "checkpoints")
+    point = saved[-1] if saved else None if began is None else Path(began)
+    step = preflight.steps_done(point)
+    reopen_run_folder(folder, step)
+    write_facts(folder, resumed_from=None if point is None else str(point), restarts=restarts)
+    return step

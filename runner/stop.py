@@ -1,0 +1,119 @@
+"""Ending a run before its last step: signals, and the end of its time.
+
+Nothing here imports torch: the command line uses it from its first moment.
+"""
+
+import math
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from runner.errors import ConfigError
+
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+IMPATIENT = (signal.SIGINT, signal.SIGTERM)
+"""Of which the second ends a run at once."""
+
+TIME_IS_UP = 1000.0
+"""Above every signal's number, so that ranks agree on a reason by its maximum."""
+MARGIN, EXIT_S = 1.5, 2.0
+"""Steps and saves may take this much longer than any so far; leaving takes seconds too."""
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Every request goes to ``handler``, even where the shell had it ignored; for the main thread."""
+    before = {number: signal.signal(number, handler) for number in REQUESTS}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+
+def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+class StopRequest:
+    """What signals have asked for: the first one asks for a stop, and the run goes on to a step's end.
+
+    A second Ctrl-C or SIGTERM raises KeyboardInterrupt, but not with ``patient``: a rank with a parent is
+    ended by its parent, and may be told twice, by the parent and by a batch system.
+    """
+
+    def __init__(self, heard: Callable[[int], object], *, patient: bool = False) -> None:
+        self.number, self.heard, self.patient = 0, heard, patient
+
+    def __call__(self, number: int, frame: FrameType | None = None) -> None:
+        if number in IMPATIENT and self.number in IMPATIENT:
+            if not self.patient:
+                interrupt(number, frame)
+        elif not self.number or number in IMPATIENT:
+            self.number = number
+            self.heard(number)
+
+
+class Stop:
+    """Whether the run is to end at this boundary, agreed over all ranks.
+
+    Args:
+        agree: the largest of the values that the ranks pass; collective.
+        requested: this rank's signals.
+        deadline: when the run must have ended, by ``clock``.
+    """
+
+    def __init__(
+        self,
+        agree: Callable[[float], float],
+        requested: StopRequest,
+        deadline: float = math.inf,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.agree, self.requested, self.deadline, self.clock = agree, requested, deadline, clock
+        self.reason: str | None = None
+        """SIGTERM, ..., or run.max_time; the same on every rank."""
+        self.longest = self.longest_save = 0.0
+        self.since = clock()
+
+    def agreed(self) -> str | None:
+        """The reason, if any rank has one; every rank calls it after every step and batch."""
+        now = self.clock()
+        self.longest, self.since = max(self.longest, now - self.since), now
+        needed = MARGIN * (self.longest + max(self.longest_save, self.longest)) + EXIT_S
+        late = TIME_IS_UP if self.deadline - now < needed else 0.0
+        code = self.agree(max(late, float(self.requested.number)))
+        if code and self.reason is None:
+            self.reason = "run.max_time" if code == TIME_IS_UP else signal.Signals(int(code)).name
+        return self.reason
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around a save, which is no part of a step."""
+        began = self.clock()
+        yield
+        self.since = self.clock()
+        self.longest_save = max(self.longest_save, self.since - began)
+
+
+def seconds(value: float | str) -> float:
+    """Of ``run.max_time``: seconds, ``HH:MM:SS``, or ``3h30m``.
+
+    Raises:
+        ConfigError: it is none of these, or not above 0.
+    """
+    text = str(value)
+    clock = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", text)
+    units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
+    if found := clock or units:
+        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+        total = float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
+    else:
+        total = float(text) if re.fullmatch(r"\d+(\.\d*)?", text) else 0.0
+    if total <= 0:
+        raise ConfigError(f"run.max_time: {text!r} is no time; give seconds, HH:MM:SS, or 3h30m.")
+    return total
