@@ -15,7 +15,7 @@ from runner.protocols import Batch, LossOutput, TokenStats
 
 @dataclass(frozen=True)
 class Fails(NextToken):
-    """On rank ``rank``, in call ``at`` of this process: raises, exits, is killed, or hangs.
+    """On rank ``rank``, in call ``at`` of this process: raises, exits, is killed, hangs, or goes on.
 
     It says so in the file ``ready``; where that is there already, it has happened, and nothing does.
     """
@@ -44,12 +44,13 @@ class Fails(NextToken):
             sys.exit(3)
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
+        if self.how == "hang":
+            time.sleep(600)
 
 
 @dataclass(frozen=True)
 class Signalled(NextToken):
-    """Sends this process the signals ``numbers`` in call ``at``, with gradients or, for an evaluation, without."""
+    """Sends this process the signals ``numbers`` in call ``at`` of the training, or of the evaluation."""
 
     numbers: tuple[int, ...] = (signal.SIGTERM,)
     at: int = 3

@@ -1,5 +1,6 @@
 """No orphan, no silent success: what happens when ranks or their parent end early."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.commands import SMALL, command, run_command
+from tests.e2e.commands import SMALL, command, curve, newest, run_command
 
 ROOT = Path(__file__).parents[2]
 TWO = (*SMALL, "parallelism=fsdp2", "parallelism.dp=2", "run.micro_batch_size=1", "run.export=false")
@@ -22,10 +23,10 @@ def arguments(tmp_path: Path, how: str, rank: int = 1) -> list[str]:
     return command(*TWO, FAILS, *options, f"run.output_dir={tmp_path}")
 
 
-def start(tmp_path: Path, how: str) -> tuple["subprocess.Popen[str]", list[psutil.Process]]:
+def start(tmp_path: Path, how: str, *more: str) -> tuple["subprocess.Popen[str]", list[psutil.Process]]:
     """The command, once its rank 1 hangs in a step, and the ranks it has started."""
     process = subprocess.Popen(
-        arguments(tmp_path, how),
+        [*arguments(tmp_path, how), *more],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -61,16 +62,58 @@ def test_a_failing_rank_ends_the_run_with_its_own_words(tmp_path: Path, how: str
     assert ended - (tmp_path / "ready").stat().st_mtime < SECONDS_TO_END
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_everything(tmp_path: Path, number: int) -> None:
+def test_a_second_signal_ends_what_a_hung_rank_holds_up(tmp_path: Path) -> None:
     process, ranks = start(tmp_path, "hang")
+    assert process.stdout is not None
+    process.send_signal(signal.SIGTERM)
+    assert any("SIGTERM: the run ends when" in line for line in process.stdout), "the run has ended"
     sent = time.monotonic()
-    process.send_signal(number)
-    process.communicate(timeout=30)
-    assert process.returncode != 0
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "nothing is left running" in said
     _, alive = psutil.wait_procs(ranks, timeout=1)
     assert not alive
     assert time.monotonic() - sent < SECONDS_TO_END
+
+
+def test_a_signal_to_the_parent_has_all_ranks_save(tmp_path: Path) -> None:
+    process, ranks = start(tmp_path, "go on", "run.max_steps=100000", "run.save_every=0")
+    sent = time.monotonic()
+    process.send_signal(signal.SIGUSR1)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert time.monotonic() - sent < 2 * SECONDS_TO_END
+    run = newest(tmp_path)
+    stopped = json.loads((run / "run.json").read_text())["stopped"]
+    checkpoint = run / "checkpoints" / f"step_{stopped['step']:08d}"
+    assert (checkpoint / "complete").exists()
+    assert f"stopped at step {stopped['step']} (SIGUSR1); resume with: python -m runner " in said
+    assert f"run.resume={checkpoint}" in said
+    assert not psutil.wait_procs(ranks, timeout=1)[1]
+
+
+def test_a_hung_rank_is_found_with_the_stacks_of_all(tmp_path: Path) -> None:
+    answer = run_command([*arguments(tmp_path, "hang"), "run.timeout=20"], cwd=ROOT)
+    assert answer.returncode == 1
+    assert "no progress for 20 s (run.timeout), since " in answer.stderr
+    assert "in step 2" in answer.stderr
+    logs = newest(tmp_path) / "logs"
+    assert str(logs / "stacks_*.txt") in answer.stderr
+    assert "in _fail" in (logs / "stacks_1.txt").read_text(), "the function that hangs"
+    assert "in train_step" in (logs / "stacks_0.txt").read_text(), "the peer that waits for it"
+
+
+def test_a_killed_rank_and_a_restart_make_the_same_curve(tmp_path: Path) -> None:
+    more = ("run.max_restarts=1", "+stage.once=true", "+stage.at=7", "run.save_every=2")
+    answer = run_command([*arguments(tmp_path, "kill"), *more], cwd=ROOT)
+    assert answer.returncode == 0, answer.stderr
+    assert "restart 1 of 1, from step 2: rank 1 was killed by SIGKILL" in answer.stderr
+    run = newest(tmp_path)
+    assert json.loads((run / "run.json").read_text())["restarts"] == 1
+    once = run_command(command(*TWO, f"run.output_dir={tmp_path / 'straight'}"), cwd=ROOT)
+    assert once.returncode == 0, once.stderr
+    assert curve(run) == curve(newest(tmp_path / "straight"))
 
 
 def test_killing_the_parent_leaves_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""A signal, or the end of its time, at every place of a run: resumable or cleanly absent."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.checkpoint.policy import CheckpointPolicy
+from components.data.store import StoreWriter
+from tests.e2e.commands import SMALL, call_here, curve, newest, run_here
+
+SIX = (*SMALL, "run.max_steps=6", "run.global_batch_size=2", "run.export=false")
+SIGNALLED = "stage._target_=tests.e2e.losses.Signalled"
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_here(tmp_path_factory.mktemp("straight"), *SIX, "run.eval_every=4")
+
+
+def saved(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob("step_*") if (path / "complete").exists())
+
+
+def stopped(run: Path) -> dict[str, Any] | None:
+    return json.loads((run / "run.json").read_text())["stopped"]
+
+
+def sending(before: Callable[..., Any], *numbers: int) -> Callable[..., Any]:
+    def replaced(*args: Any, **options: Any) -> Any:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        return before(*args, **options)
+
+    return replaced
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_in_a_step(
+    straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+    told = (SIGNALLED, f"+stage.numbers=[{number.value}]", "run.eval_every=4")
+    first = run_here(tmp_path, *SIX, *told)
+    assert saved(first) == ["step_00000003"]
+    assert stopped(first) == {"step": 3, "of": 6, "reason": number.name}
+    said = capsys.readouterr().out
+    assert f"stopped at step 3 ({number.name}); resume with: python -m runner " in said
+    assert f"run.resume={first}/checkpoints/step_00000003" in said
+    assert signal.getsignal(number) is before
+    if number is signal.SIGTERM:
+        assert run_here(tmp_path, *SIX, "run.eval_every=4", "run.resume=auto") == first
+        assert curve(first) == curve(straight)
+        assert stopped(first) is None
+
+
+def test_in_an_evaluation_which_is_dropped(tmp_path: Path) -> None:
+    told = (SIGNALLED, "+stage.training=false", "+stage.at=1", "run.eval_every=2")
+    run = run_here(tmp_path, *SIX, *told)
+    assert saved(run) == ["step_00000002"]
+    assert not any("eval/loss" in row for row in curve(run))
+
+
+def test_in_a_save_which_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CheckpointPolicy, "save", sending(CheckpointPolicy.save, signal.SIGTERM))
+    run = run_here(tmp_path, *SIX, "run.save_every=4")
+    assert saved(run) == ["step_00000004"]
+    assert stopped(run) == {"step": 4, "of": 6, "reason": "SIGTERM"}
+
+
+def test_in_the_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_here(tmp_path, *SIX, "run.export=true", SIGNALLED, "+stage.at=6")
+    assert saved(run) == ["step_00000006"]
+    assert not (run / "export").exists()
+    assert "stopped at step 6 (SIGTERM), the last one, before its export" in capsys.readouterr().out
+
+
+def test_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call_here(f"run.output_dir={tmp_path}", *SIX, SIGNALLED, "+stage.numbers=[2,15]") == 130
+    assert "nothing is left running" in capsys.readouterr().err
+    assert saved(newest(tmp_path)) == []
+
+
+def test_while_tokenising(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("RUNNER_CACHE", str(cache))
+    monkeypatch.setattr(StoreWriter, "append", sending(StoreWriter.append, signal.SIGTERM))
+    assert call_here(f"run.output_dir={tmp_path / 'o'}", *SIX) == 130
+    assert not (tmp_path / "o").exists()
+    assert not [path for path in cache.rglob("*") if path.name == "meta.json" or ".tmp" in path.name]
+
+
+def test_when_its_time_is_up(tmp_path: Path) -> None:
+    run = run_here(tmp_path, *SIX, "run.max_time=1s")
+    assert stopped(run) == {"step": 1, "of": 6, "reason": "run.max_time"}
+    assert saved(run) == ["step_00000001"]
+
+
+def test_a_sweep_ends_with_the_job_that_a_signal_stops(tmp_path: Path) -> None:
+    code = call_here("-m", f"run.output_dir={tmp_path}", *SIX, SIGNALLED, "run.seed=0,1")
+    assert code == 0
+    assert len(list(tmp_path.glob("*/*/run.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("run.max_time=soon", ["run.max_time", "HH:MM:SS"]),
+        ("run.timeout=-1", ["run.timeout"]),
+        ("run.max_restarts=-1", ["run.max_restarts"]),
+    ],
+)
+def test_mistakes(tmp_path: Path, change: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call_here(f"run.output_dir={tmp_path}", *SIX, change) == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_done_twice_alike_is_refused_where_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    undetermined = "stage._target_=tests.e2e.losses.Undetermined"
+    assert call_here(f"run.output_dir={tmp_path}", *SIX, undetermined, "run.deterministic=true") == 1
+    assert "deterministic implementation" in capsys.readouterr().err
+    assert call_here(f"run.output_dir={tmp_path}", *SIX, undetermined) == 0
