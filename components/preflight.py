@@ -95,6 +95,19 @@ def check_length(eval_every: int, has_eval: bool, num_steps: int, resume: Path |
         )
 
 
+def check_early_stop(metric: str | None, mode: str, patience: int, resume: Path | None) -> None:
+    """Whether the run that is continued had not been stopped already."""
+    if metric is None or resume is None:
+        return
+    state = read_meta(resume).state
+    evaluations = state.get("evals_since_best", 0)
+    if evaluations >= patience and state.get("best_of") == f"{mode} {metric}":
+        raise ConfigError(
+            f"run.early_stop: in {resume}, {metric} has not improved for {evaluations} evaluations already; "
+            f"set run.patience above {evaluations}, or run.early_stop=null."
+        )
+
+
 def check_profile(last_step: int, ranks: Sequence[int], steps_left: int, world_size: int) -> None:
     """Whether there will be such steps and such ranks to record."""
     if last_step > steps_left:

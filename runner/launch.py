@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from components import preflight
-from components.checkpoint import RunIdentity, read_meta, resume_point
+from components.checkpoint import Resume, RunIdentity, read_meta
 from components.reference import about_reference, resolve_reference
 from runner import join
 from runner.build import build_experiment
@@ -122,8 +122,11 @@ class Launch:
             global_batch_size=run.global_batch_size,
             **self.frozen(model),
         )
-        resume = resume_point(run.resume, Path(run.output_dir), run.name, identity)
+        with log_to(None, self.console):
+            asked = Resume(run.resume, verify=run.verify, force=run.resume_force)
+            resume = asked.point(Path(run.output_dir), run.name, identity)
         preflight.check_length(run.eval_every, data.eval is not None, data.num_steps, resume)
+        preflight.check_early_stop(run.early_stop, run.metric_mode, run.patience, resume)
         if run.profile:
             left = data.num_steps - preflight.steps_done(resume)
             preflight.check_profile(run.profile_steps[1], run.profile_ranks, left, self.world_size)

@@ -8,6 +8,7 @@ for every global batch:
     log, evaluate, save where due; leave where a stop was asked for
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from runner.schema import RunConfig
 from runner.state import TrainState
 from runner.stop import Stop
 from runner.watchdog import Watchdog
+
+log = logging.getLogger("runner")
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Training:
 
 
 def train(t: Training) -> None:
-    """Runs from ``t.state.step`` to the last step of the data; every rank calls it.
+    """Runs from ``t.state.step`` to the last step of the data, or to an early stop; every rank calls it.
 
     Or, where ``t.stop`` has a reason, to a checkpoint of the step under way.
     """
@@ -54,10 +57,14 @@ def train(t: Training) -> None:
         t.watchdog.beat(f"in step {step}")
         with t.profiler.step(step), naming_step(f"step {step}"):
             train_step(t)
-        if t.stop.agreed() is None and (step == last or every(t.run.eval_every, step)):
-            evaluate(t)
-        if t.stop.reason or step == last or every(t.run.save_every, step) or epoch_ended(t, step):
+        t.checkpoints.poll(t.engine)
+        due = t.stop.agreed() is None and (step == last or every(t.run.eval_every, step))
+        is_best = due and evaluate(t)
+        over = step == last or t.stop.reason is not None or stops_early(t)
+        if over or is_best or every(t.run.save_every, step) or epoch_ended(t, step):
             save(t)
+        if over:
+            return
 
 
 def stopped(t: Training) -> dict[str, Any] | None:
@@ -84,14 +91,21 @@ def train_step(t: Training) -> None:
         )
 
 
-def evaluate(t: Training) -> None:
-    """Sums and counts over the whole evaluation set; of a part of it, where a stop cuts it short, nothing."""
+def evaluate(t: Training) -> bool:
+    """Sums and counts over the whole evaluation set; whether this step's checkpoint is the best to keep.
+
+    Of a part of the set, where a stop cuts it short, nothing.
+    """
     if t.eval_data is None:
-        return
+        return False
     with naming_step(f"evaluation at step {t.state.step}"):
         means = t.engine.evaluate(eval_batches(t, t.eval_data), t.loss)
-    if t.stop.reason is None:
-        t.reporter.evaluation(t.state, means)
+    if t.stop.reason is not None:
+        return False
+    t.reporter.evaluation(t.state, means)
+    watched = t.run.keep_best or t.run.early_stop
+    improved = watched is not None and t.state.evaluated(means, watched, t.run.metric_mode)
+    return improved and t.run.keep_best is not None
 
 
 def eval_batches(t: Training, data: DataLoader) -> Iterator[Sequence[Batch]]:
@@ -100,6 +114,16 @@ def eval_batches(t: Training, data: DataLoader) -> Iterator[Sequence[Batch]]:
         yield data.microbatches(number)
         if t.stop.agreed() is not None:
             return
+
+
+def stops_early(t: Training) -> bool:
+    """Whether ``run.early_stop`` has not improved for long; the same on every rank, as the means are."""
+    state, metric = t.state, t.run.early_stop
+    if metric is None or state.evals_since_best < t.run.patience:
+        return False
+    since = "the start" if state.best_step is None else f"step {state.best_step}"
+    log.info("stopped early at step %d: %s has not improved since %s", state.step, metric, since)
+    return True
 
 
 def save(t: Training) -> None:

@@ -181,11 +181,15 @@ class Engine(Protocol):
     def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
         """Global ``loss`` and metrics over ``batches``, with the sums and counts of training."""
 
-    def save(self, path: Path, *, model_only: bool = False) -> None:
-        """Writes this rank's part of weights, moments and RNG under Hugging Face parameter names."""
+    def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
+        """What this rank writes into a checkpoint, by key: its part of weights, moments (fp32) and RNG.
+
+        Keys are those of ``components.checkpoint.format``; a DTensor says which part it is. Tensors may be
+        the engine's own memory, and hold until the next step.
+        """
 
     def load(self, path: Path) -> None:
-        """Reads what ``save`` of any engine, in any layout, wrote."""
+        """Reads a checkpoint of ``tensors`` of any engine, in any layout."""
 
     def export(self, path: Path) -> None:
         """Writes a Hugging Face model folder (weights and config) in the run's dtype."""

@@ -27,7 +27,15 @@ class RunConfig:
     save_epochs: int
     save_model_only: bool
     keep_last: int
+    keep_best: str | None
+    metric_mode: Literal["min", "max"]
+    early_stop: str | None
+    patience: int
+    async_save: bool
+    on_save_error: Literal["stop", "continue"]
     resume: str
+    verify: bool
+    resume_force: bool
     export: bool
     sample_tokens: int
     max_skipped_steps: int
@@ -46,7 +54,14 @@ class RunConfig:
     kernels: Kernels
 
     def __post_init__(self) -> None:
-        for key in ("global_batch_size", "micro_batch_size", "max_skipped_steps", "max_steps", "epochs"):
+        for key in (
+            "global_batch_size",
+            "micro_batch_size",
+            "max_skipped_steps",
+            "max_steps",
+            "epochs",
+            "patience",
+        ):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ConfigError(f"run.{key}: must be at least 1, got {value}.")
@@ -80,7 +95,26 @@ class RunConfig:
             raise ConfigError(f"run.seed: must be below 2**63, got {self.seed}.")
         if self.max_steps is None and self.epochs is None:
             raise ConfigError("run.max_steps: is null and so is run.epochs; give one of them.")
+        check_watched(self)
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ConfigError(
                 f"run.name: {self.name!r} is not a folder name; leave out '/' and a leading '.'."
             )
+
+
+def check_watched(run: RunConfig) -> None:
+    """What ``keep_best`` and ``early_stop`` watch is one metric, and evaluations come."""
+    watched = {key: getattr(run, key) for key in ("keep_best", "early_stop")}
+    given = {key: metric for key, metric in watched.items() if metric is not None}
+    for key, metric in given.items():
+        if not metric.startswith("eval/"):
+            raise ConfigError(f"run.{key}: {metric!r} is no metric of the evaluation; use eval/loss.")
+        if not run.eval_every:
+            raise ConfigError(
+                f"run.{key}: {metric} is looked at after every evaluation, and there is but one, at the end "
+                "(run.eval_every=0); set run.eval_every."
+            )
+    if len(set(given.values())) > 1:
+        raise ConfigError(
+            f"run.early_stop: watches {run.early_stop}, and run.keep_best {run.keep_best}; name one metric."
+        )

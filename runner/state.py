@@ -1,6 +1,10 @@
 """Where a run stands."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from runner.errors import TrainingError
 
 
 @dataclass
@@ -13,6 +17,12 @@ class TrainState:
     num_tokens: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    best: float | None = None
+    """The best value of the watched metric so far, None where there is none, and ..."""
+    best_of: str | None = None
+    """... of what it is the best, such as ``min eval/loss``: watching something else begins anew."""
+    best_step: int | None = None
+    evals_since_best: int = 0
 
     def advance(self, *, num_samples: int, num_tokens: int, skipped: bool) -> None:
         self.step += 1
@@ -20,3 +30,24 @@ class TrainState:
         self.num_tokens += num_tokens
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+
+    def evaluated(self, means: Mapping[str, float], metric: str, mode: str) -> bool:
+        """Takes note of an evaluation; whether its ``metric`` (with ``eval/``) is better than ever before.
+
+        Raises:
+            TrainingError: there is no such metric.
+        """
+        named = {f"eval/{name}": value for name, value in means.items()}
+        if metric not in named:
+            raise TrainingError(
+                f"{metric} (run.keep_best, run.early_stop): the evaluation has no such metric; "
+                f"use one of {', '.join(sorted(named))}."
+            )
+        if self.best_of != (watched := f"{mode} {metric}"):
+            self.best, self.best_of, self.best_step, self.evals_since_best = None, watched, None, 0
+        value, sign = named[metric], -1 if mode == "max" else 1
+        if math.isfinite(value) and (self.best is None or sign * value < sign * self.best):
+            self.best, self.best_step, self.evals_since_best = value, self.step, 0
+            return True
+        self.evals_since_best += 1
+        return False

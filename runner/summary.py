@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from components.checkpoint import complete_checkpoints
 from runner.build import Experiment
 from runner.folder import read_facts
 from runner.schema import RunConfig
@@ -44,7 +45,7 @@ def summarize(experiment: Experiment, folder: Path) -> None:
 
 
 def checkpoint_facts(folder: Path) -> dict[str, str]:
-    saved = sorted((folder / "checkpoints").glob("step_*"))
+    saved = complete_checkpoints(folder / "checkpoints")
     return {"checkpoint": str(saved[-1])} if saved else {}
 
 

@@ -61,9 +61,10 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
             if main:
                 write_facts(folder, **engine.describe())
             with reporter(experiment, engine, folder, facts["world_size"], console, config) as report:
-                training = wire(experiment, engine, folder, facts, report, main, requested, watchdog)
+                training = wire(experiment, engine, folder, facts, report, requested, watchdog)
                 handlers.enter_context(handling(requested))
-                train(training)
+                with training.checkpoints:
+                    train(training)
             cut_short = stopped(training)
             if main:
                 write_facts(folder, stopped=cut_short)
@@ -149,7 +150,6 @@ def wire(
     folder: Path,
     facts: Mapping[str, Any],
     report: Reporter,
-    main: bool,
     requested: StopRequest,
     watchdog: Watchdog,
 ) -> Training:
@@ -162,8 +162,8 @@ def wire(
         data.train_loader(**rows, **share, reference=cache), pin=engine.device.type == "cuda"
     )
     state = TrainState()
-    if facts["resumed_from"] is not None:
-        point = Path(facts["resumed_from"])
+    point = None if facts["resumed_from"] is None else Path(facts["resumed_from"])
+    if point is not None:
         watchdog.beat(f"loading {point}")
         engine.load(point)
         state = TrainState(**read_meta(point).state)
@@ -177,10 +177,14 @@ def wire(
         lr=partial(experiment.scheduler.lr, peak=experiment.optimizer.lr, total_steps=train_data.num_steps),
         checkpoints=CheckpointPolicy(
             folder / "checkpoints",
-            keep_last=run.keep_last,
-            model_only=run.save_model_only,
             identity=RunIdentity(**facts["identity"]),
-            writes=main,
+            keep_last=run.keep_last,
+            keep_best=run.keep_best is not None,
+            model_only=run.save_model_only,
+            on_error=run.on_save_error,
+            in_background=run.async_save,
+            first_of_node=os.environ.get("LOCAL_RANK", "0") == "0",
+            current=point,
         ),
         reporter=report,
         profiler=Profiler(run, folder / "profile", int(os.environ.get("RANK", "0")), engine.device),

@@ -1,6 +1,7 @@
 """Checkpoints that any engine and any layout reads."""
 
-from components.checkpoint.folder import CheckpointMeta, RunIdentity, read_meta, resume_point
+from components.checkpoint.folder import CheckpointMeta, complete_checkpoints, read_meta
 from components.checkpoint.policy import CheckpointPolicy
+from components.checkpoint.resume import Resume, RunIdentity
 
-__all__ = ["CheckpointMeta", "CheckpointPolicy", "RunIdentity", "read_meta", "resume_point"]
+__all__ = ["CheckpointMeta", "CheckpointPolicy", "Resume", "RunIdentity", "complete_checkpoints", "read_meta"]

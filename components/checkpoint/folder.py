@@ -1,49 +1,20 @@
-"""Checkpoint folders: what marks a whole one, where the newest is, and which run may continue from it."""
+"""Checkpoint folders: what marks a whole one, what it says of itself, and how one goes."""
 
+import contextlib
 import json
 import os
+import shutil
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from components.checkpoint.files import FileRecord
 from runner.errors import ConfigError
 
 MARKER = "complete"
+"""Holds the checksum of meta.json: it vouches for no other."""
 META = "meta.json"
-
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """What a run and its continuation have in common."""
-
-    model: str
-    """Hash of parameter names and shapes."""
-    data: str
-    """Hash of the data and of everything that shapes its plan, but for the batch size."""
-    optimizer: str
-    """Its kind: another one has other moments."""
-    reference: str | None
-    """Where the weights of a reference model come from; None: there is none."""
-    seed: int
-    global_batch_size: int
-    trained: str | None = None
-    """Where a part of the model is trained, or an adapter: hash of its parameters' names and shapes."""
-    base: str | None = None
-    """Then, hash of what the rest is made of, which is in no checkpoint."""
-
-
-REMEDIES = {
-    "model": "model: the checkpoint is of another model; use the one it was written with",
-    "optimizer": "set optimizer={theirs}",
-    "reference": "the reference model was {theirs}; set model.init, model.path, model.revision "
-    "and stage.reference_path to it",
-    "trained": "adapter, model.freeze: other parameters were trained; use those of its run",
-    "base": "model: the frozen weights are not those of its run (model.path has changed); use the same",
-    "seed": "set run.seed={theirs}",
-    "global_batch_size": "set run.global_batch_size={theirs}",
-    "data": "data: the samples, the tokenizer or an option that shapes batches differ; use those of its run",
-}
-"""In the order of asking: a seed changes the plan of the data too."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +25,44 @@ class CheckpointMeta:
     """Counters of the run: ``runner.state.TrainState``."""
     identity: dict[str, Any]
     model_only: bool
+    files: dict[str, FileRecord]
+    """All that ranks have written, by name."""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def make(folder: Path) -> None:
+    """An empty folder, whatever was there: left behind by a run that was killed here, or whole."""
+    remove(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 def commit(folder: Path, meta: CheckpointMeta) -> None:
-    """Writes meta.json and then, when all is on disk, the marker; on one rank, after every rank's save."""
-    (folder / META).write_text(json.dumps(asdict(meta), indent=2) + "\n")
-    for path in folder.iterdir():
-        sync(path)
-    marker = folder / f".{MARKER}"
-    marker.touch()
-    sync(marker)
-    marker.replace(folder / MARKER)
-    sync(folder)
+    """Writes meta.json and then, when it is on disk, the marker; every rank's files are on disk before.
+
+    On the first rank of every node: each marks its own filesystem, or all of them the one that they share.
+    """
+    text = json.dumps(asdict(meta), indent=2).encode() + b"\n"
+    place(folder / META, text)
+    place(folder / MARKER, f"{zlib.crc32(text):08x}\n".encode())
     sync(folder.parent)
+
+
+def place(path: Path, content: bytes) -> None:
+    """Whole or absent, and on disk; several processes may place the same."""
+    partial = path.with_name(f".{path.name}.{os.environ.get('RANK', '0')}")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync(path.parent)
 
 
 def sync(path: Path) -> None:
@@ -91,8 +83,13 @@ def read_meta(folder: Path) -> CheckpointMeta:
         ConfigError: meta.json is missing or damaged.
     """
     try:
-        return CheckpointMeta(**json.loads((folder / META).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        text = (folder / META).read_bytes()
+        if int((folder / MARKER).read_text(), 16) != zlib.crc32(text):
+            raise ValueError("it is not the one that was marked")
+        content = json.loads(text)
+        files = {name: FileRecord(**record) for name, record in content["files"].items()}
+        return CheckpointMeta(**content | {"files": files})
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"run.resume: {folder / META} is damaged; take another checkpoint.") from error
 
 
@@ -102,60 +99,41 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
-
-
-def resume_point(resume: str, output_dir: Path, name: str, identity: RunIdentity) -> Path | None:
-    """The checkpoint that ``run.resume`` means; None: start afresh.
-
-    Raises:
-        ConfigError: there is none where one was named, or it belongs to another run.
-    """
-    if resume == "never":
-        return None
-    point = newest(output_dir / name) if resume == "auto" else named(Path(resume))
-    if point is not None:
-        check_resumable(point, identity)
-    return point
-
-
-def newest(runs: Path) -> Path | None:
-    """Of the newest run folder that holds a complete checkpoint."""
-    for run in sorted((path for path in runs.glob("*") if path.is_dir()), key=run_order, reverse=True):
-        if found := complete_checkpoints(run / "checkpoints"):
-            return found[-1]
+def best_checkpoint(checkpoints: Path) -> Path | None:
+    """The whole one that had the best evaluation when it was written: the newest that says so."""
+    for folder in reversed(complete_checkpoints(checkpoints)):
+        with contextlib.suppress(ConfigError):  # a damaged one is nobody's best
+            if read_meta(folder).state.get("best_step") == step_of(folder):
+                return folder
     return None
 
 
-def run_order(run: Path) -> tuple[str, int]:
-    """By stamp, then by the number that tells apart runs of one second."""
-    stamp, _, number = run.name.partition("__")
-    return stamp, int(number) if number.isdigit() else 0
+def prune(checkpoints: Path, keep_last: int, *, keep_best: bool) -> None:
+    """Removes torn ones behind the newest whole one, and whole ones but the newest ``keep_last`` (0: all).
+
+    With ``keep_best`` the best one stays too.
+    """
+    complete = complete_checkpoints(checkpoints)
+    if not complete:
+        return
+    best = best_checkpoint(checkpoints) if keep_best else None
+    torn = [f for f in checkpoints.glob("step_*") if not is_complete(f) and f < complete[-1]]
+    for old in torn + (complete[:-keep_last] if keep_last else []):
+        if old != best:
+            remove(old)
 
 
-def named(path: Path) -> Path:
-    path = path.expanduser()
-    if is_complete(path):
-        return path
-    if path.name.startswith("step_") and path.is_dir():
-        raise ConfigError(f"run.resume: {path} was never completed; take another checkpoint of its run.")
-    if found := complete_checkpoints(path / "checkpoints"):
-        return found[-1]
-    reason = "holds no complete checkpoint" if path.is_dir() else "is not a folder"
-    raise ConfigError(f"run.resume: {path} {reason}; give a run folder or a checkpoint folder, or never.")
+def remove(checkpoint: Path) -> None:
+    """The marker goes first: killed half-way, this must not leave what looks like a whole checkpoint."""
+    if not checkpoint.exists():
+        return
+    (checkpoint / MARKER).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # another node, on a filesystem that they share
+        sync(checkpoint)
+        shutil.rmtree(checkpoint)
 
 
-def check_resumable(point: Path, identity: RunIdentity) -> None:
-    meta = read_meta(point)
-    if meta.model_only:
-        raise ConfigError(
-            f"run.resume: {point} holds weights alone (run.save_model_only=true); nothing can resume from it."
-        )
-    ours = asdict(identity)
-    for key, remedy in REMEDIES.items():
-        theirs = meta.identity.get(key)
-        if ours[key] != theirs:
-            if key == "reference" and theirs is None:
-                remedy = "its run had no reference; set stage.reference=none"
-            raise ConfigError(f"run.resume: {point}: {remedy.format(theirs=theirs)}.")
+def discard(checkpoint: Path) -> None:
+    """Of a save that failed, as much as the disk lets go of; what stays has no marker."""
+    with contextlib.suppress(OSError):
+        remove(checkpoint)

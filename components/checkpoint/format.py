@@ -7,24 +7,36 @@ Megatron's ``rng_<device>_<name>/<rank>``. Weights and moments are fp32.
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from components.checkpoint.files import FileRecord, MeasuredWriter
 from runner.errors import TrainingError
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> dict[str, FileRecord]:
     """Every rank writes its shards (replicas once) into ``path``; collective where there is a group.
 
+    Returns:
+        on every rank, all files that were written by any: they are on disk.
+
     Raises:
-        TrainingError: the disk refused.
+        OSError: the disk of some rank refused; raised on every rank.
+        TrainingError: the tensors cannot be written.
     """
+    writer = MeasuredWriter(path)
     try:
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(path), no_dist=not dist.is_initialized())
-    except (OSError, dcp.CheckpointException) as error:
-        raise TrainingError(f"{path}: the checkpoint could not be written: {error}") from error
+        no_dist = not dist.is_initialized()
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=no_dist)
+    except dcp.CheckpointException as error:
+        raise cause(error, f"{path}: the checkpoint could not be written: {error}") from error
+    everywhere = share(writer.fs.records, group)
+    return {name: record for records in everywhere for name, record in sorted(records.items())}
 
 
 def load_tensors(path: Path, tensors: Mapping[str, Tensor], *, together: bool = True) -> None:
@@ -44,3 +56,21 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor], *, together: bool = 
 
 def saved_keys(path: Path) -> set[str]:
     return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def share(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The picklable value that each rank passes, by rank, on all ranks; collective where there is a group."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def cause(error: dcp.CheckpointException, message: str) -> BaseException:
+    """Of what torch caught on ranks: the disk's refusal, an interrupt, or else a failure as ``message``."""
+    caught = [failure for failure, _ in error.failures.values()]
+    for kind in (OSError, KeyboardInterrupt, SystemExit):
+        if found := [failure for failure in caught if isinstance(failure, kind)]:
+            return found[0]
+    return TrainingError(message)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from components.checkpoint.format import save_tensors
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.mesh import stored, whole
 from components.engines.megatron import Megatron
@@ -184,7 +185,7 @@ def save_after(on: Layout, steps: int, path: Path) -> dict[str, Tensor]:
     for s in range(steps):
         step(engine, share(engine, "packed", 2, seed=s), next_token())
     path.mkdir(exist_ok=True)
-    engine.save(path)
+    save_tensors(path, engine.tensors())
     state = snapshot(engine)
     engine.close()
     return state
@@ -291,5 +292,5 @@ def load_and_save(on: Layout, read: Path, written: Path) -> None:
     engine = make_engine(on=on)
     engine.load(read)
     written.mkdir(exist_ok=True)
-    engine.save(written)
+    save_tensors(written, engine.tensors())
     engine.close()

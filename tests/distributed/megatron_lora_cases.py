@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.adapters.export import peft_config
+from components.checkpoint.format import save_tensors
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.losses import DPO
@@ -100,7 +101,7 @@ class Life:
 def live(on: Megatron, adapter: LoRA, folder: Path) -> Life:
     engine = make_engine("qwen2_four", on=on, adapter=adapter, reference="adapter_off")
     run_on(engine, next_token(), 2)
-    engine.save(folder / "checkpoint")
+    save_tensors(folder / "checkpoint", engine.tensors())
     engine.export(folder / "export")
     reference, trained = sums(engine, reference=True), sums(engine, reference=False)
     after = run_on(engine, next_token(), 2).curve
@@ -136,7 +137,7 @@ def sums(engine: Any, *, reference: bool) -> list[Tensor]:
 def save_and_go_on(on: FSDP2 | Megatron, adapter: LoRA, folder: Path) -> list[tuple[float, float]]:
     engine = make_engine("qwen2_four", on=on, adapter=adapter)
     run_on(engine, next_token(), 2)
-    engine.save(folder / "checkpoint")
+    save_tensors(folder / "checkpoint", engine.tensors())
     engine.export(folder / "export")
     after = run_on(engine, next_token(), 2).curve
     engine.close()

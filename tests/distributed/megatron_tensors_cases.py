@@ -107,7 +107,7 @@ def save_by_fsdp2(spec: ModelSpec, path: Path) -> None:
         copy_part(parameter, name, value("model", weights))
         for kind in engine.moments:
             copy_part(engine.optimizer.state[parameter][kind], name, value(kind, weights))
-    engine.save(path)
+    save_tensors(path, engine.tensors())
 
 
 def load_by_fsdp2(spec: ModelSpec, path: Path) -> dict[str, Tensor]:

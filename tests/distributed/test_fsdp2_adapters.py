@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from components.adapters.merge import merge_adapter
-from components.checkpoint.format import saved_keys
+from components.checkpoint.format import save_tensors, saved_keys
 from components.models import export_folder
 from runner.errors import ConfigError
 from tests.distributed import adapter_cases as cases
@@ -111,7 +111,7 @@ def test_a_checkpoint_holds_the_adapter_alone(plain: Plain, tmp_path: Path) -> N
     engine = make_engine("llama", adapter=continued(one))
     batches = share(engine, "packed", 2)
     step(engine, batches, next_token())
-    engine.save(tmp_path)
+    save_tensors(tmp_path, engine.tensors())
     names = set(load_file(one / "adapter_model.safetensors"))
     names = {name.removeprefix("base_model.model.") for name in names}
     expected = {f"{part}/{name}" for part in ("model", "exp_avg", "exp_avg_sq") for name in names}
@@ -191,7 +191,7 @@ def test_a_frozen_part_stays_and_the_rest_is_trained(patterns: tuple[str, ...], 
     )
     for name, parameter in engine.named_weights:
         assert torch.equal(parameter, before[name]) is (name not in kept), name
-    engine.save(tmp_path / "checkpoint")
+    save_tensors(tmp_path / "checkpoint", engine.tensors())
     saved = {key for key in saved_keys(tmp_path / "checkpoint") if key.startswith("model/")}
     assert saved == {f"model/{name}" for name in kept}
     engine.export(tmp_path / "export")

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import components.engines.megatron.runtime  # noqa: F401  installs the patches
+from components.checkpoint.format import save_tensors
 from components.engines.megatron import cpu, quiet, repairs
 from components.engines.megatron.patches import Patch
 from tests.distributed.cases import (
@@ -353,7 +354,7 @@ def test_fsdp2_writes_and_reads_checkpoints(tmp_path: Path) -> None:
     engine = make_engine()
     batches = share(engine, "packed", 2)
     step(engine, batches, next_token())
-    engine.save(tmp_path / "saved")
+    save_tensors(tmp_path / "saved", engine.tensors())
     expected = step(engine, batches, next_token()).loss
     engine.load(tmp_path / "saved")
     assert step(engine, batches, next_token()).loss == expected

@@ -191,9 +191,9 @@ class FSDP2Engine:
 
     # ---- state
 
-    def save(self, path: Path, *, model_only: bool = False) -> None:
+    def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         optimizer = None if model_only else self.optimizer
-        state.save(path, self.weights, optimizer, self.moments, dist.get_rank(), self.device)
+        return state.saved_tensors(self.weights, optimizer, self.moments, dist.get_rank(), self.device)
 
     def load(self, path: Path) -> None:
         state.load(path, self.weights, self.optimizer, self.moments, dist.get_rank(), self.device)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from components.checkpoint.format import load_tensors, save_tensors, saved_keys
+from components.checkpoint.format import load_tensors, saved_keys
 from components.optimizers import make_moments
 
 Weights = dict[str, nn.Parameter]
@@ -16,22 +16,21 @@ STEP = "optimizer_step"
 """Updates made so far: AdamW's bias correction counts them, and a skipped step is none."""
 
 
-def save(
-    path: Path,
+def saved_tensors(
     weights: Weights,
     optimizer: torch.optim.Optimizer | None,
     moments: Sequence[str],
     rank: int,
     device: torch.device,
-) -> None:
-    """Every rank writes its shards; without ``optimizer`` the weights alone."""
+) -> dict[str, Tensor]:
+    """This rank's shards themselves, no copies; without ``optimizer`` the weights alone."""
     tensors = weight_tensors(weights)
     if optimizer is not None:
         make_moments(optimizer, moments)
         tensors |= moment_tensors(weights, optimizer, moments)
         tensors[STEP] = first_step(optimizer)
         tensors |= rng_tensors(rank, device)
-    save_tensors(path, tensors)
+    return tensors
 
 
 def load(
@@ -42,7 +41,7 @@ def load(
     rank: int,
     device: torch.device,
 ) -> None:
-    """Restores in place what ``save`` wrote on any number of ranks.
+    """Restores in place what any number of ranks wrote.
 
     A rank that had no twin when the checkpoint was written keeps its own random stream.
     """

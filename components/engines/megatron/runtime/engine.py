@@ -188,8 +188,8 @@ class MegatronEngine:
 
     # ---- state
 
-    def save(self, path: Path, *, model_only: bool = False) -> None:
-        state.save(path, self.blocks, self.update, self.device, model_only=model_only)
+    def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
+        return state.saved_tensors(self.blocks, self.update, self.device, model_only=model_only)
 
     def load(self, path: Path) -> None:
         self.gather_parameters()  # none may be under way into what is about to be overwritten

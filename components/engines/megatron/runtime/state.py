@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
-from components.checkpoint.format import load_tensors, save_tensors, saved_keys
+from components.checkpoint.format import load_tensors, saved_keys
 from components.engines.megatron.runtime.optimizer import Update
 from components.engines.megatron.runtime.weights import Block, Blocks, as_dtensor, tensor_mesh
 
@@ -19,11 +19,13 @@ LOAD_BYTES = 1 << 30
 """Of tensors that are read at once, in host memory."""
 
 
-def save(path: Path, blocks: Blocks, update: Update, device: torch.device, *, model_only: bool) -> None:
-    """Every rank writes its share; with ``model_only`` the weights alone.
+def saved_tensors(
+    blocks: Blocks, update: Update, device: torch.device, *, model_only: bool
+) -> dict[str, Tensor]:
+    """What this rank writes, in host memory; with ``model_only`` of the weights alone. Collective.
 
     Ranks of dp x cp hold the same blocks, or shards of them that are gathered one parameter at a time: they
-    take turns at keeping one, in host memory, so that together they hold one copy.
+    take turns at keeping one, so that together they hold one copy.
     """
     mesh, kinds, tensors = tensor_mesh("cpu"), ["model"], dict[str, Tensor]()
     if not model_only:
@@ -40,11 +42,11 @@ def save(path: Path, blocks: Blocks, update: Update, device: torch.device, *, mo
                 if member.primary and mine:
                     part = member.read(values).contiguous().cpu()
                     tensors[f"{kind}/{member.name}"] = as_dtensor(member, part, mesh)
-    save_tensors(path, tensors)
+    return tensors
 
 
 def load(path: Path, blocks: Blocks, update: Update, device: torch.device) -> None:
-    """Restores what ``save`` of any engine wrote on any number of ranks.
+    """Restores what any engine wrote on any number of ranks.
 
     A rank that had no twin when the checkpoint was written keeps its own random streams.
     """

@@ -1,0 +1,122 @@
+"""The files of a checkpoint: size and CRC-32 are taken while the bytes pass, so that none is read back."""
+
+import io
+import os
+import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.utils.serialization import config
+
+CHUNK = 1 << 22
+"""Bytes that are measured and written at once: they are still in the cache the second time."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What was written into one file."""
+
+    bytes: int
+    crc32: int
+
+
+class MeasuredFile(io.BufferedWriter):
+    """A new file that measures what is written to it; once closed, it is on disk."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"), buffer_size=1 << 20)
+        self.size = self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), CHUNK):
+            part = view[start : start + CHUNK]
+            self.crc32 = zlib.crc32(part, self.crc32)
+            super().write(part)
+        self.size += len(view)
+        return len(view)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+class MeasuredFiles(FileSystem):
+    """torch's view of a file system, with a record of every file that was written."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+        self.refusal: OSError | None = None
+        """Of the disk, which torch's own serialisation reports as an unexpected position."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        try:
+            with MeasuredFile(Path(path)) as file:
+                yield file
+        except (OSError, RuntimeError) as error:
+            found = error if isinstance(error, OSError) else error.__context__
+            self.refusal = found if isinstance(found, OSError) else None
+            raise
+        self.records[Path(path).name] = FileRecord(file.size, file.crc32)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class MeasuredWriter(FileSystemWriter):
+    """torch's writer of checkpoints over ``MeasuredFiles``."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, sync_files=False)  # its files sync themselves
+        self.fs: MeasuredFiles = MeasuredFiles()
+
+    def write_data(self, *args: Any) -> Any:
+        """Raises OSError where the disk refuses; torch asks every rank, and tells all of them."""
+        # Each tensor is a zip archive with a checksum of its own, which would cost as much as ours.
+        with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+            try:
+                return super().write_data(*args)
+            except RuntimeError:
+                if self.fs.refusal is not None:
+                    raise self.fs.refusal from None
+                raise
+
+
+def damage(folder: Path, files: dict[str, FileRecord], *, checksums: bool) -> str | None:
+    """What is wrong with the first of ``files`` that is not as it was written; None: nothing.
+
+    Sizes are looked at; with ``checksums`` every byte is read.
+    """
+    for name, record in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing; the files of all ranks must be in this folder"
+        if (size := path.stat().st_size) != record.bytes:
+            return f"{name} is damaged: it has {size} bytes, and {record.bytes} were written"
+        if checksums and checksum(path) != record.crc32:
+            return f"{name} is damaged: its bytes are not those that were written"
+    return None
+
+
+def checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(CHUNK):
+            value = zlib.crc32(block, value)
+    return value

@@ -1,0 +1,150 @@
+"""The checkpoint that ``run.resume`` means, and which run may continue from it."""
+
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from components.checkpoint.files import damage
+from components.checkpoint.folder import CheckpointMeta, complete_checkpoints, is_complete, read_meta, step_of
+from runner.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What a run and its continuation have in common."""
+
+    model: str
+    """Hash of parameter names and shapes."""
+    data: str
+    """Hash of the data and of everything that shapes its plan, but for the batch size."""
+    optimizer: str
+    """Its kind: another one has other moments."""
+    reference: str | None
+    """Where the weights of a reference model come from; None: there is none."""
+    seed: int
+    global_batch_size: int
+    trained: str | None = None
+    """Where a part of the model is trained, or an adapter: hash of its parameters' names and shapes."""
+    base: str | None = None
+    """Then, hash of what the rest is made of, which is in no checkpoint."""
+
+
+REMEDIES = {
+    "model": "model: the checkpoint is of another model; use the one it was written with",
+    "optimizer": "set optimizer={theirs}",
+    "reference": "the reference model was {theirs}; set model.init, model.path, model.revision "
+    "and stage.reference_path to it",
+    "trained": "adapter, model.freeze: other parameters were trained; use those of its run",
+    "base": "model: the frozen weights are not those of its run (model.path has changed); use the same",
+    "seed": "set run.seed={theirs}",
+    "global_batch_size": "set run.global_batch_size={theirs}",
+    "data": "data: the samples, the tokenizer or an option that shapes batches differ; use those of its run",
+}
+"""In the order of asking: a seed changes the plan of the data too."""
+
+FORCED = ("seed", "global_batch_size", "data")
+"""What ``run.resume_force`` lets change: the step stays, and global batches from there on are others."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """``run.resume`` and the keys beside it."""
+
+    how: str
+    """``never``, ``auto``, a run folder or a checkpoint folder."""
+    verify: bool = False
+    """Read every byte of the checkpoint and compare checksums; sizes are always compared."""
+    force: bool = False
+
+    def point(self, output_dir: Path, name: str, identity: RunIdentity) -> Path | None:
+        """The checkpoint to continue from; None: start afresh.
+
+        Raises:
+            ConfigError: there is none where one was named, it is damaged, or it belongs to another run.
+        """
+        if self.how == "never":
+            return None
+        point = newest(output_dir / name) if self.how == "auto" else named(Path(self.how))
+        if point is not None:
+            check_same_run(point, check_whole(point, checksums=self.verify), identity, force=self.force)
+        return point
+
+
+def newest(runs: Path) -> Path | None:
+    """Of the newest run folder that holds a complete checkpoint."""
+    for run in sorted((path for path in runs.glob("*") if path.is_dir()), key=run_order, reverse=True):
+        if found := complete_checkpoints(run / "checkpoints"):
+            return found[-1]
+    return None
+
+
+def run_order(run: Path) -> tuple[str, int]:
+    """By stamp, then by the number that tells apart runs of one second."""
+    stamp, _, number = run.name.partition("__")
+    return stamp, int(number) if number.isdigit() else 0
+
+
+def named(path: Path) -> Path:
+    path = path.expanduser()
+    if is_complete(path):
+        return path
+    if path.name.startswith("step_") and path.is_dir():
+        raise ConfigError(f"run.resume: {path} was never completed; take another checkpoint of its run.")
+    if found := complete_checkpoints(path / "checkpoints"):
+        return found[-1]
+    reason = "holds no complete checkpoint" if path.is_dir() else "is not a folder"
+    raise ConfigError(f"run.resume: {path} {reason}; give a run folder or a checkpoint folder, or never.")
+
+
+def check_whole(point: Path, *, checksums: bool) -> CheckpointMeta:
+    """
+    Raises:
+        ConfigError: a file is not as it was written; offers the newest whole checkpoint before it.
+    """
+    meta, wrong = inspect(point, checksums=checksums)
+    if meta is not None and wrong is None:
+        return meta
+    earlier = [folder for folder in complete_checkpoints(point.parent) if step_of(folder) < step_of(point)]
+    offers = (folder for folder in reversed(earlier) if inspect(folder, checksums=checksums)[1] is None)
+    offer = next(offers, None)
+    remedy = "no earlier one of its run is whole" if offer is None else f"take run.resume={offer}"
+    raise ConfigError(f"run.resume: {point}: {wrong}; {remedy}.")
+
+
+def inspect(point: Path, *, checksums: bool) -> tuple[CheckpointMeta | None, str | None]:
+    """What the checkpoint says of itself, and what is wrong with it."""
+    try:
+        meta = read_meta(point)
+    except ConfigError:
+        return None, "meta.json is damaged"
+    return meta, damage(point, meta.files, checksums=checksums)
+
+
+def check_same_run(point: Path, meta: CheckpointMeta, identity: RunIdentity, *, force: bool) -> None:
+    if meta.model_only:
+        raise ConfigError(
+            f"run.resume: {point} holds weights alone (run.save_model_only=true); nothing can resume from it."
+        )
+    ours = asdict(identity)
+    for key, remedy in REMEDIES.items():
+        theirs = meta.identity.get(key)
+        if ours[key] == theirs:
+            continue
+        if key == "reference" and theirs is None:
+            remedy = "its run had no reference; set stage.reference=none"
+        remedy = remedy.format(theirs=theirs)
+        if key not in FORCED:
+            raise ConfigError(f"run.resume: {point}: {remedy}.")
+        if not force:
+            raise ConfigError(
+                f"run.resume: {point}: {remedy}, or run.resume_force=true to go on all the same."
+            )
+        log.warning(
+            "run.resume_force: %s of %s differs and is let pass: %s", key, point, changed(key, theirs, ours)
+        )
+
+
+def changed(key: str, theirs: object, ours: dict[str, object]) -> str:
+    return "other batches follow" if key == "data" else f"it was {theirs}, and is {ours[key]}"
