@@ -80,14 +80,19 @@ def train_step(t: Training) -> None:
     microbatches = t.loss.prepare(t.train_data.microbatches(step), t.engine)
     t.engine.begin_train_step(total_counts(t.loss, microbatches))
     t.engine.train_microbatches(microbatches, t.loss, last=True)
-    result = t.engine.finish_train_step(t.lr(step))
+    max_loss = t.state.max_loss(t.run.spike_factor)
+    result = t.engine.finish_train_step(t.lr(step), max_loss=max_loss)
     stats = t.train_data.stats(step)
-    t.state.advance(num_samples=stats.num_samples, num_tokens=stats.num_tokens, skipped=result.skipped)
+    t.state.advance(
+        num_samples=stats.num_samples, num_tokens=stats.num_tokens, skipped=result.skipped, loss=result.loss
+    )
     t.reporter.step(t.state, stats, result, lr=t.lr(step), seconds=time.perf_counter() - began)
-    if t.state.skipped_in_a_row >= t.run.max_skipped_steps:
+    if result.skipped:
+        t.reporter.skipped(t.state.step, result, max_loss, t.train_data.sample_ids(step))
+    if t.state.skipped_in_a_row >= t.run.max_skips:
         raise FinalError(
-            f"step {t.state.step}: loss or gradient not finite {t.state.skipped_in_a_row} steps in a row "
-            f"(run.max_skipped_steps); lower optimizer.lr, or look at the data of these steps."
+            f"step {t.state.step}: the update was skipped {t.state.skipped_in_a_row} steps in a row "
+            "(run.max_skips), as the log says; lower optimizer.lr, or look at the samples that it names."
         )
 
 

@@ -32,6 +32,9 @@ class Prefetched:
     def stats(self, step: int) -> BatchStats:
         return self._loader.stats(step)
 
+    def sample_ids(self, step: int) -> list[str]:
+        return self._loader.sample_ids(step)
+
     def epoch(self, step: int) -> float:
         return self._loader.epoch(step)
 

@@ -4,6 +4,7 @@ Everything an engine, a loss or a data loader must agree on is on this page, and
 it has too. Components import nothing else from ``runner`` (but for ``runner.errors``).
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,7 @@ class StepResult:
     grad_norm: float
     """L2 norm over every parameter, before clipping."""
     skipped: bool
-    """The loss or a gradient was not finite: nothing was updated, on any rank."""
+    """The loss or a gradient was not finite, or the loss too high: nothing was updated, on any rank."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_zeros: int | None = None
     """Zero entries of the gradient, where counting was asked for."""
@@ -137,6 +138,9 @@ class DataLoader(Protocol):
 
     def stats(self, step: int) -> BatchStats: ...
 
+    def sample_ids(self, step: int) -> list[str]:
+        """Where a user finds the samples of global batch ``step`` in the data: ``data.train:17``."""
+
     def epoch(self, step: int) -> float:
         """Passes over the data completed once ``step`` global batches are done."""
 
@@ -163,8 +167,12 @@ class Engine(Protocol):
         ``last``: no more will come in this step, so gradients may be reduced while they are computed.
         """
 
-    def finish_train_step(self, lr: float) -> StepResult:
-        """Divides by the main count once, clips, and updates or skips."""
+    def finish_train_step(self, lr: float, *, max_loss: float = math.inf) -> StepResult:
+        """Divides by the main count once, clips, and updates.
+
+        Every rank skips the update where the loss or a gradient is not finite, or the loss is over
+        ``max_loss``, which is the same on every rank.
+        """
 
     def abort_train_step(self) -> None:
         """Drops gradients and sums; weights and optimizer are as before ``begin``. Twice is harmless."""

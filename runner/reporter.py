@@ -1,7 +1,8 @@
 """What a run shows: the console line, the progress bar, and a row for every logger."""
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -17,6 +18,9 @@ from runner.state import TrainState
 log = logging.getLogger("runner")
 
 Row = dict[str, float | int | None]
+
+NAMED_SAMPLES = 16
+"""At most, of those whose update is skipped."""
 
 
 @dataclass
@@ -75,6 +79,21 @@ class Reporter:
             row = train_row(state, stats, result, lr) | performance(window, self.peak_flops)
             self.window = Window()
             self._write(row, train_line(row))
+
+    def skipped(self, step: int, result: StepResult, max_loss: float, samples: Sequence[str]) -> None:
+        """Says why the update of ``step`` was skipped, and on which samples."""
+        if self.logger is None:
+            return
+        if not math.isfinite(result.loss):
+            why = f"loss is {result.loss}"
+        elif not math.isfinite(result.grad_norm):
+            why = f"gradient norm is {result.grad_norm}"
+        else:
+            why = f"loss is {result.loss:.4f}, over {max_loss:.4f} (run.spike_factor)"
+        named = ", ".join(samples[:NAMED_SAMPLES])
+        more = len(samples) - NAMED_SAMPLES
+        rest = f" and {more} more" if more > 0 else ""
+        log.warning(f"step {step}: {why}; the update is skipped; samples {named}{rest}")
 
     def evaluation(self, state: TrainState, means: Mapping[str, float]) -> None:
         row: Row = {"step": state.step, **{f"eval/{name}": value for name, value in means.items()}}

@@ -1,5 +1,6 @@
 """The run keys: what the loop itself reads. Everything else belongs to a component."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,11 +39,12 @@ class RunConfig:
     resume_force: bool
     export: bool
     sample_tokens: int
-    max_skipped_steps: int
     max_time: float | str | None
     timeout: float
     max_restarts: int
     deterministic: bool
+    spike_factor: float | None
+    max_skips: int
     count_zeros: bool
     profile: bool
     profile_steps: tuple[int, int]
@@ -57,7 +59,7 @@ class RunConfig:
         for key in (
             "global_batch_size",
             "micro_batch_size",
-            "max_skipped_steps",
+            "max_skips",
             "max_steps",
             "epochs",
             "patience",
@@ -84,6 +86,10 @@ class RunConfig:
             raise ConfigError(
                 "run.max_restarts: nothing starts again from weights alone; set run.save_model_only=false "
                 "or run.max_restarts=0."
+            )
+        if self.spike_factor is not None and not 1 < self.spike_factor < math.inf:
+            raise ConfigError(
+                f"run.spike_factor: must be above 1, got {self.spike_factor}; use 3, or null for no guard."
             )
         first, last = self.profile_steps
         if not 1 <= first <= last:

@@ -23,13 +23,27 @@ class TrainState:
     """... of what it is the best, such as ``min eval/loss``: watching something else begins anew."""
     best_step: int | None = None
     evals_since_best: int = 0
+    loss_mean: float | None = None
+    """Running mean of the losses of steps that were taken: the newest weighs a tenth."""
 
-    def advance(self, *, num_samples: int, num_tokens: int, skipped: bool) -> None:
+    def advance(self, *, num_samples: int, num_tokens: int, skipped: bool, loss: float) -> None:
         self.step += 1
         self.num_samples += num_samples
         self.num_tokens += num_tokens
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if not skipped:
+            before = loss if self.loss_mean is None else self.loss_mean
+            self.loss_mean = before + (loss - before) / 10
+
+    def max_loss(self, spike_factor: float | None) -> float:
+        """Over which the loss of the next step is a spike; infinite before ten steps were taken.
+
+        Of a mean that is not above 0 there is no multiple that tells.
+        """
+        if spike_factor is None or self.step - self.skipped < 10 or not self.loss_mean or self.loss_mean < 0:
+            return math.inf
+        return spike_factor * self.loss_mean
 
     def evaluated(self, means: Mapping[str, float], metric: str, mode: str) -> bool:
         """Takes note of an evaluation; whether its ``metric`` (with ``eval/``) is better than ever before.

@@ -84,6 +84,7 @@ class Encoder:
             identical=why["identical"],
             long_prompts=sum(fate.long_prompt for fate in fates),
             desirable=self._desirable(kept),
+            records=np.array([n for n, fate in enumerate(fates) if fate.left_out is None], np.int64),
         )
 
     def _fate(self, item: Record | Sample | Neighbours, origin: str) -> Fate:

@@ -49,9 +49,11 @@ class IndexedTokens:
     """Sequences end here; None: nothing is cut."""
     sequences_per_sample: int = 1
     desirable: Bools | None = None
+    name: str = ""
+    """Of the source, for ``origin``."""
 
     @classmethod
-    def open(cls, prefix: Path, *, max_length: int | None = None) -> Self:
+    def open(cls, prefix: Path, *, max_length: int | None = None, name: str = "") -> Self:
         """ConfigError: a file is missing, no index of this version, or does not fit the other."""
         for suffix in (".idx", ".bin"):
             if not _with(prefix, suffix).is_file():
@@ -67,7 +69,7 @@ class IndexedTokens:
         if size % kind.itemsize or size < int((pointers + lengths.astype(np.int64) * kind.itemsize).max()):
             _fail(_with(prefix, ".bin"), "does not fit its .idx", "Write both again.")
         buffer = np.asarray(np.memmap(_with(prefix, ".bin"), kind, mode="r"))
-        return cls(prefix, lengths, pointers, buffer, max_length)
+        return cls(prefix, lengths, pointers, buffer, max_length, name=name)
 
     @property
     def lengths(self) -> Ints:
@@ -83,6 +85,9 @@ class IndexedTokens:
     def count(self, sequence: int, start: int, stop: int) -> int:
         length = self._length(sequence)
         return min(stop, length) - min(start, length)
+
+    def origin(self, sample: int) -> str:
+        return f"{self.name}:{sample + 1}"
 
     def outcome(self, *, drop: bool) -> Outcome:
         """``drop``: what is longer than ``max_length`` is left out, not cut."""

@@ -51,6 +51,10 @@ class JoinedTokens:
         part, local = self._locate(sequence)
         return part.count(local, start, stop)
 
+    def origin(self, sample: int) -> str:
+        part, sequence = self._locate(sample * self.sequences_per_sample)
+        return part.origin(sequence // self.sequences_per_sample)
+
     def _locate(self, sequence: int) -> tuple[Tokens, int]:
         part = bisect_right(self._starts, sequence) - 1
         return self._parts[part], sequence - self._starts[part]

@@ -122,6 +122,11 @@ class DataLoader:
             sum_squared_seqlens=int((lengths**2 - prefixes**2).sum()),
         )
 
+    def sample_ids(self, step: int) -> list[str]:
+        """Every sample once, as ``Tokens.origin`` names it, in the order of the rows of the global batch."""
+        samples = self.segments(step)[:, 0] // self._store.sequences_per_sample
+        return [self._store.origin(sample) for sample in dict.fromkeys(samples.tolist())]
+
     def lacks_reference(self) -> bool:
         """Whether a micro-batch of some step would find no ``ref_logps``."""
         assert self._reference is not None
@@ -160,11 +165,13 @@ class StoreFiles:
     """Megatron's .bin and .idx; ``path`` is their common prefix."""
     max_length: int | None = None
     """Where sequences of an indexed data set end; a token store has been cut already."""
+    name: str = ""
+    """The option that names the source, or ``stdlib``."""
 
     def open(self) -> Tokens:
         if self.indexed:
-            return IndexedTokens.open(Path(self.path), max_length=self.max_length)
-        return TokenStore.open(Path(self.path))
+            return IndexedTokens.open(Path(self.path), max_length=self.max_length, name=self.name)
+        return TokenStore.open(Path(self.path), self.name)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ def indexed_part(source: FileSource, prefix: Path, encoder: Encoder, cache: Path
     # A plan depends on the lengths alone, so there is no need to read a corpus through.
     index = file_digest(prefix.with_name(f"{prefix.name}.idx").resolve(), cache)
     identity = digest([index, encoder.max_length, encoder.overlong])
-    files = StoreFiles(str(prefix.absolute()), indexed=True, max_length=encoder.max_length)
+    files = StoreFiles(
+        str(prefix.absolute()), indexed=True, max_length=encoder.max_length, name=source.option
+    )
     return Part(source.name, weight, identity, files, tokens, outcome)
 
 

@@ -196,7 +196,8 @@ class Data(ABC):
             return indexed_part(source, prefix, encoder, cache, weight)
         workers = self.num_workers or min(_MAX_WORKERS, os.cpu_count() or 1)
         store, identity = build_store(source, encoder, cache, workers)
-        return Part(source.name, weight, identity, StoreFiles(str(store.path)), store, store.outcome())
+        files = StoreFiles(str(store.path), name=source.option)
+        return Part(source.name, weight, identity, files, store, store.outcome())
 
     def _plan_epochs(
         self, train: Split, global_batch_size: int, max_steps: int | None, epochs: int | None

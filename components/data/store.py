@@ -48,6 +48,9 @@ class Tokens(Protocol):
     def count(self, sequence: int, start: int, stop: int) -> int:
         """How many are."""
 
+    def origin(self, sample: int) -> str:
+        """Its source and which record of that it is, from 1: ``data.train:17``."""
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -62,6 +65,8 @@ class Chunk:
     """Per sample."""
     stop_trained: Bools
     """Per sample."""
+    records: Ints
+    """Per sample: which of the records that the chunk was made of, from 0."""
     dropped: int
     """Left out as they are longer than ``data.max_length``."""
     unsupervised: int
@@ -72,6 +77,11 @@ class Chunk:
     """Of all samples, those whose prompt alone is longer than ``data.max_length``."""
     desirable: Bools | None = None
     """Per sample of unpaired data."""
+
+    @property
+    def num_records(self) -> int:
+        """Those that were left out too."""
+        return len(self.truncated) + self.dropped + self.unsupervised + self.identical
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,7 @@ class StoreWriter:
         self._vocab_size = vocab_size
         self._sequences_per_sample = sequences_per_sample
         self._unpaired = False
-        self._end = self.num_samples = 0
+        self._end = self.num_samples = self._num_records = 0
         self.dropped = self.unsupervised = self.identical = self.long_prompts = 0
 
     def __enter__(self) -> Self:
@@ -137,7 +147,7 @@ class StoreWriter:
         for left in self._path.parent.glob(f"{self._path.name}.tmp*"):  # by a writer that was killed
             shutil.rmtree(left)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{self._path.name}.tmp", dir=self._path.parent))
-        names = ["tokens", "offsets", "supervised", "flags", *(["mask"] if self._masked else [])]
+        names = ["tokens", "offsets", "supervised", "flags", "records", *(["mask"] if self._masked else [])]
         self._files: dict[str, BinaryIO] = {name: (self._folder / name).open("wb") for name in names}
         self._write("offsets", np.zeros(1, np.int64))
         return self
@@ -148,8 +158,10 @@ class StoreWriter:
         self.identical += chunk.identical
         self.long_prompts += chunk.long_prompts
         self.num_samples += len(chunk.truncated)
+        first, self._num_records = self._num_records, self._num_records + chunk.num_records
         if not len(chunk.lengths):
             return
+        self._write("records", first + chunk.records)
         assert chunk.tokens.max() < self._vocab_size, "a token id beyond the vocabulary"
         assert self._masked or chunk.mask.all()
         ends = np.cumsum(chunk.lengths)
@@ -208,9 +220,11 @@ class TokenStore:
 
     path: Path
     meta: Meta
+    name: str = ""
+    """Of the source, for ``origin``."""
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open(cls, path: Path, name: str = "") -> Self:
         """TornStore: there is none, or part of it is missing."""
         try:
             meta = Meta(**json.loads((path / "meta.json").read_text()))
@@ -219,7 +233,7 @@ class TokenStore:
             raise TornStore(f"{path}: {error}") from error
         if sizes != meta.sizes:
             raise TornStore(f"{path}: sizes {sizes}, expected {meta.sizes}")
-        return cls(path, meta)
+        return cls(path, meta, name)
 
     @property
     def sequences_per_sample(self) -> int:
@@ -257,6 +271,13 @@ class TokenStore:
     def count(self, sequence: int, start: int, stop: int) -> int:
         first, last = self._span(sequence, start, stop)
         return last - first if self._mask is None else int(np.count_nonzero(self._mask[first:last]))
+
+    def origin(self, sample: int) -> str:
+        return f"{self.name}:{self._records[sample] + 1}"
+
+    @cached_property
+    def _records(self) -> Ints:
+        return self._map("records", np.int64)
 
     def _span(self, sequence: int, start: int, stop: int) -> tuple[int, int]:
         begin, end = int(self._offsets[sequence]), int(self._offsets[sequence + 1])

@@ -44,6 +44,10 @@ class Source(Protocol):
     """Where samples come from."""
 
     @property
+    def option(self) -> str:
+        """What names it before the number of a record."""
+
+    @property
     def name(self) -> str:
         """The option and its value, for messages and the audit."""
 
@@ -94,6 +98,7 @@ class StdlibSource:
     """The embedded data."""
 
     split: Split
+    option: str = "stdlib"
 
     @property
     def name(self) -> str:

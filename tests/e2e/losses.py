@@ -1,5 +1,6 @@
 """Losses from outside the package that go wrong in the ways ranks go wrong: ``stage._target_=tests...``."""
 
+import math
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from components.losses import NextToken
-from runner.protocols import Batch, LossOutput, TokenStats
+from runner.protocols import IGNORE, Batch, LossOutput, TokenStats
 
 
 @dataclass(frozen=True)
@@ -79,3 +80,18 @@ def undetermined(values: Tensor) -> Tensor:
     import torch.nn.functional as F
 
     return F.max_unpool1d(*F.max_pool1d(values[None, :1, :4], 2, return_indices=True), 2).sum()
+
+
+@dataclass(frozen=True)
+class Marked(NextToken):
+    """``factor`` times as high where a sample has 32 targets or more."""
+
+    factor: float = math.nan
+
+    def weights(self, batch: Batch) -> None:
+        """Not of the log-probabilities alone."""
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        output = super().__call__(stats, batch)
+        marked = bool(((batch.labels != IGNORE).sum(-1) >= 32).any())
+        return LossOutput({"loss": output.terms["loss"] * self.factor}) if marked else output

@@ -154,10 +154,10 @@ def test_skipped_steps_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture
         "optimizer.lr=1e30",
         "optimizer.max_grad_norm=null",
         "run.max_steps=20",
-        "run.max_skipped_steps=3",
+        "run.max_skips=3",
     )
     assert code == 1
-    assert "run.max_skipped_steps" in capsys.readouterr().err
+    assert "run.max_skips" in capsys.readouterr().err
     last = rows(newest(tmp_path), "train/loss")[-1]
     assert last["train/skipped"] == 3
     assert last["train/grad_norm"] is None

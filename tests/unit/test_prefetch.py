@@ -26,6 +26,9 @@ class Loader:
     def stats(self, step: int) -> BatchStats:
         raise NotImplementedError
 
+    def sample_ids(self, step: int) -> list[str]:
+        return [f"data:{step}"]
+
     def epoch(self, step: int) -> float:
         return step / self.num_steps
 

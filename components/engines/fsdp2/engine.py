@@ -129,7 +129,7 @@ class FSDP2Engine:
                 self.sums.objective(output).backward()
                 self.sums.add(output, loss.counts(here))  # of what lies here: reading a GPU would wait
 
-    def finish_train_step(self, lr: float) -> StepResult:
+    def finish_train_step(self, lr: float, *, max_loss: float = math.inf) -> StepResult:
         assert self.sums is not None, "finish_train_step without begin_train_step"
         means, n_main = self.sums.reduce(self.group, self.device)
         grads = [p.grad for p in self.weights.values() if p.grad is not None]
@@ -138,7 +138,7 @@ class FSDP2Engine:
         total_norm = global_norm(counted, self.world, self.device)
         grad_norm, loss = total_norm.item(), means.pop("loss")
         zeros = self._count_zeros(counted) if self.count_zeros else None
-        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm) and loss <= max_loss)
         if not skipped:
             self._update(total_norm, lr)
         self._drop_gradients()

@@ -405,3 +405,31 @@ def test_shared_prompts_make_another_plan(tmp_path: Path, tokenizer: PreTrainedT
         assert all(batch.prefix_lengths is not None for batch in opened.microbatches(0))
     assert whole.audit.train.sources == shared.audit.train.sources
     assert shared.audit.train.rows < whole.audit.train.rows
+
+
+def test_samples_are_named_by_their_record(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Whatever was left out before them, with several sources and pairs or documents that are cut."""
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in paths:
+        pairs = [{"prompt": "Say.", "chosen": f"{path.stem} {n}", "rejected": "no"} for n in range(5)]
+        pairs[1]["rejected"] = pairs[1]["chosen"]  # left out
+        path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    data = FilesData(sources=[{"path": str(path)} for path in paths], max_length=64)
+    loader = prepare(data, tokenizer, "preference").train_loader(**ONE_RANK)
+    named = [name for step in range(loader.num_steps) for name in loader.sample_ids(step)]
+    assert sorted(named) == [f"data.sources[{s}]:{n}" for s in (0, 1) for n in (1, 3, 4, 5)]
+    write_indexed(tmp_path / "corpus", [[1, 2, 3], [4], [5, 6]])
+    loader = prepare(FilesData(train=str(tmp_path / "corpus"), max_length=2), tokenizer).train_loader(
+        **ONE_RANK
+    )
+    assert sorted(loader.sample_ids(0)) == ["data.train:1", "data.train:3"]
+
+
+def test_records_are_counted_over_chunks(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    texts = ["word " * (200 if n % 7 == 0 else 3) for n in range(500)]
+    path.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+    data = FilesData(train=str(path), max_length=16, packing="none", overlong="drop", shuffle=False)
+    loader = prepare(data, tokenizer).train_loader(**ONE_RANK)
+    named = [name for step in range(loader.num_steps) for name in loader.sample_ids(step)]
+    assert named == [f"data.train:{n + 1}" for n in range(500) if n % 7]

@@ -22,6 +22,7 @@ def make_chunk(
         lengths=np.array([len(ids) for ids in sequences], np.int64),
         truncated=np.zeros(samples, np.bool_),
         stop_trained=np.ones(samples, np.bool_),
+        records=np.arange(samples),
         dropped=0,
         unsupervised=0,
     )

@@ -128,7 +128,7 @@ class MegatronEngine:
             others = {"before": alone} if reduce else {"after": len(microbatches) - alone}
             self._run(self.chunks, part, consume, loss=loss, reduce=reduce, **others)
 
-    def finish_train_step(self, lr: float) -> StepResult:
+    def finish_train_step(self, lr: float, *, max_loss: float = math.inf) -> StepResult:
         assert self.sums is not None, "finish_train_step without begin_train_step"
         means, n_main = self._agree(self.sums)
         if self.layout.overlap_grad_reduce:
@@ -140,7 +140,7 @@ class MegatronEngine:
             chunk.scale_gradients(1 / max(n_main, 1))
         grad_norm, loss = self.update.prepare().item(), means.pop("loss")
         zeros = self._count_zeros() if self.count_zeros else None
-        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm) and loss <= max_loss)
         if not skipped:
             self.update.apply(lr, grad_norm, self.max_grad_norm)
         self._drop_gradients()
