@@ -101,7 +101,7 @@ def ask_for_stacks(folder: Path, ranks: Ranks) -> None:
     paths = {rank: stacks_path(folder / "logs", rank) for rank in range(len(ranks))}
     sizes = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
     deadline = time.monotonic() + GRACE_S
-    waiting = [rank for rank in sizes if ranks[rank].poll() is None]
+    waiting = [each for each in sizes if ranks[each].poll() is None]
     for rank in waiting:
         ranks[rank].send_signal(signal.SIGQUIT)
     while waiting and time.monotonic() < deadline:
