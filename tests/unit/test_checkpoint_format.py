@@ -1,11 +1,11 @@
 """Tensors that any number of ranks writes and reads, and files whose bytes are known from the writing."""
 
 import dataclasses
-import zlib
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -66,7 +66,9 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def assert_measured(path: Path, files: dict[str, FileRecord]) -> None:
     contents = {file.name: file.read_bytes() for file in path.iterdir()}
-    assert files == {name: FileRecord(len(data), zlib.crc32(data)) for name, data in contents.items()}
+    assert files == {
+        name: FileRecord(len(data), xxhash.xxh3_64(data).hexdigest()) for name, data in contents.items()
+    }
 
 
 def test_two_ranks_then_one_then_two(tmp_path: Path) -> None:
@@ -128,4 +130,4 @@ def test_sizes_are_compared_always_and_bytes_where_asked(tmp_path: Path) -> None
 
 
 def test_a_record_is_what_meta_json_holds() -> None:
-    assert dataclasses.asdict(FileRecord(3, 5)) == {"bytes": 3, "crc32": 5}
+    assert dataclasses.asdict(FileRecord(3, "5f")) == {"bytes": 3, "xxh3": "5f"}

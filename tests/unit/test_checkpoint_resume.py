@@ -26,7 +26,7 @@ IDENTITY = RunIdentity(
     model="abc", data="def", optimizer="adamw", reference=None, seed=1, global_batch_size=8
 )
 CONTENT = b"whole"
-FILES = {"data": FileRecord(5, 0xC459294F)}
+FILES = {"data": FileRecord(5, "d35c10d541c3c98b")}
 
 
 def make_run(
