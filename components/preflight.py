@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 
 from components.checkpoint import read_meta
 from runner.errors import ConfigError
@@ -105,6 +106,19 @@ def check_early_stop(metric: str | None, mode: str, patience: int, resume: Path 
         raise ConfigError(
             f"run.early_stop: in {resume}, {metric} has not improved for {evaluations} evaluations already; "
             f"set run.patience above {evaluations}, or run.early_stop=null."
+        )
+
+
+def check_start(init_from: str | None, resume: Path | None) -> None:
+    """A run that goes on has weights; those that it began with can only be what they were."""
+    if init_from is None or resume is None:
+        return
+    config = resume.absolute().parent.parent / "config.yaml"
+    began = yaml.safe_load(config.read_text())["run"].get("init_from") if config.is_file() else None
+    if began != init_from:
+        raise ConfigError(
+            f"run.init_from: {resume} goes on with its own weights, and its run began with {began}; leave "
+            "run.init_from out, or use run.resume=never."
         )
 
 

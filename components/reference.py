@@ -60,7 +60,7 @@ class ReferenceSource:
         Neither on the layout nor on the engine, which they depend on by their rounding alone.
         """
         config = self.model.config().to_dict() | {"_name_or_path": None}
-        weights = [self.model.content(), seed if self.model.init == "random" else None]
+        weights = [self.model.content(), seed if self.model.drawn else None]
         return cache / "reference" / digest([repr(config), weights, dtype, version("transformers")])
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from hydra.utils import get_object
 from pydantic import TypeAdapter, ValidationError
 
+from components.checkpoint import whole_checkpoint
 from runner.errors import ConfigError
 from runner.protocols import Loss, ParallelismSpec, SchedulerSpec
 from runner.provenance import Provenance, did_you_mean
@@ -45,7 +46,10 @@ def build_experiment(config: Mapping[str, Any], where: Provenance) -> Experiment
         if key not in known:
             raise ConfigError(f"{key} ({where.of(key)}): nothing reads this key; {did_you_mean(key, known)}")
     parts = {group: build_component(group, config[group], where) for group in GROUPS}
-    return Experiment(run=construct(RunConfig, "run", config["run"], where), **parts)
+    run = construct(RunConfig, "run", config["run"], where)
+    if run.init_from is not None:
+        parts["model"] = parts["model"].start_from(whole_checkpoint("run.init_from", run.init_from))
+    return Experiment(run=run, **parts)
 
 
 def build_component(group: str, node: Mapping[str, Any], where: Provenance) -> Any:

@@ -66,6 +66,9 @@ class Launch:
         self.began = time.time() if began is None else began
         self.console = Console(stderr=True)
         self.experiment = build_experiment(config, where)
+        if self.experiment.run.init_from is not None:  # ranks read the checkpoint that is the newest now
+            point = str(self.experiment.model.checkpoint)
+            self.config = {**config, "run": {**config["run"], "init_from": point}}
         self.reference = resolve_reference(
             self.experiment.stage, self.experiment.model, self.experiment.adapter
         )
@@ -125,6 +128,8 @@ class Launch:
         with log_to(None, self.console):
             asked = Resume(run.resume, verify=run.verify, force=run.resume_force)
             resume = asked.point(Path(run.output_dir), run.name, identity)
+        if run.resume != "auto":  # which begins with the weights where there is nothing to go on with
+            preflight.check_start(self.config["run"]["init_from"], resume)
         preflight.check_length(run.eval_every, data.eval is not None, data.num_steps, resume)
         preflight.check_early_stop(run.early_stop, run.metric_mode, run.patience, resume)
         if run.profile:

@@ -37,6 +37,7 @@ class RunConfig:
     resume: str
     verify: bool
     resume_force: bool
+    init_from: str | None
     export: bool
     sample_tokens: int
     max_time: float | str | None

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.adapters.folder import CONFIG, PREFIX, TENSORS
 from components.adapters.targets import linear_names, matches, short_names
-from components.models import ModelSpec, export_folder, named_shapes
+from components.models import ModelSpec, named_shapes, stream_folder
 from components.models.completion import amend
 from components.models.export import SHARD_BYTES, gather, rank, write_shards
 
@@ -54,24 +54,27 @@ def finish_export(
 ) -> PreTrainedTokenizerBase:
     """Adds the tokenizer, and returns it. In one process, when every rank has exported.
 
-    Where the model's weights are random, it writes these to the folder ``base`` in ``dtype`` and names them
-    in adapter_config.json.
+    Where the model's weights are random, or a checkpoint's, it writes these to the folder ``base`` in
+    ``dtype`` and names them in adapter_config.json.
     """
     tokenizer = spec.load_tokenizer()
     tokenizer.save_pretrained(export)
-    if spec.init != "random":
+    if spec.readable:
         return tokenizer
-    weights = spec.weights(seed)
-    names = named_shapes(spec.build(spec.config()))
-    export_folder(spec, ((name, weights(name).to(dtype)) for name in names), base, dtype)
+    stream_folder(spec, named_shapes(spec.build(spec.config())), spec.weights(seed), base, dtype)
     spec.add_tokenizer(base)
-    amend(export / CONFIG, {BASE: str(base.absolute())})
+    name_base(export, base)
     return tokenizer
 
 
+def name_base(export: Path, base: Path) -> None:
+    """Says in the adapter's folder ``export`` that its model is in the folder ``base``."""
+    amend(export / CONFIG, {BASE: str(base.absolute())})
+
+
 def base_name(spec: ModelSpec) -> str | None:
-    """What peft loads the model from; None: random weights are nowhere on disk."""
-    if spec.init == "random" or spec.path is None:
+    """What peft loads the model from; None: the weights are in no folder that it reads."""
+    if not spec.readable or spec.path is None:
         return None
     folder = Path(spec.path).expanduser()
     return str(folder.absolute()) if folder.is_dir() else spec.path

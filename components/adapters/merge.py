@@ -1,15 +1,15 @@
 """Adding an adapter to its model, for programs that know no adapters."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from components.adapters.export import BASE, REVISION
 from components.adapters.folder import CONFIG, adapter_file, read_settings
 from components.adapters.spec import MAGNITUDE, A, B, LoRA
-from components.models import ModelSpec, WeightSource, export_folder, named_shapes
+from components.models import ModelSpec, WeightSource, named_shapes, stream_folder
 from components.models.folder import read_json
 from runner.errors import ConfigError
 
@@ -25,24 +25,37 @@ def merge_adapter(
     Raises:
         ConfigError: a folder cannot be read, the adapter is of another model, or ``output`` is not empty.
     """
-    target = Path(output).expanduser()
-    if target.exists() and (target.is_file() or any(target.iterdir())):
-        raise ConfigError(f"output={output}: is not an empty folder; name a new one.")
+    target = new_folder(output)
     spec = base_of(adapter, base)
     model = spec.build(spec.config())
     described = LoRA(**read_settings(adapter), init=None, path=adapter)
     described.check(model)
     weights = spec.weights(0)
-    shapes, own = described.shapes(model), described.weights(model, 0, weights)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name in named_shapes(model):
-            value = (own if name in shapes else weights)(name).float()
-            yield name, added(value, name.removesuffix(".weight"), shapes, own, described.scaling).to(dtype)
-
-    export_folder(spec, tensors(), target, dtype)
+    merged = merged_weights(described, model, weights, described.weights(model, 0, weights))
+    stream_folder(spec, named_shapes(model), merged, target, dtype)
     spec.add_tokenizer(target)
     return target
+
+
+def new_folder(output: str) -> Path:
+    """ConfigError: there is something at ``output``."""
+    target = Path(output).expanduser()
+    if target.exists() and (target.is_file() or any(target.iterdir())):
+        raise ConfigError(f"output={output}: is not an empty folder; name a new one.")
+    return target
+
+
+def merged_weights(
+    adapter: LoRA, model: PreTrainedModel, weights: WeightSource, own: WeightSource
+) -> WeightSource:
+    """``weights`` of ``model`` with the adapter's ``own`` added, in float32."""
+    shapes = adapter.shapes(model)
+
+    def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        value = (own if name in shapes else weights)(name).float()
+        return added(value, name.removesuffix(".weight"), shapes, own, adapter.scaling)[index]
+
+    return read
 
 
 def base_of(adapter: str, base: str | None) -> ModelSpec:

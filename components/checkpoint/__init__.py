@@ -2,6 +2,14 @@
 
 from components.checkpoint.folder import CheckpointMeta, complete_checkpoints, read_meta
 from components.checkpoint.policy import CheckpointPolicy
-from components.checkpoint.resume import Resume, RunIdentity
+from components.checkpoint.resume import Resume, RunIdentity, whole_checkpoint
 
-__all__ = ["CheckpointMeta", "CheckpointPolicy", "Resume", "RunIdentity", "complete_checkpoints", "read_meta"]
+__all__ = [
+    "CheckpointMeta",
+    "CheckpointPolicy",
+    "Resume",
+    "RunIdentity",
+    "complete_checkpoints",
+    "read_meta",
+    "whole_checkpoint",
+]

@@ -34,8 +34,8 @@ class RunIdentity:
 REMEDIES = {
     "model": "model: the checkpoint is of another model; use the one it was written with",
     "optimizer": "set optimizer={theirs}",
-    "reference": "the reference model was {theirs}; set model.init, model.path, model.revision "
-    "and stage.reference_path to it",
+    "reference": "the reference model was {theirs}; set run.init_from, model.init, model.path, "
+    "model.revision and stage.reference_path to it",
     "trained": "adapter, model.freeze: other parameters were trained; use those of its run",
     "base": "model: the frozen weights are not those of its run (model.path has changed); use the same",
     "seed": "set run.seed={theirs}",
@@ -66,9 +66,10 @@ class Resume:
         """
         if self.how == "never":
             return None
-        point = newest(output_dir / name) if self.how == "auto" else named(Path(self.how))
+        point = newest(output_dir / name) if self.how == "auto" else located("run.resume", self.how)
         if point is not None:
-            check_same_run(point, check_whole(point, checksums=self.verify), identity, force=self.force)
+            meta = check_whole("run.resume", point, checksums=self.verify)
+            check_same_run(point, meta, identity, force=self.force)
         return point
 
 
@@ -86,19 +87,32 @@ def run_order(run: Path) -> tuple[str, int]:
     return stamp, int(number) if number.isdigit() else 0
 
 
-def named(path: Path) -> Path:
-    path = path.expanduser()
-    if is_complete(path):
-        return path
-    if path.name.startswith("step_") and path.is_dir():
-        raise ConfigError(f"run.resume: {path} was never completed; take another checkpoint of its run.")
-    if found := complete_checkpoints(path / "checkpoints"):
-        return found[-1]
-    reason = "holds no complete checkpoint" if path.is_dir() else "is not a folder"
-    raise ConfigError(f"run.resume: {path} {reason}; give a run folder or a checkpoint folder, or never.")
+def whole_checkpoint(option: str, path: str) -> Path:
+    """The checkpoint folder ``path``; of a run folder, or a folder of runs, its newest one; absolute.
+
+    Raises:
+        ConfigError: (naming ``option``) there is none, or a file of it is not as long as it was written.
+    """
+    point = located(option, path)
+    check_whole(option, point, checksums=False)
+    return point
 
 
-def check_whole(point: Path, *, checksums: bool) -> CheckpointMeta:
+def located(option: str, path: str) -> Path:
+    given = Path(path).expanduser().absolute()
+    if is_complete(given):
+        return given
+    if given.name.startswith("step_") and given.is_dir():
+        raise ConfigError(f"{option}: {path} was never completed; take another checkpoint of its run.")
+    found = complete_checkpoints(given / "checkpoints")
+    newest_one = found[-1] if found else newest(given)
+    if newest_one is None:
+        reason = "holds no complete checkpoint" if given.is_dir() else "is not a folder"
+        raise ConfigError(f"{option}: {path} {reason}; give a run folder or a checkpoint folder.")
+    return newest_one
+
+
+def check_whole(option: str, point: Path, *, checksums: bool) -> CheckpointMeta:
     """
     Raises:
         ConfigError: a file is not as it was written; offers the newest whole checkpoint before it.
@@ -109,8 +123,8 @@ def check_whole(point: Path, *, checksums: bool) -> CheckpointMeta:
     earlier = [folder for folder in complete_checkpoints(point.parent) if step_of(folder) < step_of(point)]
     offers = (folder for folder in reversed(earlier) if inspect(folder, checksums=checksums)[1] is None)
     offer = next(offers, None)
-    remedy = "no earlier one of its run is whole" if offer is None else f"take run.resume={offer}"
-    raise ConfigError(f"run.resume: {point}: {wrong}; {remedy}.")
+    remedy = "no earlier one of its run is whole" if offer is None else f"take {option}={offer}"
+    raise ConfigError(f"{option}: {point}: {wrong}; {remedy}.")
 
 
 def inspect(point: Path, *, checksums: bool) -> tuple[CheckpointMeta | None, str | None]:

@@ -4,15 +4,20 @@ from components.models.export import export_folder
 from components.models.initialize import materialize_buffers, random_weights
 from components.models.pretrained import pretrained_weights
 from components.models.spec import ModelSpec
+from components.models.start import checkpoint_weights, start_from
+from components.models.stream import stream_folder
 from components.models.weights import WeightSource, named_shapes, signature
 
 __all__ = [
     "ModelSpec",
     "WeightSource",
+    "checkpoint_weights",
     "export_folder",
     "materialize_buffers",
     "named_shapes",
     "pretrained_weights",
     "random_weights",
     "signature",
+    "start_from",
+    "stream_folder",
 ]

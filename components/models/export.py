@@ -38,11 +38,16 @@ def export_folder(
     path.mkdir(parents=True, exist_ok=True)
     written = gather(write_shards(path, tensors, shard_bytes))
     if rank() == 0:
-        save_config(spec.config(), path, dtype)
-        copy_generation_config(spec, path)
-        name_shards(path, [shard for shards in written for shard in shards])
+        finish_folder(spec, path, dtype, [shard for shards in written for shard in shards])
     if dist.is_initialized():
         dist.barrier()
+
+
+def finish_folder(spec: ModelSpec, path: Path, dtype: torch.dtype, shards: list[tuple[Path, Sizes]]) -> None:
+    """Adds the configurations to the files that were written, and gives these their names."""
+    save_config(spec.config(), path, dtype)
+    copy_generation_config(spec, path)
+    name_shards(path, shards)
 
 
 def rank() -> int:

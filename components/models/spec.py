@@ -118,6 +118,16 @@ class ModelSpec:
         return model
 
     @property
+    def drawn(self) -> bool:
+        """Whether the initial weights are random ones, and so a function of the seed."""
+        return self.init == "random"
+
+    @property
+    def readable(self) -> bool:
+        """Whether the initial weights are those that ``from_pretrained`` reads at ``path``."""
+        return self.init == "pretrained"
+
+    @property
     def origin(self) -> str:
         """Where the initial weights come from, in words."""
         at = f" of {self.path} {self.revision or ''}".rstrip() if self._reads_path else ""
@@ -130,6 +140,12 @@ class ModelSpec:
             return content(self.folder(weights=True))
         fields = self.config().to_dict() | {"transformers_version": None}
         return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+
+    def start_from(self, checkpoint: Path) -> "ModelSpec":
+        """The same model with the weights in ``checkpoint``, a whole one, as its initial weights."""
+        from components.models.start import start_from  # here, as it is made of this class
+
+        return start_from(self, checkpoint)
 
     def signature(self, model: PreTrainedModel) -> str:
         """Two models with one signature can read each other's checkpoints."""

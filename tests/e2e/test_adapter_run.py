@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from components.models.pretrained import content
+from runner.errors import ConfigError
 from runner.export import export
 from tests.e2e.commands import SMALL, call_here, curve, run_here
 
@@ -34,6 +35,27 @@ def test_the_export_is_an_adapter_over_the_base(run: Path, tmp_path: Path) -> No
     export([f"adapter={run / 'export'}", "merge=true", f"output={tmp_path / 'merged'}"])
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
     torch.testing.assert_close(merged, adapted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_checkpoint_is_exported_as_by_the_run(run: Path, tmp_path: Path) -> None:
+    export([f"checkpoint={run}", f"output={tmp_path / 'out'}"])
+    names = sorted(path.name for path in (run / "export").iterdir())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (run / "export" / name).read_bytes(), name
+    merged, ours = tmp_path / "merged", tmp_path / "ours"
+    export([f"adapter={run / 'export'}", "merge=true", f"output={merged}"])
+    export([f"checkpoint={run}", "merge=true", f"output={ours}"])
+    assert (ours / "model.safetensors").read_bytes() == (merged / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match="dtype: an adapter is kept in fp32"):
+        export([f"checkpoint={run}", "dtype=bf16", f"output={tmp_path / 'other'}"])
+
+
+def test_no_model_begins_with_an_adapter(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call_here(f"run.output_dir={tmp_path}", *SMALL, f"run.init_from={run}") == 2
+    assert "adapter.path=RUN/export" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_it_resumes_and_only_on_its_base(

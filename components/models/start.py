@@ -1,0 +1,98 @@
+"""A model whose initial weights are those of a checkpoint: ``run.init_from``."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from components.checkpoint.slices import StoredTensors
+from components.models.pretrained import file_hash
+from components.models.spec import ModelSpec
+from components.models.weights import WeightSource, named_shapes
+from runner.errors import ConfigError
+
+OPTION = "run.init_from"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointedModel(ModelSpec):
+    """The model that ``ModelSpec`` describes, with the weights in ``checkpoint``, a whole one."""
+
+    checkpoint: Path
+
+    @property
+    def drawn(self) -> bool:
+        return False
+
+    @property
+    def readable(self) -> bool:
+        return False
+
+    @property
+    def origin(self) -> str:
+        return f"{OPTION}={self.checkpoint}"
+
+    def content(self) -> str:
+        files = sorted(self.checkpoint.glob("*.distcp"))
+        return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
+
+    def weights(self, seed: int) -> WeightSource:  # noqa: ARG002
+        """Each part is read when it is asked for, whatever layout wrote it.
+
+        Raises:
+            ConfigError: the checkpoint holds other tensors than those of this model.
+        """
+        return checkpoint_weights(self.checkpoint, named_shapes(self.build(self.config())), OPTION)
+
+
+def start_from(model: ModelSpec, checkpoint: Path) -> CheckpointedModel:
+    return CheckpointedModel(
+        **{field.name: getattr(model, field.name) for field in fields(ModelSpec)}, checkpoint=checkpoint
+    )
+
+
+def checkpoint_weights(folder: Path, shapes: Mapping[str, torch.Size], option: str) -> WeightSource:
+    """The tensors ``shapes`` out of the checkpoint ``folder``; it may hold no others.
+
+    Raises:
+        ConfigError: (naming ``option``) it lacks one, or has another, or one of another shape.
+    """
+    tensors = StoredTensors(folder)
+    check_shapes(folder, tensors.shapes("model"), shapes, option)
+
+    def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        return tensors.read(f"model/{name}", index)
+
+    return read
+
+
+def check_shapes(
+    folder: Path, stored: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size], option: str
+) -> None:
+    missing = [name for name in wanted if name not in stored]
+    extra = [name for name in stored if name not in wanted]
+    if any(name.endswith(".lora_A.weight") for name in extra):
+        raise ConfigError(
+            f"{option}: {folder} holds an adapter, and not of this model; continue an adapter with "
+            "adapter.path=RUN/export."
+        )
+    if missing and not extra:
+        raise ConfigError(
+            f"{option}: {folder} lacks {missing[0]} ({len(missing)} missing): its run trained a part of the "
+            "model, or a smaller one; use model.path=RUN/export, or the model options of its run."
+        )
+    if missing or extra:
+        what = f"lacks {missing[0]}" if missing else f"has {extra[0]}, for which there is no place"
+        raise ConfigError(
+            f"{option}: {folder} {what} ({len(missing)} missing, {len(extra)} too many); it is of another "
+            "model: use the model options of its run."
+        )
+    for name, shape in wanted.items():
+        if stored[name] != shape:
+            raise ConfigError(
+                f"{option}: {folder}: {name} is {list(stored[name])}, but the model asks for {list(shape)}; "
+                "use the model options of its run."
+            )

@@ -1,0 +1,221 @@
+"""Runs of test_any_to_any.py by the path that a user's take, and how far one is from another."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks.compose import composed
+from benchmarks.parity_cells import curve_error, write_adapter, write_samples
+from benchmarks.parity_ranks import silence
+from benchmarks.parity_rows import EXPERIMENT, OVERLAPPED
+from components.checkpoint.format import load_tensors
+from components.losses import NextToken
+from runner import train
+from runner.build import build_experiment
+from runner.folder import read_facts
+from runner.launch import Launch
+from runner.protocols import Batch, LossOutput, TokenStats
+from runner.provenance import Provenance
+from runner.train import run_rank
+from tests.ranks import Ranks
+
+STEPS, HALF = 6, 3
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "single": ("parallelism=single",),
+    "fsdp2": ("parallelism=fsdp2", "parallelism.dp=2"),
+    "fsdp2 offload": ("parallelism=fsdp2", "parallelism.dp=2", "parallelism.cpu_offload=true"),
+    "fsdp2 tp2": ("parallelism=fsdp2_tp2", "parallelism.dp=1"),
+    "fsdp2 cp2": ("parallelism=fsdp2_cp2", "parallelism.dp=2"),
+    "hsdp": ("parallelism=hsdp",),
+    "megatron": ("parallelism=megatron",),
+    "dp2 sharded": ("parallelism=megatron_dp2", *OVERLAPPED),
+    "tp2": ("parallelism=tp2", "parallelism.sequence_parallel=true"),
+    "pp2": ("parallelism=pp2",),
+    "pp2vpp2": ("parallelism=pp2vpp2",),
+    "pp2vpp2cp2": ("parallelism=pp2vpp2", "parallelism.cp=2"),
+    "tp2pp2": ("parallelism=tp2pp2",),
+    "tp2cp2": ("parallelism=tp2cp2",),
+}
+UNLUCKY = ("stage=sft", "stage._target_=tests.distributed.any_to_any_cases.Unlucky", "optimizer.lr=1e-3")
+LORA = (*UNLUCKY, "adapter=lora")
+WORK: dict[str, tuple[str, ...]] = {
+    "full": UNLUCKY,
+    "lora": LORA,
+    "lora dropout": (*LORA, "adapter.dropout=0.2"),
+    "dpo": ("stage=dpo", "optimizer.lr=1e-5"),
+}
+
+
+@dataclass(frozen=True)
+class Unlucky(NextToken):
+    """Is not finite in the micro-batch whose token ids add up to ``total``."""
+
+    total: int = 0
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        output = super().__call__(stats, batch)
+        bad = int(batch.input_ids.sum()) == self.total
+        return LossOutput({"loss": output.terms["loss"] * math.nan}) if bad else output
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Those of train steps, without what a clock says."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        rows = [row for row in map(json.loads, lines) if "train/loss" in row]
+        return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
+
+    def point(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step_{step:08d}"
+
+    @property
+    def loaded(self) -> Path:
+        """What the engine wrote as soon as it had read the checkpoint that the run began with."""
+        return self.folder / "loaded"
+
+
+class Matrix:
+    """Four ranks that stay up, and the runs under ``root``; those of all steps are made once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.ranks = root, Ranks(4)
+        self.wholes: dict[tuple[str, str], Run] = {}
+        for kind in ("chat", "preference"):
+            write_samples(kind, root / f"{kind}.jsonl", count=120)
+        write_adapter(root / "adapter")  # with a new one half of the gradients are 0, and Adam follows noise
+        self.unlucky = self.first_tokens(step=1)
+
+    def whole(self, work: str, layout: str) -> Run:
+        """All steps, with a checkpoint at half of them; the second of a full or LoRA run is skipped."""
+        if (work, layout) not in self.wholes:
+            self.wholes[work, layout] = self.run(work, layout, f"run.save_every={HALF}")
+        return self.wholes[work, layout]
+
+    def resumed(self, work: str, layout: str, point: Path, *more: str) -> Run:
+        """From ``point`` to the last step."""
+        return self.run(work, layout, f"run.resume={point}", *more)
+
+    def run(self, work: str, layout: str, *more: str) -> Run:
+        launch = self.launch(work, layout, *more)
+        run = Run(launch.prepare())
+        self.ranks.run(train_rank, run.folder, run.loaded, size=launch.world_size, timeout=300)
+        return run
+
+    def launch(self, work: str, layout: str, *more: str) -> Launch:
+        chosen = (*WORK[work], *LAYOUTS[layout], *more)
+        if work != "dpo":
+            chosen += (f"+stage.total={self.unlucky}",)
+        if "adapter=lora" in chosen:
+            chosen += (f"adapter.path={self.root}/adapter",)
+        here = (
+            "run.name=matrix",
+            f"run.output_dir={self.root}/runs",
+            f"data.train={self.root}/{'preference' if work == 'dpo' else 'chat'}.jsonl",
+            f"data.cache_dir={self.root}/cache",
+            "data.num_workers=1",
+            "run.global_batch_size=8",
+            f"run.max_steps={STEPS}",
+            "run.save_model_only=false",
+            "run.keep_last=0",
+            "scheduler=cosine",
+            "scheduler.warmup_steps=2",
+        )
+        launch = Launch(composed([*EXPERIMENT, *here, *chosen]), Provenance(), command=chosen)
+        launch.console = Console(quiet=True)
+        return launch
+
+    def first_tokens(self, step: int) -> int:
+        """The sum of the token ids of the first micro-batch of ``step``."""
+        self.unlucky = 0
+        launch = self.launch("full", "single")
+        facts = read_facts(launch.prepare())
+        data = build_experiment(launch.config, Provenance()).data.restore(facts["data"])
+        loader = data.train_loader(global_batch_size=8, micro_batch_size=2, data_rank=0, data_size=1)
+        return int(loader.microbatches(step)[0].input_ids.sum())
+
+
+def save(engine: Any, path: Path) -> None:
+    """Every rank calls it together."""
+    engine.save(path)
+
+
+def train_rank(folder: Path, loaded: Path) -> None:
+    """The run that is prepared in ``folder``; what it resumes from is written to ``loaded`` at once."""
+    with silence(), saving_what_is_loaded(loaded):
+        run_rank(folder)
+
+
+@contextmanager
+def saving_what_is_loaded(path: Path) -> Iterator[None]:
+    build_engine = train.build_engine
+
+    def build(*args: Any) -> Any:
+        engine: Any = build_engine(*args)
+        load = engine.load
+
+        def load_and_save(point: Path) -> None:
+            load(point)
+            path.mkdir(exist_ok=True)
+            save(engine, path)
+
+        engine.load = load_and_save
+        return engine
+
+    with mock.patch.object(train, "build_engine", build):
+        yield
+
+
+def read(point: Path, *, streams: bool = False) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint; those of random generators, which belong to ranks, with ``streams``."""
+    stored = dcp.FileSystemReader(point).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(meta.size, dtype=meta.properties.dtype)  # type: ignore[union-attr]
+        for key, meta in stored.items()
+        if streams or not key.startswith("rng")
+    }
+    load_tensors(point, tensors)
+    return tensors
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bitwise."""
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def assert_close_moments(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 1e-6) -> None:
+    """Relative to the largest value of its kind."""
+    assert found.keys() == expected.keys()
+    for kind in ("exp_avg", "exp_avg_sq"):
+        names = [name for name in expected if name.partition("/")[0] == kind]
+        largest = max(float(expected[name].abs().max()) for name in names)
+        errors = {name: float((found[name] - expected[name]).abs().max()) / largest for name in names}
+        worst = max(errors, key=errors.__getitem__)
+        assert errors[worst] <= bound, f"{worst}: {errors[worst]:.1e}"
+
+
+def assert_same_steps(found: Run, reference: Run, bound: float = 1e-5) -> None:
+    """The steps that ``found`` took are those of ``reference``: batches, rates and counts exactly."""
+    ours = found.rows
+    theirs = [row for row in reference.rows if row["step"] >= ours[0]["step"]]
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for key in ("lr", "num_tokens", "num_labels", "num_samples", "skipped", "seqlen_mean", "seqlen_max"):
+        assert [row[f"train/{key}"] for row in ours] == [row[f"train/{key}"] for row in theirs], key
+    for key in ("train/loss", "train/grad_norm"):
+        values = [torch.tensor([row[key] for row in rows], dtype=torch.float64) for rows in (ours, theirs)]
+        assert curve_error(*values) <= bound, f"{key}: {values}"

@@ -1,0 +1,85 @@
+"""A run that was saved on any engine and layout goes on on any other, as if it had never stopped."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.any_to_any_cases import (
+    HALF,
+    STEPS,
+    Matrix,
+    Run,
+    assert_close_moments,
+    assert_equal,
+    assert_same_steps,
+    read,
+)
+
+PAIRS = [
+    ("full", "fsdp2", "tp2pp2"),
+    ("full", "hsdp", "dp2 sharded"),
+    ("full", "fsdp2 tp2", "pp2vpp2cp2"),
+    ("full", "dp2 sharded", "fsdp2 cp2"),
+    ("full", "pp2vpp2cp2", "single"),
+    ("full", "fsdp2 cp2", "tp2cp2"),
+    ("full", "tp2cp2", "pp2"),
+    ("full", "single", "tp2"),
+    ("lora", "fsdp2 offload", "tp2pp2"),
+    ("lora", "pp2vpp2", "hsdp"),
+    ("lora", "dp2 sharded", "fsdp2 tp2"),
+    ("lora", "tp2", "dp2 sharded"),
+    ("dpo", "fsdp2", "pp2"),
+    ("dpo", "tp2", "fsdp2"),
+]
+SAME = [
+    ("full", "hsdp"),
+    ("full", "fsdp2 cp2"),
+    ("full", "tp2pp2"),
+    ("full", "pp2vpp2cp2"),
+    ("lora dropout", "fsdp2"),
+    ("lora dropout", "dp2 sharded"),
+    ("dpo", "tp2"),
+]
+CHAIN = ("tp2pp2", "fsdp2", "single", "pp2vpp2")
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+    made = Matrix(tmp_path_factory.mktemp("matrix"))
+    with made.ranks:
+        yield made
+
+
+def assert_goes_on(matrix: Matrix, work: str, before: Run, step: int, layout: str, *more: str) -> Run:
+    """From the checkpoint at ``step`` of ``before``; the run on ``layout``."""
+    reference = matrix.whole(work, "single")
+    after = matrix.resumed(work, layout, before.point(step), *more)
+    written = read(before.point(step))
+    assert_equal(read(after.loaded), written)
+    assert written["optimizer_step"].item() == step - (work != "dpo"), "a skipped step is no update"
+    assert_same_steps(after, reference)
+    return after
+
+
+@pytest.mark.parametrize(("work", "before", "after"), PAIRS)
+def test_a_run_goes_on_in_another_layout(matrix: Matrix, work: str, before: str, after: str) -> None:
+    reference, saved = matrix.whole(work, "single"), matrix.whole(work, before)
+    assert reference.rows[-1]["train/skipped"] == (work != "dpo")
+    rest = assert_goes_on(matrix, work, saved, HALF, after)
+    assert_close_moments(read(rest.loaded), read(reference.point(HALF)))
+
+
+@pytest.mark.parametrize(("work", "layout"), SAME)
+def test_the_same_layout_goes_on_bitwise(matrix: Matrix, work: str, layout: str) -> None:
+    """Random streams too: an adapter's dropout draws what it would have drawn."""
+    whole = matrix.whole(work, layout)
+    rest = matrix.resumed(work, layout, whole.point(HALF))
+    assert rest.rows == whole.rows[HALF:]
+    for ours, theirs in ((rest.loaded, whole.point(HALF)), (rest.point(STEPS), whole.point(STEPS))):
+        assert_equal(read(ours, streams=True), read(theirs, streams=True))
+
+
+def test_a_chain_of_four_layouts(matrix: Matrix) -> None:
+    run = matrix.whole("full", CHAIN[0])
+    for step, layout in enumerate(CHAIN[1:], start=HALF):
+        run = assert_goes_on(matrix, "full", run, step, layout, "run.save_every=1")

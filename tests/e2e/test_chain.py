@@ -1,0 +1,127 @@
+"""pt -> sft -> dpo by ``run.init_from``, and what ``runner.export`` makes of their checkpoints."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from runner.errors import ConfigError
+from runner.export import export
+from tests.e2e.commands import SMALL, call_here, curve, rows, run_here
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The three runs of conf/experiment/chain_*.yaml; the first one keeps weights alone."""
+    folder = tmp_path_factory.mktemp("chain")
+    runs = {"pt": run_here(folder, "experiment=chain_pt", *SMALL, "run.save_model_only=true")}
+    runs["sft"] = run_here(folder, "experiment=chain_sft", *SMALL)
+    runs["dpo"] = run_here(folder, "experiment=chain_dpo", *SMALL, "run.save_every=2")
+    return runs
+
+
+@pytest.mark.parametrize(("before", "after"), [("pt", "sft"), ("sft", "dpo")])
+def test_a_stage_begins_with_the_weights_of_the_one_before(
+    chain: dict[str, Path], tmp_path: Path, before: str, after: str
+) -> None:
+    """Bitwise the run that reads the export of the one before: the reference too, but nothing else of it."""
+    small = [option for option in SMALL if not option.startswith("model.")]
+    export_of = ("model=hf", f"model.path={chain[before] / 'export'}")
+    other = run_here(tmp_path, f"experiment=chain_{after}", *export_of, *small, "run.init_from=null")
+    assert curve(other) == curve(chain[after])
+    point = chain[before] / "checkpoints" / "step_00000004"
+    assert yaml.safe_load((chain[after] / "config.yaml").read_text())["run"]["init_from"] == str(point)
+
+
+def test_a_resumed_run_has_the_reference_that_it_began_with(
+    chain: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = chain["dpo"] / "checkpoints" / "step_00000002"
+    same = (f"run.output_dir={tmp_path}", "stage=dpo", "optimizer.lr=1e-4", *SMALL, f"run.resume={half}")
+    assert call_here(*same) == 2
+    assert "the reference model was run.init_from=" in capsys.readouterr().err.replace("\n", " ")
+    assert call_here(*same, f"run.init_from={chain['pt']}") == 2
+    assert "run.init_from" in capsys.readouterr().err
+    rest = run_here(tmp_path / "rest", *same[1:], f"run.init_from={chain['sft']}")
+    assert curve(rest) == curve(chain["dpo"])[2:]
+
+
+def test_weights_that_would_not_be_read_are_refused(
+    chain: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longer = (f"run.output_dir={tmp_path}", *SMALL, "run.max_steps=6", f"run.resume={chain['sft']}")
+    assert call_here(*longer, "optimizer.lr=1e-3", f"run.init_from={chain['dpo']}") == 2
+    assert "leave run.init_from out" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("run.init_from={tmp}",), ["run.init_from: ", "holds none"]),
+        (("run.init_from={pt}", "model.architecture.hidden_size=32"), ["model asks for [8192, 32]"]),
+        (("run.init_from={pt}", "model.architecture.num_hidden_layers=3"), ["lacks model.layers.2"]),
+    ],
+)
+def test_other_checkpoints_are_refused(
+    chain: dict[str, Path],
+    tmp_path: Path,
+    options: tuple[str, ...],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    filled = [option.format(tmp=tmp_path, pt=chain["pt"]) for option in options]
+    assert call_here(f"run.output_dir={tmp_path}/out", *SMALL, *filled) == 2
+    message = capsys.readouterr().err.replace("\n", " ")
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("stage", ["pt", "dpo"])
+def test_an_export_is_that_of_the_run(chain: dict[str, Path], tmp_path: Path, stage: str) -> None:
+    export([f"checkpoint={chain[stage]}", f"output={tmp_path / 'out'}"])
+    assert_same_files(tmp_path / "out", chain[stage] / "export")
+
+
+def assert_same_files(found: Path, expected: Path) -> None:
+    names = sorted(path.name for path in expected.iterdir())
+    assert sorted(path.name for path in found.iterdir()) == names
+    assert [name for name in names if (found / name).read_bytes() != (expected / name).read_bytes()] == []
+
+
+def test_an_export_of_an_earlier_step_in_another_dtype(chain: dict[str, Path], tmp_path: Path) -> None:
+    point = chain["dpo"] / "checkpoints" / "step_00000002"
+    export([f"checkpoint={point}", f"output={tmp_path / 'out'}", "dtype=bf16"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    last = AutoModelForCausalLM.from_pretrained(chain["dpo"] / "export")
+    assert model.dtype == torch.bfloat16
+    assert not torch.equal(model.lm_head.weight, last.lm_head.weight.bfloat16())
+
+
+def test_a_part_of_a_model_is_completed_with_what_was_frozen(chain: dict[str, Path], tmp_path: Path) -> None:
+    frozen = ("model.freeze=[model.embed_tokens.*]", f"run.init_from={chain['pt']}", "run.max_steps=2")
+    run = run_here(tmp_path, *SMALL, *frozen)
+    export([f"checkpoint={run}", f"output={tmp_path / 'out'}"])
+    assert_same_files(tmp_path / "out", run / "export")
+    assert len(rows(run, "train/loss")) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["output={tmp}/o"], "checkpoint, adapter: is missing"),
+        (["checkpoint={pt}", "adapter=x", "output={tmp}/o"], "checkpoint, adapter: both are given"),
+        (["checkpoint={tmp}", "output={tmp}/o"], "checkpoint: "),
+        (["checkpoint={pt}"], "output: is missing"),
+        (["checkpoint={pt}", "output={pt}"], "output="),
+        (["checkpoint={pt}", "output={tmp}/o", "merge=true"], "merge: the checkpoint is of a whole model"),
+        (["checkpoint={pt}", "output={tmp}/o", "base=x"], "base: is not read"),
+        (["checkpoint={pt}", "output={tmp}/o", "dtype=fp16"], "dtype=fp16: must be fp32 or bf16"),
+    ],
+)
+def test_mistakes_in_an_export(
+    chain: dict[str, Path], tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        export([argument.format(tmp=tmp_path, pt=chain["pt"]) for argument in arguments])
+    assert str(caught.value).startswith(words)
