@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.checkpoint.format import save_tensors
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.mesh import stored, whole
 from components.engines.megatron import Megatron
@@ -180,28 +179,6 @@ def reference_logps(on: Layout) -> bool:
     return same and not any(torch.equal(a, b) for a, b in zip(start, moved, strict=True))
 
 
-def save_after(on: Layout, steps: int, path: Path) -> dict[str, Tensor]:
-    engine = make_engine(on=on)
-    for s in range(steps):
-        step(engine, share(engine, "packed", 2, seed=s), next_token())
-    path.mkdir(exist_ok=True)
-    save_tensors(path, engine.tensors())
-    state = snapshot(engine)
-    engine.close()
-    return state
-
-
-def load_and_step(on: Layout, path: Path, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What was loaded, and the state after one more step."""
-    engine = make_engine(on=on)
-    engine.load(path)
-    loaded = snapshot(engine)
-    step(engine, share(engine, "packed", 2, seed=seed), next_token())
-    after = snapshot(engine)
-    engine.close()
-    return loaded, after
-
-
 def bf16_by_sequence(on: Layout, dtype: torch.dtype) -> StepResult:
     engine, loss = make_engine(on=on, dtype=dtype), next_token("sequence")
     result = step(engine, share(engine, "packed", 2), loss)
@@ -286,11 +263,3 @@ def description(on: Layout) -> tuple[dict[str, Any], int]:
     held = sum(stored(parameter).numel() for parameter in engine.weights.values())
     engine.close()
     return described, held
-
-
-def load_and_save(on: Layout, read: Path, written: Path) -> None:
-    engine = make_engine(on=on)
-    engine.load(read)
-    written.mkdir(exist_ok=True)
-    save_tensors(written, engine.tensors())
-    engine.close()

@@ -85,13 +85,11 @@ def train(on: FSDP2 | Megatron, family: str, adapter: LoRA, stage: str = "sft", 
 
 @dataclass
 class Life:
-    """What a rank sees of an engine that trains an adapter, saves it, exports it and goes on."""
+    """What a rank sees of an engine that trains an adapter, saves it and exports it."""
 
     reference: list[Tensor]
     """Sums of log-probabilities by sequence, on the last stage."""
     trained: list[Tensor]
-    after: list[tuple[float, float]]
-    """Loss and norm of the steps that follow the checkpoint."""
     held: dict[str, tuple[Any, Tensor]]
     """By name: which part of it, and its values."""
     elements: dict[str, int]
@@ -104,7 +102,6 @@ def live(on: Megatron, adapter: LoRA, folder: Path) -> Life:
     save_tensors(folder / "checkpoint", engine.tensors())
     engine.export(folder / "export")
     reference, trained = sums(engine, reference=True), sums(engine, reference=False)
-    after = run_on(engine, next_token(), 2).curve
     held = {m.name: (str(m.index), p.detach().clone()) for p, (m,) in engine.blocks.items()}
     elements = {
         "described": engine.describe()["trained_parameters"],
@@ -118,7 +115,7 @@ def live(on: Megatron, adapter: LoRA, folder: Path) -> Life:
         ),
     }
     engine.close()
-    return Life(reference, trained, after, held, elements)
+    return Life(reference, trained, held, elements)
 
 
 def all_buckets(chunk: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """A run that was saved on any engine and layout goes on on any other, as if it had never stopped."""
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -83,3 +84,13 @@ def test_a_chain_of_four_layouts(matrix: Matrix) -> None:
     run = matrix.whole("full", CHAIN[0])
     for step, layout in enumerate(CHAIN[1:], start=HALF):
         run = assert_goes_on(matrix, "full", run, step, layout, "run.save_every=1")
+
+
+def test_a_run_begins_with_the_weights_of_another_layout(matrix: Matrix) -> None:
+    """A rank reads its slices of them, twice: for what is trained and for the reference."""
+    begin = f"run.init_from={matrix.whole('full', 'pp2vpp2cp2').point(HALF)}"
+    reference = matrix.run("dpo", "single", begin)
+    assert reference.rows[0]["train/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert reference.rows[0]["train/grad_norm"] != matrix.whole("dpo", "single").rows[0]["train/grad_norm"]
+    for layout in ("tp2pp2", "hsdp"):
+        assert_same_steps(matrix.run("dpo", layout, begin), reference)

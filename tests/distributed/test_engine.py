@@ -75,23 +75,6 @@ def test_the_reference_is_frozen(run: Run) -> None:
     assert all(run(cases.reference_logps))
 
 
-@pytest.mark.parametrize(("written_on", "read_on"), [(1, 1), (2, 2), (1, 2), (2, 1)])
-def test_a_checkpoint_of_any_layout_loads_on_any_other(
-    two: Ranks, tmp_path: Path, written_on: int, read_on: int
-) -> None:
-    def on(dp: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return [function(fsdp2(1), *args)] if dp == 1 else two.run(function, fsdp2(2), *args)
-
-    saved = on(written_on, cases.save_after, 3, tmp_path / "c")[0]
-    uninterrupted = on(read_on, cases.save_after, 4, tmp_path / "d")[0]
-    for loaded, after in on(read_on, cases.load_and_step, tmp_path / "c", 3):
-        assert cases.identical(loaded, saved)
-        if written_on == read_on:
-            assert cases.identical(after, uninterrupted)
-        for name, expected in uninterrupted.items():
-            torch.testing.assert_close(after[name], expected, rtol=1e-4, atol=1e-6)
-
-
 def test_weights_of_sequences_stay_fp32_in_bf16(run: Run) -> None:
     exact = cases.bf16_by_sequence(fsdp2(1), torch.float32)
     for result in run(cases.bf16_by_sequence, torch.bfloat16):

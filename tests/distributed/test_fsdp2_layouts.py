@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from components.engines.fsdp2 import FSDP2
 from tests.distributed import adapter_cases
 from tests.distributed import engine_cases as cases
-from tests.distributed.cases import assert_same, fsdp2, megatron, plain_model, plain_step
+from tests.distributed.cases import assert_same, fsdp2, plain_model, plain_step
 from tests.distributed.shared_prompt_cases import dpo_step, plain_dpo_step
 from tests.pairs import make_pairs
 from tests.ranks import Ranks
@@ -42,10 +41,8 @@ COMBINED = {
 class Pools:
     """Ranks of every number that is asked for."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self) -> None:
         self.pools: dict[int, Ranks] = {}
-        self.root = root
-        self.states: dict[tuple[FSDP2, int], tuple[Path, dict[str, Tensor]]] = {}
 
     def run(self, function: Callable[..., Any], on: FSDP2, *args: Any) -> list[Any]:
         """``function(on, ...)`` on the ranks that ``on`` takes; what each returned."""
@@ -56,17 +53,10 @@ class Pools:
             self.pools[size] = Ranks(size)
         return self.pools[size].run(function, on, *args)
 
-    def after(self, on: FSDP2, steps: int) -> tuple[Path, dict[str, Tensor]]:
-        """A checkpoint of ``on`` after so many steps, and what is in it; made once."""
-        if (on, steps) not in self.states:
-            path = self.root / str(len(self.states))
-            self.states[on, steps] = path, self.run(cases.save_after, on, steps, path)[0]
-        return self.states[on, steps]
-
 
 @pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    made = Pools(tmp_path_factory.mktemp("checkpoints"))
+def pools() -> Iterator[Pools]:
+    made = Pools()
     yield made
     for pool in made.pools.values():
         pool.close()
@@ -207,33 +197,6 @@ def test_the_reference_is_frozen_and_evaluation_is_exact(pools: Pools, name: str
     expected = plain_step("qwen3", "token").loss
     for evaluated, _ in pools.run(cases.evaluate, LAYOUTS[name]):
         assert evaluated == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", [*LAYOUTS, "tp2cp2"])
-@pytest.mark.parametrize("dp", [1, 2])
-def test_a_checkpoint_crosses_layouts(pools: Pools, name: str, dp: int) -> None:
-    """From this layout to another and back; the step after is that of the uninterrupted run."""
-    there, back = (LAYOUTS | COMBINED)[name], fsdp2(dp)
-    for written_on, read_on in [(there, back), (back, there), (there, there)][: 4 - dp]:
-        path, saved = pools.after(written_on, 3)
-        _, uninterrupted = pools.after(read_on, 4)
-        for loaded, after in pools.run(cases.load_and_step, read_on, path, 3):
-            assert cases.identical(loaded, saved)
-            for key, expected in uninterrupted.items():
-                torch.testing.assert_close(after[key], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_a_checkpoint_goes_through_megatron_unchanged(pools: Pools, tmp_path: Path) -> None:
-    """And the step after it is that of a run that never left FSDP2."""
-    through = tmp_path / "through"
-    ours, saved = pools.after(LAYOUTS["tp2"], 3)
-    with Ranks(2) as ranks:  # of their own: importing Megatron changes a process
-        ranks.run(cases.load_and_save, megatron(tp=2), ours, through)
-    _, uninterrupted = pools.after(fsdp2(), 4)
-    for loaded, after in pools.run(cases.load_and_step, LAYOUTS["tp2"], through, 3):
-        assert cases.identical(loaded, saved)
-        for key, expected in uninterrupted.items():
-            torch.testing.assert_close(after[key], expected, rtol=1e-4, atol=1e-6)
 
 
 @EVERY

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,35 +133,6 @@ def test_zeros_are_counted_once(run: Run, name: str) -> None:
     expected = sum(int((g == 0).sum()) for g in grads.values())
     assert expected > 0  # embeddings of tokens that do not occur
     assert set(run(cases.zeros_in_grad, LAYOUTS[name])) == {expected}
-
-
-ONE, TWO = fsdp2(1), fsdp2(2)
-
-
-@pytest.mark.parametrize(
-    ("written_on", "read_on"),
-    [
-        *((layout, layout) for layout in LAYOUTS.values()),
-        (LAYOUTS["tp2sp"], LAYOUTS["pp2"]),
-        (LAYOUTS["dp2"], LAYOUTS["single"]),
-        (LAYOUTS["pp2"], ONE),
-        (TWO, LAYOUTS["tp2sp"]),
-        (TWO, LAYOUTS["dp2"]),
-        (LAYOUTS["dp2"], TWO),
-    ],
-)
-def test_a_checkpoint_of_any_engine_loads_on_any_other(
-    run: Run, tmp_path: Path, written_on: FSDP2 | Megatron, read_on: FSDP2 | Megatron
-) -> None:
-    """Weights, moments and the number of updates: the step after it is the one that would have come."""
-    run(cases.save_after, written_on, 3, tmp_path / "c")
-    uninterrupted = run(cases.save_after, read_on, 4, tmp_path / "d")
-    answers = run(cases.load_and_step, read_on, tmp_path / "c", 3)
-    for (_, after), expected in zip(answers, uninterrupted, strict=True):
-        if written_on == read_on:
-            assert cases.identical(after, expected)
-        for name, value in expected.items():
-            torch.testing.assert_close(after[name], value, rtol=1e-4, atol=1e-6)
 
 
 def test_zeros_and_curves_do_not_see_padded_vocabulary(run: Run) -> None:

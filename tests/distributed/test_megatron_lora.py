@@ -10,8 +10,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from components.checkpoint.format import saved_keys
-from components.engines.fsdp2 import FSDP2
-from components.engines.megatron import Megatron
 from tests.distributed import megatron_lora_cases as cases
 from tests.distributed.cases import fsdp2, megatron, plain_model
 from tests.ranks import Ranks
@@ -116,18 +114,6 @@ def test_the_base_takes_no_state_and_is_in_no_checkpoint(life: tuple[Path, list[
     assert {made.elements["described"] for made in lives} == {total}
 
 
-@pytest.mark.parametrize(
-    "on", [LAYOUTS["tp2 sp"], LAYOUTS["pp2vpp2"], LAYOUTS["dp4 sharded"], fsdp2(2, tp=2)], ids=str
-)
-def test_a_checkpoint_goes_on_in_another_layout(
-    four: Ranks, life: tuple[Path, list[cases.Life]], on: FSDP2 | Megatron
-) -> None:
-    folder, lives = life
-    expected = torch.tensor(lives[0].after)
-    for after in four.run(cases.go_on, on, ADAPTER, folder):
-        assert torch.tensor(after) == pytest.approx(expected, rel=1e-5)
-
-
 def test_a_stage_may_have_nothing_to_train(four: Ranks, tmp_path: Path) -> None:
     """Neither in its backward nor in its optimizer, nor to save or to load."""
     adapter = cases.warm(("0.self_attn.v_proj", "0.mlp.down_proj"))
@@ -138,12 +124,6 @@ def test_a_stage_may_have_nothing_to_train(four: Ranks, tmp_path: Path) -> None:
         )
     again = four.run(cases.go_on, LAYOUTS["pp2"], adapter, tmp_path)
     assert torch.tensor(again[0]) == pytest.approx(torch.tensor(written[0]), rel=1e-5)
-
-
-def test_an_adapter_of_the_other_engine_goes_on(four: Ranks, tmp_path: Path) -> None:
-    written = cases.save_and_go_on(fsdp2(), ADAPTER, tmp_path)
-    for after in four.run(cases.go_on, LAYOUTS["tp2pp2"], ADAPTER, tmp_path):
-        assert torch.tensor(after) == pytest.approx(torch.tensor(written), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["tp2", "tp2 sp"])
