@@ -18,7 +18,7 @@ from benchmarks.compose import composed
 from benchmarks.parity_cells import curve_error, write_adapter, write_samples
 from benchmarks.parity_ranks import silence
 from benchmarks.parity_rows import EXPERIMENT, OVERLAPPED
-from components.checkpoint.format import load_tensors
+from components.checkpoint.format import load_tensors, save_tensors
 from components.losses import NextToken
 from runner import train
 from runner.build import build_experiment
@@ -151,7 +151,7 @@ class Matrix:
 
 def save(engine: Any, path: Path) -> None:
     """Every rank calls it together."""
-    engine.save(path)
+    save_tensors(path, engine.tensors())
 
 
 def train_rank(folder: Path, loaded: Path) -> None:
