@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from components.checkpoint.flat import FlatShard
+
 PATIENCE = timedelta(days=1)
 """With the disk of the slowest rank: peers that died are noticed at once."""
 
@@ -41,6 +43,8 @@ class HostCopy:
 
 def placed_like(tensor: Tensor, local: Tensor) -> Tensor:
     """``local`` in the place of this rank's part of ``tensor``."""
+    if isinstance(tensor, FlatShard):
+        return tensor.like(local)
     if not isinstance(tensor, DTensor):
         return local
     # from_local would move it to the mesh's device.

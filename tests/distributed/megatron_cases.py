@@ -1,9 +1,12 @@
 """What ranks of the Megatron engine run in tests."""
 
+import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from components.checkpoint.flat import FlatShard
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.mesh import stored
 from components.engines.megatron import Megatron
@@ -70,6 +73,12 @@ def three_steps(on: FSDP2 | Megatron, family: str) -> list[tuple[float, float]]:
 def kept_for_a_checkpoint(on: Megatron) -> dict[str, int]:
     """What this rank hands to the disk, in elements."""
     engine = make_engine(on=on)
-    kept = {name: stored(tensor).numel() for name, tensor in engine.tensors().items()}
+    kept = {name: saved(tensor) for name, tensor in engine.tensors().items()}
     engine.close()
     return kept
+
+
+def saved(tensor: Tensor) -> int:
+    if isinstance(tensor, FlatShard):
+        return sum(math.prod(box.sizes) for box in tensor.boxes)
+    return stored(tensor).numel()

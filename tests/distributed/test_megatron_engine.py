@@ -1,6 +1,7 @@
 """The Megatron engine as a state machine, in layouts of one and two ranks."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -182,8 +183,11 @@ def test_data_ranks_share_out_a_checkpoint(run: Run) -> None:
     one, other = run(megatron_cases.kept_for_a_checkpoint, LAYOUTS["dp2"])
     (alone,) = run(megatron_cases.kept_for_a_checkpoint, LAYOUTS["single"])
     tensors = [{k: n for k, n in kept.items() if not k.startswith("rng")} for kept in (one, other, alone)]
-    assert set(tensors[0]) & set(tensors[1]) == {"optimizer_step"}
-    assert tensors[0] | tensors[1] == tensors[2]
+    both = Counter(tensors[0]) + Counter(tensors[1])
+    assert both.pop("optimizer_step") == 2, "a replica, which is written once"
+    assert both == {key: n for key, n in tensors[2].items() if key != "optimizer_step"}
+    smaller, larger = sorted(sum(kept.values()) for kept in tensors[:2])
+    assert smaller > 0.9 * larger
     # The generators of a GPU have another state: a run may move there.
     assert {key for key in alone if key.startswith("rng")} >= {"rng/0", "rng_cpu_model-parallel-rng/0"}
     assert not any("cuda" in key for key in alone)

@@ -1,13 +1,15 @@
 """What a checkpoint of this engine holds: tensors under names that no engine and no layout changes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
+from components.checkpoint.flat import FlatShard
 from components.checkpoint.format import load_tensors, saved_keys
 from components.engines.megatron.runtime.optimizer import Update
 from components.engines.megatron.runtime.weights import Block, Blocks, as_dtensor, tensor_mesh
@@ -22,10 +24,10 @@ LOAD_BYTES = 1 << 30
 def saved_tensors(
     blocks: Blocks, update: Update, device: torch.device, *, model_only: bool
 ) -> dict[str, Tensor]:
-    """What this rank writes, in host memory; with ``model_only`` of the weights alone. Collective.
+    """What this rank writes; with ``model_only`` of the weights alone. No communication.
 
-    Ranks of dp x cp hold the same blocks, or shards of them that are gathered one parameter at a time: they
-    take turns at keeping one, so that together they hold one copy.
+    Ranks of dp x cp write the ranges that the distributed optimizer gave them. Without it they hold the same
+    blocks, and take turns at writing one (in host memory), so that together they write one copy.
     """
     mesh, kinds, tensors = tensor_mesh("cpu"), ["model"], dict[str, Tensor]()
     if not model_only:
@@ -35,14 +37,35 @@ def saved_tensors(
         if blocks:  # a pipeline stage may have no layer, and so no count
             tensors[STEP] = torch.tensor([update.step], dtype=torch.float32)
     for number, (parameter, members) in enumerate(blocks.items()):
-        mine = number % update.dp_cp.size() == update.dp_cp.rank()
-        for kind in kinds:
-            values = update.read(parameter, kind)
-            for member in members:
-                if member.primary and mine:
-                    part = member.read(values).contiguous().cpu()
-                    tensors[f"{kind}/{member.name}"] = as_dtensor(member, part, mesh)
+        if update.distributed:
+            tensors |= flat_shards(parameter, members, update, kinds)
+        elif number % update.dp_cp.size() == update.dp_cp.rank():
+            for kind in kinds:
+                values = update.read(parameter, kind)
+                for member in members:
+                    if member.primary:
+                        part = member.read(values).contiguous().cpu()
+                        tensors[f"{kind}/{member.name}"] = as_dtensor(member, part, mesh)
     return tensors
+
+
+def flat_shards(
+    parameter: nn.Parameter, members: Sequence[Block], update: Update, kinds: Sequence[str]
+) -> dict[str, Tensor]:
+    """This rank's range of ``parameter``, by key; what every rank of tp holds, the first of them writes."""
+    found = update.shard(parameter)
+    if found is None:
+        return {}
+    main, where = found
+    first = parallel_state.get_tensor_model_parallel_rank() == 0
+    shards: dict[str, Tensor] = {}
+    for member in members:
+        parts = list(member.boxes(parameter.shape, where))
+        if parts and member.primary and (first or member.dim is not None):
+            for kind in kinds:
+                flat = update.values(main, kind).reshape(-1)
+                shards[f"{kind}/{member.name}"] = FlatShard.of(flat, member.shape, parts)
+    return shards
 
 
 def load(path: Path, blocks: Blocks, update: Update, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from components.checkpoint.flat import Box, boxes
 from components.engines.megatron.table import hf_names
 from components.models import WeightSource
 
@@ -58,6 +59,22 @@ class Block:
         # One by one: torch refuses to copy a view of several groups onto itself.
         for target, group in zip(rows, value.reshape(rows.shape), strict=True):
             target.copy_(group)
+
+    def boxes(self, shape: torch.Size, where: slice) -> Iterator[Box]:
+        """What elements ``where`` of a flattened tensor of the parameter's ``shape`` are in the whole."""
+        columns, height, rows = math.prod(shape[1:]), shape[0] // self.groups, self.stop - self.start
+        for group in range(self.groups):
+            first = (group * height + self.start) * columns
+            begin = max(first, where.start)
+            origin = [part.start for part in self.index]
+            origin[0] += group * rows
+            yield from boxes(
+                begin - first,
+                min(first + rows * columns, where.stop) - first,
+                columns,
+                origin=origin,
+                start=begin - where.start,
+            )
 
     def _rows(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (self.groups, -1))[:, self.start : self.stop]

@@ -1,0 +1,79 @@
+"""A rank's range of a flattened tensor, written as it lies in memory: nothing is gathered to save it."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a whole tensor that is one after the other in a flat one."""
+
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    """In the flat tensor."""
+
+
+class FlatShard(Tensor):
+    """A one-dimensional tensor that says which ``boxes`` of the tensor of shape ``whole`` lie in it.
+
+    ``torch.distributed.checkpoint`` asks it for them (it saves only: reading needs the shape of the whole).
+    """
+
+    whole: torch.Size
+    boxes: Sequence[Box]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def of(flat: Tensor, whole: torch.Size, boxes: Sequence[Box]) -> "FlatShard":
+        """Shares memory with ``flat``."""
+        assert flat.dim() == 1, "a flat tensor"
+        made = Tensor._make_subclass(FlatShard, flat)
+        made.whole, made.boxes = whole, boxes
+        return made
+
+    def like(self, flat: Tensor) -> "FlatShard":
+        """The same part of the whole, with the values of ``flat``."""
+        return FlatShard.of(flat, self.whole, self.boxes)
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offset)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.sizes)),
+                    properties=properties,
+                    size=self.whole,
+                ),
+            )
+            for box in self.boxes
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        (box,) = [box for box in self.boxes if torch.Size(box.offset) == index.offset]
+        part = self.as_subclass(Tensor)[box.start : box.start + math.prod(box.sizes)]
+        return part.view(box.sizes)
+
+
+def boxes(begin: int, end: int, columns: int, *, origin: Sequence[int], start: int) -> Iterator[Box]:
+    """Elements ``begin:end`` of a flattened matrix: the end of a row, whole rows, the start of one.
+
+    ``origin``: where the matrix lies in the whole (of a vector, one number, and ``columns`` is 1); ``start``:
+    where element ``begin`` lies in the flat tensor.
+    """
+    while begin < end:
+        row, column = divmod(begin, columns)
+        full = (end - begin) // columns if column == 0 else 0
+        sizes = (full, columns) if full else (1, min(columns - column, end - begin))
+        place = zip(origin, (row, column), strict=False)
+        yield Box(tuple(o + at for o, at in place), sizes[: len(origin)], start)
+        begin, start = begin + math.prod(sizes), start + math.prod(sizes)
