@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from benchmarks.throughput import RESULTS, report
 from components.checkpoint import CheckpointPolicy, RunIdentity
@@ -52,7 +54,8 @@ def main(arguments: Sequence[str]) -> None:
     print(json.dumps(found, indent=2))
     path = RESULTS / "checkpoint.json"
     known = json.loads(path.read_text()) if path.exists() else {}
-    facts = report("benchmarks.checkpoint", arguments, f"{asked.ranks} ranks on the CPU, gloo", [], {})
+    command = [word.replace(str(asked.folder), "DIR") for word in arguments]
+    facts = report("benchmarks.checkpoint", command, f"{asked.ranks} ranks on the CPU, gloo", [], {})
     facts = {key: facts[key] for key in ("command", "date", "device", "versions")} | found
     path.write_text(json.dumps(known | {asked.engine: facts}, indent=2) + "\n")
 
@@ -69,11 +72,14 @@ def measure(engine_name: str, ranks: int, parameters: int, folder: Path, turns: 
         return CheckpointPolicy(folder / name, identity, 1, False, first, in_background=in_background)
 
     plain, background = policy("plain", in_background=False), policy("background", in_background=True)
-    engine.tensors()  # makes the moments
+    parts = (
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in engine.tensors().values()
+    )
+    local = list({tensor.data_ptr(): tensor for tensor in parts}.values())  # shards of q, k and v are one
     peak = 0.0
     for turn in range(turns + 1):
         now = TrainState(step=turn)
-        taken.setdefault("write_s", []).append(timed(lambda: write(engine, folder / f"plain_{rank}")))
+        taken.setdefault("write_s", []).append(timed(lambda: write(local, folder / f"plain_{rank}")))
         with_peak = PeakMemory()
         taken.setdefault("save_s", []).append(timed(lambda now=now: plain.save(engine, now)))
         peak = max(peak, with_peak.extra() / (state / ranks))
@@ -128,12 +134,11 @@ def build(name: str, ranks: int, parameters: int) -> Any:
     )
 
 
-def write(engine: Any, path: Path) -> None:
-    """The least that a save can be: this rank's bytes, one tensor after the other."""
+def write(tensors: Sequence[Tensor], path: Path) -> None:
+    """The least that a save can be: bytes, one tensor after the other."""
     with path.open("wb") as file:
-        for tensor in engine.tensors().values():
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            file.write(local.contiguous().numpy().data)
+        for tensor in tensors:
+            file.write(tensor.numpy().data)
         file.flush()
         os.fsync(file.fileno())
 

@@ -305,6 +305,23 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     # ---- resume and device
     "resume path": (["run.resume={tmp}/nowhere"], ["run.resume", "nowhere"]),
     "resume without a checkpoint": (["run.resume={tmp}"], ["run.resume"]),
+    "best of nothing": (["run.keep_best=eval/loss"], ["run.keep_best", "run.eval_every"]),
+    "best of a train metric": (
+        ["run.keep_best=train/loss", "run.eval_every=1"],
+        ["run.keep_best", "eval/loss"],
+    ),
+    "early stop without evaluations": (["run.early_stop=eval/loss"], ["run.early_stop", "run.eval_every"]),
+    "two metrics": (
+        ["run.keep_best=eval/loss", "run.early_stop=eval/accuracy", "run.eval_every=1"],
+        ["run.early_stop", "eval/accuracy", "name one"],
+    ),
+    "best without evaluation data": (
+        ["run.keep_best=eval/loss", "run.eval_every=1", "data=files", "data.train={tmp}/chat.jsonl"],
+        ["run.eval_every", "data.eval"],
+    ),
+    "patience": (["run.patience=0"], ["run.patience"]),
+    "metric mode": (["run.metric_mode=best"], ["run.metric_mode", "min"]),
+    "save error": (["run.on_save_error=ignore"], ["run.on_save_error", "continue"]),
     "cuda": (["run.device=cuda"], ["run.device", "cuda"]),
 }
 
