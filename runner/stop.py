@@ -4,6 +4,7 @@ Nothing here imports torch: the command line uses it from its first moment.
 """
 
 import math
+import os
 import re
 import signal
 import time
@@ -37,6 +38,12 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
 
 def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def announce(number: int) -> None:
+    """From a signal handler, so without the buffers that it may have interrupted."""
+    name = signal.Signals(number).name
+    os.write(2, f"{name}: the run ends when what it is doing is whole; once more: at once\n".encode())
 
 
 class StopRequest:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -29,7 +28,7 @@ from runner.protocols import BatchStats, Engine, Reference
 from runner.provenance import Provenance
 from runner.reporter import Reporter, progress_bar
 from runner.state import TrainState
-from runner.stop import Stop, StopRequest, handling, seconds
+from runner.stop import Stop, StopRequest, announce, handling, seconds
 from runner.watchdog import Watchdog, end_process
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -46,7 +45,9 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
     main = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=True) if main else None
     run, rank, alone = experiment.run, int(os.environ.get("RANK", "0")), "RANK" not in os.environ
-    requested = StopRequest(announce if main else str, patient=not alone)
+    requested = StopRequest(
+        announce if main and "RUNNER_PARENT" not in os.environ else str, patient=not alone
+    )
     with (
         log_to(folder / "train.log" if main else None, console),
         deterministic(run.deterministic),
@@ -71,12 +72,6 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
             if run.export and cut_short is None:
                 watchdog.beat("in the export")
                 engine.export(folder / "export")
-
-
-def announce(number: int) -> None:
-    """From a signal handler, so without the buffers that it may have interrupted."""
-    name = signal.Signals(number).name
-    os.write(2, f"{name}: the run ends when what it is doing is whole; once more: at once\n".encode())
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from runner.blame import blame, forget_reports, has_stalled, rank_log
 from runner.errors import FinalError
-from runner.stop import StopRequest, handling
+from runner.stop import StopRequest, announce, handling
 from runner.watchdog import discard_if_empty, stacks_path
 
 POLL_S = 0.05
@@ -74,6 +74,7 @@ def start(
 
 
 def pass_on(number: int, ranks: Ranks) -> None:
+    announce(number)  # not by a rank, whose main thread may wait for another rank
     for process in ranks:
         process.send_signal(number)
 
