@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from components.engines.fsdp2 import FSDP2
@@ -14,6 +15,7 @@ from components.engines.fsdp2.mesh import stored, whole
 from components.engines.megatron import Megatron
 from components.losses import NextToken
 from components.optimizers import Optimizer
+from runner.errors import TrainingError
 from runner.protocols import IGNORE, Batch, LossOutput, StepResult, TokenStats
 from tests.distributed.cases import Step, engine_step, make_engine, next_token, share, step
 
@@ -62,14 +64,25 @@ class FailsAt(NextToken):
 
 
 @dataclass(frozen=True)
+class OutOfMemory(FailsAt):
+    """As where no memory is left, when it has been called ``calls`` times."""
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        try:
+            return super().__call__(stats, batch)
+        except RuntimeError as error:
+            raise torch.OutOfMemoryError("CUDA out of memory.") from error
+
+
+@dataclass(frozen=True)
 class NotFinite(NextToken):
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
         output = super().__call__(stats, batch)
         return LossOutput({"loss": output.terms["loss"] * math.nan})
 
 
-def failing(kind: type[NextToken]) -> NextToken:
-    return kind(kind="chat", normalize="token", label_smoothing=0.0, z_loss=0.0)
+def failing(kind: type[NextToken], *values: Any) -> NextToken:
+    return kind("chat", "token", 0.0, 0.0, *values)
 
 
 def two_steps(on: Layout) -> tuple[StepResult, dict[str, Tensor]]:
@@ -79,6 +92,33 @@ def two_steps(on: Layout) -> tuple[StepResult, dict[str, Tensor]]:
     after = snapshot(engine)
     engine.close()
     return result, after
+
+
+def largest_rank(on: Layout) -> float:
+    """What the ranks agree on where each passes 10 + its number."""
+    engine = make_engine(on=on)
+    found = engine.max_over_ranks(10.0 + dist.get_rank())
+    engine.close()
+    return found
+
+
+def words_where_memory_ends(on: Layout, calls: int) -> tuple[list[str], int]:
+    """In a train step and in an evaluation; and the micro-batches of each."""
+    engine, said = make_engine(on=on), []
+    batches = share(engine, "packed", 1)
+    evaluation = failing(OutOfMemory, calls)
+    for train in (True, False):
+        try:
+            if train:
+                engine.begin_train_step(None)
+                engine.train_microbatches(batches, failing(OutOfMemory, calls), last=True)
+            else:
+                engine.evaluate([batches], evaluation)
+        except TrainingError as error:
+            said.append(str(error))
+        engine.abort_train_step()
+    engine.close()
+    return said, len(batches)
 
 
 def two_steps_and_an_error(on: Layout) -> tuple[bool, StepResult, dict[str, Tensor]]:

@@ -126,3 +126,14 @@ def test_export_is_read_by_transformers(tmp_path: Path) -> None:
     exported, reference = AutoModelForCausalLM.from_pretrained(tmp_path), plain_model("llama")
     for name, parameter in reference.named_parameters():
         assert torch.equal(exported.get_parameter(name), parameter), name
+
+
+def test_ranks_agree_on_the_largest(two: Ranks) -> None:
+    assert two.run(cases.largest_rank, fsdp2(2)) == [11.0, 11.0]
+
+
+def test_where_memory_ends_is_named(run: Run) -> None:
+    for said, number in run(cases.words_where_memory_ends, 2):
+        assert len(said) == 2
+        for words in said:
+            assert words.startswith(f"out of memory in micro-batch 2 of {number} (1 row, ")

@@ -210,3 +210,17 @@ def test_the_mesh_is_what_the_ranks_say(run: Run) -> None:
         assert described["engine"] == "megatron"
         assert described["world_size"] == 2
     assert math.prod(described["mesh"]["dims"].values()) == 2
+
+
+def test_ranks_agree_on_the_largest(run: Run) -> None:
+    assert run(cases.largest_rank, LAYOUTS["pp2"]) == [11.0, 11.0]
+
+
+@pytest.mark.parametrize("name", ["single", "dp2"])
+def test_where_memory_ends_is_named(run: Run, name: str) -> None:
+    """With overlap, the last micro-batch has a pass of its own."""
+    for number in (2, 4):
+        for said, total in run(cases.words_where_memory_ends, LAYOUTS[name], number):
+            assert len(said) == 2
+            for words in said:
+                assert words.startswith(f"out of memory in micro-batch {number} of {total} (1 row, ")
