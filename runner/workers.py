@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from runner.blame import blame, forget_reports, has_stalled, rank_log
 from runner.errors import FinalError
-from runner.stop import StopRequest, announce, handling
+from runner.stop import REQUESTS, StopRequest, announce, handling
 from runner.watchdog import discard_if_empty, stacks_path
 
 POLL_S = 0.05
@@ -89,7 +89,7 @@ def wait(folder: Path, ranks: Ranks, request: StopRequest) -> None:
             break
         time.sleep(POLL_S)
     codes = [rank.poll() for rank in ranks]
-    if request.number and -request.number in codes:
+    if request.number and any(-number in codes for number in REQUESTS):
         raise KeyboardInterrupt  # a rank that had not begun to train
     if has_stalled(folder):
         ask_for_stacks(folder, ranks)

@@ -112,10 +112,11 @@ def test_a_sweep_ends_with_the_job_that_a_signal_stops(tmp_path: Path) -> None:
         ("run.max_time=soon", ["run.max_time", "HH:MM:SS"]),
         ("run.timeout=-1", ["run.timeout"]),
         ("run.max_restarts=-1", ["run.max_restarts"]),
+        ("run.max_restarts=1,run.save_model_only=true", ["run.max_restarts", "run.save_model_only=false"]),
     ],
 )
 def test_mistakes(tmp_path: Path, change: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert call_here(f"run.output_dir={tmp_path}", *SIX, change) == 2
+    assert call_here(f"run.output_dir={tmp_path}", *SIX, *change.split(",")) == 2
     message = capsys.readouterr().err
     assert all(word in message for word in words)
     assert not list(tmp_path.iterdir())
@@ -128,3 +129,8 @@ def test_what_cannot_be_done_twice_alike_is_refused_where_asked(
     assert call_here(f"run.output_dir={tmp_path}", *SIX, undetermined, "run.deterministic=true") == 1
     assert "deterministic implementation" in capsys.readouterr().err
     assert call_here(f"run.output_dir={tmp_path}", *SIX, undetermined) == 0
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_what_is_trained_with_can_be_done_twice_alike(tmp_path: Path, stage: str) -> None:
+    run_here(tmp_path, *SIX, "run.max_steps=2", f"stage={stage}", "run.deterministic=true")

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from components import preflight
 from components.checkpoint.folder import MARKER, META, step_folder
 from runner import restart
-from runner.errors import FinalError, TrainingError
+from runner.errors import ConfigError, FinalError, TrainingError
 from runner.folder import read_facts, write_facts
 
 
@@ -80,3 +81,10 @@ def test_some_ends_are_final(folder: Path, monkeypatch: pytest.MonkeyPatch, erro
     with pytest.raises(type(error)):
         restart.run_with_restarts(folder, 2, max_restarts=5)
     assert len(began) == 1
+
+
+def test_a_launcher_restarts_its_own_ranks() -> None:
+    preflight.check_restarts(0, joined=True)
+    preflight.check_restarts(3, joined=False)
+    with pytest.raises(ConfigError, match=r"run\.max_restarts: .*torchrun --max-restarts"):
+        preflight.check_restarts(3, joined=True)
