@@ -1,5 +1,6 @@
 """What the ranks of a test run, and the same thing computed with plain transformers and torch."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -159,11 +160,13 @@ def share(engine: Engine, layout: str, micro_batch: int, seed: int = 0) -> list[
     return [LAYOUTS[layout](group) for group in groups[engine.data_rank :: engine.data_size]]
 
 
-def step(engine: Engine, batches: Sequence[Batch], loss: Loss, lr: float = 1e-3) -> StepResult:
+def step(
+    engine: Engine, batches: Sequence[Batch], loss: Loss, lr: float = 1e-3, max_loss: float = math.inf
+) -> StepResult:
     counts = [loss.counts(batch) for batch in batches]
     engine.begin_train_step({name: sum(c[name] for c in counts) for name in counts[0]})
     engine.train_microbatches(batches, loss, last=True)
-    return engine.finish_train_step(lr)
+    return engine.finish_train_step(lr, max_loss=max_loss)
 
 
 def engine_step(family: str, layout: str, micro_batch: int, loss: Loss, on: FSDP2) -> Step:

@@ -165,6 +165,18 @@ def skip_when_one_rank_is_not_finite(on: Layout, bad_rank: int) -> tuple[bool, b
     return result.skipped, unchanged, not after.skipped
 
 
+def skip_when_the_loss_is_too_high(on: Layout) -> tuple[bool, bool, bool]:
+    """(skipped, nothing changed, the step is taken where its loss is just allowed)."""
+    engine, loss = make_engine(on=on), next_token()
+    first = step(engine, share(engine, "packed", 2), loss)
+    before, batches = snapshot(engine), share(engine, "packed", 2)
+    high = step(engine, batches, loss, max_loss=first.loss / 2)
+    unchanged = identical(before, snapshot(engine))
+    allowed = step(engine, batches, loss, max_loss=first.loss)  # on the samples of the first
+    engine.close()
+    return high.skipped, unchanged, not allowed.skipped
+
+
 def streamed(on: Layout, calls: bool) -> StepResult:
     """One step; with ``calls`` no counts are given and every micro-batch is a call of its own."""
     engine, loss = make_engine(on=on), next_token()

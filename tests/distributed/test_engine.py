@@ -45,6 +45,10 @@ def test_one_bad_rank_makes_all_skip(two: Ranks, bad_rank: int) -> None:
     assert two.run(cases.skip_when_one_rank_is_not_finite, fsdp2(2), bad_rank) == [(True, True, True)] * 2
 
 
+def test_a_loss_that_is_too_high_makes_all_skip(run: Run) -> None:
+    assert set(run(cases.skip_when_the_loss_is_too_high)) == {(True, True, True)}
+
+
 def test_streamed_counts_and_many_calls(run: Run) -> None:
     for many, one in zip(run(cases.streamed, True), run(cases.streamed, False), strict=True):
         assert many.loss == pytest.approx(one.loss, rel=1e-6)

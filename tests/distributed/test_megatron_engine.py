@@ -73,6 +73,11 @@ def test_a_bad_loss_on_the_last_stage_makes_all_skip(run: Run) -> None:
     assert answers == [(True, True, True)] * 2
 
 
+@pytest.mark.parametrize("name", ["tp2sp", "pp2"])
+def test_a_loss_that_is_too_high_makes_all_skip(run: Run, name: str) -> None:
+    assert set(run(cases.skip_when_the_loss_is_too_high, LAYOUTS[name])) == {(True, True, True)}
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_streamed_counts_and_many_calls(run: Run, name: str) -> None:
     many, one = (run(cases.streamed, LAYOUTS[name], calls) for calls in (True, False))
