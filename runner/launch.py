@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from components import preflight
-from components.checkpoint import Resume, RunIdentity, read_meta
+from components.checkpoint import Resume, RunIdentity, check_whole, read_meta
 from components.reference import about_reference, resolve_reference
 from runner import join
 from runner.build import build_experiment
@@ -108,6 +108,8 @@ class Launch:
         if experiment.adapter is not None:
             experiment.adapter.check(model)
         self.check_layout(model, experiment.adapter)
+        if run.verify and run.init_from is not None:
+            check_whole(experiment.model.checkpoint, checksums=True, option="run.init_from")
         experiment.model.weights(run.seed)  # opened only: what is missing shows before a rank starts
         if self.reference.other:
             with about_reference():

@@ -2,13 +2,14 @@
 
 from components.checkpoint.folder import CheckpointMeta, complete_checkpoints, read_meta
 from components.checkpoint.policy import CheckpointPolicy
-from components.checkpoint.resume import Resume, RunIdentity, whole_checkpoint
+from components.checkpoint.resume import Resume, RunIdentity, check_whole, whole_checkpoint
 
 __all__ = [
     "CheckpointMeta",
     "CheckpointPolicy",
     "Resume",
     "RunIdentity",
+    "check_whole",
     "complete_checkpoints",
     "read_meta",
     "whole_checkpoint",

@@ -68,7 +68,7 @@ class Resume:
             return None
         point = newest(output_dir / name) if self.how == "auto" else located("run.resume", self.how)
         if point is not None:
-            meta = check_whole("run.resume", point, checksums=self.verify)
+            meta = check_whole(point, checksums=self.verify)
             check_same_run(point, meta, identity, force=self.force)
         return point
 
@@ -94,7 +94,7 @@ def whole_checkpoint(option: str, path: str) -> Path:
         ConfigError: (naming ``option``) there is none, or a file of it is not as long as it was written.
     """
     point = located(option, path)
-    check_whole(option, point, checksums=False)
+    check_whole(point, checksums=False, option=option)
     return point
 
 
@@ -112,10 +112,11 @@ def located(option: str, path: str) -> Path:
     return newest_one
 
 
-def check_whole(option: str, point: Path, *, checksums: bool) -> CheckpointMeta:
+def check_whole(point: Path, *, checksums: bool, option: str = "run.resume") -> CheckpointMeta:
     """
     Raises:
-        ConfigError: a file is not as it was written; offers the newest whole checkpoint before it.
+        ConfigError: (naming ``option``) a file is not as it was written; offers the newest whole checkpoint
+            before it.
     """
     meta, wrong = inspect(point, checksums=checksums)
     if meta is not None and wrong is None:

@@ -1,6 +1,7 @@
 """A model whose initial weights are those of a checkpoint: ``run.init_from``."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -8,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from components.checkpoint.folder import read_meta
 from components.checkpoint.slices import StoredTensors
-from components.models.pretrained import file_hash
 from components.models.spec import ModelSpec
 from components.models.weights import WeightSource, named_shapes
 from runner.errors import ConfigError
@@ -36,8 +37,10 @@ class CheckpointedModel(ModelSpec):
         return f"{OPTION}={self.checkpoint}"
 
     def content(self) -> str:
-        files = sorted(self.checkpoint.glob("*.distcp"))
-        return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
+        """Of the checksums that were taken when the checkpoint was written."""
+        files = read_meta(self.checkpoint).files
+        sums = {name: record.xxh3 for name, record in files.items() if name.endswith(".distcp")}
+        return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
     def weights(self, seed: int) -> WeightSource:  # noqa: ARG002
         """Each part is read when it is asked for, whatever layout wrote it.

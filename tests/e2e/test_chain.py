@@ -1,5 +1,6 @@
 """pt -> sft -> dpo by ``run.init_from``, and what ``runner.export`` makes of their checkpoints."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,24 @@ def test_other_checkpoints_are_refused(
     assert call_here(f"run.output_dir={tmp_path}/out", *SMALL, *filled) == 2
     message = capsys.readouterr().err.replace("\n", " ")
     assert all(word in message for word in words), message
+
+
+def test_a_damaged_checkpoint_begins_nothing(
+    chain: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = tmp_path / "checkpoints" / "step_00000004"
+    shutil.copytree(chain["sft"] / "checkpoints" / "step_00000004", point)
+    (file,) = point.glob("*.distcp")
+    stored = bytearray(file.read_bytes())
+    stored[-1] ^= 1
+    file.write_bytes(stored)
+    begin = (f"run.output_dir={tmp_path}/out", *SMALL, f"run.init_from={point}", "run.verify=true")
+    assert call_here(*begin) == 2
+    assert "run.init_from: " in (message := capsys.readouterr().err)
+    assert file.name in message
+    file.write_bytes(stored[:-1])
+    with pytest.raises(ConfigError, match=file.name):
+        export([f"checkpoint={point}", f"output={tmp_path / 'o'}"])
 
 
 @pytest.mark.parametrize("stage", ["pt", "dpo"])
