@@ -43,8 +43,8 @@ SMALL = (
 )
 START_S = 300.0
 """Within which a run must have taken its first step."""
-GONE_S = 5.0
-"""Within which nothing may be left of a run that was killed."""
+LEAVING_S, GONE_S = 60.0, 5.0
+"""Within which the parent of a killed rank must have left, and after it everything that it has started."""
 
 
 @dataclass
@@ -163,8 +163,9 @@ def torment(run: Run, kills: int, rng: random.Random) -> Tally:
         tally.starts += 1
         saving = wait_for_moment(run, process, rng)
         assert saving is not None, f"the run ended after {tally.kills} kills: {run.folder / 'output.log'}"
-        tally.orphans += orphans(kill(process, tally, rng))
-        process.wait()
+        started = kill(process, tally, rng)
+        process.wait(LEAVING_S)
+        tally.orphans += orphans(started)
         tally.kills += 1
         tally.in_a_save += saving
         tally.unreadable += unreadable(run)
