@@ -99,15 +99,15 @@ def wait(folder: Path, ranks: Ranks, request: StopRequest) -> None:
 
 def ask_for_stacks(folder: Path, ranks: Ranks) -> None:
     """Of those that still run; they write them whatever they are doing, and need little time for it."""
-    paths = {rank: stacks_path(folder / "logs", rank) for rank in range(len(ranks))}
-    sizes = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
+    paths = [stacks_path(folder / "logs", rank) for rank in range(len(ranks))]
+    running = zip(ranks, paths, strict=True)
+    waiting = [(r, path, path.stat().st_size) for r, path in running if r.poll() is None and path.exists()]
+    for process, _, _ in waiting:
+        process.send_signal(signal.SIGQUIT)
     deadline = time.monotonic() + GRACE_S
-    waiting = [each for each in sizes if ranks[each].poll() is None]
-    for rank in waiting:
-        ranks[rank].send_signal(signal.SIGQUIT)
     while waiting and time.monotonic() < deadline:
         time.sleep(POLL_S)
-        waiting = [rank for rank in waiting if paths[rank].stat().st_size == sizes[rank]]
+        waiting = [(r, path, size) for r, path, size in waiting if path.stat().st_size == size]
 
 
 def end(folder: Path, ranks: Ranks) -> None:
