@@ -365,7 +365,7 @@ def test_a_mistake_is_explained(
     arguments, words = MISTAKES[name]
     filled = [argument.replace("{tmp}", str(files)) for argument in arguments]
     monkeypatch.setattr("runner.launch.run_rank", forbidden)
-    monkeypatch.setattr("runner.launch.run_workers", forbidden)
+    monkeypatch.setattr("runner.launch.run_with_restarts", forbidden)
     monkeypatch.chdir(tmp_path)
     assert call_here(*filled) == cli.MISTAKE
     message = capsys.readouterr().err
