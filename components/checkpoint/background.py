@@ -27,18 +27,24 @@ class HostCopy:
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``tensors`` as they are now, in the same placements; valid until the next call."""
         copies, waits = {}, False
+        copied: dict[tuple[object, ...], Tensor] = {}  # several keys may have their part in one tensor
         for key, tensor in tensors.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             waits |= local.is_cuda
-            buffer = self.buffers.get(key)
-            if buffer is None or buffer.shape != local.shape:
-                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                self.buffers[key] = buffer
-            buffer.copy_(local, non_blocking=True)
-            copies[key] = placed_like(tensor, buffer)
+            where = (local.data_ptr(), local.shape, local.stride(), local.dtype)
+            if where not in copied:
+                copied[where] = self.buffer(key, local).copy_(local, non_blocking=True)
+            copies[key] = placed_like(tensor, copied[where])
         if waits:
             torch.cuda.current_stream().synchronize()
         return copies
+
+    def buffer(self, key: str, like: Tensor) -> Tensor:
+        found = self.buffers.get(key)
+        if found is None or found.shape != like.shape:
+            found = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            self.buffers[key] = found
+        return found
 
 
 def placed_like(tensor: Tensor, local: Tensor) -> Tensor:

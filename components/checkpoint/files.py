@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
-from torch.distributed.checkpoint import FileSystemWriter
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils.serialization import config
 
 CHUNK = 1 << 22
@@ -99,6 +102,16 @@ class MeasuredWriter(FileSystemWriter):
                 if self.fs.refusal is not None:
                     raise self.fs.refusal from None
                 raise
+
+
+class AliasPlanner(DefaultSavePlanner):
+    """Has torch write a part of a tensor from where it lies: it would make a copy, and keep all copies."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = super().resolve_data(write_item)
+        if isinstance(data, Tensor) and data.is_cpu and data.is_contiguous():
+            return torch.from_numpy(data.detach().numpy())  # its storage ends where it does
+        return data
 
 
 def damage(folder: Path, files: dict[str, FileRecord], *, checksums: bool) -> str | None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from components.checkpoint.files import FileRecord, MeasuredWriter
+from components.checkpoint.files import AliasPlanner, FileRecord, MeasuredWriter
 from runner.errors import TrainingError
 
 
@@ -32,7 +32,13 @@ def save_tensors(
     writer = MeasuredWriter(path)
     try:
         no_dist = not dist.is_initialized()
-        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=no_dist)
+        dcp.save(
+            dict(tensors),
+            storage_writer=writer,
+            planner=AliasPlanner(),
+            process_group=group,
+            no_dist=no_dist,
+        )
     except dcp.CheckpointException as error:
         raise cause(error, f"{path}: the checkpoint could not be written: {error}") from error
     everywhere = share(writer.fs.records, group)

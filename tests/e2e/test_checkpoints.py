@@ -1,12 +1,31 @@
 """What runs keep and when they end, and that a checkpoint written in the background is as good as any."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.commands import SMALL, call_here, curve, run_here
 
-QUICK = (*SMALL, "run.max_steps=8", "run.eval_every=1", "run.export=false", "scheduler=constant")
+QUICK = (
+    *SMALL,
+    "run.max_steps=8",
+    "run.micro_batch_size=4",
+    "run.eval_every=1",
+    "run.export=false",
+    "scheduler=constant",
+)
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Little to train on and less to evaluate on."""
+    folder = tmp_path_factory.mktemp("few")
+    chats = [{"instruction": f"Count to {n}.", "output": " ".join(map(str, range(n + 1)))} for n in range(40)]
+    for name, some in {"train": chats[:36], "eval": chats[36:]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in some))
+    files = [f"data.{name}={folder}/{name}.jsonl" for name in ("train", "eval")]
+    return [*QUICK, "data=files", "data.packing=none", *files]
 
 
 def saved(run: Path) -> list[int]:
@@ -18,7 +37,7 @@ def stderr_of(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_an_early_stop_keeps_the_best_and_is_not_resumed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, few: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With max, the falling loss of the first evaluation is the best."""
     watched = (
@@ -27,18 +46,20 @@ def test_an_early_stop_keeps_the_best_and_is_not_resumed(
         "run.metric_mode=max",
         "run.keep_last=1",
     )
-    first = run_here(tmp_path, *QUICK, *watched, "run.patience=2", "run.async_save=true")
+    first = run_here(tmp_path, *few, *watched, "run.patience=2", "run.async_save=true")
     assert "stopped early at step 3: eval/loss has not improved since step 1" in stderr_of(capsys)
     assert saved(first) == [1, 3]
-    again = (f"run.output_dir={tmp_path}", *QUICK, *watched, "run.resume=auto")
+    again = (f"run.output_dir={tmp_path}", *few, *watched, "run.resume=auto")
     assert call_here(*again, "run.patience=2") == 2
     assert "has not improved for 2 evaluations already; set run.patience above 2" in stderr_of(capsys)
     assert call_here(*again, "run.patience=4") == 0
     assert saved(first) == [1, 5], "the count went on"
 
 
-def test_an_unknown_metric_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call_here(f"run.output_dir={tmp_path}", *QUICK, "run.keep_best=eval/bleu") == 1
+def test_an_unknown_metric_ends_the_run(
+    tmp_path: Path, few: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call_here(f"run.output_dir={tmp_path}", *few, "run.keep_best=eval/bleu") == 1
     assert "eval/bleu (run.keep_best, run.early_stop): the evaluation has no such metric" in stderr_of(capsys)
 
 

@@ -51,3 +51,22 @@ def test_it_is_written_from_where_it_lies_and_read_by_the_whole(tmp_path: Path) 
         read = {"model/a": torch.zeros(6, 5)}
         load_tensors(tmp_path / name, read)
         assert torch.equal(read["model/a"], whole)
+
+
+def test_nothing_is_copied_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "clone", lambda _: pytest.fail("a copy"))
+    matrix = torch.arange(12.0).view(4, 3)
+    save_tensors(tmp_path, {"model/a": matrix[1:3]})
+    read = {"model/a": torch.zeros(2, 3)}
+    load_tensors(tmp_path, read)
+    assert torch.equal(read["model/a"], matrix[1:3])
+
+
+def test_what_several_keys_share_is_copied_once() -> None:
+    flat = torch.arange(6.0)
+    both = {
+        key: FlatShard.of(flat, torch.Size([3]), list(boxes(0, 3, 1, origin=(0,), start=start)))
+        for key, start in {"model/q": 0, "model/k": 3}.items()
+    }
+    copied = HostCopy().of(both)
+    assert copied["model/q"].data_ptr() == copied["model/k"].data_ptr() != flat.data_ptr()
