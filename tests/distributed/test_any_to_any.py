@@ -24,7 +24,6 @@ PAIRS = [
     ("full", "pp2vpp2cp2", "single"),
     ("full", "fsdp2 cp2", "tp2cp2"),
     ("full", "tp2cp2", "pp2"),
-    ("full", "single", "tp2"),
     ("lora", "fsdp2 offload", "tp2pp2"),
     ("lora", "pp2vpp2", "hsdp"),
     ("lora", "dp2 sharded", "fsdp2 tp2"),
@@ -34,7 +33,6 @@ PAIRS = [
 ]
 SAME = [
     ("full", "hsdp"),
-    ("full", "fsdp2 cp2"),
     ("full", "tp2pp2"),
     ("full", "pp2vpp2cp2"),
     ("lora dropout", "fsdp2"),
