@@ -38,7 +38,6 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "fsdp2 tp2": ("parallelism=fsdp2_tp2", "parallelism.dp=1"),
     "fsdp2 cp2": ("parallelism=fsdp2_cp2", "parallelism.dp=2"),
     "hsdp": ("parallelism=hsdp",),
-    "megatron": ("parallelism=megatron",),
     "dp2 sharded": ("parallelism=megatron_dp2", *OVERLAPPED),
     "tp2": ("parallelism=tp2", "parallelism.sequence_parallel=true"),
     "pp2": ("parallelism=pp2",),

@@ -10,6 +10,7 @@ from torch import nn
 
 from components.engines.megatron.runtime.model import build_chunks
 from components.engines.megatron.runtime.optimizer import Update
+from components.engines.megatron.runtime.state import batches
 
 
 class CountsByGroup(torch.optim.Optimizer):
@@ -39,6 +40,16 @@ def test_the_count_of_updates_goes_on(kind: Any) -> None:
     kept.optimizer.optimizer.step()
     assert kept.step == 6
     assert ("step" in kept.inner[0].state[parameter]) == (kind is torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("limit", [0, 100, 10_000])
+def test_what_is_read_at_once_is_bounded(limit: int) -> None:
+    parameters = [nn.Parameter(torch.ones(size)) for size in (3, 30, 1, 8, 8)]
+    kinds = ("model", "exp_avg", "exp_avg_sq")
+    found = list(batches({parameter: [] for parameter in parameters}, kinds, limit))
+    assert [piece for some in found for piece in some] == [(p, kind) for p in parameters for kind in kinds]
+    sizes = [sum(4 * parameter.numel() for parameter, _ in some) for some in found]
+    assert all(size <= limit or len(some) == 1 for size, some in zip(sizes, found, strict=True))
 
 
 def test_nothing_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,13 @@ STEP = "optimizer_step"
 """Updates made so far: AdamW's bias correction counts them, and a skipped step is none."""
 
 LOAD_BYTES = 1 << 30
-"""Of tensors that are read at once, in host memory."""
+"""Of tensors that are read at once, in host memory ..."""
+
+LOAD_SHARE = 1 / 20
+"""... and of a rank's state: parts of fused layers are there twice while they are put in place."""
+
+Piece = tuple[nn.Parameter, str]
+"""A parameter, and which of what is kept of it: ``model`` or a moment."""
 
 
 def saved_tensors(
@@ -78,40 +84,42 @@ def load(path: Path, blocks: Blocks, update: Update, device: torch.device) -> No
     step = torch.zeros(1)
     streams = {name: value for name, value in random_states(device).items() if name in keys}
     load_tensors(path, {STEP: step, **streams})
-    for some in batches(blocks, 1 + len(update.moments)):
-        load_blocks(path, some, update)
+    kinds = ("model", *update.moments)
+    kept = 4 * len(kinds) * sum(parameter.numel() for parameter in blocks)
+    sharded_over = update.dp_cp.size() if update.distributed else 1
+    for some in batches(blocks, kinds, min(LOAD_BYTES, LOAD_SHARE * kept / sharded_over)):
+        load_pieces(path, blocks, some, update)
     update.set_step(int(step.item()))
     restore(streams, device)
 
 
-def batches(blocks: Blocks, kinds: int) -> Iterator[Blocks]:
-    """Parameters of at most ``LOAD_BYTES`` in all their kinds, or one."""
-    some: Blocks = {}
+def batches(blocks: Blocks, kinds: Sequence[str], limit: float) -> Iterator[list[Piece]]:
+    """All that is kept of every parameter, in lists of at most ``limit`` bytes, or one piece."""
+    some: list[Piece] = []
     size = 0
-    for parameter, members in blocks.items():
-        needed = 4 * kinds * parameter.numel()
-        if some and size + needed > LOAD_BYTES:
+    for piece in ((parameter, kind) for parameter in blocks for kind in kinds):
+        needed = 4 * piece[0].numel()
+        if some and size + needed > limit:
             yield some
-            some, size = {}, 0
-        some[parameter] = members
+            some, size = [], 0
+        some.append(piece)
         size += needed
     if some:
         yield some
 
 
-def load_blocks(path: Path, blocks: Blocks, update: Update) -> None:
+def load_pieces(path: Path, blocks: Blocks, pieces: Sequence[Piece], update: Update) -> None:
     mesh = tensor_mesh("cpu")
     targets: dict[str, Tensor] = {}
-    wholes: dict[tuple[nn.Parameter, str], Tensor] = {}
+    wholes: dict[Piece, Tensor] = {}
     copies: list[tuple[Block, Tensor, Tensor]] = []
-    for parameter, members in blocks.items():
-        for kind in ("model", *update.moments):
-            # Zero, as the padding of the vocabulary has no place in a checkpoint.
-            whole = wholes[parameter, kind] = torch.zeros(parameter.shape)
-            for member in members:
-                part = member.read(whole).contiguous()
-                targets[f"{kind}/{member.name}"] = as_dtensor(member, part, mesh)
-                copies.append((member, whole, part))
+    for parameter, kind in pieces:
+        # Zero, as the padding of the vocabulary has no place in a checkpoint.
+        whole = wholes[parameter, kind] = torch.zeros(parameter.shape)
+        for member in blocks[parameter]:
+            part = member.read(whole).contiguous()
+            targets[f"{kind}/{member.name}"] = as_dtensor(member, part, mesh)
+            copies.append((member, whole, part))
     load_tensors(path, targets, together=False)
     for member, whole, part in copies:
         member.write(whole, part)
