@@ -175,7 +175,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         [
             "parallelism=fsdp2_tp2",
             "~model.architecture",
-            "+model.architecture={model_type: gpt2, n_embd: 64, n_layer: 2, n_head: 2, vocab_size: 8192}",
+            "+model.architecture={model_type: gpt2, n_embd: 64, n_layer: 2, n_head: 2, vocab_size: 8192, "
+            "bos_token_id: 0, eos_token_id: 0}",
         ],
         ["parallelism.tp", "gpt2", "parallelism=fsdp2 or parallelism=hsdp"],
     ),
