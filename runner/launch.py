@@ -100,43 +100,12 @@ class Launch:
     def prepare(self) -> Path:
         """Checks everything that can be checked here, prepares the data, and fills the run folder."""
         run, experiment = self.experiment.run, self.experiment
-        data_size = experiment.parallelism.data_size(self.world_size)
-        preflight.check_batch(run.global_batch_size, run.micro_batch_size, data_size)
-        preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
-        experiment.logger.check()
-        model = experiment.model.build(experiment.model.config())
-        if experiment.adapter is not None:
-            experiment.adapter.check(model)
-        self.check_layout(model, experiment.adapter)
-        if run.verify and run.init_from is not None:
-            check_whole(experiment.model.checkpoint, checksums=True, option="run.init_from")
-        experiment.model.weights(run.seed)  # opened only: what is missing shows before a rank starts
-        if self.reference.other:
-            with about_reference():
-                self.check_layout(self.reference.model.build(self.reference.model.config()))
-            self.reference.check(model.config, experiment.model.load_tokenizer())
+        model = self.check_components()
         with log_to(None, self.console):
             data = self.prepare_data()
         experiment.scheduler.check(peak=experiment.optimizer.lr, total_steps=data.num_steps)
-        identity = RunIdentity(
-            model=experiment.model.signature(model),
-            data=data.identity,
-            optimizer=type(experiment.optimizer).__name__.lower(),
-            reference=self.reference.origin,
-            seed=run.seed,
-            global_batch_size=run.global_batch_size,
-            **self.frozen(model),
-        )
-        with log_to(None, self.console):
-            asked = Resume(run.resume, verify=run.verify, force=run.resume_force)
-            resume = asked.point(Path(run.output_dir), run.name, identity)
-        if run.resume != "auto":  # which begins with the weights where there is nothing to go on with
-            preflight.check_start(self.config["run"]["init_from"], resume)
-        preflight.check_length(run.eval_every, data.eval is not None, data.num_steps, resume)
-        preflight.check_early_stop(run.early_stop, run.metric_mode, run.patience, resume)
-        if run.profile:
-            left = data.num_steps - preflight.steps_done(resume)
-            preflight.check_profile(run.profile_steps[1], run.profile_ranks, left, self.world_size)
+        identity = self.identity(model, data)
+        resume = self.resume_point(identity, data)
         if run.resume == "auto" and resume is not None:
             folder = reopen_run_folder(resume.parent.parent.absolute(), read_meta(resume).state["step"])
         else:
@@ -160,6 +129,53 @@ class Launch:
         self.console.print(data.audit.render())
         self.console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
         return folder
+
+    def check_components(self) -> Any:
+        """Each by itself and with the layout; returns the model, on the meta device."""
+        run, experiment = self.experiment.run, self.experiment
+        data_size = experiment.parallelism.data_size(self.world_size)
+        preflight.check_batch(run.global_batch_size, run.micro_batch_size, data_size)
+        preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
+        experiment.logger.check()
+        model = experiment.model.build(experiment.model.config())
+        if experiment.adapter is not None:
+            experiment.adapter.check(model)
+        self.check_layout(model, experiment.adapter)
+        if run.verify and run.init_from is not None:
+            check_whole(experiment.model.checkpoint, checksums=True, option="run.init_from")
+        experiment.model.weights(run.seed)  # opened only: what is missing shows before a rank starts
+        if self.reference.other:
+            with about_reference():
+                self.check_layout(self.reference.model.build(self.reference.model.config()))
+            self.reference.check(model.config, experiment.model.load_tokenizer())
+        return model
+
+    def identity(self, model: Any, data: Any) -> RunIdentity:
+        run = self.experiment.run
+        return RunIdentity(
+            model=self.experiment.model.signature(model),
+            data=data.identity,
+            optimizer=type(self.experiment.optimizer).__name__.lower(),
+            reference=self.reference.origin,
+            seed=run.seed,
+            global_batch_size=run.global_batch_size,
+            **self.frozen(model),
+        )
+
+    def resume_point(self, identity: RunIdentity, data: Any) -> Path | None:
+        """The checkpoint to go on from, where the run has steps left from there; None: a new run."""
+        run = self.experiment.run
+        with log_to(None, self.console):
+            asked = Resume(run.resume, verify=run.verify, force=run.resume_force)
+            resume = asked.point(Path(run.output_dir), run.name, identity)
+        if run.resume != "auto":  # which begins with the weights where there is nothing to go on with
+            preflight.check_start(self.config["run"]["init_from"], resume)
+        preflight.check_length(run.eval_every, data.eval is not None, data.num_steps, resume)
+        preflight.check_early_stop(run.early_stop, run.metric_mode, run.patience, resume)
+        if run.profile:
+            left = data.num_steps - preflight.steps_done(resume)
+            preflight.check_profile(run.profile_steps[1], run.profile_ranks, left, self.world_size)
+        return resume
 
     def precomputed(self, data: Any) -> dict[str, Any] | None:
         """Where the log-probabilities of the reference are, and whether ranks have to compute some first."""
