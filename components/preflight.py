@@ -89,11 +89,16 @@ def check_length(eval_every: int, has_eval: bool, num_steps: int, resume: Path |
             "set data.eval or data.eval_fraction, or run.eval_every=0."
         )
     done = steps_done(resume)
-    if resume is not None and done >= num_steps:
+    if resume is not None and done >= num_steps and not owes_evaluation(resume):
         raise ConfigError(
             f"run.max_steps: {resume} has {done} steps already and the run ends at {num_steps}; "
             "raise run.max_steps or run.epochs, or take an earlier checkpoint."
         )
+
+
+def owes_evaluation(resume: Path) -> bool:
+    """Whether a stop has cut short the evaluation at the checkpoint's step; then the export is owed too."""
+    return bool(read_meta(resume).state.get("owes_evaluation"))
 
 
 def check_early_stop(metric: str | None, mode: str, patience: int, resume: Path | None) -> None:

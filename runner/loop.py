@@ -52,19 +52,25 @@ def train(t: Training) -> None:
     Or, where ``t.stop`` has a reason, to a checkpoint of the step under way.
     """
     last = t.train_data.num_steps
-    while t.state.step < last and t.stop.reason is None:
+    if t.state.owes_evaluation:  # of the step at which a stop has cut it short
+        evaluate(t)
+    while t.state.step < last and t.stop.reason is None and not stalled(t):
         step = t.state.step + 1
         t.watchdog.beat(f"in step {step}")
         with t.profiler.step(step), naming_step(f"step {step}"):
             train_step(t)
         t.checkpoints.poll(t.engine)
-        due = t.stop.agreed() is None and (step == last or every(t.run.eval_every, step))
-        is_best = due and evaluate(t)
-        over = step == last or t.stop.reason is not None or stops_early(t)
+        t.stop.allow_for(t.checkpoints.last_write_s)
+        due = t.eval_data is not None and (step == last or every(t.run.eval_every, step))
+        t.state.owes_evaluation = due
+        is_best = t.stop.agreed() is None and due and evaluate(t)
+        over = step == last or t.stop.reason is not None or stalled(t)
         if over or is_best or every(t.run.save_every, step) or epoch_ended(t, step):
             save(t)
-        if over:
-            return
+    if stalled(t):
+        since = "the start" if t.state.best_step is None else f"step {t.state.best_step}"
+        watched = t.run.early_stop
+        log.info("stopped early at step %d: %s has not improved since %s", t.state.step, watched, since)
 
 
 def stopped(t: Training) -> dict[str, Any] | None:
@@ -107,10 +113,14 @@ def evaluate(t: Training) -> bool:
         means = t.engine.evaluate(eval_batches(t, t.eval_data), t.loss)
     if t.stop.reason is not None:
         return False
+    t.state.owes_evaluation = False
     t.reporter.evaluation(t.state, means)
     watched = t.run.keep_best or t.run.early_stop
-    improved = watched is not None and t.state.evaluated(means, watched, t.run.metric_mode)
-    return improved and t.run.keep_best is not None
+    if watched is None:
+        return False
+    # Groups of ranks add up for themselves: a last bit must not have them decide differently.
+    agreed = {name: t.engine.max_over_ranks(value) for name, value in means.items()}
+    return t.state.evaluated(agreed, watched, t.run.metric_mode) and t.run.keep_best is not None
 
 
 def eval_batches(t: Training, data: DataLoader) -> Iterator[Sequence[Batch]]:
@@ -121,14 +131,10 @@ def eval_batches(t: Training, data: DataLoader) -> Iterator[Sequence[Batch]]:
             return
 
 
-def stops_early(t: Training) -> bool:
-    """Whether ``run.early_stop`` has not improved for long; the same on every rank, as the means are."""
-    state, metric = t.state, t.run.early_stop
-    if metric is None or state.evals_since_best < t.run.patience:
-        return False
-    since = "the start" if state.best_step is None else f"step {state.best_step}"
-    log.info("stopped early at step %d: %s has not improved since %s", state.step, metric, since)
-    return True
+def stalled(t: Training) -> bool:
+    """Whether what ``run.early_stop`` watches has not improved for long; the same on every rank."""
+    watched = f"{t.run.metric_mode} {t.run.early_stop}"
+    return t.state.best_of == watched and t.state.evals_since_best >= t.run.patience
 
 
 def save(t: Training) -> None:

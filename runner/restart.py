@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from components import preflight
-from components.checkpoint.folder import complete_checkpoints
+from components.checkpoint import newest_undamaged
 from runner.errors import FinalError, TrainingError
 from runner.folder import read_facts, reopen_run_folder, write_facts
 from runner.logs import log_to
@@ -39,8 +39,7 @@ def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> None:
 def go_back(folder: Path, restarts: int) -> int:
     """Leaves ``folder`` as it was at its newest checkpoint, or where the run began; returns that step."""
     began = read_facts(folder)["resumed_from"]
-    saved = complete_checkpoints(folder / "checkpoints")
-    point = saved[-1] if saved else None if began is None else Path(began)
+    point = newest_undamaged(folder / "checkpoints") or (None if began is None else Path(began))
     step = preflight.steps_done(point)
     reopen_run_folder(folder, step)
     write_facts(folder, resumed_from=None if point is None else str(point), restarts=restarts)

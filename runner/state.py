@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runner.errors import TrainingError
+from runner.errors import FinalError
 
 
 @dataclass
@@ -17,6 +17,8 @@ class TrainState:
     num_tokens: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    owes_evaluation: bool = False
+    """One was due at ``step``, and a stop has cut it short: the run that goes on begins with it."""
     best: float | None = None
     """The best value of the watched metric so far, None where there is none, and ..."""
     best_of: str | None = None
@@ -49,11 +51,11 @@ class TrainState:
         """Takes note of an evaluation; whether its ``metric`` (with ``eval/``) is better than ever before.
 
         Raises:
-            TrainingError: there is no such metric.
+            FinalError: there is no such metric.
         """
         named = {f"eval/{name}": value for name, value in means.items()}
         if metric not in named:
-            raise TrainingError(
+            raise FinalError(
                 f"{metric} (run.keep_best, run.early_stop): the evaluation has no such metric; "
                 f"use one of {', '.join(sorted(named))}."
             )

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -21,6 +22,8 @@ IMPATIENT = (signal.SIGINT, signal.SIGTERM)
 
 TIME_IS_UP = 1000.0
 """Above every signal's number, so that ranks agree on a reason by its maximum."""
+RECENT = 20
+"""Steps whose longest the next may take: the first of all, which compiles, is soon forgotten."""
 MARGIN, EXIT_S = 1.5, 2.0
 """Steps and saves may take this much longer than any so far; leaving takes seconds too."""
 
@@ -72,6 +75,7 @@ class Stop:
         agree: the largest of the values that the ranks pass; collective.
         requested: this rank's signals.
         deadline: when the run must have ended, by ``clock``.
+        save_s: what the first save is expected to take.
     """
 
     def __init__(
@@ -80,18 +84,20 @@ class Stop:
         requested: StopRequest,
         deadline: float = math.inf,
         clock: Callable[[], float] = time.time,
+        save_s: float = 0.0,
     ) -> None:
         self.agree, self.requested, self.deadline, self.clock = agree, requested, deadline, clock
         self.reason: str | None = None
         """SIGTERM, ..., or run.max_time; the same on every rank."""
-        self.longest = self.longest_save = 0.0
-        self.since = clock()
+        self.latest = deque[float](maxlen=RECENT)
+        self.longest_save, self.since = save_s, clock()
 
     def agreed(self) -> str | None:
         """The reason, if any rank has one; every rank calls it after every step and batch."""
         now = self.clock()
-        self.longest, self.since = max(self.longest, now - self.since), now
-        needed = MARGIN * (self.longest + max(self.longest_save, self.longest)) + EXIT_S
+        self.latest.append(now - self.since)
+        self.since, longest = now, max(self.latest)
+        needed = MARGIN * (longest + max(self.longest_save, longest)) + EXIT_S
         late = TIME_IS_UP if self.deadline - now < needed else 0.0
         code = self.agree(max(late, float(self.requested.number)))
         if code and self.reason is None:
@@ -104,7 +110,11 @@ class Stop:
         began = self.clock()
         yield
         self.since = self.clock()
-        self.longest_save = max(self.longest_save, self.since - began)
+        self.allow_for(self.since - began)
+
+    def allow_for(self, save_s: float) -> None:
+        """A save has taken, or may take, so many seconds."""
+        self.longest_save = max(self.longest_save, save_s)
 
 
 def seconds(value: float | str) -> float:

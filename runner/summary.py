@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from components.checkpoint import complete_checkpoints
+from components.checkpoint.folder import step_of
+from components.preflight import owes_evaluation
 from runner.build import Experiment
+from runner.errors import TrainingError
 from runner.folder import read_facts
 from runner.schema import RunConfig
 from runner.train import DTYPES
@@ -87,10 +90,19 @@ def say_stopped(
     command: Sequence[str],
     overrides: Sequence[str],
 ) -> None:
-    """Where a run has stopped before its end, and how it goes on."""
-    checkpoint = checkpoint_facts(folder)["checkpoint"]
+    """Where a run has stopped before its end, and how it goes on.
+
+    Raises:
+        TrainingError: nothing could be saved (``run.on_save_error=continue``).
+    """
     words = f"stopped at step {stopped['step']} ({stopped['reason']})"
-    if stopped["step"] == stopped["of"]:
+    saved = complete_checkpoints(folder / "checkpoints")
+    if not saved:
+        raise TrainingError(f"{words}, and no checkpoint could be written.")
+    checkpoint = str(saved[-1])
+    if step_of(saved[-1]) != stopped["step"]:
+        words += f", whose checkpoint could not be written: the newest is of step {step_of(saved[-1])}"
+    if stopped["step"] == stopped["of"] and not owes_evaluation(saved[-1]):
         print(f"{words}, the last one, before its export; checkpoint: {checkpoint}")
     elif run.save_model_only:
         print(f"{words}; weights alone, from which nothing can resume: {checkpoint}")

@@ -185,9 +185,14 @@ def wire(
         profiler=Profiler(run, folder / "profile", int(os.environ.get("RANK", "0")), engine.device),
         state=state,
         run=run,
-        stop=Stop(engine.max_over_ranks, requested, deadline),
+        stop=Stop(engine.max_over_ranks, requested, deadline, save_s=save_seconds(engine)),
         watchdog=watchdog,
     )
+
+
+def save_seconds(engine: Engine) -> float:
+    """What a first save may take: fp32 weights and two moments, to a disk that writes 200 MB a second."""
+    return float(engine.describe()["trained_parameters"]) * 12 / 200e6
 
 
 def reporter(

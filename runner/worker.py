@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 from runner.blame import report
@@ -37,16 +38,21 @@ def main() -> None:
     folder, code = Path(sys.argv[1]), 0
 
     def give_up(error: TrainingError) -> None:
-        report(folder, error, stalled=True)
-        leave(1)
+        try:
+            report(folder, error, stalled=True)
+        finally:
+            leave(1)
 
     try:
         from runner.train import run_rank
 
         run_rank(folder, give_up)
     except BaseException as error:  # noqa: BLE001  the parent prints it; nothing is swallowed
-        report(folder, error)
         code = 1
+        try:
+            report(folder, error)
+        except OSError:  # the disk that is full may be the run's own
+            traceback.print_exception(error)
     leave(code)
 
 

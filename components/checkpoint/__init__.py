@@ -2,7 +2,7 @@
 
 from components.checkpoint.folder import CheckpointMeta, complete_checkpoints, read_meta
 from components.checkpoint.policy import CheckpointPolicy
-from components.checkpoint.resume import Resume, RunIdentity, check_whole, whole_checkpoint
+from components.checkpoint.resume import Resume, RunIdentity, check_whole, newest_undamaged, whole_checkpoint
 
 __all__ = [
     "CheckpointMeta",
@@ -11,6 +11,7 @@ __all__ = [
     "RunIdentity",
     "check_whole",
     "complete_checkpoints",
+    "newest_undamaged",
     "read_meta",
     "whole_checkpoint",
 ]

@@ -1,6 +1,7 @@
 """Writing a checkpoint while training goes on: a copy in host memory, and a thread that writes it."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
@@ -66,6 +67,7 @@ class Background:
         self.copy = HostCopy()
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
+        self.longest_s = 0.0
 
     def start(self, write: Callable[[Mapping[str, Tensor]], None], tensors: Mapping[str, Tensor]) -> None:
         """Returns as soon as ``tensors`` are copied; ``write`` gets the copy, in another thread."""
@@ -73,10 +75,12 @@ class Background:
         copies = self.copy.of(tensors)
 
         def run() -> None:
+            began = time.monotonic()
             try:
                 write(copies)
             except BaseException as error:  # noqa: BLE001  raised again by finish
                 self.error = error
+            self.longest_s = max(self.longest_s, time.monotonic() - began)
 
         # A daemon: a process that fails must not wait for what peers never join.
         self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)

@@ -89,7 +89,9 @@ class MeasuredWriter(FileSystemWriter):
     """torch's writer of checkpoints over ``MeasuredFiles``."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=False)  # its files sync themselves
+        # Its files sync themselves. Nothing is copied ahead from a GPU: where all is in host memory already,
+        # that would wait for the first GPU, whichever is this rank's.
+        super().__init__(path, sync_files=False, per_thread_copy_ahead=0)
         self.fs: MeasuredFiles = MeasuredFiles()
 
     def write_data(self, *args: Any) -> Any:

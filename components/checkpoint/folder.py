@@ -14,6 +14,8 @@ from runner.errors import ConfigError
 
 MARKER = "complete"
 """Holds the checksum of meta.json: it vouches for no other."""
+STEPS = "step_" + "[0-9]" * 8
+"""Folders of checkpoints: not what a user has copied beside them."""
 META = "meta.json"
 
 
@@ -95,8 +97,7 @@ def read_meta(folder: Path) -> CheckpointMeta:
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
     """Whole ones, oldest first."""
-    found = (folder for folder in checkpoints.glob("step_*") if is_complete(folder))
-    return sorted(found, key=step_of)
+    return sorted((f for f in checkpoints.glob(STEPS) if is_complete(f)), key=step_of)
 
 
 def best_checkpoint(checkpoints: Path) -> Path | None:
@@ -117,7 +118,7 @@ def prune(checkpoints: Path, keep_last: int, *, keep_best: bool) -> None:
     if not complete:
         return
     best = best_checkpoint(checkpoints) if keep_best else None
-    torn = [f for f in checkpoints.glob("step_*") if not is_complete(f) and f < complete[-1]]
+    torn = [f for f in checkpoints.glob(STEPS) if not is_complete(f) and f < complete[-1]]
     for old in torn + (complete[:-keep_last] if keep_last else []):
         if old != best:
             remove(old)
@@ -127,10 +128,14 @@ def remove(checkpoint: Path) -> None:
     """The marker goes first: killed half-way, this must not leave what looks like a whole checkpoint."""
     if not checkpoint.exists():
         return
-    (checkpoint / MARKER).unlink(missing_ok=True)
+    unmark(checkpoint)
     with contextlib.suppress(FileNotFoundError):  # another node, on a filesystem that they share
         sync(checkpoint)
         shutil.rmtree(checkpoint)
+
+
+def unmark(checkpoint: Path) -> None:
+    (checkpoint / MARKER).unlink(missing_ok=True)
 
 
 def discard(checkpoint: Path) -> None:

@@ -104,6 +104,11 @@ class CheckpointPolicy:
         if self.in_background:
             self.background.finish()
 
+    @property
+    def last_write_s(self) -> float:
+        """Seconds that a last save may take beside its copy: the one in flight before it, and itself."""
+        return 2 * self.background.longest_s if self.in_background else 0.0
+
     def _attend(self, work: Callable[[], None], *, stop: bool | None = None) -> None:
         """Does ``work`` and says what its failure means, which is the same on every rank."""
         try:
@@ -137,8 +142,10 @@ class CheckpointPolicy:
             raise
         self.current = target
         log.info("step %d  saved %s", meta.state["step"], target)
-        # Not before it is marked on every node.
-        self._on_nodes(partial(prune, self.folder, self.keep_last, keep_best=self.keep_best), group)
+        try:  # not before it is marked on every node
+            self._on_nodes(partial(prune, self.folder, self.keep_last, keep_best=self.keep_best), group)
+        except OSError as error:
+            log.warning("%s: older checkpoints could not be removed: %s", self.folder, error)
 
     def _on_nodes(self, work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
         """``work`` on the first rank of every node, and a barrier; an OSError of one is raised on all."""

@@ -5,7 +5,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from components.checkpoint.files import damage
-from components.checkpoint.folder import CheckpointMeta, complete_checkpoints, is_complete, read_meta, step_of
+from components.checkpoint.folder import (
+    CheckpointMeta,
+    complete_checkpoints,
+    is_complete,
+    read_meta,
+    step_of,
+    unmark,
+)
 from runner.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -126,6 +133,18 @@ def check_whole(point: Path, *, checksums: bool, option: str = "run.resume") -> 
     offer = next(offers, None)
     remedy = "no earlier one of its run is whole" if offer is None else f"take {option}={offer}"
     raise ConfigError(f"{option}: {point}: {wrong}; {remedy}.")
+
+
+def newest_undamaged(checkpoints: Path) -> Path | None:
+    """Of those that count, the newest whose files are all there and as long as they were.
+
+    Newer ones do not count any more, so that pruning takes none of them for the newest.
+    """
+    for folder in reversed(complete_checkpoints(checkpoints)):
+        if inspect(folder, checksums=False)[1] is None:
+            return folder
+        unmark(folder)
+    return None
 
 
 def inspect(point: Path, *, checksums: bool) -> tuple[CheckpointMeta | None, str | None]:

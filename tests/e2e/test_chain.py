@@ -60,7 +60,7 @@ def test_weights_that_would_not_be_read_are_refused(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("run.init_from={tmp}",), ["run.init_from: ", "holds none"]),
+        (("run.init_from={tmp}",), ["run.init_from: ", "holds no complete checkpoint"]),
         (("run.init_from={pt}", "model.architecture.hidden_size=32"), ["model asks for [8192, 32]"]),
         (("run.init_from={pt}", "model.architecture.num_hidden_layers=3"), ["lacks model.layers.2"]),
     ],

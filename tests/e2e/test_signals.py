@@ -58,11 +58,13 @@ def test_in_a_step(
         assert stopped(first) is None
 
 
-def test_in_an_evaluation_which_is_dropped(tmp_path: Path) -> None:
+def test_in_an_evaluation_which_is_left_to_the_run_that_goes_on(tmp_path: Path) -> None:
     told = (SIGNALLED, "+stage.training=false", "+stage.at=1", "run.eval_every=2")
-    run = run_here(tmp_path, *SIX, *told)
+    run = run_here(tmp_path / "first", *SIX, *told)
     assert saved(run) == ["step_00000002"]
     assert not any("eval/loss" in row for row in curve(run))
+    rest = run_here(tmp_path / "rest", *SIX, "run.eval_every=2", f"run.resume={run}")
+    assert [row["step"] for row in rows(rest, "eval/loss")] == [2, 4, 6]
 
 
 def test_in_a_save_which_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +75,14 @@ def test_in_a_save_which_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_in_the_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_here(tmp_path, *SIX, "run.export=true", SIGNALLED, "+stage.at=6")
+    """Its evaluation and its export are what is left to do."""
+    run = run_here(tmp_path / "first", *SIX, "run.export=true", SIGNALLED, "+stage.at=6")
     assert saved(run) == ["step_00000006"]
     assert not (run / "export").exists()
-    assert "stopped at step 6 (SIGTERM), the last one, before its export" in capsys.readouterr().out
+    assert "stopped at step 6 (SIGTERM); resume with: " in capsys.readouterr().out
+    rest = run_here(tmp_path / "rest", *SIX, "run.export=true", f"run.resume={run}")
+    assert [row["step"] for row in rows(rest)] == [6]
+    assert (rest / "export").is_dir()
 
 
 def test_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

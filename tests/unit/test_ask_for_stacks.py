@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from runner.watchdog import Watchdog
 def turns_round_and_round():
+    print("begun", flush=True)
     while True:
         pass
 with Watchdog(Path(sys.argv[1]), 1, 60, print, on_request=True):
-    print("begun", flush=True)
     turns_round_and_round()
 """
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from components import preflight
-from components.checkpoint.folder import MARKER, META, step_folder
+from components.checkpoint.files import FileRecord
+from components.checkpoint.folder import CheckpointMeta, commit, complete_checkpoints, step_folder
 from runner import restart
 from runner.errors import ConfigError, FinalError, TrainingError
 from runner.folder import read_facts, write_facts
@@ -27,8 +28,8 @@ def log_steps(folder: Path, *steps: int) -> None:
 def checkpoint(folder: Path, step: int) -> None:
     path = step_folder(folder / "checkpoints", step)
     path.mkdir(parents=True)
-    (path / META).write_text(json.dumps({"state": {"step": step}, "identity": {}, "model_only": False}))
-    (path / MARKER).touch()
+    (path / "weights").write_text("whole")
+    commit(path, CheckpointMeta({"step": step}, {}, model_only=False, files={"weights": FileRecord(5, "")}))
 
 
 def world(monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> list[str | None]:
@@ -50,6 +51,20 @@ def world(monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> list[str 
 
 def logged(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_passes_over_a_damaged_checkpoint(folder: Path) -> None:
+    log_steps(folder, 1, 2, 3, 4)
+    for step in (2, 4):
+        checkpoint(folder, step)
+    (step_folder(folder / "checkpoints", 4) / "weights").write_text("")
+    assert restart.go_back(folder, 1) == 2
+    whole = step_folder(folder / "checkpoints", 2)
+    assert read_facts(folder)["resumed_from"] == str(whole)
+    assert complete_checkpoints(folder / "checkpoints") == [whole], (
+        "nor is it what pruning takes for the newest"
+    )
+    assert logged(folder) == [1, 2]
 
 
 def test_it_goes_on_from_the_newest_checkpoint(

@@ -89,6 +89,23 @@ def test_time_is_left_for_the_last_save_and_little_more(step: float, save: float
     assert 0 < left < 2 * (step + save) + 2 * step + 4
 
 
+def test_a_first_step_that_compiles_is_soon_forgotten() -> None:
+    clock = iter([0.0, 600.0, *(602.0 + 2 * step for step in range(40))])
+    stop = Stop(lambda value: value, StopRequest(str), deadline=3600, clock=lambda: next(clock))
+    assert [stop.agreed() for _ in range(41)] == [None] * 41
+    assert max(stop.latest) == 2
+
+
+def test_time_is_left_for_a_first_save_of_unknown_length() -> None:
+    def at(now: float, save_s: float) -> str | None:
+        clock = iter([now - 1, now])
+        stop = Stop(lambda value: value, StopRequest(str), 100, clock=lambda: next(clock), save_s=save_s)
+        return stop.agreed()
+
+    assert at(50, save_s=0) is None
+    assert at(50, save_s=60) == "run.max_time"
+
+
 def test_a_run_without_time_stops_at_its_first_boundary() -> None:
     assert steps_taken(0.5, step=1, save=0.1, save_every=100)[0] == 1
 

@@ -138,6 +138,8 @@ class FSDP2Engine:
         total_norm = global_norm(counted, self.world, self.device)
         grad_norm, loss = total_norm.item(), means.pop("loss")
         zeros = self._count_zeros(counted) if self.count_zeros else None
+        if max_loss < math.inf:  # a last bit must not have groups of ranks decide differently
+            loss = self.max_over_ranks(loss)
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm) and loss <= max_loss)
         if not skipped:
             self._update(total_norm, lr)

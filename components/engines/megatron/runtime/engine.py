@@ -140,6 +140,8 @@ class MegatronEngine:
             chunk.scale_gradients(1 / max(n_main, 1))
         grad_norm, loss = self.update.prepare().item(), means.pop("loss")
         zeros = self._count_zeros() if self.count_zeros else None
+        if max_loss < math.inf:  # a last bit must not have groups of ranks decide differently
+            loss = self.max_over_ranks(loss)
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm) and loss <= max_loss)
         if not skipped:
             self.update.apply(lr, grad_norm, self.max_grad_norm)
