@@ -11,7 +11,7 @@ import pytest
 
 from components.checkpoint.policy import CheckpointPolicy
 from components.data.store import StoreWriter
-from tests.e2e.commands import SMALL, call_here, curve, newest, run_here
+from tests.e2e.commands import SMALL, call_here, curve, newest, rows, run_here
 
 SIX = (*SMALL, "run.max_steps=6", "run.global_batch_size=2", "run.export=false")
 SIGNALLED = "stage._target_=tests.e2e.losses.Signalled"
