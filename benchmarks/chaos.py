@@ -23,9 +23,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from benchmarks.throughput import RESULTS
+from benchmarks.throughput import RESULTS, report
 from components.checkpoint.folder import complete_checkpoints, is_complete, step_of
 from components.checkpoint.format import load_tensors
+from components.checkpoint.resume import inspect
 
 LAYOUTS = ("fsdp2", "megatron_dp2")
 SMALL = (
@@ -147,12 +148,10 @@ def tensors(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def unreadable(run: Run) -> Iterator[str]:
-    """Marked checkpoints that are not whole."""
+    """Marked checkpoints of which a byte is not as it was written."""
     for checkpoint in complete_checkpoints(run.checkpoints):
-        try:
-            tensors(checkpoint)
-        except Exception as error:  # noqa: BLE001  whatever it is, it is the finding
-            yield f"{checkpoint.name}: {error}"
+        if wrong := inspect(checkpoint, checksums=True)[1]:
+            yield f"{checkpoint.name}: {wrong}"
 
 
 def torment(run: Run, kills: int, rng: random.Random) -> Tally:
@@ -204,7 +203,8 @@ def main(arguments: Sequence[str]) -> None:
             steps = asked.steps or 20 * asked.kills
             found.append(measure(layout, asked.kills, steps, asked.seed, Path(scratch, layout)))
             print(" ".join(f"{key} {value}" for key, value in found[-1].items()))
-    facts = {"command": ["python", "-m", "benchmarks.chaos", *arguments], "layouts": found}
+    facts = report("benchmarks.chaos", arguments, "2 ranks on the CPU, gloo", [], {})
+    facts = {key: facts[key] for key in ("command", "date", "device", "versions")} | {"layouts": found}
     (RESULTS / "chaos.json").write_text(json.dumps(facts, indent=2) + "\n")
     if not all(row["bitwise"] and not row["orphans"] and not row["unreadable"] for row in found):
         sys.exit("a run did not survive")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.chaos import Run, last_tensors, orphans, unreadable
-from components.checkpoint.folder import MARKER, step_folder
+from components.checkpoint.folder import CheckpointMeta, commit, step_folder
 from components.checkpoint.format import save_tensors
 
 
@@ -20,9 +20,9 @@ def run(tmp_path: Path) -> Run:
     for step in (2, 4, 6):
         folder = step_folder(tmp_path / "chaos" / "stamp" / "checkpoints", step)
         folder.mkdir(parents=True)
-        save_tensors(folder, {"model/weight": torch.full((2, 3), float(step))})
+        files = save_tensors(folder, {"model/weight": torch.full((2, 3), float(step))})
         if step < 6:
-            (folder / MARKER).touch()
+            commit(folder, CheckpointMeta({"step": step}, {}, model_only=False, files=files))
     return run
 
 
