@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -63,11 +63,13 @@ class Tally:
 class Run:
     """One experiment in a folder of its own, started as often as it takes."""
 
-    def __init__(self, folder: Path, layout: str, steps: int) -> None:
+    def __init__(self, folder: Path, layout: str, steps: int, *, in_background: bool = False) -> None:
         self.folder, self.layout, self.steps = folder, layout, steps
+        self.in_background = in_background
 
     def start(self) -> "subprocess.Popen[bytes]":
-        options = (f"parallelism={self.layout}", "parallelism.dp=2", f"run.max_steps={self.steps}")
+        options = [f"parallelism={self.layout}", "parallelism.dp=2", f"run.max_steps={self.steps}"]
+        options += ["run.async_save=true"] if self.in_background else []
         command = [sys.executable, "-m", "runner", *SMALL, *options, "run.resume=auto"]
         with (self.folder / "output.log").open("ab") as log:
             return subprocess.Popen(
@@ -178,21 +180,37 @@ def last_tensors(run: Run) -> dict[str, Tensor]:
     return tensors(complete_checkpoints(run.checkpoints)[-1])
 
 
-def measure(layout: str, kills: int, steps: int, seed: int, folder: Path) -> dict[str, object]:
-    alone, tormented = Run(folder / "alone", layout, steps), Run(folder / "tormented", layout, steps)
+def measure(
+    layout: str, kills: int, steps: int, seed: int, folder: Path, *, in_background: bool = False
+) -> dict[str, object]:
+    """``in_background``: the run that is killed writes its checkpoints while it trains on."""
+    alone = Run(folder / "alone", layout, steps)
+    tormented = Run(folder / "tormented", layout, steps, in_background=in_background)
     for run in (alone, tormented):
         run.folder.mkdir(parents=True)
     assert alone.start().wait() == 0, f"it fails by itself: {alone.folder / 'output.log'}"
     tally = torment(tormented, kills, random.Random(seed))
     ours, theirs = last_tensors(tormented), last_tensors(alone)
     same = ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    return {"layout": layout, **asdict(tally), "bitwise": same}
+    return {"layout": layout, "async_save": in_background, **asdict(tally), "bitwise": same}
+
+
+def keep(found: Sequence[Mapping[str, object]], arguments: Sequence[str]) -> None:
+    """In results/chaos.json, beside what other layouts and ways to save gave."""
+    about = report("benchmarks.chaos", arguments, "2 ranks on the CPU, gloo", [], {})
+    facts = {key: about[key] for key in ("command", "date", "device", "versions")}
+    path = RESULTS / "chaos.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    for row in found:
+        known[f"{row['layout']}{' async_save' * bool(row['async_save'])}"] = facts | row
+    path.write_text(json.dumps(known, indent=2) + "\n")
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--parallelism", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument("--async-save", action="store_true", help="kill runs that save in the background")
     parser.add_argument("--steps", type=int, help="of the run; default: 20 a kill")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(arguments)
@@ -201,11 +219,12 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         for layout in asked.parallelism:
             steps = asked.steps or 20 * asked.kills
-            found.append(measure(layout, asked.kills, steps, asked.seed, Path(scratch, layout)))
+            where = Path(scratch, layout)
+            found.append(
+                measure(layout, asked.kills, steps, asked.seed, where, in_background=asked.async_save)
+            )
             print(" ".join(f"{key} {value}" for key, value in found[-1].items()))
-    facts = report("benchmarks.chaos", arguments, "2 ranks on the CPU, gloo", [], {})
-    facts = {key: facts[key] for key in ("command", "date", "device", "versions")} | {"layouts": found}
-    (RESULTS / "chaos.json").write_text(json.dumps(facts, indent=2) + "\n")
+    keep(found, arguments)
     if not all(row["bitwise"] and not row["orphans"] and not row["unreadable"] for row in found):
         sys.exit("a run did not survive")
 

@@ -24,7 +24,9 @@ def markdown(results: Mapping[str, Any]) -> str:
     ran = {row["program"].removesuffix(COMPILED) for work in results.values() for row in work["rows"]}
     names = [name for name in COLUMNS if name in ran]
     lines = [["work", *(COLUMNS[name] for name in names)], ["---"] * (1 + len(names))]
-    for work in (work.name for work in WORKS if work.name in results):
+    # Of pairs that share prompts others fit a batch, so that their tokens cost something else.
+    alike = (work for work in WORKS if not work.share_prompt)
+    for work in (work.name for work in alike if work.name in results):
         rows = {row["program"]: row for row in results[work]["rows"]}
         for suffix in ("", COMPILED):
             cells = [cell(rows.get(name + suffix)) for name in names]

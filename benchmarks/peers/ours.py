@@ -1,15 +1,12 @@
 """This runner as a user starts it, but for a logger that also writes the events of a benchmark.
 
-``python -m runner ... logger._target_=benchmarks.peers.ours.BenchLogger``
+``python -m runner ... +logger.events._target_=benchmarks.peers.ours.BenchLogger``
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from benchmarks.peers.events import Events
-from components.loggers import Jsonl, Logger, MultiLogger, Row
+from components.loggers import Ending, Row, Start
 
 
 class EventLogger:
@@ -23,16 +20,16 @@ class EventLogger:
             tokens, labels = int(row["train/num_tokens"] or 0), int(row["train/num_labels"] or 0)
             self._events.step(tokens=tokens, labels=labels, loss=float(row["train/loss"] or 0))
 
-    def close(self) -> None:
+    def finish(self, ending: Ending) -> None:
         """Every event is on disk."""
 
 
 @dataclass(frozen=True)
 class BenchLogger:
-    """metrics.jsonl, and events in BENCH_OUT."""
+    """Events in BENCH_OUT."""
 
     def check(self) -> None:
         """Nothing can be missing."""
 
-    def open(self, run_dir: Path, config: Mapping[str, Any]) -> Logger:
-        return MultiLogger(EventLogger(), Jsonl().open(run_dir, config))
+    def open(self, start: Start) -> EventLogger:  # noqa: ARG002
+        return EventLogger()

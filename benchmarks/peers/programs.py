@@ -102,7 +102,7 @@ class Ours(Program):
 
     def command(self, case: Case, output: Path) -> list[str]:
         assert self.python is not None
-        more = [f"run.output_dir={output}", "logger._target_=benchmarks.peers.ours.BenchLogger"]
+        more = [f"run.output_dir={output}", "+logger.events._target_=benchmarks.peers.ours.BenchLogger"]
         more += ["run.compile=true"] if self.compile else []
         return [self.python, "-m", "runner", *overrides(case.work, case.data, case.steps), *more]
 

@@ -1,0 +1,142 @@
+"""What every rank of a memory measurement does, and how the bytes are counted that it held."""
+
+import gc
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from runner.build import Experiment, build_experiment
+from runner.loop import total_counts
+from runner.protocols import IGNORE, Batch, Engine, Workload
+from runner.provenance import Provenance
+from runner.train import build_engine
+
+STEP = "the measured step"
+
+
+@dataclass(frozen=True)
+class Held:
+    """By one rank."""
+
+    stage: int
+    peak: int
+    """Bytes that torch's allocator held at once during a step, and not before the engine was built."""
+
+
+Instrument = Callable[[Callable[[], None], Callable[[], None]], int]
+"""Calls one function, then the other, and says how many bytes were held at once during the second."""
+
+
+def measure(
+    config: Mapping[str, Any], workload: Workload, device: str, instrument: Instrument | None = None
+) -> Held:
+    """The second of two steps of ``config``: the first one makes the moments."""
+    experiment = build_experiment(config, Provenance())
+    engines: list[Engine] = []
+
+    def begin() -> None:
+        engines.append(build_engine(experiment, device))
+        step(engines[0], experiment, workload)
+
+    instrument = instrument or (on_gpu if device == "cuda" else on_cpu)
+    peak = instrument(begin, lambda: step(engines[0], experiment, workload))
+    engine = engines.pop()
+    stage = stage_of(engine.describe()["mesh"])
+    engine.close()
+    return Held(stage, peak)
+
+
+def on_cpu(begin: Callable[[], None], measured: Callable[[], None]) -> int:
+    """As torch's profiler records them: every block that its allocator hands out and gets back.
+
+    What gloo's own threads give back it does not see, so that with several ranks it may count a message that
+    is gone.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        begin()
+        gc.collect()
+        with record_function(STEP):
+            measured()
+    events = recorded.profiler.kineto_results.events()
+    (span,) = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == STEP]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    held = accumulate(nbytes for _, nbytes in changes)
+    return max(total for (at, _), total in zip(changes, held, strict=True) if span[0] <= at <= span[1])
+
+
+def on_gpu(begin: Callable[[], None], measured: Callable[[], None]) -> int:
+    before = torch.cuda.memory_allocated()
+    begin()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    measured()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def resident(begin: Callable[[], None], measured: Callable[[], None]) -> int:
+    """As the system sees it: all that the process has gained in RAM."""
+    gc.collect()
+    before = memory("VmRSS")
+    begin()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
+    measured()
+    return memory("VmHWM") - before
+
+
+def memory(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+
+def step(engine: Engine, experiment: Experiment, workload: Workload) -> None:
+    loss = experiment.stage
+    microbatches = loss.prepare(make_batches(experiment, workload), engine)
+    engine.begin_train_step(total_counts(loss, microbatches))
+    engine.train_microbatches(microbatches, loss, last=True)
+    engine.finish_train_step(1e-4)
+
+
+def make_batches(experiment: Experiment, workload: Workload) -> list[Batch]:
+    """As full as ``workload`` lets them be: a sequence a row, or in packed rows of pairs two as long."""
+    kind, vocabulary = experiment.stage.kind, experiment.model.config().vocab_size
+    packed = experiment.data.resolve_packing(kind) != "none"
+    share = 2 if packed and kind == "preference" else 1
+    number, length = workload.rows * share, workload.length // share
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (number, length), generator=generator)
+    labels = ids.roll(-1, 1)
+    labels[:, : length - workload.labels // number] = IGNORE
+    positions = torch.arange(length).expand_as(ids).contiguous()
+    seqlens = torch.full((number,), length, dtype=torch.int32)
+    batch = Batch(ids, labels, positions, seqlens, pair_index=torch.arange(number))
+    return [pack(batch) if packed else batch] * workload.num_microbatches
+
+
+def pack(batch: Batch) -> Batch:
+    """The rows of ``batch`` end to end."""
+    seqlens = batch.seqlens
+    return Batch(
+        batch.input_ids.reshape(1, -1),
+        batch.labels.reshape(1, -1),
+        batch.position_ids.reshape(1, -1),
+        seqlens,
+        cu_seqlens=F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0)),
+        max_seqlen=int(seqlens.max()),
+        pair_index=batch.pair_index,
+    )
+
+
+def stage_of(mesh: Mapping[str, Any]) -> int:
+    """The pipeline stage of this rank, where there are any."""
+    if "pp" not in mesh["dims"]:
+        return 0
+    place = (torch.tensor(mesh["ranks"]) == int(os.environ["RANK"])).nonzero()[0]
+    return int(place[list(mesh["dims"]).index("pp")])
