@@ -1,11 +1,12 @@
 """What ranks leave behind when they fail, and whose failure came first."""
 
+import contextlib
 import json
 import os
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,17 @@ def report(folder: Path, error: BaseException, *, stalled: bool = False) -> None
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(facts))
     partial.replace(path)
+
+
+@contextlib.contextmanager
+def reporting(folder: Path) -> Iterator[None]:
+    """Around a rank that raises what it fails of: whoever started the ranks can tell whose failure it was."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(OSError):  # the disk that is full may be the run's own
+            report(folder, error)
+        raise
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:

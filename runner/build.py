@@ -16,7 +16,7 @@ from runner.protocols import Loss, ParallelismSpec, SchedulerSpec
 from runner.provenance import Provenance, did_you_mean
 from runner.schema import RunConfig
 
-GROUPS = ("model", "adapter", "parallelism", "optimizer", "scheduler", "stage", "data", "logger")
+GROUPS = ("model", "adapter", "parallelism", "optimizer", "scheduler", "stage", "data")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Experiment:
     scheduler: SchedulerSpec
     stage: Loss
     data: Any
-    logger: Any
+    logger: Mapping[str, Any]
+    """By name, any number of them."""
 
 
 def build_experiment(config: Mapping[str, Any], where: Provenance) -> Experiment:
@@ -45,11 +46,30 @@ def build_experiment(config: Mapping[str, Any], where: Provenance) -> Experiment
     for key in config:
         if key not in known:
             raise ConfigError(f"{key} ({where.of(key)}): nothing reads this key; {did_you_mean(key, known)}")
+    for group in (*GROUPS, "logger", "run"):
+        if group not in config:
+            raise ConfigError(f"{group} (the command line): is missing; choose one of its options.")
     parts = {group: build_component(group, config[group], where) for group in GROUPS}
+    parts["logger"] = build_loggers(config["logger"], where)
     run = construct(RunConfig, "run", config["run"], where)
     if run.init_from is not None:
         parts["model"] = parts["model"].start_from(whole_checkpoint("run.init_from", run.init_from))
     return Experiment(run=run, **parts)
+
+
+def build_loggers(nodes: Any, where: Provenance) -> dict[str, Any]:
+    """Each by its name, ``logger.NAME``."""
+    if not isinstance(nodes, Mapping):
+        raise ConfigError(
+            f"logger ({where.of('logger')}): must be a mapping of loggers, got {nodes!r}; use logger=[jsonl]."
+        )
+    for name, node in nodes.items():
+        if not isinstance(node, Mapping):
+            raise ConfigError(
+                f"logger.{name} ({where.of(f'logger.{name}')}): must be a logger of that name, with _target_ "
+                f"and its keys, got {node!r}; its options have names such as logger.wandb.mode."
+            )
+    return {name: build_component(f"logger.{name}", node, where) for name, node in nodes.items()}
 
 
 def build_component(group: str, node: Mapping[str, Any], where: Provenance) -> Any:

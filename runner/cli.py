@@ -19,9 +19,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from runner import slurm
 from runner.errors import ConfigError, TrainingError
+from runner.outcome import SWEEP_FOLDER, Point
 from runner.provenance import Provenance, did_you_mean
 from runner.stop import handling, interrupt
+from runner.sweep import conclude, run_point, sweeps
 
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 
@@ -32,23 +35,17 @@ def config_dir() -> str:
     return str(next(path for path in (here / "conf", here.parent / "conf") if path.is_dir()))
 
 
-@hydra.main(version_base="1.3", config_path=config_dir(), config_name="config")
-def job(config: DictConfig) -> float:
+def run_job(config: DictConfig) -> float:
     """One run, or one job of a sweep: returns the final loss (eval, else train)."""
     if HydraConfig.get().mode is RunMode.MULTIRUN:
-        if "RANK" in os.environ:
-            raise ConfigError(
-                "-m: a sweep cannot run under torchrun; leave torchrun out (the runner starts its own ranks)."
-            )
-        try:
-            return execute(config)
-        except Exception as error:
-            explained(error)  # Hydra goes on with the other jobs and would show the first failure only
-            raise
+        return run_point(sweep_point(), lambda: execute(config), explained)
     losses: list[float] = []
     if code := exit_code(lambda: losses.append(execute(config))):
         raise SystemExit(code)
     return losses[0] if losses else math.nan  # a signal has stopped it
+
+
+job = hydra.main(version_base="1.3", config_path=config_dir(), config_name="config")(run_job)
 
 
 def execute(config: DictConfig) -> float:
@@ -59,13 +56,40 @@ def execute(config: DictConfig) -> float:
     return run(plain, where, sys.argv, began)
 
 
+def sweep_point() -> Point:
+    """The place in its sweep of the job Hydra is running."""
+    state = HydraConfig.get()
+    return Point(Path(os.environ[SWEEP_FOLDER]), int(state.job.num), as_typed(state))
+
+
+def as_typed(state: Any) -> tuple[str, ...]:
+    """The overrides in a ``hydra`` node, with the interpolations in them."""
+    words: Any = OmegaConf.to_container(state.overrides.task)
+    return tuple(words)
+
+
+def command() -> int:
+    """What ``sys.argv`` asks for; returns the exit code."""
+    os.environ.pop(SWEEP_FOLDER, None)
+    if "RANK" in os.environ and sweeps(sys.argv):
+        return explained(
+            ConfigError(
+                "-m: a sweep cannot run under torchrun or srun; leave it out (the runner starts its own "
+                "ranks, or SLURM's: hydra/launcher=slurm)."
+            )
+        )
+    code = exit_code(job)
+    return conclude(Path(os.environ[SWEEP_FOLDER]), code) if SWEEP_FOLDER in os.environ else code
+
+
 def main() -> None:
     """Exit code 0: done; 1: failed while running; 2: a mistake in the configuration; 130: interrupted."""
     # Hydra would print a stack and exit with 1 for every mistake; we want the exception itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    code = exit_code(job)
+    os.environ |= slurm.ranks(os.environ)
+    code = command()
     if "RANK" in os.environ:
-        # A rank of torchrun: see runner.worker.main.
+        # A rank of torchrun or srun: see runner.worker.main.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -80,7 +104,9 @@ def exit_code(task: Callable[[], Any]) -> int:
     try:
         with handling(interrupt):
             task()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as request:
+        if str(request) in slurm.NOTICES and slurm.queue_again(os.environ):
+            return 0
         print("interrupted; nothing is left running.", file=sys.stderr)
         return INTERRUPTED
     except SystemExit as leaving:
@@ -95,6 +121,8 @@ def explained(error: Exception) -> int:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         error = ConfigError(f"{mark.name}:{mark.line + 1}: malformed YAML: {error.problem}; mend the file.")
+    if type(error) is ValueError and "Config group override must be" in str(error):
+        error = ConfigError(nothing_chosen())
     if isinstance(error, HydraException | OmegaConfBaseException):
         error = ConfigError(in_short(error))
     if not isinstance(error, ConfigError | TrainingError):
@@ -109,7 +137,8 @@ def provenance() -> Provenance:
     state = HydraConfig.get()
     folders = tuple(Path(s.path) for s in state.runtime.config_sources if s.schema == "file")
     choices = {group: option for group, option in state.runtime.choices.items() if option is not None}
-    return Provenance(choices, tuple(state.overrides.task), folders)
+    point = sweep_point() if state.mode is RunMode.MULTIRUN else None
+    return Provenance(choices, as_typed(state), folders, point)
 
 
 def unless(other: Any, value: Any, instead: Any = None) -> Any:
@@ -132,15 +161,28 @@ def resolved(config: DictConfig, where: Provenance) -> dict[str, Any]:
 def in_short(error: Exception) -> str:
     """Hydra's message in one or two lines, with the nearest match for a misspelt word."""
     text = str(error)
-    if option := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
+    if option := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text):
         group, word = option.groups()
         return f"{group}={word}: there is no such option; {did_you_mean(word, options_of(group))}"
+    if key := re.search(r"Could not override '(logger)\.(\w+)\.", text):
+        group, name = key.groups()
+        if name in options_of(group) and not any(
+            leaf.startswith(f"{group}.{name}.") for leaf in known_keys()
+        ):
+            return f"{group}.{name} (the command line): is not chosen; choose it: {group}=[jsonl,{name}]."
     if key := re.search(r"(?:Could not override|Key) '([^']+)'", text):
         return f"{key[1]} (the command line): nothing reads this key; {did_you_mean(key[1], known_keys())}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, OverrideParseException):
-        return f"{error.override} (the command line): is no KEY=VALUE: {lines[0]}."
+        return f"{error.override} (the command line): is no KEY=VALUE: {lines[0]}; mend it, or quote it."
     return " ".join(lines[:2])
+
+
+def nothing_chosen() -> str:
+    """Where Hydra refuses ``group=null`` with a bare ValueError."""
+    groups = [word.partition("=")[0] for word in sys.argv[1:] if word.lower().endswith("=null")]
+    group = next(filter(options_of, groups), "a group")
+    return f"{group} (the command line): null is no option; {did_you_mean('null', options_of(group))}"
 
 
 def config_dirs() -> list[Path]:
@@ -157,14 +199,16 @@ def options_of(group: str) -> list[str]:
 def known_keys() -> list[str]:
     """Dotted keys of the composition with the groups chosen on the command line, and the groups."""
     groups = [path.name for path in Path(config_dir()).iterdir() if path.is_dir()]
-    words = (argument.partition("=") for argument in sys.argv[1:])
-    chosen = [f"{group}={option}" for group, _, option in words if option in options_of(group)]
     with initialize_config_dir(config_dir(), version_base="1.3"):
-        ours = [
-            choice for choice in chosen if (Path(config_dir()) / f"{choice.replace('=', '/')}.yaml").is_file()
-        ]
-        config = OmegaConf.to_container(compose("config", ours), resolve=False)
+        config = OmegaConf.to_container(compose("config", [*filter(is_choice, sys.argv[1:])]), resolve=False)
     return [*leaves("", config), *groups]
+
+
+def is_choice(argument: str) -> bool:
+    """Whether it is ``group=option`` or ``group=[option,...]``, of our own options."""
+    group, _, options = argument.partition("=")
+    files = [Path(config_dir()) / group / f"{option}.yaml" for option in options.strip("[]").split(",")]
+    return all(path.is_file() for path in files)
 
 
 def leaves(prefix: str, node: Any) -> list[str]:

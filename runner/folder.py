@@ -3,7 +3,8 @@
 import json
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import version
 from itertools import count
@@ -14,6 +15,7 @@ import yaml
 
 from runner.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("runner", "torch", "transformers", "tokenizers", "datasets", "hydra-core", "omegaconf", "numpy")
 
 
@@ -33,7 +35,9 @@ def create_run_folder(output_dir: str, name: str) -> Path:
                 continue
             raise ConfigError(f"run.output_dir: {folder.parent} is a file; name a folder.") from None
         except OSError as error:
-            raise ConfigError(f"run.output_dir: cannot make {folder}: {error.strerror}.") from error
+            raise ConfigError(
+                f"run.output_dir: cannot make {folder}: {error.strerror}; name another folder."
+            ) from error
         return folder
     raise AssertionError("unreachable")
 
@@ -41,7 +45,9 @@ def create_run_folder(output_dir: str, name: str) -> Path:
 def reopen_run_folder(folder: Path, step: int) -> Path:
     """The folder as it was at ``step``: rows that a killed run logged after its last checkpoint go."""
     path = folder / "metrics.jsonl"
-    rows = path.read_text().splitlines(keepends=True) if path.exists() else []
+    if not path.exists():  # another logger was chosen
+        return folder
+    rows = path.read_text().splitlines(keepends=True)
     kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= step]
     replace_text(path, "".join(kept))
     return folder
@@ -75,6 +81,19 @@ def write_facts(folder: Path, **facts: Any) -> None:
     replace_text(path, json.dumps(known | facts, indent=2) + "\n")
 
 
+@contextmanager
+def recording_end(folder: Path) -> Iterator[None]:
+    """Writes into run.json how the run has ended, as ``ended``; none is there while it runs or was killed."""
+    try:
+        yield
+    except BaseException as error:
+        failed = isinstance(error, Exception)
+        with suppress(OSError):  # the disk may be what it has failed of
+            write_facts(folder, ended="failed" if failed else "stopped", error=str(error) if failed else None)
+        raise
+    write_facts(folder, ended="done" if read_facts(folder)["stopped"] is None else "stopped", error=None)
+
+
 def environment_facts(command: Sequence[str]) -> dict[str, Any]:
     """Command line, versions and the commit of the source."""
     return {
@@ -85,20 +104,35 @@ def environment_facts(command: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def write_code_diff(folder: Path) -> None:
+    """What the checkout this code runs from has beyond its commit, as ``code.diff``; nothing, no file."""
+    diff = git("diff", "HEAD") if git_commit() is not None else None
+    if diff:
+        (folder / "code.diff").write_text(diff)
+
+
 def git_commit() -> str | None:
     """The commit of the checkout this code runs from; None where it is not one."""
-    root = Path(__file__).resolve().parent.parent
+    answer = git("rev-parse", "--show-toplevel", "--verify", "HEAD")
+    if answer is None:
+        return None
+    toplevel, commit = answer.split("\n")[:2]
+    # An environment may lie inside somebody else's repository.
+    return commit if Path(toplevel) == ROOT else None
+
+
+def git(*arguments: str) -> str | None:
+    """What git says of the folder of this code; None where it, or git, knows nothing."""
     try:
         answer = subprocess.run(
-            ["git", "rev-parse", "--show-toplevel", "--verify", "HEAD"],
-            cwd=root,
+            ["git", *arguments],
+            cwd=ROOT,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=10,
             check=True,
         )
     except (FileNotFoundError, subprocess.SubprocessError):
         return None
-    toplevel, commit = answer.stdout.split("\n")[:2]
-    # An environment may lie inside somebody else's repository.
-    return commit if Path(toplevel) == root else None
+    return answer.stdout

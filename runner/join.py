@@ -1,4 +1,4 @@
-"""Runs whose ranks were started by somebody else (torchrun): agreeing on one folder.
+"""Runs whose ranks were started by somebody else (torchrun, srun): agreeing on one folder.
 
 The first rank prepares the run while the others wait at a key-value store, so that no collective can time
 out during tokenisation. On further nodes the first local rank repeats the preparation of the data: it finds

@@ -23,10 +23,14 @@ class ConsoleHandler(logging.Handler):
 
 @contextlib.contextmanager
 def log_to(path: Path | None, console: Console | None) -> Iterator[None]:
-    """Sends the ``runner`` and ``components`` loggers to ``console`` and to ``path``; restores them after."""
+    """Sends the ``runner`` and ``components`` loggers to ``console`` and to ``path``; restores them after.
+
+    A quiet ``console`` gets warnings alone.
+    """
     handlers: list[logging.Handler] = []
     if console is not None:
-        handlers.append(ConsoleHandler(console))
+        handlers.append(ConsoleHandler(Console(stderr=True) if console.quiet else console))
+        handlers[0].setLevel(logging.WARNING if console.quiet else logging.INFO)
     if path is not None:
         handlers.append(logging.FileHandler(path))
         handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(message)s"))

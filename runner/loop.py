@@ -115,6 +115,8 @@ def evaluate(t: Training) -> bool:
         return False
     t.state.owes_evaluation = False
     t.reporter.evaluation(t.state, means)
+    if t.state.step < t.train_data.num_steps:
+        t.stop.evaluated(t.state.step, means["loss"])
     watched = t.run.keep_best or t.run.early_stop
     if watched is None:
         return False

@@ -1,7 +1,8 @@
 """The contracts between the loop and its components.
 
-Everything an engine, a loss or a data loader must agree on is on this page, and in ``batch``, whose names
-it has too. Components import nothing else from ``runner`` (but for ``runner.errors``).
+Everything an engine, a loss or a data loader must agree on is on this page, and in ``batch`` and
+``estimates``, whose names it has too. Components import nothing else from ``runner`` (but for
+``runner.errors``).
 """
 
 import math
@@ -18,6 +19,11 @@ from runner.batch import IGNORE as IGNORE
 from runner.batch import MISMATCHED as MISMATCHED
 from runner.batch import UNDESIRABLE as UNDESIRABLE
 from runner.batch import Batch as Batch
+from runner.estimates import ModelSize as ModelSize
+from runner.estimates import RankMemory as RankMemory
+from runner.estimates import Sent as Sent
+from runner.estimates import StepCost as StepCost
+from runner.estimates import Workload as Workload
 
 Kernels = Literal["auto", "torch", "liger"]
 """What computes norms and MLPs: torch, liger-kernel, or whichever suits the device."""
@@ -212,6 +218,21 @@ class Engine(Protocol):
         """Leaves every process group; the process may build another engine afterwards."""
 
 
+@dataclass(frozen=True)
+class TrainStep:
+    """What the memory of a train step depends on, beside model, optimizer and layout."""
+
+    world_size: int
+    dtype: torch.dtype
+    device: Literal["cpu", "cuda"]
+    workload: Workload
+    loss: Loss
+    reference: Reference
+    reference_model: Any = None
+    """Of ``frozen``, the model of the second copy, on the meta device; None: it is the same."""
+    adapter: Any = None
+
+
 class ParallelismSpec(Protocol):
     """The ``parallelism`` group: a layout, and how to build its engine."""
 
@@ -223,6 +244,23 @@ class ParallelismSpec(Protocol):
 
     def data_size(self, world_size: int) -> int:
         """Into how many shares a global batch is split."""
+
+    def mesh(self, world_size: int) -> dict[str, Any]:
+        """Sizes by dimension, and the global rank at every place, as ``Engine.describe`` will tell them."""
+
+    def cost(
+        self,
+        size: ModelSize,
+        *,
+        world_size: int,
+        dtype: torch.dtype,
+        tokens: float,
+        num_microbatches: int,
+    ) -> StepCost:
+        """``tokens``: of one data rank in one step, which takes them in so many micro-batches."""
+
+    def leaner(self, world_size: int) -> Sequence[Mapping[str, Any]]:
+        """Changes of keys, each of which may have a rank hold less; not all of them fit every model."""
 
     def check(
         self,
@@ -237,6 +275,12 @@ class ParallelismSpec(Protocol):
         adapter: Any = None,
     ) -> None:
         """Raises ConfigError where the layout does not fit the run; called once, before any rank starts.
+
+        ``model`` is the transformers model on the meta device, without its adapter.
+        """
+
+    def memory(self, model: Any, optimizer: Any, step: TrainStep) -> list[RankMemory]:
+        """What a rank of every pipeline stage will need, in the order of the stages; builds nothing.
 
         ``model`` is the transformers model on the meta device, without its adapter.
         """

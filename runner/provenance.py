@@ -8,7 +8,10 @@ from typing import Any
 
 import yaml
 
+from runner.outcome import Point
+
 COMMAND_LINE = "the command line"
+CONFIG = "conf/config.yaml"
 
 
 @dataclass(frozen=True)
@@ -21,19 +24,26 @@ class Provenance:
     """Of the command line, as typed."""
     search_path: tuple[Path, ...] = ()
     """Folders of YAML files, the first has precedence."""
+    point: Point | None = None
+    """The run's place in a sweep; None: it stands for itself."""
 
     def of(self, key: str) -> str:
         """Where ``key`` (dotted) got its value: the command line, an experiment file, or its group's file."""
         if any(name_of(override) == key for override in self.overrides):
             return COMMAND_LINE
-        experiment = self._file("experiment")
+        experiment = self._file("experiment", self.choices.get("experiment"))
         if experiment is not None and contains(yaml.safe_load(experiment.read_text()), key.split(".")):
             return display(experiment)
-        group_file = self._file(key.split(".", maxsplit=1)[0])
-        return display(group_file or Path("conf/config.yaml"))
+        group, *rest = key.split(".")
+        # Of a group from which several options are taken, each has its node.
+        group_file = self._file(group, self.choices.get(group) or next(iter(rest), None))
+        return display(group_file) if group_file else CONFIG
 
-    def _file(self, group: str) -> Path | None:
-        option = self.choices.get(group)
+    def given(self, key: str) -> bool:
+        """Whether someone chose its value, on the command line or in an experiment file."""
+        return self.of(key) != CONFIG
+
+    def _file(self, group: str, option: str | None) -> Path | None:
         candidates = (folder / group / f"{option}.yaml" for folder in self.search_path)
         return next((path for path in candidates if path.is_file()), None) if option else None
 

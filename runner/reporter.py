@@ -5,15 +5,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskID
 
-from components.loggers import Logger
+from components.loggers import Ending, Loggers
 from runner.protocols import BatchStats, StepResult
+from runner.results import Results
 from runner.state import TrainState
+from runner.stop import PRUNED
 
 log = logging.getLogger("runner")
 
@@ -35,15 +37,18 @@ class Window:
 
 @dataclass
 class Reporter:
-    """Reports on the main rank; elsewhere it has no logger and no progress bar, and says nothing."""
+    """Reports on the main rank; elsewhere it has no loggers and no progress bar, and says nothing."""
 
     log_every: int
     flops: Callable[[BatchStats], float]
     """Floating point operations of one step on a global batch."""
     peak_flops: float | None
     """Per second, of all ranks together; None where it is not known."""
-    logger: Logger | None = None
+    loggers: Loggers | None = None
     progress: Progress | None = None
+    results: Results = field(default_factory=Results)
+    stopped: Mapping[str, Any] | None = None
+    """Where and why the run has stopped before its end."""
     window: Window = field(default_factory=Window)
     task: TaskID | None = None
 
@@ -57,8 +62,8 @@ class Reporter:
     ) -> None:
         if self.progress is not None:
             self.progress.stop()
-        if self.logger is not None:
-            self.logger.close()
+        if self.loggers is not None:
+            self.loggers.finish(self._ending(error))
 
     def start(self, state: TrainState, total_steps: int) -> None:
         if self.progress is not None:
@@ -82,7 +87,7 @@ class Reporter:
 
     def skipped(self, step: int, result: StepResult, max_loss: float, samples: Sequence[str]) -> None:
         """Says why the update of ``step`` was skipped, and on which samples."""
-        if self.logger is None:
+        if self.loggers is None:
             return
         if not math.isfinite(result.loss):
             why = f"loss is {result.loss}"
@@ -101,9 +106,21 @@ class Reporter:
         self._write(row, f"step {state.step}  eval: {numbers}")
 
     def _write(self, row: Row, line: str) -> None:
-        if self.logger is not None:
+        if self.loggers is not None:
             log.info(line)
-            self.logger.log(row)
+            self.results.add(row)
+            self.loggers.log(row)
+
+    def _ending(self, error: BaseException | None) -> Ending:
+        last = self.results.last
+        if isinstance(error, KeyboardInterrupt):
+            return Ending("stopped", last, "interrupted")
+        if error is not None:
+            return Ending("failed", last, f"{type(error).__name__}: {error}")
+        if self.stopped is not None:
+            pruned = self.stopped["reason"] == PRUNED  # nobody will go on with it
+            return Ending("done" if pruned else "stopped", last, str(self.stopped["reason"]))
+        return Ending("done", last)
 
 
 def train_row(state: TrainState, stats: BatchStats, result: StepResult, lr: float) -> Row:
@@ -149,8 +166,3 @@ def train_line(row: Row) -> str:
         f"{row['train/num_tokens']:,} tokens  {row['train/num_samples']:,} samples  "
         f"{row['perf/step_ms']:.0f} ms  skipped {row['train/skipped']}  {row['perf/memory_gib']:.2f} GiB"
     )
-
-
-def progress_bar(console: object) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True)  # type: ignore[arg-type]

@@ -1,7 +1,9 @@
-"""``run.max_restarts``: a failed run starts again, in the same folder, from its newest whole checkpoint."""
+"""A run starts again in its own folder: after a failure (``run.max_restarts``), or with its SLURM job."""
 
+import json
 import logging
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from components import preflight
@@ -9,6 +11,7 @@ from components.checkpoint import newest_undamaged
 from runner.errors import FinalError, TrainingError
 from runner.folder import read_facts, reopen_run_folder, write_facts
 from runner.logs import log_to
+from runner.slurm import job_facts, max_requeues
 from runner.workers import run_workers
 
 log = logging.getLogger("runner")
@@ -44,3 +47,20 @@ def go_back(folder: Path, restarts: int) -> int:
     reopen_run_folder(folder, step)
     write_facts(folder, resumed_from=None if point is None else str(point), restarts=restarts)
     return step
+
+
+def begun_by_this_job(runs: Path, command: Sequence[str], environ: Mapping[str, str]) -> Path | None:
+    """The run folder of this SLURM job from before SLURM started it again; None: there is none.
+
+    Raises:
+        ConfigError: RUNNER_MAX_REQUEUES, which says that the job is one run, is no number.
+    """
+    job, requeues = job_facts(environ), max_requeues(environ)
+    if job is None or not job["restarts"] or not requeues:
+        return None
+    newest_first = sorted(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in newest_first:
+        facts = json.loads(path.read_text())
+        if (facts.get("slurm") or {}).get("job") == job["job"] and facts["command"] == list(command):
+            return path.parent
+    return None

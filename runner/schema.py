@@ -55,6 +55,10 @@ class RunConfig:
     profile_stacks: bool
     compile: bool
     kernels: Kernels
+    preflight: Literal["check", "only", "plan"]
+    devices: int | None
+    device_memory: float | str | None
+    device_name: str | None
 
     def __post_init__(self) -> None:
         for key in (
@@ -64,6 +68,7 @@ class RunConfig:
             "max_steps",
             "epochs",
             "patience",
+            "devices",
         ):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -81,6 +86,8 @@ class RunConfig:
         ):
             if getattr(self, key) < 0:
                 raise ConfigError(f"run.{key}: must be 0 (off) or more, got {getattr(self, key)}.")
+        if not math.isfinite(self.timeout):
+            raise ConfigError(f"run.timeout: is {self.timeout}; give a number of seconds, or 0 for off.")
         if self.max_time is not None:
             seconds(self.max_time)
         if self.max_restarts and self.save_model_only:

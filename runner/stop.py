@@ -20,6 +20,9 @@ REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 IMPATIENT = (signal.SIGINT, signal.SIGTERM)
 """Of which the second ends a run at once."""
 
+PRUNED = "pruned"
+"""The reason of a run that is not worth going on with, as a sweep's optimiser finds."""
+
 TIME_IS_UP = 1000.0
 """Above every signal's number, so that ranks agree on a reason by its maximum."""
 RECENT = 20
@@ -49,6 +52,9 @@ def announce(number: int) -> None:
     os.write(2, f"{name}: the run ends when what it is doing is whole; once more: at once\n".encode())
 
 
+Pruner = Callable[[int, float], bool]
+
+
 class StopRequest:
     """What signals have asked for: the first one asks for a stop, and the run goes on to a step's end.
 
@@ -76,6 +82,7 @@ class Stop:
         requested: this rank's signals.
         deadline: when the run must have ended, by ``clock``.
         save_s: what the first save is expected to take.
+        prune: told the step and the loss of an evaluation, whether the run is to go no further.
     """
 
     def __init__(
@@ -85,10 +92,12 @@ class Stop:
         deadline: float = math.inf,
         clock: Callable[[], float] = time.time,
         save_s: float = 0.0,
+        prune: Pruner | None = None,
     ) -> None:
         self.agree, self.requested, self.deadline, self.clock = agree, requested, deadline, clock
+        self.prune = prune
         self.reason: str | None = None
-        """SIGTERM, ..., or run.max_time; the same on every rank."""
+        """SIGTERM, ..., run.max_time, or pruned; the same on every rank."""
         self.latest = deque[float](maxlen=RECENT)
         self.longest_save, self.since = save_s, clock()
 
@@ -103,6 +112,12 @@ class Stop:
         if code and self.reason is None:
             self.reason = "run.max_time" if code == TIME_IS_UP else signal.Signals(int(code)).name
         return self.reason
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Asks ``prune`` where a rank has one; every rank calls it after every evaluation but the last."""
+        pruned = self.prune is not None and self.prune(step, loss)
+        if self.agree(float(pruned)):
+            self.reason = PRUNED
 
     @contextmanager
     def saving(self) -> Iterator[None]:

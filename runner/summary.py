@@ -1,7 +1,5 @@
 """The closing words of a run: where things are, how it went, and one completion."""
 
-import json
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,33 +11,24 @@ from components.preflight import owes_evaluation
 from runner.build import Experiment
 from runner.errors import TrainingError
 from runner.folder import read_facts
+from runner.results import Results
 from runner.schema import RunConfig
+from runner.sweep import alone, sweeps
 from runner.train import DTYPES
 
-Row = dict[str, Any]
 
-
-def read_rows(folder: Path) -> list[Row]:
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def last_value(rows: list[Row], key: str) -> float:
-    """NaN where it was never logged."""
-    values = [row[key] for row in rows if row.get(key) is not None]
-    return float(values[-1]) if values else math.nan
+def read_results(folder: Path) -> Results:
+    return Results(**read_facts(folder).get("results") or {})
 
 
 def final_loss(folder: Path) -> float:
-    """The last eval loss, else the last train loss."""
-    rows = read_rows(folder)
-    evaluated = last_value(rows, "eval/loss")
-    return last_value(rows, "train/loss") if math.isnan(evaluated) else evaluated
+    """The last eval loss, else the last train loss; NaN where neither was logged."""
+    return read_results(folder).final_loss()
 
 
 def summarize(experiment: Experiment, folder: Path) -> None:
     """Finishes the export (the tokenizer belongs to it) and prints what a user wants to know, on stdout."""
-    facts = {"run folder": str(folder)} | checkpoint_facts(folder) | metric_facts(read_rows(folder))
+    facts = {"run folder": str(folder)} | checkpoint_facts(folder) | metric_facts(read_results(folder))
     if (folder / "export").is_dir():
         facts |= export_facts(experiment, folder)
     print()
@@ -52,17 +41,15 @@ def checkpoint_facts(folder: Path) -> dict[str, str]:
     return {"checkpoint": str(saved[-1])} if saved else {}
 
 
-def metric_facts(rows: list[Row]) -> dict[str, str]:
-    facts = {}
-    losses = [(row["step"], row["train/loss"]) for row in rows if row.get("train/loss") is not None]
-    if losses:
-        facts["train loss"] = ", ".join(
-            f"{loss:.4f} at step {step}" for step, loss in (losses[0], losses[-1])
-        )
-    if not math.isnan(evaluated := last_value(rows, "eval/loss")):
-        facts["eval loss"] = f"{evaluated:.4f}"
-    if not math.isnan(rate := last_value(rows, "perf/tokens_per_s")):
-        facts["throughput"] = f"{rate:,.0f} tokens/s over the last logged steps"
+def metric_facts(results: Results) -> dict[str, str]:
+    facts, last = {}, results.last
+    if results.first:
+        ends = (results.first, last)
+        facts["train loss"] = ", ".join(f"{row['train/loss']:.4f} at step {row['step']:.0f}" for row in ends)
+    if "eval/loss" in last:
+        facts["eval loss"] = f"{last['eval/loss']:.4f}"
+    if "perf/tokens_per_s" in last:
+        facts["throughput"] = f"{last['perf/tokens_per_s']:,.0f} tokens/s over the last logged steps"
     return facts
 
 
@@ -89,8 +76,8 @@ def say_stopped(
     stopped: Mapping[str, Any],
     command: Sequence[str],
     overrides: Sequence[str],
-) -> None:
-    """Where a run has stopped before its end, and how it goes on.
+) -> bool:
+    """Where a run has stopped before its end, and how it goes on; returns whether it can.
 
     Raises:
         TrainingError: nothing could be saved (``run.on_save_error=continue``).
@@ -104,14 +91,16 @@ def say_stopped(
         words += f", whose checkpoint could not be written: the newest is of step {step_of(saved[-1])}"
     if stopped["step"] == stopped["of"] and not owes_evaluation(saved[-1]):
         print(f"{words}, the last one, before its export; checkpoint: {checkpoint}")
-    elif run.save_model_only:
+        return False
+    if run.save_model_only:
         print(f"{words}; weights alone, from which nothing can resume: {checkpoint}")
-    else:
-        print(f"{words}; resume with: {resume_command(command, overrides, checkpoint)}")
+        return False
+    print(f"{words}; resume with: {resume_command(command, overrides, checkpoint)}")
+    return True
 
 
 def resume_command(command: Sequence[str], overrides: Sequence[str], checkpoint: str) -> str:
     """The user's own, or that of one job of a sweep, with another ``run.resume``."""
-    sweep = {"-m", "--multirun"} & set(command)
-    kept = [word for word in (overrides if sweep else command[1:]) if not word.startswith("run.resume=")]
+    words = alone(overrides, command) if sweeps(command) else command[1:]
+    kept = [word for word in words if not word.startswith("run.resume=")]
     return shlex.join(["python", "-m", "runner", *kept, f"run.resume={checkpoint}"])

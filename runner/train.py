@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from components.checkpoint import CheckpointPolicy, RunIdentity, read_meta
+from components.loggers import Loggers, Start
+from components.loggers.console import Terminal, terminal
 from components.metrics import matmul_sizes, peak_flops, train_flops
 from components.precompute import precompute
+from components.preflight import steps_done
 from components.reference import resolve_reference
 from runner.build import Experiment, build_experiment
 from runner.determinism import deterministic
@@ -26,7 +28,9 @@ from runner.prefetch import Prefetched
 from runner.profiler import Profiler
 from runner.protocols import BatchStats, Engine, Reference
 from runner.provenance import Provenance
-from runner.reporter import Reporter, progress_bar
+from runner.pruning import pruner_of
+from runner.reporter import Reporter
+from runner.results import Results
 from runner.state import TrainState
 from runner.stop import Stop, StopRequest, announce, handling, seconds
 from runner.watchdog import Watchdog, end_process
@@ -43,7 +47,7 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
     experiment = build_experiment(config, Provenance())
     # The one place where ranks differ: the first one speaks and writes the run's own files.
     main = os.environ.get("RANK", "0") == "0"
-    console = Console(stderr=True) if main else None
+    console = terminal(experiment.logger) if main else None
     run, rank, alone = experiment.run, int(os.environ.get("RANK", "0")), "RANK" not in os.environ
     requested = StopRequest(
         announce if main and "RUNNER_PARENT" not in os.environ else str, patient=not alone
@@ -61,17 +65,17 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
         with closing(build_engine(experiment, facts["device"]), facts["world_size"]) as engine:
             if main:
                 write_facts(folder, **engine.describe())
-            with reporter(experiment, engine, folder, facts["world_size"], console, config) as report:
+            with reporter(experiment, engine, folder, console, config) as report:
                 training = wire(experiment, engine, folder, facts, report, requested, watchdog)
                 handlers.enter_context(handling(requested))
                 with training.checkpoints:
                     train(training)
-            cut_short = stopped(training)
-            if main:
-                write_facts(folder, stopped=cut_short)
-            if run.export and cut_short is None:
-                watchdog.beat("in the export")
-                engine.export(folder / "export")
+                report.stopped = stopped(training)
+                if main:
+                    write_facts(folder, stopped=report.stopped, results=vars(report.results))
+                if run.export and report.stopped is None:
+                    watchdog.beat("in the export")
+                    engine.export(folder / "export")
 
 
 @contextmanager
@@ -185,7 +189,13 @@ def wire(
         profiler=Profiler(run, folder / "profile", int(os.environ.get("RANK", "0")), engine.device),
         state=state,
         run=run,
-        stop=Stop(engine.max_over_ranks, requested, deadline, save_s=save_seconds(engine)),
+        stop=Stop(
+            engine.max_over_ranks,
+            requested,
+            deadline,
+            save_s=save_seconds(engine),
+            prune=pruner_of(facts["sweep"]) if os.environ.get("RANK", "0") == "0" else None,
+        ),
         watchdog=watchdog,
     )
 
@@ -199,8 +209,7 @@ def reporter(
     experiment: Experiment,
     engine: Engine,
     folder: Path,
-    world_size: int,
-    console: Console | None,
+    console: Terminal | None,
     config: Mapping[str, Any],
 ) -> Reporter:
     """Speaks and logs where there is a ``console``; silent on every other rank."""
@@ -220,6 +229,14 @@ def reporter(
 
     if console is None:
         return Reporter(experiment.run.log_every, flops, None)
-    peak = peak_flops(engine.device, DTYPES[experiment.run.dtype]) * world_size
-    logger = experiment.logger.open(folder, config)
-    return Reporter(experiment.run.log_every, flops, peak, logger, progress_bar(console))
+    facts = read_facts(folder)
+    point = facts["resumed_from"]
+    begun = Start(folder, config, facts, steps_done(None if point is None else Path(point)))
+    return Reporter(
+        experiment.run.log_every,
+        flops,
+        peak_flops(engine.device, DTYPES[experiment.run.dtype]) * facts["world_size"],
+        Loggers(experiment.logger, begun),
+        console.progress_bar(),
+        Results(**facts.get("results") or {}),
+    )

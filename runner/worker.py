@@ -6,6 +6,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from runner.blame import report
 from runner.errors import TrainingError
@@ -56,7 +57,7 @@ def main() -> None:
     leave(code)
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

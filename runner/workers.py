@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from runner.blame import blame, forget_reports, has_stalled, rank_log
 from runner.errors import FinalError
+from runner.jobs import CORES
 from runner.stop import REQUESTS, StopRequest, announce, handling
 from runner.watchdog import discard_if_empty, stacks_path
 
@@ -53,10 +54,12 @@ def start(
     folder: Path, rank: int, world_size: int, port: int, output: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
     """One rank, in a session of its own, writing to ``output`` (None: where this process writes)."""
-    threads = max((os.cpu_count() or 1) // world_size, 1)
+    cores = os.environ.get(CORES)
+    threads = {"OMP_NUM_THREADS": str(max(int(cores or os.cpu_count() or 1) // world_size, 1))}
     environ = (
-        {"OMP_NUM_THREADS": str(threads)}
+        threads
         | dict(os.environ)
+        | (threads if cores else {})  # over that of the job, which has all its cores
         | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -90,7 +93,8 @@ def wait(folder: Path, ranks: Ranks, request: StopRequest) -> None:
         time.sleep(POLL_S)
     codes = [rank.poll() for rank in ranks]
     if request.number and any(-number in codes for number in REQUESTS):
-        raise KeyboardInterrupt  # a rank that had not begun to train
+        # A rank that had not begun to train.
+        raise KeyboardInterrupt(signal.Signals(request.number).name)
     if has_stalled(folder):
         ask_for_stacks(folder, ranks)
     failure = blame(folder, codes)

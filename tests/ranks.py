@@ -11,12 +11,16 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+PRELOADED = ["runner.train", "components.engines.fsdp2.engine", "transformers.models.qwen3.modeling_qwen3"]
+
 
 class Ranks:
     """``world_size`` processes; ``run`` calls a module-level function on all of them."""
 
     def __init__(self, world_size: int) -> None:
-        context = get_context("spawn")
+        # Forked from a process that has imported what all of them need: imports take seconds a process.
+        context = get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):

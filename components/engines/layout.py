@@ -32,6 +32,18 @@ def world_size(
     return ranks
 
 
+RECOMPUTED_MORE: Mapping[str, tuple[str, ...]] = {
+    "none": ("selective", "full"),
+    "selective": ("full",),
+    "full": (),
+}
+"""activation_checkpointing -> what has the backward pass compute more again."""
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 def nearest(size: int, fitting: Iterable[int]) -> str:
     """The one or two of ``fitting`` that are nearest to ``size``, in words."""
     return " or ".join(str(other) for other in sorted(sorted(fitting, key=lambda n: abs(n - size))[:2]))

@@ -48,11 +48,15 @@ def check_config(config: PreTrainedConfig) -> None:
         )
     for key in CHANGES_LOGITS:
         if getattr(text, key, None) not in (None, 1):
-            raise ConfigError(f"model: {key}={getattr(text, key)} of {kind} is not computed by our engines.")
+            raise ConfigError(
+                f"model: {key}={getattr(text, key)} of {kind} is not computed by our engines; choose a model "
+                "without it."
+            )
     for key in EXPERTS:
         if getattr(text, key, None):
             raise ConfigError(
-                f"model: {key}={getattr(text, key)} of {kind}: experts are not trained by our engines."
+                f"model: {key}={getattr(text, key)} of {kind}: experts are not trained by our engines; "
+                "choose a dense model."
             )
 
 

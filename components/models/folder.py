@@ -46,7 +46,7 @@ def model_folder(option: str, path: str, revision: str | None = None, *, weights
     if folder.exists():
         raise ConfigError(f"{option}={path}: is a file; give the folder it is in.")
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise ConfigError(f"{option}={path}: no such folder.")
+        raise ConfigError(f"{option}={path}: no such folder; give one, or the id of a model.")
     return download(option, path, revision, weights)
 
 

@@ -11,22 +11,29 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from runner.build import build_component
+from runner.build import build_component, build_loggers
 from runner.cli import config_dir
 from runner.errors import ConfigError
 from runner.provenance import Provenance
+from runner.sweep import alone
+from tests.e2e.commands import call_here
 
 CONF = Path(config_dir())
 GOLDEN = Path(__file__).parent / "golden"
+WHOLE = {"experiment", "sweep"}
+"""Groups of files that change others."""
 OPTIONS = sorted(
-    (path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name != "experiment"
+    (path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name not in WHOLE
 )
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
+HYDRA = ["help/runner.yaml", "launcher/local.yaml", "launcher/slurm.yaml", "sweeper/optuna.yaml"]
 NEEDED = {("model", "hf"): ["model.path=x"], ("data", "files"): ["data.train=x"]}
 
 
 def test_every_file_is_covered() -> None:
-    tested = len(OPTIONS) + len(EXPERIMENTS) + len(["config.yaml", "hydra/help/runner.yaml"])
+    assert sorted(path.relative_to(CONF / "hydra").as_posix() for path in CONF.rglob("hydra/*/*")) == HYDRA
+    tested = len(OPTIONS) + len(EXPERIMENTS) + len(SWEEPS) + len(HYDRA) + len(["config.yaml"])
     assert tested == len(list(CONF.rglob("*.yaml")))
 
 
@@ -36,7 +43,10 @@ def test_an_option_composes_and_every_key_is_read(group: str, option: str) -> No
         config = compose("config", [f"{group}={option}", *NEEDED.get((group, option), [])])
     node = OmegaConf.to_container(config[group], resolve=True)
     assert isinstance(node, dict)
-    build_component(group, node, Provenance())
+    if group == "logger":
+        assert list(build_loggers(node, Provenance())) == [option]
+    else:
+        build_component(group, node, Provenance())
 
 
 def layout_of(name: str) -> Any:
@@ -93,6 +103,25 @@ def test_a_launcher_that_splits_a_copy_is_refused() -> None:
 def test_an_experiment_composes(experiment: str) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         compose("config", [f"experiment={experiment}"])
+
+
+@pytest.mark.parametrize("sweep", SWEEPS)
+def test_a_sweep_sweeps_and_its_jobs_compose(
+    sweep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without ``-m``; a job of it by itself is no sweep."""
+    jobs: list[Any] = []
+    monkeypatch.setattr("runner.launch.run", lambda *given: jobs.append(given[1].overrides) or 1.0)
+    trials = ["hydra.sweeper.n_trials=3"] if "search" in sweep else []
+    assert call_here(f"sweep={sweep}", *trials, f"run.output_dir={tmp_path}") == 0
+    assert len(jobs) > 2
+    assert call_here(*alone(jobs[1], [])) == 0
+    assert jobs.pop()[: len(jobs[1])] == jobs[1]
+
+
+def test_a_key_of_a_logger_came_from_its_own_file() -> None:
+    for choices in ({}, {"logger": "wandb"}):  # Hydra names no choice where there are several
+        assert Provenance(choices, (), (CONF,)).of("logger.wandb.mode") == "conf/logger/wandb.yaml"
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def call_here(*arguments: str) -> int:
     argv, sys.argv = sys.argv, ["runner", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        return cli.exit_code(cli.job)
+        return cli.command()
     finally:
         sys.argv = argv
 

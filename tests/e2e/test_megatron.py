@@ -46,8 +46,10 @@ def test_a_sweep_over_engines_in_one_process(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_ones_own_on_every_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README's loss knows nothing of tensor, pipeline or context parallelism."""
-    source, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    """The loss of docs/losses.md knows nothing of tensor, pipeline or context parallelism."""
+    source, *_ = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "losses.md").read_text(), flags=re.DOTALL
+    )
     (tmp_path / "my_losses.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -48,6 +48,9 @@ def test_the_wheel_works_from_an_empty_folder(tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     (export,) = empty.glob("outputs/sft_tiny/*/export")
     assert (export / "tokenizer.json").exists()
+    report = [python, "-m", "runner.report", str(export.parent)]
+    subprocess.run(report, cwd=empty, capture_output=True, check=True)
+    assert (export.parent / "report.html").stat().st_size > 10_000
     code = "import runner, components; print(runner.__file__, components.__file__)"
     where = subprocess.run([python, "-c", code], cwd=empty, capture_output=True, text=True, check=True).stdout
     assert str(ROOT) not in where

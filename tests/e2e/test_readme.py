@@ -1,19 +1,28 @@
-"""The README's own commands, and what it promises of the first one."""
+"""The commands of the README and of docs/, and what is promised of the first one."""
 
 import json
 import math
 import re
 import resource
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
 
+from benchmarks.report import make_sweep
+from hydra_plugins.runner_sweeps import local
+from runner.jobs import Job
 from tests.e2e.commands import SMALL, call_here, command, newest, rows, run_command
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^(?:\$ )?((?:python -m runner|torchrun) .*?)(?:  +#.*)?$", README, flags=re.MULTILINE)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = "\n".join(page.read_text() for page in PAGES)
+COMMAND = re.compile(r"^(?:\$ )?((?:python -m runner|torchrun) .*?)(?:  +#.*)?$", re.MULTILINE)
+COMMANDS = sorted(set(COMMAND.findall(DOCS)))
+SWEEPS = [text for text in COMMANDS if re.search(r" -m runner .*(-m |sweep=)", text)]
 MINUTES = 3
 PAIRS = [
     {"prompt": f"What is {n} + 1?", "chosen": f"It is {n + 1}.", "rejected": f"It is {n}."} for n in range(8)
@@ -48,32 +57,73 @@ def test_there_are_commands() -> None:
     assert len(COMMANDS) >= 6
 
 
-@pytest.mark.parametrize("text", COMMANDS)
-def test_a_command_of_the_readme_composes(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [text for text in COMMANDS if text not in SWEEPS])
+def test_a_command_of_the_readme_composes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With ``--cfg job`` in place of the run: every group, option and key in it exists."""
     words = shlex.split(text)
-    if "-m" in words[3:]:  # a sweep: its values one by one
-        words = [*words[:3], *(w.split(",")[0] for w in words[3:] if w != "-m")]
     arguments = words[words.index("runner") + 1 :]
     shown = [] if {"--help", "--cfg"} & set(arguments) else ["--cfg", "job"]
-    answer = run_command(command(*arguments, *shown), cwd=tmp_path)
-    wrong = "learning_rate" in text
-    assert (answer.returncode == 2) == wrong, answer.stderr
+    GlobalHydra.instance().clear()
+    code, wrong = call_here(*arguments, *shown), "learning_rate" in text
+    said = capsys.readouterr()
+    assert code == (2 if wrong else 0), said.err
     if wrong:
-        assert "nothing reads this key; did you mean" in answer.stderr
+        assert "nothing reads this key; did you mean" in said.err
+    else:
+        assert ("Groups (group=option)" if "--help" in arguments else "run:") in said.out
+
+
+@pytest.mark.parametrize("text", [text for text in SWEEPS if "launcher=slurm" not in text])
+def test_a_sweep_of_the_readme_sweeps(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every job of it composes; none is run."""
+    numbers: list[int] = []
+    Plugins.instance()  # has imported the launchers
+    monkeypatch.setattr("runner.launch.run", lambda *given: numbers.append(given[1].point.number) or 1.0)
+    monkeypatch.setattr(local, "run_jobs", lambda jobs, _: [pretend(job, numbers) for job in jobs])
+    monkeypatch.chdir(tmp_path)
+    assert call_here(*shlex.split(text)[3:]) == 0
+    assert len(numbers) == len(set(numbers)) > 2
+
+
+@pytest.mark.parametrize("text", [text for text in SWEEPS if "launcher=slurm" in text])
+def test_a_sweep_on_slurm_would_be_submitted(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call_here(*shlex.split(text)[3:], "hydra.launcher.dry_run=true") == 0
+    assert "nothing was submitted" in capsys.readouterr().out
+
+
+def pretend(job: Job, numbers: list[int]) -> None:
+    numbers.append(job.point.number)
+    job.point.began()
+    job.point.ended("done", loss=1.0, seconds=0.0)
+
+
+def test_reports_are_written_as_shown(tmp_path: Path) -> None:
+    """Of a sweep and a run with the names that the README gives them."""
+    stamp = make_sweep(tmp_path / "outputs", runs=2, steps=20).rename(tmp_path / "outputs/sweeps/STAMP")
+    (tmp_path / "outputs/sft_tiny").mkdir()
+    (tmp_path / "outputs/sft_tiny/STAMP").symlink_to(tmp_path / "outputs/pt_tiny/stamp_0000")
+    commands = set(re.findall(r"^python -m (runner\.report .*)$", DOCS, flags=re.MULTILINE))
+    assert len(commands) == 2
+    for text in commands:
+        answer = run_command([sys.executable, "-m", *shlex.split(text)], cwd=tmp_path)
+        assert answer.returncode == 0, answer.stderr
+    assert (stamp / "report.html").stat().st_size > (tmp_path / "run.html").stat().st_size > 10_000
 
 
 def test_a_refusal_reads_as_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (command_line, message) = re.findall(
-        r"^\$ python -m runner (.*parallelism.*)\n(error: .*)$", README, re.M
-    )[0]
+    (command_line, message) = re.findall(r"^\$ python -m runner (.*parallelism.*)\n(error: .*)$", DOCS, re.M)[
+        0
+    ]
     assert call_here(*shlex.split(command_line), f"run.output_dir={tmp_path}") == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README's example of a loss outside the package trains."""
-    source, _ = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    """The first example of docs/losses.md trains."""
+    source, _ = re.findall(r"```python\n(.*?)```", DOCS, flags=re.DOTALL)
     (tmp_path / "my_losses.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     code = call_here(*SMALL, "stage._target_=my_losses.Focal", "+stage.gamma=2", f"run.output_dir={tmp_path}")
@@ -82,9 +132,9 @@ def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_preference_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README's second example, with its YAML file."""
-    _, source = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    (config,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+    """The second one, with its YAML file."""
+    _, source = re.findall(r"```python\n(.*?)```", DOCS, flags=re.DOTALL)
+    (config,) = re.findall(r"```yaml\n(.*?)```", DOCS, flags=re.DOTALL)
     (tmp_path / "conf/stage").mkdir(parents=True)
     (tmp_path / "conf/stage/cal_dpo.yaml").write_text(config)
     (tmp_path / "my_preferences.py").write_text(source)
@@ -98,3 +148,9 @@ def test_a_preference_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.Monke
     # At the reference, log 2 and the squares of two targets of 5.
     assert found[0]["train/loss"] == pytest.approx(math.log(2) + 0.5 * 2 * 25, rel=1e-6)
     assert found[-1]["train/loss"] < found[0]["train/loss"]
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

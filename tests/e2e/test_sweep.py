@@ -1,10 +1,17 @@
 """``-m``: jobs one after another in one process, each as if alone."""
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
+from runner import launch
+from runner.errors import TrainingError
+from runner.outcome import read_outcomes
+from runner.pruning import leave_pruner
 from tests.e2e.commands import SMALL, call_here, command, curve, rows, run_command, run_here
 
 
@@ -20,8 +27,6 @@ def test_four_jobs(tmp_path: Path) -> None:
 
 def test_the_returned_value_is_the_final_eval_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     returned: list[float] = []
-    from runner import launch
-
     original = launch.run
     monkeypatch.setattr(
         "runner.launch.run", lambda *a, **k: returned.append(original(*a, **k)) or returned[-1]
@@ -47,6 +52,97 @@ def test_half_a_launcher_is_refused(
     assert "LOCAL_RANK, WORLD_SIZE is not" in capsys.readouterr().err
 
 
-def test_a_failed_job_gives_a_failing_exit_code(tmp_path: Path) -> None:
+def test_a_refused_point_is_listed_and_fails_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     GlobalHydra.instance().clear()
-    assert call_here("-m", *SMALL, "run.global_batch_size=4,5", f"run.output_dir={tmp_path}") == 2
+    assert call_here("-m", *SMALL, "run.global_batch_size=5,4", f"run.output_dir={tmp_path}") == 0
+    shown = capsys.readouterr()
+    assert "run.global_batch_size: 5 does not divide" in shown.err
+    refused, done = read_outcomes(next((tmp_path / "sweeps").iterdir()))
+    assert (refused.status, refused.folder, refused.loss) == ("refused", None, None)
+    assert (done.status, done.error) == ("done", None)
+    assert done.loss == rows(Path(str(done.folder)), "eval/loss")[-1]["eval/loss"]
+    assert json.loads((Path(str(done.folder)) / "run.json").read_text())["sweep"]["number"] == 1
+
+
+def test_a_sweep_of_refused_points_is_a_mistake(tmp_path: Path) -> None:
+    GlobalHydra.instance().clear()
+    assert call_here("-m", *SMALL, "run.global_batch_size=5,7", f"run.output_dir={tmp_path}") == 2
+
+
+def test_a_sweep_that_has_no_folder_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    GlobalHydra.instance().clear()
+    assert call_here("-m", *SMALL, "run.seed=1,2", f"run.output_dir={tmp_path / 'file'}") == 2
+    assert "error: run.output_dir: cannot make" in capsys.readouterr().err
+
+
+def test_a_failed_job_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = launch.run
+
+    def fails_once(config: Any, *rest: Any) -> float:
+        if config["run"]["seed"] == 1:
+            raise TrainingError("the second of them")
+        return original(config, *rest)
+
+    monkeypatch.setattr("runner.launch.run", fails_once)
+    GlobalHydra.instance().clear()
+    assert call_here("-m", *SMALL, "run.export=false", "run.seed=0,1,2", f"run.output_dir={tmp_path}") == 1
+    assert "error: the second of them" in capsys.readouterr().err
+    outcomes = read_outcomes(next((tmp_path / "sweeps").iterdir()))
+    assert [outcome.status for outcome in outcomes] == ["done", "failed", "done"]
+    assert outcomes[1].error == "TrainingError: the second of them"
+
+
+@dataclass(frozen=True)
+class Prunes:
+    """Finds job 1 not worth going on with, from its second step on."""
+
+    number: int
+    told: str
+
+    def __call__(self, step: int, loss: float) -> bool:
+        with Path(self.told).open("a") as file:
+            file.write(f"{self.number} {step} {loss}\n")
+        return self.number == 1 and step == 2
+
+
+def test_ranks_end_together_where_a_sweep_has_seen_enough(tmp_path: Path) -> None:
+    """The first rank alone is told of evaluations; what tells it is named in the folder of the sweep."""
+    told, sweep = tmp_path / "told", tmp_path / "sweep"
+    sweep.mkdir()
+    leave_pruner(sweep, "tests.e2e.test_sweep:Prunes", {"told": str(told)})
+    two_ranks = ("parallelism=fsdp2", "run.micro_batch_size=1", "run.eval_every=1", "run.export=false")
+    arguments = (*SMALL, *two_ranks, "run.seed=0,1", f"run.output_dir={tmp_path}")
+    GlobalHydra.instance().clear()
+    assert call_here("-m", f"hydra.sweep.dir={sweep}", *arguments) == 0
+    done, pruned = read_outcomes(sweep)
+    assert (done.status, pruned.status) == ("done", "pruned")
+    run = Path(str(pruned.folder))
+    assert json.loads((run / "run.json").read_text())["stopped"] == {"step": 2, "of": 4, "reason": "pruned"}
+    assert (run / "checkpoints/step_00000002/complete").exists()
+    losses = {n: rows(Path(str(o.folder)), "eval/loss") for n, o in enumerate((done, pruned))}
+    expected = [(n, row["step"], row["eval/loss"]) for n in (0, 1) for row in losses[n] if row["step"] < 4]
+    words = [line.split() for line in told.read_text().splitlines()]
+    assert [(int(number), int(step), float(loss)) for number, step, loss in words] == expected
+    assert pruned.loss == expected[-1][2]
+
+
+def test_jobs_that_share_a_name_do_not_go_on_in_each_others_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = ("-m", *SMALL, "run.resume=auto", f"run.output_dir={tmp_path}", "run.export=false")
+    assert call_here(*sweep, "run.seed=0,1") == 2
+    assert "the jobs of a sweep share run.name" in " ".join(capsys.readouterr().err.split())
+    assert call_here(*sweep, "run.seed=0,1", "run.name=seed_${run.seed}", "run.max_steps=1") == 0
+
+
+def test_a_job_whose_time_is_up_is_no_finished_one(tmp_path: Path) -> None:
+    sweep = ("-m", *SMALL, f"run.output_dir={tmp_path}", "run.export=false", "run.seed=0")
+    assert call_here(*sweep, "run.max_steps=10000", "run.max_time=1") == 0
+    (outcome,) = read_outcomes(next((tmp_path / "sweeps").iterdir()))
+    assert outcome.status == "stopped"
+    assert outcome.loss is not None

@@ -205,10 +205,10 @@ def test_data_seed_and_batch_size_can_be_forced(
     assert f"run.resume_force: {key} of" in caplog.text
 
 
-def test_the_readme_lists_what_may_not_change() -> None:
+def test_the_docs_list_what_may_not_change() -> None:
     """Every part of a run's identity has a row, which says whether it can be forced."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    table = readme.partition("| what a resumed run keeps |")[2].partition("\n\n")[0]
+    page = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
+    table = page.partition("| what a resumed run keeps |")[2].partition("\n\n")[0]
     rows = dict(re.findall(r"^\| ([a-z_]+): .* \| (.*) \|$", table, re.MULTILINE))
     assert rows.keys() == {field.name for field in fields(RunIdentity)} == REMEDIES.keys()
     assert {key for key, forced in rows.items() if forced == "`run.resume_force=true`"} == set(FORCED)

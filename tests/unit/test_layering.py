@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RUNNER = sorted((ROOT / "runner").rglob("*.py"))
 COMPONENTS = sorted((ROOT / "components").rglob("*.py"))
+PLUGINS = sorted((ROOT / "hydra_plugins").rglob("*.py"))
 HYDRA = {"runner/cli.py", "runner/build.py"}
 CONCRETE = {"engines", "losses", "data", "models", "optimizers", "schedulers", "adapters"}
 
@@ -109,7 +110,21 @@ def test_importing_the_command_line_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.parametrize("path", PLUGINS, ids=name)
+def test_plugins_cost_nothing_at_start(path: Path) -> None:
+    """Hydra imports them all, for ``--help`` too."""
+    for imported in imports(path, at_import=True):
+        assert imported.split(".")[0] not in {
+            "components",
+            "megatron",
+            "optuna",
+            "submitit",
+            "torch",
+            "transformers",
+        }
+
+
 def test_every_package_is_in_the_wheel() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {name(path.parent).replace("/", ".") for path in RUNNER + COMPONENTS}
+    folders = {name(path.parent).replace("/", ".") for path in RUNNER + COMPONENTS + PLUGINS}
     assert folders | {"runner.conf"} == set(listed)

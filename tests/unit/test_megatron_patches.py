@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -332,6 +333,22 @@ def test_a_replacement_during_a_call_ends_with_it() -> None:
         during(Tensor, "type", cpu.name_cuda_type)(fails)(torch.ones(1, dtype=torch.bfloat16))
     assert Tensor.type is original
     assert torch.ones(1).type() == "torch.FloatTensor"
+
+
+def test_a_replacement_during_a_call_is_for_its_own_thread() -> None:
+    """As where a checkpoint is written meanwhile, in which torch converts and names types."""
+    found: list[object] = []
+
+    def call(tensor: Tensor) -> str:
+        other = Thread(target=lambda: found.extend([tensor.type(), tensor.type(torch.uint8).dtype]))
+        other.start()
+        other.join()
+        return tensor.type()
+
+    from components.engines.megatron.patches import during
+
+    assert during(Tensor, "type", cpu.name_cuda_type)(call)(torch.ones(1)) == "torch.cuda.FloatTensor"
+    assert found == ["torch.FloatTensor", torch.uint8]
 
 
 # ---- the rest of the program

@@ -139,3 +139,8 @@ def test_the_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_flops(torch.device("cpu"), torch.float32) == first
     assert calls == [(torch.device("cpu"), torch.float32)]
     peak_flops.cache_clear()
+
+
+def test_a_peak_is_measured_however_busy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(components.metrics, "MEASURE_SECONDS", 0.0)
+    assert measure_peak(torch.device("cpu"), torch.float32) > 0

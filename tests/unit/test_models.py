@@ -159,6 +159,7 @@ def test_yaml_files_list_every_key_of_their_class(group: str) -> None:
     assert files
     for file in files:
         values = yaml.safe_load(file.read_text())
+        values = values.get(file.stem, values)  # loggers stand side by side, each under its name
         module, _, name = values.pop("_target_").rpartition(".")
         fields = {f.name: f for f in dataclasses.fields(getattr(importlib.import_module(module), name))}
         assert values.keys() == fields.keys(), file

@@ -51,6 +51,18 @@ def test_another_ranks_reason_counts_here() -> None:
     assert Stop(lambda value: max(value, float(TERM)), heard()[0]).agreed() == "SIGTERM"
 
 
+def test_what_one_rank_is_told_of_an_evaluation_counts_on_all() -> None:
+    told: list[tuple[int, float]] = []
+    asks = Stop(lambda value: value, heard()[0], prune=lambda *given: told.append(given) or given[0] > 2)
+    asks.evaluated(2, 5.0)
+    assert asks.reason is None
+    asks.evaluated(4, 4.5)
+    assert (asks.reason, told) == ("pruned", [(2, 5.0), (4, 4.5)])
+    other = Stop(lambda value: max(value, 1.0), heard()[0])
+    other.evaluated(4, 4.5)
+    assert other.reason == "pruned"
+
+
 def test_the_first_reason_stays() -> None:
     request, _ = heard()
     stop = Stop(lambda value: value, request)
@@ -141,3 +153,6 @@ def test_the_command_that_resumes() -> None:
     assert told == f"python -m runner stage=pt {layout} run.resume=outputs/a/checkpoints/step_00000003"
     sweep = ["runner", "-m", "stage=pt,sft"]
     assert resume_command(sweep, ("stage=sft",), "at") == "python -m runner stage=sft run.resume=at"
+    sweep = ["runner", "sweep=mine"]
+    told = resume_command(sweep, ("sweep=mine", "stage=sft"), "at")
+    assert told == "python -m runner sweep=mine stage=sft hydra.mode=RUN run.resume=at"

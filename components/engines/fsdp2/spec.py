@@ -1,15 +1,15 @@
 """``parallelism=single``, ``fsdp2``, ``hsdp``, ``fsdp2_tp2``, ``fsdp2_cp2`` and ``fsdp2_tp2cp2``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.engines import process_group
-from components.engines.fsdp2 import context, execution, tensor_parallel
+from components.engines.fsdp2 import context, estimate, execution, layouts, tensor_parallel
 from components.engines.fsdp2.adapter import check as adapter_check
 from components.engines.fsdp2.engine import FSDP2Engine
 from components.engines.fsdp2.parallelize import blocks
@@ -17,7 +17,7 @@ from components.engines.layout import nearest, world_size
 from components.models import ModelSpec
 from components.optimizers import Optimizer
 from runner.errors import ConfigError
-from runner.protocols import Kernels, Reference
+from runner.protocols import Kernels, ModelSize, RankMemory, Reference, StepCost, TrainStep
 
 ActivationCheckpointing = Literal["none", "full", "selective"]
 
@@ -73,6 +73,33 @@ class FSDP2:
         """Into how many shares a global batch is split."""
         return world_size // (self.cp * self.tp)
 
+    def mesh(self, world_size: int) -> dict[str, Any]:
+        """Sizes by dimension, and the global rank at every place."""
+        return layouts.mesh(self, world_size)
+
+    def cost(
+        self,
+        size: ModelSize,
+        *,
+        world_size: int,
+        dtype: torch.dtype,
+        tokens: float,
+        num_microbatches: int,
+    ) -> StepCost:
+        """What this layout adds to the arithmetic of a step; ``tokens`` are those of one data rank."""
+        return layouts.cost(
+            self,
+            size,
+            world_size=world_size,
+            dtype=dtype,
+            tokens=tokens,
+            num_microbatches=num_microbatches,
+        )
+
+    def leaner(self, world_size: int) -> Sequence[Mapping[str, Any]]:
+        """Changes of keys, each of which may have a rank hold less."""
+        return layouts.leaner(self, world_size)
+
     def check(
         self,
         model: PreTrainedModel,
@@ -96,6 +123,10 @@ class FSDP2:
         context.check(model, self.cp, self.tp)
         adapter_check(adapter, self.tp)
         execution.check(model, device, compiled=compiled, kernels=kernels)
+
+    def memory(self, model: PreTrainedModel, optimizer: Optimizer, step: TrainStep) -> list[RankMemory]:
+        """What a rank of every pipeline stage will need at the peak of a train step."""
+        return estimate.memory(self, model, optimizer, step)
 
     def build(
         self,

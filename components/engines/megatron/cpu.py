@@ -116,8 +116,11 @@ def stay(_: Any) -> Callable[..., Tensor]:
     return lambda tensor, *_, **__: tensor
 
 
-def name_cuda_type(original: Callable[..., str]) -> Callable[[Tensor], str]:
-    return lambda tensor: original(tensor).replace("torch.", "torch.cuda.", 1)
+def name_cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    def named(tensor: Tensor, *to: Any) -> Any:
+        return original(tensor, *to) if to else original(tensor).replace("torch.", "torch.cuda.", 1)
+
+    return named
 
 
 def chunks_of_rank(_: Any) -> Callable[[Tensor, int, dist.ProcessGroup], Tensor]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from importlib.metadata import version
 from pkgutil import resolve_name
+from threading import get_ident
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -59,13 +60,21 @@ def find(symbol: str) -> tuple[Any, str]:
 
 
 def during(owner: Any, name: str, replace: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A ``Patch.replace``: the function as it was, but ``owner.name`` is replaced while it runs."""
+    """A ``Patch.replace``: the function as it was, but ``owner.name`` is replaced while it runs.
+
+    For its own thread: another may be writing a checkpoint.
+    """
 
     def around(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            original = getattr(owner, name)
-            setattr(owner, name, replace(original))
+            original, thread = getattr(owner, name), get_ident()
+            replaced = replace(original)
+
+            def either(*args: Any, **kwargs: Any) -> Any:
+                return (replaced if get_ident() == thread else original)(*args, **kwargs)
+
+            setattr(owner, name, either)
             try:
                 return function(*args, **kwargs)
             finally:

@@ -97,3 +97,26 @@ def parse(text: str) -> list[str]:
             "t (a layer), L (loss), | (the next chunk), x*n and (...)*n."
         )
     return plain.split("|")
+
+
+def held(layout: Layout, num_layers: int) -> list[list[str]]:
+    """By stage, what each of its chunks holds: E (the embedding), t (a layer), L (the loss).
+
+    ``check_stages`` has passed.
+    """
+    if layout.pipeline_layout is not None:
+        parts = parse(layout.pipeline_layout)
+    else:
+        layers = layers_by_stage(layout, num_layers)
+        parts = ["t" * (layers[chunk % layout.pp] // layout.vpp) for chunk in range(layout.pp * layout.vpp)]
+        parts[0] = "E" + parts[0]
+        parts[-1] += "L"
+    return [parts[stage :: layout.pp] for stage in range(layout.pp)]
+
+
+def layers_by_stage(layout: Layout, num_layers: int) -> list[int]:
+    """Those between the first and the last stage share what these leave."""
+    ends = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
+    told = {stage: layers for stage, layers in ends.items() if layers is not None}
+    each = (num_layers - sum(told.values())) // max(layout.pp - len(told), 1)
+    return [told.get(stage, each) for stage in range(layout.pp)]

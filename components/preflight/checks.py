@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from components.checkpoint import read_meta
+from components.preflight.device import PROGRAM, machine_memory
 from runner.errors import ConfigError
 from runner.protocols import ParallelismSpec
 
@@ -15,12 +16,35 @@ FIRST_LENGTH = "original_max_position_embeddings"
 """Up to where longrope has one set of frequencies for all."""
 
 
-def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-    """``auto`` -> ``cuda`` where there is one.
+def check_modes(mode: str, devices: int | None, device_name: str | None, *, joined: bool) -> None:
+    """``run.preflight`` and the keys that some of its values alone read."""
+    if devices is not None and mode != "plan":
+        raise ConfigError(
+            f"run.devices: is {devices}, which run.preflight=plan alone reads; set that, or leave it out "
+            "(parallelism says how many ranks there are)."
+        )
+    if device_name is not None and mode == "check":
+        raise ConfigError(
+            f"run.device_name: is {device_name}, but this run takes the device that is here; leave it out, "
+            "or set run.preflight=only or plan."
+        )
+    if joined and mode != "check":
+        raise ConfigError(
+            f"run.preflight: is {mode}, which starts no rank, but a launcher has started this one; leave the "
+            "launcher out, or use run.preflight=check."
+        )
+
+
+def resolve_device(device: Literal["auto", "cpu", "cuda"], name: str | None = None) -> Literal["cpu", "cuda"]:
+    """``auto`` -> ``cuda`` where there is one, or where a GPU is meant that need not be here: ``name``.
 
     Raises:
-        ConfigError: CUDA asked for where there is none.
+        ConfigError: CUDA asked for where there is none, or a CPU where a GPU is named.
     """
+    if name is not None:
+        if device == "cpu":
+            raise ConfigError(f"run.device_name: {name} is a GPU, and run.device=cpu; use run.device=auto.")
+        return "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device: is cuda, but no CUDA device is visible; use run.device=auto or cpu.")
     if device == "auto":
@@ -29,7 +53,13 @@ def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cu
 
 
 def check_ranks(world_size: int, device: str, local_ranks: int) -> None:
-    """Every rank of this machine needs a GPU of its own."""
+    """Every rank of this machine needs a GPU of its own, or at least room for a process."""
+    bearable = machine_memory() // PROGRAM
+    if device == "cpu" and local_ranks > bearable:
+        raise ConfigError(
+            f"parallelism.dp: this layout takes {local_ranks} ranks (tp x pp x cp x dp) on a machine whose "
+            f"memory is enough for {bearable} processes; lower a size, or look at it with run.preflight=only."
+        )
     if device == "cuda" and local_ranks > torch.cuda.device_count():
         raise ConfigError(
             f"parallelism.dp: this layout takes {world_size} ranks (tp x pp x cp x dp) on "
@@ -47,16 +77,30 @@ def check_restarts(max_restarts: int, joined: bool) -> None:
         )
 
 
+def check_shared_name(resume: str, *, of_sweep: bool, named: bool) -> None:
+    """Jobs of a sweep whose runs have one name would take each other's newest checkpoint for their own."""
+    if resume == "auto" and of_sweep and not named:
+        raise ConfigError(
+            "run.resume: is auto, and the jobs of a sweep share run.name: one would go on in the folder of "
+            "another; give each a name, such as 'run.name=lr_${optimizer.lr}', or use run.resume=never."
+        )
+
+
 def check_batch(global_batch_size: int, micro_batch_size: int, data_size: int) -> None:
     """A global batch is whole micro-batches on every data rank."""
     unit = data_size * micro_batch_size
     if global_batch_size % unit:
-        below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
+        below, above = global_batch_size // unit * unit, next_batch(global_batch_size, unit)
         near = f"{below} or {above}" if below else str(above)
         raise ConfigError(
             f"run.global_batch_size: {global_batch_size} does not divide by dp x run.micro_batch_size = "
             f"{data_size} x {micro_batch_size}; use {near}."
         )
+
+
+def next_batch(global_batch_size: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is no less."""
+    return -(-global_batch_size // unit) * unit
 
 
 def check_model_fits_data(config: Any, tokenizer: Any, max_length: int) -> None:
@@ -138,7 +182,7 @@ def check_profile(last_step: int, ranks: Sequence[int], steps_left: int, world_s
         raise ConfigError("run.profile_ranks: is empty, and nothing would be recorded; use [0].")
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise ConfigError(
-            f"run.profile_ranks: there is no rank {wrong[0]}; the run has {world_size}, from 0 on."
+            f"run.profile_ranks: there is no rank {wrong[0]}; the run has {world_size}, choose from 0 on."
         )
 
 

@@ -1,0 +1,67 @@
+"""TensorBoard events."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from components.loggers.protocol import Ending, Row, Start, require
+from runner.errors import ConfigError
+
+
+class TensorboardLogger:
+    """Scalars and the config as a text; in the end hyperparameters, with every last value as ``final/...``.
+
+    Where a run goes on in its folder, readers of the events drop what was logged after its checkpoint.
+    """
+
+    def __init__(self, start: Start, flush_secs: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        folder = start.folder / "tensorboard"
+        purge_step = start.step + 1 if folder.is_dir() else None
+        self._config = start.config
+        self._writer = SummaryWriter(str(folder), flush_secs=flush_secs, purge_step=purge_step)
+        text = json.dumps(start.config, indent=2, default=str)
+        self._writer.add_text("config", f"```json\n{text}\n```", start.step)
+
+    def log(self, row: Row) -> None:
+        for key, value in row.items():
+            if key != "step" and value is not None:
+                self._writer.add_scalar(key, value, row["step"])
+
+    def finish(self, ending: Ending) -> None:
+        """Hyperparameters of a run that is done: to TensorBoard, every run that has some is a success."""
+        if ending.status == "done":
+            final = {f"final/{key}": value for key, value in ending.summary.items() if key != "step"}
+            step = ending.summary.get("step")
+            self._writer.add_hparams(dict(leaves("", self._config)), final, run_name=".", global_step=step)
+        self._writer.close()
+
+
+@dataclass(frozen=True)
+class Tensorboard:
+    """Events in the folder ``tensorboard`` of the run."""
+
+    flush_secs: int = 10
+
+    def __post_init__(self) -> None:
+        if self.flush_secs < 1:
+            raise ConfigError(
+                f"logger.tensorboard.flush_secs: must be at least 1, got {self.flush_secs}; use 10."
+            )
+
+    def check(self) -> None:
+        require("tensorboard")
+
+    def open(self, start: Start) -> TensorboardLogger:
+        return TensorboardLogger(start, self.flush_secs)
+
+
+def leaves(prefix: str, node: Any) -> Iterator[tuple[str, str | float | int | bool]]:
+    """``optimizer.lr`` and its value, for every key; what is no number and no text as JSON."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from leaves(f"{prefix}.{key}" if prefix else key, value)
+    else:
+        yield prefix, node if isinstance(node, str | float | int | bool) else json.dumps(node, default=str)

@@ -1,0 +1,120 @@
+"""What is about to run, as far as its size, its time and its memory depend on it; and variations of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+
+from components.data.loader import PreparedData
+from components.data.workload import largest_microbatch
+from components.engines.layout import divisors
+from components.preflight.checks import check_batch, check_shared_prompt
+from components.preflight.device import Device
+from runner.protocols import Kernels, Loss, ParallelismSpec, RankMemory, Reference, TrainStep, Workload
+
+TOLERANCE = 0.15
+
+
+@dataclass(frozen=True)
+class Case:
+    """One experiment in one layout."""
+
+    layout: ParallelismSpec
+    world_size: int
+    model: Any
+    """The transformers model on the meta device, without its adapter."""
+    adapter: Any
+    optimizer: Any
+    loss: Loss
+    reference: Reference
+    """What the engine keeps for reference passes."""
+    reference_model: Any
+    """On the meta device; None: of the same shape as ``model``."""
+    data: PreparedData
+    micro_batch_size: int
+    dtype: torch.dtype
+    device: Device
+    compiled: bool
+    kernels: Kernels
+    shares_prompts: bool
+    max_length: int
+    """``data.max_length``"""
+    cut: int = 1
+    """That is divided by so much, in a variation."""
+
+    @property
+    def data_size(self) -> int:
+        return self.layout.data_size(self.world_size)
+
+    @property
+    def workload(self) -> Workload:
+        """Of the largest micro-batch."""
+        found = largest_microbatch(self.data, self.micro_batch_size, self.data_size)
+        # Packed rows are as long as they may be, a padded one as its sample.
+        packed = self.data.packing != "none"
+        length = -(-found.length // self.cut) if packed else min(found.length, self.max_length // self.cut)
+        return replace(found, length=length, labels=-(-found.labels * length // found.length))
+
+    @cached_property
+    def memory(self) -> list[RankMemory]:
+        """Of a rank of every pipeline stage, at the peak of a train step."""
+        step = TrainStep(
+            world_size=self.world_size,
+            dtype=self.dtype,
+            device=self.device.kind,
+            workload=self.workload,
+            loss=self.loss,
+            reference=self.reference,
+            reference_model=self.reference_model,
+            adapter=self.adapter,
+        )
+        return self.layout.memory(self.model, self.optimizer, step)
+
+    @property
+    def largest(self) -> RankMemory:
+        """Of the stage whose ranks hold most."""
+        return max(self.memory, key=lambda rank: rank.total)
+
+    @property
+    def room(self) -> int:
+        """Bytes that a rank may ask for. Of a machine that ranks share only clear misfits are refused: those
+        that are over by more than an estimate may be wrong."""
+        return self.device.memory if self.device.certain else int(self.device.memory * (1 + TOLERANCE))
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """Sizes that split the share of a data rank, up to sixteen rows; none where there are no shares."""
+        share, rest = divmod(self.data.global_batch_size, self.data_size)
+        return [] if rest else [size for size in divisors(share) if size <= 16]
+
+    def fits(self) -> bool:
+        return self.largest.total <= self.room
+
+    def check(self) -> None:
+        """Raises ConfigError where the layout, the batch and the model do not go together."""
+        check_shared_prompt(self.shares_prompts, self.layout)
+        check_batch(self.data.global_batch_size, self.micro_batch_size, self.data_size)
+        self.layout.check(
+            self.model,
+            self.optimizer,
+            world_size=self.world_size,
+            dtype=self.dtype,
+            device=self.device.kind,
+            compiled=self.compiled,
+            kernels=self.kernels,
+            adapter=self.adapter,
+        )
+        if self.adapter is not None:
+            self.adapter.check(self.model)
+
+    def relaid(self, changes: Mapping[str, Any]) -> Self:
+        """With other keys of the layout, and as many ranks as it then takes.
+
+        Raises:
+            ConfigError: the keys contradict each other.
+        """
+        layout = replace(self.layout, **changes)  # type: ignore[type-var]
+        ranks = layout.world_size({}, 0) if "dp" in changes else self.world_size
+        return replace(self, layout=layout, world_size=ranks, device=self.device.shared_by(ranks))

@@ -1,0 +1,60 @@
+"""Which global ranks form each group of a layout."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from runner.protocols import ParallelismSpec
+
+
+def groups(layout: ParallelismSpec, world_size: int) -> dict[str, list[list[int]]]:
+    """dimension -> its groups, each its global ranks in order, for dimensions of more than one rank.
+
+    ``dp x cp``, ``dp_shard x cp``: where sequences are split, these add up gradients, share what is sharded.
+    """
+    mesh = layout.mesh(world_size)
+    dims: Mapping[str, int] = mesh["dims"]
+    ranks = torch.tensor(mesh["ranks"]).view(*dims.values())
+    names = list(dims)
+    wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in names if dims[name] > 1}
+    if dims.get("cp", 1) > 1 and dims[data := names[names.index("cp") - 1]] > 1:
+        wanted[f"{data} x cp"] = (data, "cp")
+    found: dict[str, list[list[int]]] = {}
+    for label, members in wanted.items():
+        last = [names.index(name) for name in members]
+        first = [index for index in range(len(names)) if index not in last]
+        size = math.prod(dims[name] for name in members)
+        found[label] = ranks.permute(*first, *last).reshape(-1, size).tolist()
+    return found
+
+
+def in_short(ranks: Sequence[int]) -> str:
+    """``0-7``, ``0 8 .. 56`` (every eighth), else all of them."""
+    steps = {b - a for a, b in itertools.pairwise(ranks)}
+    if len(ranks) > 2 and steps == {1}:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) > 3 and len(steps) == 1:
+        return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"
+    return " ".join(map(str, ranks))
+
+
+def group_rows(layout: ParallelismSpec, world_size: int) -> list[dict[str, Any]]:
+    """A row a group, for preflight.json."""
+    return [
+        {"dimension": label, "group": number, "size": len(ranks), "ranks": " ".join(map(str, ranks))}
+        for label, members in groups(layout, world_size).items()
+        for number, ranks in enumerate(members)
+    ]
+
+
+def group_lines(layout: ParallelismSpec, world_size: int) -> list[str]:
+    """``tp 8: 0-7, ..., 504-511``: a text a dimension, with its first and its last group."""
+    texts = []
+    for label, members in groups(layout, world_size).items():
+        shown = [in_short(ranks) for ranks in dict.fromkeys((tuple(members[0]), tuple(members[-1])))]
+        between = ", ..., " if len(members) > 2 else ", "
+        texts.append(f"{label} {len(members[0])}: {between.join(shown)}")
+    return texts

@@ -1,0 +1,202 @@
+"""What preflight found, as tables for a terminal and as preflight.json."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from components.preflight.case import Case
+from components.preflight.groups import group_lines, group_rows
+from components.preflight.keys import key_rows
+from components.preflight.step import StepWork, parameter_counts, step_time, step_work
+from components.preflight.units import as_count, as_seconds, as_size
+
+Scalars = Mapping[str, Any]
+Section = Scalars | Sequence[Scalars]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Sections by name: an object of scalars, or a table of such; and the same in a line each."""
+
+    sections: Mapping[str, Section]
+    lines: Mapping[str, str]
+
+    def to_json(self) -> str:
+        return json.dumps(self.sections, indent=2) + "\n"
+
+    def render(self) -> Table:
+        """In a few lines."""
+        table = Table.grid(padding=(0, 2))
+        for name, line in self.lines.items():
+            table.add_row(name, line)
+        return table
+
+    def render_all(self) -> RenderableType:
+        """A table for every section; of groups and keys, which may be thousands, and of layouts a text."""
+        whole = [name for name in self.sections if name not in IN_A_LINE]
+        short = Table.grid(padding=(0, 2))
+        for name in IN_A_LINE:
+            if name in self.lines:
+                short.add_row(name, self.lines[name])
+        return Group(*(tabulate(name, self.sections[name]) for name in whole), short)
+
+
+IN_A_LINE = ("groups", "keys", "plan")
+
+
+def survey(case: Case, config: Mapping[str, Any]) -> Report:
+    """Everything that is known of ``case`` before it runs, and who reads each key of ``config``."""
+    work = step_work(case)
+    sections: dict[str, Section] = {
+        "layout": layout_section(case),
+        "groups": group_rows(case.layout, case.world_size),
+        "batch": batch_section(case, work),
+        "parameters": parameter_counts(case),
+        "device": device_section(case),
+        "memory": memory_section(case),
+        "step": step_section(case, work),
+        "keys": key_rows(config),
+    }
+    if not sections["groups"]:  # one rank has none
+        del sections["groups"]
+    return Report(sections, lines(case, work, sections))
+
+
+def layout_section(case: Case) -> Scalars:
+    """Ranks, and the sizes of the mesh, outermost first."""
+    dims = case.layout.mesh(case.world_size)["dims"]
+    return {"ranks": case.world_size, "parallelism": type(case.layout).__name__, **dims}
+
+
+def batch_section(case: Case, work: StepWork) -> Scalars:
+    """What a step is made of; sequences, tokens and labels are means over the first steps."""
+    workload = case.workload
+    return {
+        "rows": case.data.global_batch_size,
+        "data_ranks": case.data_size,
+        "microbatches_per_rank": workload.num_microbatches,
+        "rows_per_microbatch": case.micro_batch_size,
+        "sequences": work.sequences,
+        "tokens": work.tokens,
+        "labels": work.labels,
+        "tokens_of_largest_microbatch": workload.rows * workload.length,
+        "labels_of_largest_microbatch": workload.labels,
+        "steps": case.data.num_steps,
+    }
+
+
+def memory_section(case: Case) -> list[Scalars]:
+    """Bytes of a rank of every pipeline stage, a column a part; in host memory what is marked so."""
+    ranks = case.memory
+    names = list(dict.fromkeys(name for rank in ranks for name in rank.parts))
+    hosts = list(dict.fromkeys(name for rank in ranks for name in rank.host))
+    return [
+        {
+            "stage": rank.stage,
+            **{name: rank.parts.get(name, 0) for name in names},
+            "total": rank.total,
+            **{f"{name} (host)": rank.host.get(name, 0) for name in hosts},
+        }
+        for rank in ranks
+    ]
+
+
+def device_section(case: Case) -> Scalars:
+    """What the forecast assumes of a rank's device; speeds are those of one rank."""
+    device = case.device
+    return {
+        "name": device.name,
+        "memory": device.memory,
+        "peak_flops": device.flops,
+        "assumed_mfu": device.mfu,
+        "link_bytes_per_s": device.link,
+        "network_bytes_per_s": device.network,
+    }
+
+
+def step_section(case: Case, work: StepWork) -> Scalars:
+    time = step_time(case, work)
+    return {
+        "flops": work.flops,
+        "seconds": time.total,
+        "compute_s": time.compute,
+        "waiting_s": time.waiting,
+        "idle_s": time.idle,
+        "behind_s": time.behind,
+        "tokens_per_s": work.tokens / time.total,
+    }
+
+
+def lines(case: Case, work: StepWork, sections: Mapping[str, Section]) -> dict[str, str]:
+    """The same for people, a line a section."""
+    time, workload, device = step_time(case, work), case.workload, case.device
+    counts, most = parameter_counts(case), case.largest
+    dims = case.layout.mesh(case.world_size)["dims"]
+    mesh = " x ".join(f"{name} {size}" for name, size in dims.items() if size > 1)
+    trained = "all" if counts["trainable"] == counts["total"] else as_count(counts["trainable"])
+    parts = sorted(most.parts.items(), key=lambda part: -part[1])[:3]
+    stage = f" at pipeline stage {most.stage}" if dims.get("pp", 1) > 1 else ""
+    found = {
+        "layout": f"{case.world_size} ranks: {mesh}" if mesh else "1 rank",
+        "groups": "; ".join(group_lines(case.layout, case.world_size)),
+        "batch": (
+            f"{case.data.global_batch_size} rows a step = {case.data_size} data rank(s) x "
+            f"{workload.num_microbatches} micro-batch(es) x {case.micro_batch_size} row(s); about "
+            f"{work.tokens:,.0f} tokens, {work.labels:,.0f} labels"
+        ),
+        "parameters": f"{as_count(counts['total'])}, {trained} trained",
+        "memory": (
+            f"{as_size(most.total)} of {as_size(device.memory)} ({device.name}){stage}: "
+            + ", ".join(f"{name} {as_size(size)}" for name, size in parts)
+        ),
+        "step": (
+            f"{as_count(work.flops)}FLOP, {as_seconds(time.total)} where {device.mfu:.0%} of "
+            f"{as_count(device.flops)}FLOP/s a rank is reached"
+        ),
+        "keys": f"{len(sections['keys'])}, each read by the class that preflight.json names",
+    }
+    return {name: line for name, line in found.items() if line}
+
+
+def tabulate(name: str, section: Section) -> Table:
+    """A row a key, or of a table a row an object; of memory a column a stage, as it has many parts."""
+    table = Table(title=name.capitalize(), title_justify="left", show_header=not isinstance(section, Mapping))
+    objects = [section] if isinstance(section, Mapping) else section
+    if isinstance(section, Mapping) or name == "memory":
+        first, *keys = ["", *section] if isinstance(section, Mapping) else objects[0]
+        table.add_column(first)
+        for row in objects:
+            table.add_column(f"{row[first]}" if first else "", justify="right", overflow="fold")
+        for key in keys:
+            table.add_row(key.replace("_", " "), *(cell(name, key, row[key]) for row in objects))
+        return table
+    for key in objects[0]:
+        table.add_column(key.replace("_", " "), justify="left" if key == "overrides" else "right")
+    for row in objects:
+        table.add_row(*(cell(name, key, value) for key, value in row.items()))
+    return table
+
+
+UNITS: Mapping[str, Callable[[float], str]] = {
+    "flops": lambda value: f"{as_count(value)}FLOP",
+    "bytes_per_s": lambda value: f"{as_size(value)}/s",
+    "mfu": lambda value: f"{value:.0%}",
+    "memory": as_size,
+    "seconds": as_seconds,
+    "per_s": lambda value: f"{value:,.0f}",
+    "_s": as_seconds,
+}
+"""How a key ends, and how its value is shown."""
+
+
+def cell(section: str, key: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if section == "memory":
+        return as_size(value)
+    show = next((show for end, show in UNITS.items() if key.endswith(end)), UNITS["per_s"])
+    return show(value)

@@ -1,0 +1,143 @@
+"""``run.preflight=plan``: layouts for a number of devices, by the time that a step is estimated to take."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from components.engines.fsdp2 import FSDP2
+from components.engines.fsdp2.layouts import layouts as fsdp2_layouts
+from components.engines.megatron import Megatron
+from components.engines.megatron.layouts import layouts as megatron_layouts
+from components.optimizers import SGD
+from components.preflight.case import Case
+from components.preflight.report import Report, device_section
+from components.preflight.step import StepTime, StepWork, step_time, step_work
+from components.preflight.units import as_seconds, as_size
+from runner.errors import ConfigError
+from runner.protocols import ParallelismSpec
+
+DEFAULTS: Mapping[str, ParallelismSpec] = {
+    "fsdp2": FSDP2(dp=None, default_dp=2, reshard_after_forward=True),
+    "megatron": Megatron(
+        tp=1,
+        pp=1,
+        vpp=1,
+        cp=1,
+        dp=None,
+        default_dp=1,
+        sequence_parallel=False,
+        cp_comm_type="all_gather",
+        distributed_optimizer=False,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        bucket_size=None,
+        pipeline_layout=None,
+        first_stage_layers=None,
+        last_stage_layers=None,
+        activation_checkpointing="none",
+        transformer_impl="auto",
+        optimizer_cpu_offload=False,
+    ),
+}
+"""``parallelism=NAME`` without further keys: what is varied here, and what need not be typed."""
+
+RECOMPUTED = ("none", "selective", "full")
+SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that fits, in its fastest form."""
+
+    case: Case
+    overrides: tuple[str, ...]
+    time: StepTime
+
+
+def search(case: Case, work: StepWork, devices: int) -> list[Found]:
+    """The fastest ``SHOWN`` meshes of both engines.
+
+    Raises:
+        ConfigError: none fits ``devices``.
+    """
+    found = [best for mesh in meshes(case, devices) if (best := fastest(mesh, case, work)) is not None]
+    if not found:
+        raise ConfigError(
+            f"run.devices: no layout of {devices} device(s) with {as_size(case.device.memory)} each holds "
+            f"this run and divides run.global_batch_size={case.data.global_batch_size}; use more devices or "
+            "another global batch, lower data.max_length, or train an adapter (adapter=lora)."
+        )
+    return sorted(found, key=lambda each: each.time.total)[:SHOWN]
+
+
+def meshes(case: Case, devices: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Engine and keys of every way to share the devices."""
+    layers, per_node = case.model.config.get_text_config().num_hidden_layers, case.device.per_node
+    sharded = not isinstance(case.optimizer, SGD)
+    yield from (("fsdp2", keys) for keys in fsdp2_layouts(devices, per_node))
+    yield from (("megatron", keys) for keys in megatron_layouts(devices, per_node, layers, sharded=sharded))
+
+
+def fastest(mesh: tuple[str, Mapping[str, Any]], case: Case, work: StepWork) -> Found | None:
+    """The variant of a mesh that fits and takes least time; None: the run does not bear it, or none fits."""
+    engine, keys = mesh
+    try:
+        base = replace(case, layout=DEFAULTS[engine]).relaid(keys)
+        if not (sizes := base.micro_batches):
+            return None
+        base = replace(base, micro_batch_size=sizes[0])
+        base.check()
+    except ConfigError:
+        return None
+    if not base.relaid({"activation_checkpointing": "full"}).fits():
+        return None  # not even in its leanest form
+    variants = [
+        replace(base.relaid({"activation_checkpointing": kind}), micro_batch_size=size)
+        for kind in RECOMPUTED
+        for size in sizes
+    ]
+    timed = sorted(((step_time(variant, work), n) for n, variant in enumerate(variants)), key=by_total)
+    for time, n in timed:
+        if variants[n].fits():
+            return Found(variants[n], typed(engine, variants[n]), time)
+    return None
+
+
+def by_total(timed: tuple[StepTime, int]) -> tuple[float, int]:
+    """Of equal times the variant that is plainer comes first."""
+    time, number = timed
+    return time.total, number
+
+
+def typed(engine: str, case: Case) -> tuple[str, ...]:
+    """The overrides that lead to ``case``."""
+    usual, keys = vars(DEFAULTS[engine]), vars(case.layout)
+    changed = [f"parallelism.{key}={str(keys[key]).lower()}" for key in keys if keys[key] != usual[key]]
+    return (f"parallelism={engine}", *changed, f"run.micro_batch_size={case.micro_batch_size}")
+
+
+def plan(case: Case, devices: int) -> Report:
+    """The fastest layouts for ``devices``, for a terminal and for preflight.json.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    work = step_work(case)
+    found = search(case, work, devices)
+    rows: list[Mapping[str, Any]] = [
+        {
+            "overrides": " ".join(each.overrides),
+            "memory": each.case.largest.total,
+            "seconds": each.time.total,
+            "compute_s": each.time.compute,
+            "waiting_s": each.time.waiting,
+            "idle_s": each.time.idle,
+            "behind_s": each.time.behind,
+        }
+        for each in found
+    ]
+    texts = [
+        f"{as_seconds(row['seconds'])} a step, {as_size(row['memory'])} a rank: {row['overrides']}"
+        for row in rows
+    ]
+    return Report({"device": device_section(case), "plan": rows}, {"plan": "\n".join(texts)})

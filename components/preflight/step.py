@@ -1,0 +1,132 @@
+"""The parameters, the arithmetic and the estimated time of a step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from components.data.workload import first_steps
+from components.metrics import MatmulSizes, matmul_sizes, train_flops
+from components.preflight.case import Case
+from components.preflight.device import HOST, Device
+from runner.protocols import BatchStats, ModelSize
+
+
+def parameter_counts(case: Case) -> dict[str, int]:
+    """total, trainable, and active: those that take part in computing a token, all but for idle experts."""
+    own = sum(parameter.numel() for parameter in case.model.parameters())
+    if case.adapter is None:
+        trained = sum(p.numel() for p in case.model.parameters() if p.requires_grad)
+        return {"total": own, "trainable": trained, "active": own}
+    added = sum(shape.numel() for shape in case.adapter.shapes(case.model).values())
+    return {"total": own + added, "trainable": added, "active": own + added}
+
+
+def model_size(case: Case) -> ModelSize:
+    config, counts = case.model.config.get_text_config(), parameter_counts(case)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    return ModelSize(
+        parameters=counts["total"],
+        trained=counts["trainable"],
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        query=heads * width,
+        key=shared * width,
+    )
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The arithmetic of a mean step, in any layout."""
+
+    size: ModelSize
+    sequences: float
+    tokens: float
+    labels: float
+    computed: float
+    """Tokens, those that several sequences share counted once."""
+    flops: float
+    forward: float
+    """Of ``flops``, one forward pass ..."""
+    attention: float
+    """... and in that, queries times keys and weights times values."""
+
+
+def step_work(case: Case) -> StepWork:
+    """A mean over the first steps: what ``perf/mfu`` of a run counts."""
+    sizes = matmul_sizes(case.model, adapted=case.adapter is not None)
+    steps = first_steps(case.data)
+    passes = 0 if case.reference == "none" else 1
+
+    def flops(sizes: MatmulSizes, step: BatchStats, passes: int = 0) -> float:
+        return train_flops(
+            sizes,
+            num_tokens=step.num_computed_tokens,
+            num_labels=step.num_labels,
+            sum_squared_seqlens=step.sum_squared_seqlens,
+            forward_only_passes=passes,
+        )
+
+    unfrozen = replace(sizes, frozen_linear=0.0, frozen_head=0.0)
+    attention = MatmulSizes(0.0, 0.0, sizes.attention)
+    return StepWork(
+        size=model_size(case),
+        sequences=fmean(step.num_tokens / step.seqlen_mean for step in steps),
+        tokens=fmean(step.num_tokens for step in steps),
+        labels=fmean(step.num_labels for step in steps),
+        computed=fmean(step.num_computed_tokens for step in steps),
+        flops=fmean(flops(sizes, step, passes) for step in steps),
+        forward=fmean(flops(unfrozen, step) / 3 for step in steps),
+        attention=fmean(flops(attention, step) / 3 for step in steps),
+    )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Estimated seconds of a step, and what they are made of."""
+
+    compute: float
+    """All ranks at the assumed MFU, recomputation included."""
+    waiting: float
+    """For what is sent within the step and after it."""
+    idle: float
+    """In the bubble of a pipeline."""
+    behind: float
+    """What is sent behind computation; it counts where it takes longer than that."""
+
+    @property
+    def total(self) -> float:
+        return max(self.compute + self.idle, self.behind) + self.waiting
+
+
+def step_time(case: Case, work: StepWork) -> StepTime:
+    """``work`` over the ranks, and what ``case.layout`` adds: see ``StepCost``."""
+    device = case.device
+    cost = case.layout.cost(
+        work.size,
+        world_size=case.world_size,
+        dtype=case.dtype,
+        tokens=work.computed / case.data_size,
+        num_microbatches=case.workload.num_microbatches,
+    )
+    again = {"none": 0.0, "full": work.forward, "selective": work.attention}[cost.recomputed]
+    compute = (work.flops + again) / (case.world_size * device.flops * device.mfu)
+    dims = case.layout.mesh(case.world_size)["dims"]
+    seconds = dict.fromkeys(("within", "behind", "after"), 0.0)
+    for sent in cost.sent:
+        seconds[sent.when] += sent.num_bytes / bandwidth(device, dims, sent.dimension)
+    idle = (compute + seconds["within"]) * cost.bubble / (1 - cost.bubble)
+    return StepTime(compute, seconds["within"] + seconds["after"], idle, seconds["behind"])
+
+
+def bandwidth(device: Device, dims: Mapping[str, int], dimension: str) -> float:
+    """Bytes a second among the ranks of one ``dimension``: the slowest link between neighbours counts."""
+    if dimension == "host":
+        return HOST
+    span = 1
+    for name, size in reversed(list(dims.items())):
+        span *= size
+        if name == dimension:
+            break
+    return device.link if span <= device.per_node else device.network

@@ -1,0 +1,4 @@
+"""One self-contained HTML page of a run, of a sweep or of a folder of runs."""
+
+from components.report.page import write_page as write_page
+from components.report.runs import Entry as Entry

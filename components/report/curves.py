@@ -1,0 +1,93 @@
+"""metrics.jsonl as curves with few enough points for a page."""
+
+import base64
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import json as arrow_json
+
+Floats = NDArray[np.float64]
+BLOCK_SIZE = 32 * 2**20
+"""Bytes that are parsed as one piece; columns may first appear in any of its lines."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a page shows of one metric: means of neighbouring values, in the order of their steps."""
+
+    steps: Floats
+    means: Floats
+    low: Floats | None
+    high: Floats | None
+    """The extremes of what a mean is of: no spike gets lost. None where every value is there itself."""
+    last: float
+    """The last value, and ..."""
+    last_step: float
+    """... its step."""
+
+    def to_json(self) -> dict[str, str]:
+        """base64 of little-endian float32; what is None is left out."""
+        parts = {name: getattr(self, name) for name in ("steps", "means", "low", "high")}
+        return {name: encode(values) for name, values in parts.items() if values is not None}
+
+
+def thin(steps: Floats, values: Floats, count: int) -> Curve:
+    """At most ``count`` means."""
+    width, last, last_step = -(-len(steps) // count), float(values[-1]), float(steps[-1])
+    if width == 1:
+        return Curve(steps, values, None, None, last, last_step)
+    starts = np.arange(0, len(steps), width)
+    sizes = np.diff(np.append(starts, len(steps)))
+    return Curve(
+        np.add.reduceat(steps, starts) / sizes,
+        np.add.reduceat(values, starts) / sizes,
+        np.minimum.reduceat(values, starts),
+        np.maximum.reduceat(values, starts),
+        last,
+        last_step,
+    )
+
+
+def read_curves(path: Path, count: int) -> dict[str, Curve]:
+    """Every metric by its key, without what is not finite. A last line that is half written does not count.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it holds something else than rows of numbers.
+    """
+    data = path.read_bytes()
+    data = data[: data.rfind(b"\n") + 1]
+    if not data.strip():
+        return {}
+    options = arrow_json.ReadOptions(block_size=max(BLOCK_SIZE, len(data)))
+    table = arrow_json.read_json(pa.BufferReader(data), read_options=options)
+    columns = {name: numbers(table.column(name)) for name in table.column_names}
+    if (steps := columns.pop("step", None)) is None:
+        raise ValueError(f"{path.name} has no step")
+    return {
+        key: in_order(steps[known], values[known], count)
+        for key, values in columns.items()
+        if values is not None and (known := np.isfinite(values) & np.isfinite(steps)).any()
+    }
+
+
+def numbers(column: pa.ChunkedArray) -> Floats | None:
+    """NaN where there is nothing; None of a column that does not hold numbers."""
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+        return None
+    values: Floats = column.cast(pa.float64()).to_numpy()
+    return values
+
+
+def in_order(steps: Floats, values: Floats, count: int) -> Curve:
+    if (np.diff(steps) < 0).any():
+        order = np.argsort(steps, kind="stable")
+        steps, values = steps[order], values[order]
+    return thin(steps, values, count)
+
+
+def encode(values: Floats) -> str:
+    return base64.b64encode(values.astype("<f4").tobytes()).decode()

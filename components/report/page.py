@@ -1,0 +1,173 @@
+"""Puts what is known of runs into one HTML file that needs nothing else."""
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from components.report.runs import Entry, Run, fact_tables, read_run
+
+ASSETS = Path(__file__).parent
+SCRIPTS = ("chart.js", "tables.js", "page.js")
+FIRST_CHARTS = (
+    "train/loss",
+    "eval/loss",
+    "train/grad_norm",
+    "train/lr",
+    "perf/tokens_per_s",
+    "perf/memory_gib",
+)
+COUNTERS = {
+    "train/num_tokens",
+    "train/num_labels",
+    "train/num_samples",
+    "train/seqlen_mean",
+    "train/seqlen_max",
+    "perf/step_ms",
+}
+"""Logged, but nothing to look at."""
+POINTS, MOST_POINTS, FEWEST_POINTS = 30_000, 333, 30
+"""Means of one metric: of all runs together, and of each. Each mean comes with its two extremes."""
+
+
+def write_page(title: str, entries: Sequence[Entry], output: Path) -> list[Run]:
+    """Reads the runs of ``entries`` and writes the page; returns what was read, for a summary."""
+    points = min(max(POINTS // len(entries), FEWEST_POINTS), MOST_POINTS)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of it is Arrow, which runs beside Python
+        runs = list(pool.map(partial(read_run, points=points), entries))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(render(page_data(title, runs)), encoding="utf-8")
+    return runs
+
+
+def render(data: Mapping[str, Any]) -> str:
+    """The template with style, scripts and data; nothing in ``data`` can end its element."""
+    text = json.dumps(without_infinities(data), allow_nan=False, separators=(",", ":"))
+    parts = {
+        "style": (ASSETS / "page.css").read_text(encoding="utf-8"),
+        "script": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "data": text.replace("<", "\\u003c"),
+    }
+    page = (ASSETS / "page.html").read_text(encoding="utf-8")
+    for name, text in parts.items():  # data comes last: what it holds is not looked at again
+        page = page.replace(f"{{{{{name}}}}}", text, 1)
+    return page
+
+
+def without_infinities(data: Any) -> Any:
+    """As JSON has it: a setting may be infinite, which is a word there."""
+    return json.loads(json.dumps(data), parse_constant=str)
+
+
+def page_data(title: str, runs: Sequence[Run]) -> dict[str, Any]:
+    documents: list[Any] = []
+    keys = chart_keys(runs)
+    common, differing = split_configs(runs)
+    return {
+        "title": title,
+        "written": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "columns": varied([run.overrides for run in runs]),
+        "common": common,
+        "documents": documents,
+        "runs": [
+            shown(run, documents)
+            | {"config": {key: run.config[key] for key in differing if key in run.config}}
+            for run in runs
+        ],
+        "charts": [
+            {
+                "key": key,
+                "curves": [
+                    {"run": number} | run.curves[key].to_json()
+                    for number, run in enumerate(runs)
+                    if key in run.curves
+                ],
+            }
+            for key in keys
+        ],
+    }
+
+
+def shown(run: Run, documents: list[Any]) -> dict[str, Any]:
+    """One run; long tables that runs share are in ``documents``, once."""
+    entry, results, words = run.entry, run.results, run.facts.get("overrides")
+    loss = results.get("eval/loss", results.get("train/loss")) if entry.loss is None else entry.loss
+    return {
+        "number": entry.number,
+        "folder": None if entry.folder is None else str(entry.folder),
+        "status": run.status,
+        "error": run.error,
+        "overrides": run.overrides,
+        "loss": finite(loss),
+        "seconds": finite(entry.seconds),
+        "steps": run.steps,
+        "results": {key: finite(value) for key, value in results.items()},
+        "command": None if words is None else shlex.join(["python", "-m", "runner", *words]),
+        "facts": fact_tables(run.facts),
+        "audit": kept(documents, audit_tables(run.audit)),
+        "preflight": kept(documents, run.preflight),
+        "logs": run.logs,
+        "missing": run.missing,
+    }
+
+
+def finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def kept(documents: list[Any], document: Any) -> int | None:
+    """Its place in ``documents``."""
+    if not document:
+        return None
+    document = json.loads(json.dumps(document), parse_constant=str)  # NaN is not JSON, but Python writes it
+    if document not in documents:
+        documents.append(document)
+    return documents.index(document)
+
+
+def chart_keys(runs: Sequence[Run]) -> list[str]:
+    """The usual ones first, then what else was logged and is not always zero."""
+    logged = {key for run in runs for key, curve in run.curves.items() if curve.means.any()} - COUNTERS
+    return [key for key in FIRST_CHARTS if key in logged] + sorted(logged - {*FIRST_CHARTS})
+
+
+def varied(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys that do not have one value everywhere; of a single mapping, all."""
+    keys = list(dict.fromkeys(key for mapping in mappings for key in mapping))
+    if len(mappings) == 1:
+        return keys
+    return [key for key in keys if len({json.dumps(mapping.get(key)) for mapping in mappings}) > 1]
+
+
+def split_configs(runs: Iterable[Run]) -> tuple[dict[str, Any], list[str]]:
+    """What every config has in common, and the keys in which configs differ."""
+    configs = [run.config for run in runs if run.config]
+    if len(configs) < 2:
+        return (configs[0] if configs else {}), []
+    differing = varied(configs)
+    return {key: value for key, value in configs[0].items() if key not in set(differing)}, differing
+
+
+def audit_tables(audit: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """audit.json as tables: a column for every source."""
+    if audit is None:
+        return None
+    splits = {name: split for name, split in audit.items() if isinstance(split, dict)}
+    columns = {
+        f"{name}: {source.get('name')}": source | {k: v for k, v in split.items() if k != "sources"}
+        for name, split in splits.items()
+        for source in split.get("sources", [])
+    }
+    rows = dict.fromkeys(key for column in columns.values() for key in column if key != "name")
+    return {
+        "data": [
+            {"": row.replace("_", " ")} | {name: column.get(row) for name, column in columns.items()}
+            for row in rows
+        ]
+    }

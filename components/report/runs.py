@@ -1,0 +1,165 @@
+"""What a run folder says, however much of it has been written."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from components.report.curves import Curve, read_curves
+
+LAST_LINES = 20
+TAIL_BYTES = 16384
+MOST_LETTERS = 100
+COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
+LONG_FACTS = ("data", "identity", "results", "command", "overrides", "versions", "sweep", "began")
+"""Of run.json: shown elsewhere, or nobody's reading."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of the page, as whoever started it knows it."""
+
+    number: int
+    folder: Path | None
+    """None: it was refused before there was one."""
+    overrides: tuple[str, ...] | None = None
+    """None: those that the run itself has noted."""
+    status: str | None = None
+    """None: what run.json says."""
+    loss: float | None = None
+    error: str | None = None
+    seconds: float | None = None
+
+
+@dataclass
+class Run:
+    """What the page shows of one run; ``missing`` says what could not be read, and why."""
+
+    entry: Entry
+    facts: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    """Flat: ``optimizer.lr`` -> value."""
+    audit: dict[str, Any] | None = None
+    preflight: dict[str, Any] | None = None
+    curves: dict[str, Curve] = field(default_factory=dict)
+    logs: dict[str, str] = field(default_factory=dict)
+    """Of a run that is not done: file -> last lines."""
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> str:
+        status = self.entry.status or self.facts.get("ended") or "unfinished"
+        return "unfinished" if status == "running" else str(status)
+
+    @property
+    def error(self) -> str | None:
+        return self.entry.error or self.facts.get("error")
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """Key -> value, as they were typed."""
+        words = self.entry.overrides
+        if words is None:
+            words = self.facts.get("overrides", ())
+        pairs = (word.lstrip("+").partition("=") for word in words)
+        return {key: value for key, _, value in pairs}
+
+    @property
+    def results(self) -> dict[str, float]:
+        """Last values: of the curves, or without metrics.jsonl those that run.json keeps."""
+        kept = (self.facts.get("results") or {}).get("last", {})
+        return kept | {key: curve.last for key, curve in self.curves.items()}
+
+    @property
+    def steps(self) -> float | None:
+        """Up to the last one that was logged."""
+        ends = [curve.last_step for curve in self.curves.values()]
+        return max(ends, default=self.results.get("step"))
+
+
+def read_run(entry: Entry, points: int) -> Run:
+    """Everything there is, with ``points`` means of a curve at most; what is not is in ``missing``."""
+    run = Run(entry)
+    if entry.folder is None:
+        return run
+    if not entry.folder.is_dir():
+        run.missing.append(f"{entry.folder} is not there any more")
+        return run
+
+    folder = entry.folder
+
+    def part(name: str, read: Callable[[Path], Any]) -> Any:
+        try:
+            return read(folder / name)
+        except FileNotFoundError:
+            run.missing.append(f"no {name}")
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            run.missing.append(f"{name} cannot be read: {str(error).splitlines()[0]}")
+        return None
+
+    run.facts = part("run.json", read_json) or {}
+    run.config = dict(flat("", part("config.yaml", read_yaml) or {}))
+    run.audit = part("audit.json", read_json)
+    run.preflight = part("preflight.json", read_json)
+    run.curves = part("metrics.jsonl", partial(read_curves, count=points)) or {}
+    if run.status != "done":
+        run.logs = last_words(folder)
+    return run
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict):
+        raise ValueError("holds no object")
+    return found
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    found = yaml.load(path.read_text(), Loader=LOADER)
+    if not isinstance(found, dict):
+        raise ValueError("holds no mapping")
+    return found
+
+
+def flat(prefix: str, node: Any) -> list[tuple[str, Any]]:
+    """Dotted keys with their values; a list is a value."""
+    if not isinstance(node, Mapping) or not node:
+        return [(prefix, node)] if prefix else []
+    return [pair for key, value in node.items() for pair in flat(f"{prefix}.{key}".lstrip("."), value)]
+
+
+def fact_tables(facts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """run.json as tables of two columns, without what is too long for one."""
+    kept = {key: value for key, value in facts.items() if key not in LONG_FACTS and value is not None}
+    short = {key: value for key, value in flat("", kept) if len(json.dumps(value)) <= MOST_LETTERS}
+    return {"run": short, "versions": facts.get("versions", {})} if facts else {}
+
+
+def last_words(folder: Path) -> dict[str, str]:
+    """What ranks failed of, and the ends of their logs."""
+    found = {}
+    for path in sorted(folder.glob("logs/error_*.json")):
+        try:
+            found[path.name] = last_lines(read_json(path).get("text", "").strip(" :"))
+        except (OSError, ValueError):
+            continue  # a rank was ended while it wrote
+    for path in [folder / "train.log", *sorted(folder.glob("logs/rank_*.log"))]:
+        if path.is_file() and (words := tail(path)):
+            found[path.name] = words
+    return found
+
+
+def tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - TAIL_BYTES, 0))
+        return last_lines(file.read().decode(errors="replace"))
+
+
+def last_lines(text: str) -> str:
+    return "\n".join(COLOURS.sub("", text).splitlines()[-LAST_LINES:])

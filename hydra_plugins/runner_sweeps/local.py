@@ -1,0 +1,57 @@
+"""``hydra/launcher=local``: jobs of a sweep side by side on this machine."""
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext
+from omegaconf import DictConfig, open_dict
+
+from hydra_plugins.runner_sweeps.job import COMMAND, to_pass_on
+from runner.errors import ConfigError
+from runner.jobs import Job, run_jobs
+from runner.outcome import SWEEP_FOLDER, Point, read_outcome
+
+
+class LocalLauncher(Launcher):
+    """Every job is composed before the first begins: a file that is edited meanwhile changes none of them."""
+
+    def __init__(self, jobs: int) -> None:
+        self.jobs = jobs
+
+    def setup(self, *, hydra_context: HydraContext, config: DictConfig, **_: Any) -> None:
+        """
+        Raises:
+            ConfigError: ``hydra.launcher.jobs`` is not a number of jobs.
+        """
+        if not isinstance(self.jobs, int) or self.jobs < 1:
+            raise ConfigError(f"hydra.launcher.jobs: must be at least 1, got {self.jobs!r}.")
+        self.config, self.loader = config, hydra_context.config_loader
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        setup_globals()
+        jobs = [self.job(n, overrides) for n, overrides in enumerate(job_overrides, initial_job_idx)]
+        run_jobs(jobs, self.jobs)
+        return [returned(job.point) for job in jobs]
+
+    def job(self, number: int, overrides: Sequence[str]) -> Job:
+        from runner.cli import as_typed
+
+        config = self.loader.load_sweep_config(self.config, list(overrides))
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = number
+        point = Point(Path(os.environ[SWEEP_FOLDER]), number, as_typed(config.hydra))
+        return Job(point, COMMAND, to_pass_on(sys.argv, config))
+
+
+def returned(point: Point) -> JobReturn:
+    """Completed, whatever happened: Hydra would show the first failure and nothing else."""
+    loss = read_outcome(point.path).loss
+    answer = JobReturn(overrides=point.overrides, status=JobStatus.COMPLETED)
+    answer.return_value = math.nan if loss is None else loss
+    return answer

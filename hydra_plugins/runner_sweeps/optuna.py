@@ -1,0 +1,166 @@
+"""``hydra/sweeper=optuna``: an optimiser chooses the points of a sweep, and keeps what it knows on disk."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+from hydra_plugins.runner_sweeps.space import Space
+from hydra_plugins.runner_sweeps.study import ask, make_pruner, make_sampler, open_study, tell
+from runner.errors import ConfigError
+from runner.outcome import SWEEP_FOLDER, Outcome, Point, read_outcome
+from runner.pruning import leave_no_pruner, leave_pruner
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.trial import FrozenTrial
+
+PRUNER = "hydra_plugins.runner_sweeps.study:TrialPruner"
+
+
+class OptunaSweeper(Sweeper):
+    """Trial n of the study is job n of the sweep; conf/hydra/sweeper/optuna.yaml describes every option."""
+
+    def __init__(
+        self,
+        n_trials: int,
+        n_jobs: int,
+        sampler: str,
+        sampler_options: Mapping[str, Any] | None,
+        pruner: str,
+        pruner_options: Mapping[str, Any] | None,
+        seed: int,
+        study_name: str,
+        params: Mapping[str, str] | None,
+    ) -> None:
+        self.n_trials, self.n_jobs, self.seed = n_trials, n_jobs, seed
+        self.sampler, self.sampler_options = sampler, sampler_options
+        self.pruner, self.pruner_options = pruner, pruner_options
+        self.study_name, self.params = study_name, params or {}
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """
+        Raises:
+            ConfigError: Optuna is not installed, or an option is no such number.
+        """
+        if importlib.util.find_spec("optuna") is None:
+            raise ConfigError("hydra/sweeper=optuna: Optuna is not installed; pip install 'runner[sweep]'.")
+        for key, least in (("n_trials", 1), ("n_jobs", 1), ("seed", 0)):
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(f"hydra.sweeper.{key}: must be at least {least}, got {value!r}.")
+        if not re.fullmatch(r"[\w.+-]+", str(self.study_name)):
+            raise ConfigError(
+                f"hydra.sweeper.study_name: {self.study_name!r} is not a folder name; leave out '/'."
+            )
+        self.config, self.loader = config, hydra_context.config_loader
+        self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
+
+    def sweep(self, arguments: list[str]) -> None:
+        """
+        Raises:
+            ConfigError: the command does not fit the study that it goes on with, or sweeps nothing.
+        """
+        sweep = Path(os.environ[SWEEP_FOLDER])
+        given = [f"{key}={value}" for key, value in self.params.items()]
+        parser = OverridesParser.create(config_loader=self.loader)
+        space = Space.of(parser.parse_overrides([*given, *arguments]))
+        with only_command(sweep):
+            self.check(space)
+            study = open_study(sweep, space)
+            self.leave_pruner(sweep)
+            self.launch(study, space, sweep, unfinished(study, sweep))
+            while new := self.chosen(study, space):
+                self.launch(study, space, sweep, new)
+
+    def check(self, space: Space) -> None:
+        """Everything that is known before the first job."""
+        space.distributions()
+        make_sampler(self.sampler, self.sampler_options, self.seed, 0, space)
+        examples = space.examples()
+        first, *_ = [self.loader.load_sweep_config(self.config, example) for example in examples]
+        if make_pruner(self.pruner, self.pruner_options) is not None and not first.run.eval_every:
+            raise ConfigError(
+                f"hydra.sweeper.pruner: {self.pruner} looks at evaluations, and there is but one, at the end "
+                "(run.eval_every=0); set run.eval_every, or hydra.sweeper.pruner=none."
+            )
+
+    def leave_pruner(self, sweep: Path) -> None:
+        if self.pruner == "none":
+            leave_no_pruner(sweep)
+        else:
+            options = {"pruner": self.pruner, "pruner_options": dict(self.pruner_options or {})}
+            leave_pruner(sweep, PRUNER, {"sweep": str(sweep)} | options)
+
+    def chosen(self, study: "Study", space: Space) -> "list[FrozenTrial]":
+        """The next trials, ``n_jobs`` of them where so many are left."""
+        known, last = len(study.get_trials(deepcopy=False)), self.n_trials
+        if self.sampler == "grid":
+            last = min(last, space.size())
+        return [
+            ask(study, space, make_sampler(self.sampler, self.sampler_options, self.seed, number, space))
+            for number in range(known, min(known + self.n_jobs, last))
+        ]
+
+    def launch(self, study: "Study", space: Space, sweep: Path, trials: "Sequence[FrozenTrial]") -> None:
+        for group in consecutive(trials):
+            jobs = [space.overrides(trial.params) for trial in group]
+            for answer in self.launcher.launch(jobs, initial_job_idx=group[0].number):
+                assert answer.return_value is not None  # raises what a job could not write down
+            for trial in group:
+                tell(study, trial, outcome_of(sweep, trial))
+
+
+def unfinished(study: "Study", sweep: Path) -> "list[FrozenTrial]":
+    """Trials of an earlier command that are to run again; those that have ended meanwhile are told."""
+    from optuna.trial import TrialState
+
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    return [trial for trial in running if not tell(study, trial, outcome_of(sweep, trial))]
+
+
+def outcome_of(sweep: Path, trial: "FrozenTrial") -> Outcome | None:
+    path = Point(sweep, trial.number, ()).path
+    return read_outcome(path) if path.exists() else None
+
+
+def consecutive(trials: "Sequence[FrozenTrial]") -> "Iterator[list[FrozenTrial]]":
+    """As a launcher numbers its jobs."""
+    group: list[FrozenTrial] = []
+    for trial in trials:
+        if group and trial.number != group[-1].number + 1:
+            yield group
+            group = []
+        group.append(trial)
+    if group:
+        yield group
+
+
+@contextmanager
+def only_command(sweep: Path) -> Iterator[None]:
+    """
+    Raises:
+        ConfigError: another command is at this sweep.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(sweep / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"hydra.sweeper.study_name: another command is at {sweep}; wait for it, or give another name."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()

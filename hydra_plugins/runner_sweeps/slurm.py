@@ -1,0 +1,140 @@
+"""``hydra/launcher=slurm``: the jobs of a sweep as one array of SLURM, watched until all are over."""
+
+import copy
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.errors import ConfigError
+from runner.outcome import SWEEP_FOLDER, read_outcome
+from runner.provenance import Provenance
+
+if TYPE_CHECKING:
+    from runner.slurm.allocation import Allocation
+    from runner.slurm.job import SlurmJob
+
+
+class SlurmLauncher(Launcher):
+    """Composes and checks every job where the sweep is started: what is refused never gets into the queue."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def setup(  # Hydra's signature
+        self,
+        *,
+        hydra_context: HydraContext,
+        task_function: TaskFunction,  # noqa: ARG002
+        config: DictConfig,
+    ) -> None:
+        self.context, self.config = hydra_context, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Raises for no job: its outcome says how it went, and its value is NaN where there is none."""
+        setup_globals()
+        sweep, allocation = Path(os.environ[SWEEP_FOLDER]), self.allocation()
+        configs = [self.compose(words, initial_job_idx + i) for i, words in enumerate(job_overrides)]
+        jobs = [job for config in configs if (job := accepted(config, allocation)) is not None]
+        if allocation.dry_run:
+            from runner.slurm.dry_run import show
+
+            show(allocation, sweep / "slurm", jobs)
+        elif jobs:
+            submit(allocation, sweep / "slurm", jobs)
+        return [returned(config, sweep) for config in configs]
+
+    def allocation(self) -> "Allocation":
+        """
+        Raises:
+            ConfigError: a key of ``hydra.launcher`` is not what it should be, or submitit is not installed.
+        """
+        from runner.build import construct
+        from runner.slurm.allocation import Allocation
+
+        try:
+            import submitit  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                "hydra/launcher=slurm: submits through submitit; pip install 'runner[slurm]'."
+            ) from error
+        options: Any = OmegaConf.to_container(OmegaConf.create(self.options), resolve=True)
+        return construct(Allocation, "hydra.launcher", options, Provenance())
+
+    def compose(self, overrides: Sequence[str], number: int) -> DictConfig:
+        config = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+        with open_dict(config):
+            config.hydra.job.id, config.hydra.job.num = str(number), number
+        return config
+
+
+def accepted(config: DictConfig, allocation: "Allocation") -> "SlurmJob | None":
+    """The job of one composed config; None where it is refused, which its outcome tells then."""
+    from runner.cli import explained, provenance, resolved
+    from runner.slurm.job import SlurmJob
+
+    with current(config):
+        where = provenance()
+        try:
+            plain, environ = resolved(without_hydra(config), where), dict(config.hydra.job.env_set)
+            job = SlurmJob(plain, where, tuple(sys.argv), environ)
+            job.check(allocation.ranks, allocation.gpus_per_node or 0)
+        except (ConfigError, OmegaConfBaseException) as error:
+            explained(error)
+            assert where.point is not None
+            where.point.began()
+            where.point.ended("refused", error=str(error), seconds=0.0)
+            return None
+    return job
+
+
+def submit(allocation: "Allocation", folder: Path, jobs: Sequence["SlurmJob"]) -> None:
+    """Submits ``jobs`` and returns when all are over."""
+    from runner.slurm.array import Array, Submitted
+
+    numbers = allocation.submit(folder, jobs)
+    submitted = [Submitted(number, job.point, folder) for number, job in zip(numbers, jobs, strict=True)]
+    print(f"jobs submitted: {len(jobs)}; scripts and logs: {folder}", flush=True)
+    Array(submitted).wait()
+
+
+@contextmanager
+def current(config: DictConfig) -> Iterator[None]:
+    """What ``${hydra:...}`` means is that of ``config``."""
+    instance = HydraConfig.instance()
+    before = instance.cfg
+    instance.set_config(config)
+    try:
+        yield
+    finally:
+        instance.cfg = before
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    task = copy.deepcopy(config)
+    with open_dict(task):
+        del task["hydra"]
+    return task
+
+
+def returned(config: DictConfig, sweep: Path) -> JobReturn:
+    """What a sweeper is told of a job; Hydra would raise for a failed one, and hide the others."""
+    path = sweep / "jobs" / f"{config.hydra.job.num}.json"
+    outcome = read_outcome(path) if path.exists() else None
+    ended = outcome is not None and outcome.status in {"done", "pruned"}
+    loss = outcome.loss if outcome is not None and ended else None
+    answer = JobReturn(
+        overrides=list(config.hydra.overrides.task), cfg=without_hydra(config), status=JobStatus.COMPLETED
+    )
+    answer.return_value = math.nan if loss is None else loss
+    return answer

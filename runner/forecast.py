@@ -1,0 +1,92 @@
+"""What is known of a run before it starts; with ``run.preflight=only`` and ``plan``, and no run."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from components import preflight
+from components.checkpoint import RunIdentity
+from components.reference import ReferenceSource
+from runner.build import Experiment
+from runner.folder import create_run_folder, write_config
+from runner.outcome import Point
+from runner.schema import RunConfig
+from runner.train import DTYPES
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A run that nothing speaks against, but perhaps its size."""
+
+    data: Any
+    identity: RunIdentity
+    resume: Path | None
+    """The checkpoint to go on from."""
+    case: preflight.Case
+
+
+def make_case(
+    experiment: Experiment,
+    reference: ReferenceSource,
+    model: Any,
+    data: Any,
+    *,
+    world_size: int,
+    kind: Literal["cpu", "cuda"],
+    local_ranks: int,
+) -> preflight.Case:
+    """What ``model`` (on the meta device) and ``data`` ask of the ranks, and what these have."""
+    run, dtype = experiment.run, DTYPES[experiment.run.dtype]
+    device = preflight.find_device(
+        kind, run.device_name, run.device_memory, local_ranks=local_ranks, dtype=dtype
+    )
+    return preflight.Case(
+        layout=experiment.parallelism,
+        world_size=world_size,
+        model=model,
+        adapter=experiment.adapter,
+        optimizer=experiment.optimizer,
+        loss=experiment.stage,
+        reference=reference.kept,
+        reference_model=reference.model.build(reference.model.config()) if reference.other else None,
+        data=data,
+        micro_batch_size=run.micro_batch_size,
+        dtype=dtype,
+        device=device,
+        compiled=run.compile,
+        kernels=run.kernels,
+        max_length=experiment.data.max_length,
+        shares_prompts=experiment.data.share_prompt,
+    )
+
+
+def look_ahead(found: Inspected, config: Mapping[str, Any], run: RunConfig, point: Point | None) -> float:
+    """Prints it and writes it into a folder of its own; NaN, as there is no loss.
+
+    Raises:
+        ConfigError: the run would not fit a device that is known (after all of that), or no layout does.
+    """
+    case, console = found.case, Console()
+    if run.preflight == "plan":
+        from components.preflight.search import plan  # here, as it takes every engine
+
+        report = plan(case, run.devices or case.world_size)
+    else:
+        report = preflight.survey(case, config)
+        console.print(found.data.audit.render())
+    console.print(report.render_all())
+    folder = create_run_folder(run.output_dir, "preflight")
+    if point is not None:
+        point.began(folder)
+    write_config(folder, config)
+    (folder / "preflight.json").write_text(report.to_json())
+    console.print(f"preflight folder: {folder}", soft_wrap=True, highlight=False)
+    if run.preflight == "only" and case.device.certain:
+        preflight.check_fits(case)
+    elif run.preflight == "only" and not case.fits():
+        console.print("It does not fit this machine; run.device_name=H100 tells of another.", highlight=False)
+    return math.nan

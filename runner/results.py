@@ -1,0 +1,27 @@
+"""What came of a run, in a few numbers: kept in run.json, whatever loggers there are."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Results:
+    """Of everything that was logged, what is finite. A run that goes on in its folder adds to them."""
+
+    first: dict[str, float] = field(default_factory=dict)
+    """The first training row that has a loss."""
+    last: dict[str, float] = field(default_factory=dict)
+    """The last value under every key; ``step`` is that of the last training row that has a loss."""
+
+    def add(self, row: Mapping[str, float | int | None]) -> None:
+        known = {key: value for key, value in row.items() if value is not None and math.isfinite(value)}
+        if "train/loss" not in known:
+            known.pop("step")
+        elif not self.first:
+            self.first = known
+        self.last |= known
+
+    def final_loss(self) -> float:
+        """The last eval loss, else the last train loss; NaN where neither was logged."""
+        return self.last.get("eval/loss", self.last.get("train/loss", math.nan))

@@ -1,0 +1,58 @@
+"""What holds of every refusal."""
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from runner import cli, launch
+from tests.e2e.commands import call_here
+
+Refused = Callable[..., str]
+
+LIMIT_S = 3.0
+REMEDY = re.compile(
+    r"\b(use|set|give|leave|choose|name|write|raise|lower|point|mend|correct|check|must|needs|should be|"
+    r"did you mean|known:)",
+    re.IGNORECASE,
+)
+
+
+def forbidden(*_: object) -> None:
+    raise AssertionError("a rank was started")
+
+
+@pytest.fixture(scope="session")
+def tokenised(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What the first run on a machine does once is not the time of a refusal."""
+    folder = tmp_path_factory.mktemp("tokenised")
+    for stage in ("pt", "sft", "dpo"):
+        assert call_here(f"stage={stage}", "run.preflight=only", f"run.output_dir={folder}") == 0
+
+
+@pytest.fixture
+def refused(
+    tokenised: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Refused:
+    """Calls the command line, which must refuse: at once, in a line or two that say what to do, and with
+    nothing started or left behind. Returns the message."""
+    monkeypatch.setattr(launch, "run_rank", forbidden)
+    monkeypatch.setattr(launch, "run_with_restarts", forbidden)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> str:
+        began = time.process_time()
+        assert call_here(*arguments) == cli.MISTAKE
+        assert time.process_time() - began < LIMIT_S
+        assert not dist.is_initialized()
+        made = [path for path in tmp_path.glob("outputs/*/*") if path.parent.name != "preflight"]
+        assert not made, "a run folder was made"
+        message = capsys.readouterr().err.strip()
+        assert 1 <= len(message.splitlines()) <= 2, message
+        assert REMEDY.search(message), message
+        return message
+
+    return call

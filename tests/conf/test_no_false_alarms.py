@@ -1,0 +1,66 @@
+"""What is right passes preflight: every experiment, every layout that has the curve of one process."""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.compose import composed
+from benchmarks.parity_cells import Bench
+from benchmarks.parity_rows import COLUMNS, ROWS, Column, Row
+from tests.conf.test_compose import EXPERIMENTS
+from tests.e2e.commands import call_here
+
+DATA = {
+    "finetune": ("chat", "model=tiny"),
+    "pretrain_wsd": ("text", "data.eval_fraction=0.1"),
+    "chain_pt": ("text",),
+    "chain_sft": ("chat", "run.init_from=null"),
+    "chain_dpo": ("preference", "run.init_from=null"),
+}
+"""Of every experiment, and what is not there before a first run."""
+
+
+@cache
+def layout_of(row: str) -> Any:
+    """Composed once for all columns."""
+    overrides = next(each.overrides for each in ROWS if each.name == row)
+    return composed(["run.name=parity", *overrides])["parallelism"]
+
+
+class Parity(Bench):
+    """As the parity table, but that a column is composed once for all rows."""
+
+    def config(self, row: Row, column: Column) -> dict[str, Any]:
+        return self.column_config(column) | {"parallelism": layout_of(row.name)}
+
+    @cache  # noqa: B019  it lives as long as the tests of this file
+    def column_config(self, column: Column) -> dict[str, Any]:
+        return super().config(Row("", ()), column)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with Parity(tmp_path_factory.mktemp("bench")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
+def test_a_cell_of_the_parity_table_passes(column: Column, bench: Bench) -> None:
+    for row in (row for row in ROWS if row.engine in column.engines):
+        told = json.loads((bench.prepare(row, column) / "preflight.json").read_text())
+        found = {name: size for name, size in told["layout"].items() if isinstance(size, int) and size > 1}
+        assert found.pop("ranks", 1) == row.world_size
+        assert found == {name: size for name, size in (row.dims or {}).items() if size > 1}, row.name
+        assert told["batch"]["data_ranks"] * told["batch"]["microbatches_per_rank"] == 8
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_passes(experiment: str, bench: Bench, tmp_path: Path) -> None:
+    kind, *others = DATA[experiment]
+    data = ["data=files", f"data.train={bench.root}/{kind}.jsonl", f"data.cache_dir={bench.root}/cache"]
+    chosen = [f"experiment={experiment}", *data, "data.num_workers=1", *others]
+    assert call_here(*chosen, "run.preflight=only", f"run.output_dir={tmp_path}") == 0

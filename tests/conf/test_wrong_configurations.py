@@ -1,0 +1,267 @@
+"""Layouts, batches and sizes that cannot be: each refused with the key, and with a value that would do."""
+
+import re
+from collections.abc import Mapping
+
+import pytest
+
+from tests.conf.conftest import Refused
+
+BIG = ("model=llama3_70b", "run.preflight=only", "run.device_name=H100", "run.dtype=bf16")
+MANY = ("run.global_batch_size=64", "run.micro_batch_size=1")
+UNTIED = "model.architecture.tie_word_embeddings=false"
+ON = "parallelism="
+
+# id: (arguments, the key that the message begins with, words of the remedy)
+WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
+    # ---- tensor parallelism
+    "tp 5": ((ON + "tp2", "parallelism.tp=5"), "parallelism.tp: 5", "use 2 or 4"),
+    "tp 8": ((ON + "tp2", "parallelism.tp=8"), "parallelism.tp: 8", "use 2 or 4"),
+    "tp 6 of FSDP2": (
+        (ON + "fsdp2_tp2", "parallelism.tp=6", "run.global_batch_size=8"),
+        "parallelism.tp: 6",
+        "use 2 or 4",
+    ),
+    "tp 3 of 70B": ((*BIG, *MANY, ON + "megatron", "parallelism.tp=3"), "parallelism.tp: 3", "use 2 or 4"),
+    "tp 16 of 70B": ((*BIG, *MANY, ON + "fsdp2", "parallelism.tp=16"), "parallelism.tp: 16", "use 4 or 8"),
+    "tp of an odd MLP": (
+        (ON + "fsdp2_tp2", "model.architecture.intermediate_size=767"),
+        "parallelism.tp: 2",
+        "use 1",
+    ),
+    "tp of a tiny vocabulary": (
+        (*BIG, ON + "megatron", "parallelism.tp=4", "model=tiny", "model.architecture.vocab_size=3"),
+        "parallelism.tp: 4",
+        "use 1 or 2",
+    ),
+    "negative tp": ((ON + "tp2", "parallelism.tp=-2"), "parallelism.tp", "at least 1"),
+    # ---- pipelines
+    "pp 3": ((ON + "pp2", "parallelism.pp=3"), "parallelism.pp: 3", "use 2 or 4"),
+    "pp 5": ((ON + "pp2", "parallelism.pp=5"), "parallelism.pp: 5", "use 2 or 4"),
+    "pp 3 of 80 layers": (
+        (*BIG, *MANY, ON + "megatron", "parallelism.pp=3"),
+        "parallelism.pp: 3",
+        "use 2 or 4",
+    ),
+    "pp 32 of 80 layers": (
+        (*BIG, *MANY, ON + "megatron", "parallelism.pp=32"),
+        "parallelism.pp: 32",
+        "use 20 or 40",
+    ),
+    "vpp 3": ((ON + "pp2vpp2", "parallelism.vpp=3"), "parallelism.vpp: 3", "use 1 or 2"),
+    "vpp 3 of 80 layers": (
+        (*BIG, *MANY, ON + "megatron", "parallelism.pp=4", "parallelism.vpp=3"),
+        "parallelism.vpp: 3",
+        "use 2 or 4",
+    ),
+    "vpp of one stage": ((ON + "megatron", "parallelism.vpp=2"), "parallelism.vpp", "parallelism.pp above 1"),
+    "vpp of pp 3": (
+        (ON + "pp2vpp2", "parallelism.pp=3", "parallelism.vpp=2"),
+        "parallelism.pp: 3",
+        "use 1 or 2",
+    ),
+    "no end to a timeout": (("run.timeout=inf",), "run.timeout", "0 for off"),
+    "a group taken away": (("~adapter",), "adapter", "choose one"),
+    "first stage with all": (
+        (ON + "pp2", "parallelism.first_stage_layers=4"),
+        "parallelism.first_stage_layers",
+        "leave a multiple of 1",
+    ),
+    "last stage with too many": (
+        (ON + "pp2", "parallelism.last_stage_layers=9"),
+        "parallelism.last_stage_layers",
+        "leave a multiple of 1",
+    ),
+    "both ends with too few": (
+        (ON + "pp2", "parallelism.first_stage_layers=1", "parallelism.last_stage_layers=1"),
+        "parallelism.first_stage_layers",
+        "leave none",
+    ),
+    "uneven chunks": (
+        (ON + "pp2vpp2", "parallelism.first_stage_layers=1"),
+        "parallelism.first_stage_layers",
+        "use a multiple of 2",
+    ),
+    "first stage without stages": (
+        (ON + "megatron", "parallelism.first_stage_layers=1"),
+        "parallelism.first_stage_layers",
+        "parallelism.pp above 1",
+    ),
+    "layout string without an end": (
+        (ON + "pp2", "parallelism.pipeline_layout='Ett|tt'"),
+        "parallelism.pipeline_layout",
+        "end with L",
+    ),
+    "layout string of other letters": (
+        (ON + "pp2", "parallelism.pipeline_layout='Ett|mtL'"),
+        "parallelism.pipeline_layout",
+        "write E (embedding)",
+    ),
+    "layout string with a layer too many": (
+        (ON + "pp2", "parallelism.pipeline_layout='Ettt|ttL'"),
+        "parallelism.pipeline_layout",
+        "give 4",
+    ),
+    "layout string and stages": (
+        (ON + "pp2", "parallelism.pipeline_layout='Ett|ttL'", "parallelism.first_stage_layers=2"),
+        "parallelism.pipeline_layout",
+        "give one of the two ways",
+    ),
+    # ---- context parallelism
+    "cp 3": ((ON + "fsdp2_cp2", "parallelism.cp=3"), "parallelism.cp: 3", "parallelism.cp=2 or 4"),
+    "cp 16": ((ON + "fsdp2_cp2", "parallelism.cp=16"), "parallelism.cp: 16", "parallelism.cp=4 or 8"),
+    "cp 3 beside tp": (
+        (ON + "fsdp2_tp2cp2", "parallelism.cp=3"),
+        "parallelism.cp: 3",
+        "parallelism.cp=2 or 4",
+    ),
+    "cp 3 of Megatron's all-to-all": (
+        (ON + "tp2cp2", "parallelism.cp=3", "parallelism.cp_comm_type=a2a"),
+        "parallelism.cp: 3",
+        "all_gather",
+    ),
+    "cp 128 of 70B": (
+        (*BIG, *MANY, ON + "fsdp2", "parallelism.cp=128"),
+        "parallelism.cp: 128",
+        "parallelism.cp=32 or 64",
+    ),
+    "all-to-all of no sequence": (
+        (ON + "megatron", "parallelism.cp_comm_type=a2a"),
+        "parallelism.cp_comm_type",
+        "parallelism.cp above 1",
+    ),
+    # ---- data parallelism and batches
+    "dp 3": ((ON + "fsdp2", "parallelism.dp=3"), "run.global_batch_size: 4", "use 6"),
+    "dp 3 of Megatron": ((ON + "megatron", "parallelism.dp=3"), "run.global_batch_size: 4", "use 6"),
+    "copies 3 of 4": (
+        (ON + "hsdp", "parallelism.dp=4", "parallelism.dp_replicate=3"),
+        "parallelism.dp_replicate: 3",
+        "use 2 or 4",
+    ),
+    "copies 5 of 8": (
+        (ON + "hsdp", "parallelism.dp=8", "parallelism.dp_replicate=5"),
+        "parallelism.dp_replicate: 5",
+        "use 2 or 4",
+    ),
+    "batch 10 on 4 ranks": (
+        (ON + "fsdp2", "parallelism.dp=4", "run.global_batch_size=10"),
+        "run.global_batch_size: 10",
+        "use 8 or 16",
+    ),
+    "batch 1": (("run.global_batch_size=1",), "run.global_batch_size: 1", "use 2"),
+    "micro-batch 3": (("run.micro_batch_size=3",), "run.global_batch_size: 4", "use 3 or 6"),
+    "micro-batch 0": (("run.micro_batch_size=0",), "run.micro_batch_size", "at least 1"),
+    "batch of 512 ranks": (
+        (*BIG, ON + "fsdp2", "parallelism.dp=512", "run.global_batch_size=4"),
+        "run.global_batch_size: 4",
+        "use 1024",
+    ),
+    "batch 1000 of 512 ranks": (
+        (*BIG, ON + "fsdp2", "parallelism.dp=512", "run.global_batch_size=1000", "run.micro_batch_size=1"),
+        "run.global_batch_size: 1000",
+        "use 512 or 1024",
+    ),
+    "batch with a dropped rest": (
+        ("run.global_batch_size=100000", "data.drop_last=true"),
+        "run.global_batch_size: 100000",
+        "lower it",
+    ),
+    # ---- models
+    "heads 6 of 4": (
+        ("model.architecture.num_attention_heads=6",),
+        "model.architecture.num_attention_heads: 6",
+        "choose a multiple",
+    ),
+    "key-value heads 3": (
+        ("model.architecture.num_key_value_heads=3",),
+        "model.architecture.num_attention_heads: 8",
+        "choose a multiple",
+    ),
+    "positions": (("data.max_length=4097",), "data.max_length: 4097", "data.max_length=4096"),
+    "experts": (
+        ("model.architecture.model_type=qwen3_moe", "~model.architecture.head_dim"),
+        "model: num_experts",
+        "choose a dense model",
+    ),
+    # ---- keys that need another
+    "sequence parallelism alone": (
+        (ON + "cp2", "parallelism.sequence_parallel=true"),
+        "parallelism.sequence_parallel",
+        "parallelism.tp above 1",
+    ),
+    "overlap without sharding": (
+        (
+            ON + "megatron_dp2",
+            "parallelism.overlap_param_gather=true",
+            "parallelism.overlap_grad_reduce=true",
+        ),
+        "parallelism.overlap_param_gather",
+        "parallelism.distributed_optimizer=true",
+    ),
+    "offload without sharding": (
+        (*BIG, *MANY, ON + "megatron", "parallelism.optimizer_cpu_offload=true"),
+        "parallelism.optimizer_cpu_offload",
+        "parallelism.distributed_optimizer=true",
+    ),
+    "compiled Megatron": ((ON + "pp2", "run.compile=true"), "run.compile", "parallelism=fsdp2"),
+    "dora on Megatron": ((ON + "tp2", "adapter=dora"), "adapter.dora", "adapter=lora"),
+    "saved modules on Megatron": (
+        (ON + "tp2", "adapter=lora", "adapter.modules_to_save=[lm_head]", UNTIED),
+        "adapter.modules_to_save",
+        "parallelism=fsdp2",
+    ),
+    # ---- memory
+    "small device": (("run.device_memory=60MiB",), "run.device_memory: a rank needs", "What fits"),
+    "70B on one H100": ((*BIG, ON + "fsdp2", "parallelism.dp=1"), "run.device_memory", "parallelism.dp="),
+    "70B on 8 of Megatron": (
+        (*BIG, ON + "megatron", "parallelism.tp=8", "run.micro_batch_size=1"),
+        "run.device_memory",
+        "parallelism.",
+    ),
+    "8B for fine-tuning on a 4090": (
+        ("model=llama3_8b", "run.preflight=only", "run.device_name=RTX 4090", "run.dtype=bf16"),
+        "run.device_memory",
+        "parallelism.cpu_offload=true",
+    ),
+    "ranks that a machine cannot hold": (
+        (ON + "fsdp2", "parallelism.dp=512", "run.global_batch_size=1024"),
+        "parallelism.dp: this layout takes 512 ranks",
+        "lower a size",
+    ),
+    "memory without a unit": (("run.device_memory='80'",), "run.device_memory", "write 80GiB"),
+    "memory of another unit": (("run.device_memory=80Gb2",), "run.device_memory", "write 80GiB"),
+    "memory 0": (("run.device_memory=0GiB",), "run.device_memory", "write 80GiB"),
+    "memory as a number": (("run.device_memory=80",), "run.device_memory", "write 80GiB"),
+    # ---- preflight's own keys
+    "mode": (("run.preflight=dry",), "run.preflight", "'only'"),
+    "devices of a run": (("run.devices=8",), "run.devices", "run.preflight=plan"),
+    "no devices": (("run.preflight=plan", "run.devices=0"), "run.devices", "at least 1"),
+    "device of a run": (("run.device_name=H100",), "run.device_name", "run.preflight=only"),
+    "device that is none": (
+        ("run.preflight=only", "run.device_name=H1000"),
+        "run.device_name",
+        "did you mean 'H100'",
+    ),
+    "a GPU that is a CPU": (
+        ("run.preflight=only", "run.device_name=H100", "run.device=cpu"),
+        "run.device_name",
+        "run.device=auto",
+    ),
+    "no layout that fits": (
+        ("model=llama3_70b", "run.preflight=plan", "run.devices=2", "run.device_memory=16GiB"),
+        "run.devices",
+        "more devices",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_configuration_is_refused(name: str, refused: Refused) -> None:
+    arguments, key, remedy = WRONG[name]
+    message = refused(*arguments)
+    assert message.startswith(f"error: {key}"), message
+    assert remedy in re.sub(r"\s+", " ", message), message
+
+
+def test_there_are_enough() -> None:
+    assert len(WRONG) >= 60

@@ -1,0 +1,42 @@
+"""Which ranks an engine has really grouped, as one of them sees it."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from components.engines.fsdp2 import FSDP2
+from components.engines.fsdp2.engine import FSDP2Engine
+from components.engines.megatron import Megatron
+from tests.distributed.cases import make_engine
+
+
+def engine_groups(on: FSDP2 | Megatron) -> tuple[dict[str, list[int]], dict[str, Any]]:
+    """This rank's groups by dimension, those of one rank left out, and the mesh in ``describe``."""
+    engine = make_engine(on=on)
+    found = fsdp2_groups(engine) if isinstance(engine, FSDP2Engine) else megatron_groups()
+    mesh = engine.describe()["mesh"]
+    engine.close()
+    return {name: ranks for name, ranks in found.items() if len(ranks) > 1}, mesh
+
+
+def fsdp2_groups(engine: FSDP2Engine) -> dict[str, list[int]]:
+    names = engine.mesh.mesh_dim_names or ()
+    found = {name: dist.get_process_group_ranks(engine.mesh.get_group(name)) for name in names}
+    if len(found["cp"]) > 1 and len(found["dp_shard"]) > 1:
+        mesh = next(iter(engine.weights.values())).device_mesh  # type: ignore[attr-defined]
+        found["dp_shard x cp"] = dist.get_process_group_ranks(mesh.get_group("dp_shard"))
+    return found
+
+
+def megatron_groups() -> dict[str, list[int]]:
+    from megatron.core import parallel_state
+
+    found = {
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+    }
+    if found["cp"].size() > 1 and found["dp"].size() > 1:
+        found["dp x cp"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return {name: dist.get_process_group_ranks(group) for name, group in found.items()}

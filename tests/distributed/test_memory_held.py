@@ -1,0 +1,85 @@
+"""The estimate of a rank's memory against what torch's allocator gave out: some cells of the benchmark."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.memory_cells import Bench
+from benchmarks.memory_ranks import on_cpu
+
+CELLS = [
+    ("single", "small"),
+    ("single", "lora"),
+    ("single recomputed", "tiny"),
+    ("megatron", "bf16"),
+    ("fsdp2", "small"),
+    ("fsdp2", "dpo"),
+    ("fsdp2 offload", "tiny"),
+    ("fsdp2 tp2", "tiny"),
+    ("fsdp2 cp2", "tiny"),
+    ("dp2 sharded", "bf16"),
+    ("tp2", "small"),
+    ("pp2", "dpo"),
+    ("pp2vpp2", "tiny"),
+    ("cp2", "tiny"),
+    ("hsdp", "tiny"),
+    ("tp2pp2", "tiny"),
+]
+
+IN_RAM = """
+from unittest import mock
+from benchmarks.memory_cells import WORKS, Bench
+from benchmarks.memory_ranks import measure, on_cpu, resident
+
+bench = Bench("cpu")
+with mock.patch("components.engines.process_group.keep_freed_memory"):
+    # What the first run imports late, and leaves behind, is there before the second one.
+    for work, instrument in (("tiny", resident), ("small", resident), ("small", on_cpu)):
+        config, _ = bench.compose("single", work)
+        print(measure(config, WORKS[work].workload, "cpu", instrument).peak)
+"""
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    with Bench("cpu") as ready:
+        yield ready
+
+
+@pytest.mark.parametrize(("layout", "work"), CELLS)
+def test_the_estimate_is_what_was_held(bench: Bench, layout: str, work: str) -> None:
+    for cell in bench.cells(layout, work):
+        assert cell.passes, f"stage {cell.stage}: {cell.ratio:.3f} of what was held, {dict(cell.parts)}"
+
+
+def test_the_instrument_counts_what_is_there_at_once() -> None:
+    """A block that is let go, one that is resized to nothing, and one from before it looked."""
+    megabyte = 1 << 20
+    kept: list[Any] = [torch.empty(megabyte, dtype=torch.uint8)]
+
+    def begin() -> None:
+        kept.append(torch.empty(3 * megabyte, dtype=torch.uint8))
+        kept.append(torch.empty(50 * megabyte, dtype=torch.uint8))
+        kept.pop().untyped_storage().resize_(0)
+
+    def measured() -> None:
+        kept.append(torch.empty(5 * megabyte, dtype=torch.uint8))
+        kept.pop()
+        kept.append(torch.empty(4 * megabyte, dtype=torch.uint8))
+        kept.pop(0)
+
+    assert on_cpu(begin, measured) == 8 * megabyte
+
+
+def test_the_instrument_sees_what_the_system_sees() -> None:
+    """In a process whose C library gives back every block at once."""
+    environ = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    command = [sys.executable, "-c", IN_RAM]
+    answer = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    _, seen, counted = map(int, answer.stdout.split())
+    assert counted == pytest.approx(seen, rel=0.05)

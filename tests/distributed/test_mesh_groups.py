@@ -1,0 +1,34 @@
+"""The groups that preflight tells before a rank starts are those that engines make."""
+
+import pytest
+
+from components.engines.fsdp2 import FSDP2
+from components.engines.megatron import Megatron
+from components.preflight.groups import groups
+from tests.distributed.cases import fsdp2, megatron
+from tests.distributed.group_cases import engine_groups
+from tests.ranks import Ranks
+
+LAYOUTS = [
+    fsdp2(4),
+    fsdp2(4, dp_replicate=2),
+    fsdp2(2, tp=2),
+    fsdp2(2, cp=2),
+    fsdp2(1, cp=2, tp=2),
+    megatron(tp=2, pp=2),
+    megatron(tp=2, dp=2),
+    megatron(cp=2, dp=2),
+    megatron(pp=2, dp=2),
+    megatron(tp=2, cp=2),
+    megatron(dp=4),
+]
+
+
+@pytest.mark.parametrize("on", LAYOUTS, ids=str)
+def test_groups_are_those_of_four_ranks(on: FSDP2 | Megatron, megatron_ranks: Ranks) -> None:
+    found = megatron_ranks.run(engine_groups, on)
+    told = groups(on, 4)
+    for rank, (own, mesh) in enumerate(found):
+        assert mesh == on.mesh(4)
+        assert own == {name: next(g for g in each if rank in g) for name, each in told.items()}
+    assert told, "four ranks, and no group"

@@ -1,0 +1,31 @@
+"""Twelve jobs, one after another in one process and side by side in processes of their own."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+
+from tests.e2e.commands import call_here, curve, run_here
+from tests.e2e.twelve_jobs import POINTS, SWEEP, SWEPT, check_outcomes, check_table
+
+
+@pytest.mark.parametrize("launcher", [(), ("hydra/launcher=local", "hydra.launcher.jobs=2")], ids=len)
+def test_twelve_jobs(tmp_path: Path, capfd: pytest.CaptureFixture[str], launcher: tuple[str, ...]) -> None:
+    GlobalHydra.instance().clear()
+    assert call_here("-m", f"run.output_dir={tmp_path}", *SWEEP, *launcher) == 1
+    shown = capfd.readouterr()
+    (sweep,) = (tmp_path / "sweeps").iterdir()
+    outcomes = check_outcomes(sweep)
+    check_table(shown.out)
+    assert "RuntimeError: this rank does not like 3e-3" in shown.err
+    facts = json.loads((sweep / "sweep.json").read_text())
+    assert facts["counts"] == {"done": 9, "refused": 2, "failed": 1}
+    assert (facts["jobs"], facts["exit_code"]) == (12, 1)
+    if not launcher:  # in one process, in which Megatron has run meanwhile
+        alone = run_here(tmp_path / "alone", *(word for word in SWEEP if word not in SWEPT), *POINTS[6])
+        assert curve(alone) == curve(Path(str(outcomes[6].folder)))
+    lowest = min(outcomes, key=lambda outcome: math.inf if outcome.loss is None else outcome.loss)
+    assert facts["best"] == yaml.safe_load((sweep / "best.yaml").read_text())["job"] == lowest.number

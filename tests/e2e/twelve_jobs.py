@@ -1,0 +1,88 @@
+"""A sweep of twelve jobs over learning rate, layout (of both engines) and model: nine are well, two are
+refused, and one fails; whatever launches it.
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from components.schedulers import Constant
+from runner.outcome import Outcome, read_outcomes
+from tests.e2e.commands import SMALL
+
+RATES, LAYOUTS, LAYERS = ("1e-3", "3e-3"), ("single", "megatron", "pp2"), ("2", "3")
+POINTS = [
+    (f"optimizer.lr={rate}", f"parallelism={layout}", f"model.architecture.num_hidden_layers={layers}")
+    for rate in map(float, RATES)
+    for layout in LAYOUTS
+    for layers in LAYERS
+]
+REFUSED = [number for number, point in enumerate(POINTS) if "pp2" in point[1] and "=3" in point[2]]
+FAILED = [POINTS.index(("optimizer.lr=0.003", "parallelism=pp2", "model.architecture.num_hidden_layers=2"))]
+STATUSES = ["refused" if n in REFUSED else "failed" if n in FAILED else "done" for n in range(12)]
+
+SWEPT = (
+    f"optimizer.lr={','.join(RATES)}",
+    f"parallelism={','.join(LAYOUTS)}",
+    f"model.architecture.num_hidden_layers={','.join(LAYERS)}",
+)
+SWEEP = (
+    *(word for word in SMALL if "num_hidden_layers" not in word),
+    "run.max_steps=2",
+    "run.export=false",
+    "run.save_model_only=true",
+    "scheduler=constant",
+    "scheduler._target_=tests.e2e.twelve_jobs.Breaks",
+    *SWEPT,
+)
+
+
+@dataclass(frozen=True)
+class Breaks(Constant):
+    """Fails on every rank but the first, in the second step, where the rate is 3e-3."""
+
+    def lr(self, step: int, *, peak: float, total_steps: int) -> float:
+        if step == 1 and peak == 3e-3 and os.environ.get("RANK", "0") != "0":
+            raise RuntimeError("this rank does not like 3e-3")
+        return super().lr(step, peak=peak, total_steps=total_steps)
+
+
+def check_outcomes(sweep: Path) -> list[Outcome]:
+    """Each job has ended as it should, in a folder of its own, and engines agree."""
+    outcomes = read_outcomes(sweep)
+    assert [outcome.number for outcome in outcomes] == list(range(12))
+    assert [outcome.overrides[-3:] for outcome in outcomes] == POINTS
+    assert [outcome.status for outcome in outcomes] == STATUSES
+    for number in REFUSED:
+        assert outcomes[number].folder is None
+        assert "num_hidden_layers" in str(outcomes[number].error)
+    (broken,) = (outcomes[number] for number in FAILED)
+    assert str(broken.error).startswith("TrainingError: rank 1 failed:")
+    assert "RuntimeError: this rank does not like 3e-3" in str(broken.error)
+    begun = [outcome for outcome in outcomes if outcome.folder is not None]
+    assert len({outcome.folder for outcome in begun}) == len(begun) == 10
+    for outcome in begun:
+        facts = json.loads((Path(str(outcome.folder)) / "run.json").read_text())
+        assert facts["sweep"] == {"folder": str(sweep), "number": outcome.number}
+    for rate in range(2):
+        two_layers = outcomes[6 * rate : 6 * rate + 6 : 2]
+        first, *others = (outcome.loss for outcome in two_layers if outcome.status == "done")
+        assert others == pytest.approx([first] * len(others), rel=1e-5)
+    return outcomes
+
+
+def check_table(shown: str) -> None:
+    """A row for each job, and what was wrong with three of them."""
+    rows = [line for line in shown.splitlines() if re.match(r" *\d+  ", line)]
+    assert [row.split()[:5] for row in rows] == [
+        [str(number), *(word.partition("=")[2] for word in point), STATUSES[number]]
+        for number, point in enumerate(POINTS)
+    ]
+    assert sum(" * " in row for row in rows) == 1, "one of them is the best"
+    assert shown.count("refused: parallelism.pp: 2 does not divide") == 2
+    assert shown.count("failed: RuntimeError: this rank does not like 3e-3") == 1
+    assert "9 done, 2 refused, 1 failed" in shown

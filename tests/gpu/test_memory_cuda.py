@@ -1,0 +1,28 @@
+"""The estimate of a rank's memory against what the GPU's allocator gave out. Skipped where there is none."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks.memory_cells import GPU_WORKS, LAYOUTS, Bench
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    with Bench("cuda") as ready:
+        yield ready
+
+
+@pytest.mark.parametrize("work", GPU_WORKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_estimate_is_what_was_held(bench: Bench, layout: str, work: str) -> None:
+    if not bench.can_run(layout):
+        pytest.skip("takes more than one rank")
+    for cell in bench.cells(layout, work):
+        assert cell.passes, f"stage {cell.stage}: {cell.ratio:.3f} of what was held, {dict(cell.parts)}"

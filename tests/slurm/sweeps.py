@@ -1,0 +1,81 @@
+"""Sweeps through SLURM, started as users start them and watched from outside."""
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from runner.outcome import Outcome, read_outcomes
+from tests.e2e.commands import command
+from tests.slurm.cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+
+
+class Sweep:
+    """``python -m runner -m hydra/launcher=slurm`` in a process of its own."""
+
+    def __init__(self, cluster: Cluster, folder: Path, *words: str) -> None:
+        self.folder, self.log = folder, folder / "launcher.log"
+        folder.mkdir()
+        line = command("-m", "hydra/launcher=slurm", f"run.output_dir={folder}", *words)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                line,
+                cwd=ROOT,
+                env=os.environ | cluster.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def outcomes(self) -> list[Outcome]:
+        return [outcome for sweep in self.folder.glob("sweeps/*") for outcome in read_outcomes(sweep)]
+
+    def id_of(self, number: int) -> str:
+        """What SLURM calls a job, as soon as that is known."""
+        self.until(lambda: f"job {number} (SLURM " in self.said())
+        found = re.search(rf"job {number} \(SLURM (\S+)\)", self.said())
+        assert found is not None
+        return found[1]
+
+    def steps_of(self, number: int) -> int:
+        """That a job has logged so far."""
+        folders = [outcome.folder for outcome in self.outcomes() if outcome.number == number]
+        path = Path(str(folders[0]), "metrics.jsonl") if folders else Path("nowhere")
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def until(self, true: Callable[[], bool], seconds: float = 240) -> None:
+        deadline = time.monotonic() + seconds
+        while not true():
+            assert self.process.poll() is None, self.everything()
+            assert time.monotonic() < deadline, self.everything()
+            time.sleep(0.2)
+
+    def end(self, seconds: float = 400) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(self.everything())
+
+    def everything(self) -> str:
+        logs = sorted(self.folder.glob("sweeps/*/slurm/*_log.out"))
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in (self.log, *logs))

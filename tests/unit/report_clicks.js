@@ -1,0 +1,52 @@
+// Clicks everything on a report page, and leaves what happened at its end.
+const numbers = () => [...document.querySelectorAll("#runs tbody tr")].map((row) => Number(row.dataset.run));
+const head = (title) => [...document.querySelectorAll("#runs th")].find((th) => th.textContent === title);
+const frame = () => new Promise((go) => setTimeout(go, 20));
+const inked = (chart) => {
+  const { width, height } = chart.base;
+  return chart.base.getContext("2d").getImageData(0, 0, width, height).data.some((value) => value);
+};
+const mouse = (canvas, kind, x, y) => canvas.dispatchEvent(
+  new MouseEvent(kind, { clientX: canvas.getBoundingClientRect().x + x, clientY: canvas.getBoundingClientRect().y + y }));
+(async () => {
+  const found = { by_loss: numbers() };
+  await frame();
+  found.inked = state.charts.map(inked);
+  head("optimizer.lr").click();
+  found.by_lr = numbers();
+  head("optimizer.lr").click();
+  found.by_lr_down = numbers();
+  found.selected = [...state.selected].sort();
+  document.querySelector('#runs tr[data-run="1"]').click();
+  found.without_one = [...state.selected].sort();
+  await frame();
+  found.drawn = state.charts[0].shown.map((curve) => curve.run);
+  const filter = document.getElementById("filter");
+  filter.value = "refused";
+  filter.oninput({ target: filter });
+  found.filtered = numbers();
+  filter.value = "";
+  filter.oninput({ target: filter });
+  const plot = state.charts[0].over;
+  mouse(plot, "mousemove", 100, 100);
+  found.tip = state.charts[0].tip.textContent;
+  mouse(plot, "mousedown", 100, 100);
+  mouse(plot, "mouseup", 250, 100);
+  found.zoomed = state.zoom !== null;
+  await frame();
+  document.getElementById("reset").click();
+  document.getElementById("smoothing").value = 0.9;
+  document.getElementById("smoothing").oninput({ target: { value: "0.9" } });
+  document.getElementById("extremes").click();
+  document.querySelectorAll(".chart button").forEach((button) => button.click());
+  document.getElementById("theme").click();
+  await frame();
+  document.getElementById("none").click();
+  document.getElementById("best").click();
+  found.best = [...state.selected].sort();
+  found.details = [...data.runs.keys()].map((run) => { choose(run); return document.getElementById("one").textContent; });
+  found.wrong_things = document.getElementById("failures").textContent;
+  found.wide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
+  found.wrong = window.wrong;
+  document.body.append(make("pre", { id: "found", textContent: `found ${JSON.stringify(found)} end` }));
+})().catch((error) => { document.body.append(`found ${JSON.stringify({ thrown: String(error) })} end`); });
