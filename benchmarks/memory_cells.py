@@ -42,6 +42,8 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "pp2vpp2": ("parallelism=pp2vpp2",),
     "tp2pp2": ("parallelism=tp2pp2",),
     "cp2": ("parallelism=cp2",),
+    "fsdp2 ep2": ("parallelism=fsdp2", "parallelism.ep=2"),
+    "ep2": ("parallelism=megatron_dp2", "parallelism.ep=2"),
 }
 
 
@@ -51,7 +53,7 @@ class Work:
 
     overrides: tuple[str, ...]
     workload: Workload
-    layouts: Collection[str] = tuple(LAYOUTS)
+    layouts: Collection[str] = tuple(name for name in LAYOUTS if "ep2" not in name)
     """Those that are measured where none are named."""
 
 
@@ -65,6 +67,8 @@ SMALL = (
     "model.architecture.head_dim=64",
 )
 
+EXPERTS = ("single", "fsdp2", "fsdp2 ep2", "megatron", "ep2")
+
 SOME = ("single", "fsdp2", "fsdp2 tp2", "fsdp2 cp2", "megatron", "dp2 sharded", "tp2", "pp2")
 
 WORKS: dict[str, Work] = {
@@ -75,6 +79,7 @@ WORKS: dict[str, Work] = {
     "padded": Work(("stage=sft", "data.packing=none"), Workload(4, 256, 512, 2), SOME),
     "dpo": Work(("stage=dpo",), Workload(1, 1024, 512, 2), SOME),
     "lora": Work(("stage=sft", "adapter=lora"), Workload(1, 1024, 512, 2), SOME),
+    "experts": Work(("stage=pt", "model=moe_tiny"), Workload(1, 1024, 1024, 2), EXPERTS),
 }
 
 GPU = ("model=qwen3_0_6b", "model.init=random", "run.kernels=torch")

@@ -99,7 +99,7 @@ def memory(key: str) -> int:
 def step(engine: Engine, experiment: Experiment, workload: Workload) -> None:
     loss = experiment.stage
     microbatches = loss.prepare(make_batches(experiment, workload), engine)
-    engine.begin_train_step(total_counts(loss, microbatches))
+    engine.begin_train_step(total_counts(loss, engine, microbatches))
     engine.train_microbatches(microbatches, loss, last=True)
     engine.finish_train_step(1e-4)
 

@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as Printed
 
 from benchmarks.parity_cells import BOUND, Bench, Cell
-from benchmarks.parity_rows import COLUMNS, CONTROL_COLUMN, CONTROLS, EXPERIMENT, REFERENCE, ROWS, Column, Row
+from benchmarks.parity_experts import EXPERTS, LATENT
+from benchmarks.parity_rows import CONTROL_COLUMN, DENSE, REFERENCE, Column, Row, Table
 
-RESULTS = Path(__file__).parent / "results" / "parity.json"
+RESULTS = Path(__file__).parent / "results"
+FILES = {"dense": "parity.json", "experts": "parity_experts.json", "deepseek": "parity_deepseek.json"}
+TABLES = {table.name: table for table in (DENSE, EXPERTS, LATENT)}
 PACKAGES = ("torch", "megatron-core", "transformers")
 
 
@@ -50,16 +53,17 @@ class Line:
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
     asked = parse(arguments)
+    asked_table = TABLES[asked.table]
     # Ranks inherit it: they are on the CPU even where there is a GPU, with a thread each.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     began, console = time.perf_counter(), Console(width=180)
-    with tempfile.TemporaryDirectory(prefix="parity-") as root, Bench(Path(root)) as bench:
-        lines = [fill(bench, row, columns, console) for row, columns in chosen(asked)]
+    with tempfile.TemporaryDirectory(prefix="parity-") as root, Bench(Path(root), asked_table) as bench:
+        lines = [fill(bench, row, columns, console) for row, columns in chosen(asked, asked_table)]
         curves = {name: run.losses.tolist() for name, run in bench.references.items()}
     seconds = time.perf_counter() - began
-    console.print(table(lines))
+    console.print(printed(lines, asked_table))
     if asked.output:
-        facts = report(lines, curves) | {"seconds": round(seconds)}
+        facts = report(lines, curves, asked_table) | {"seconds": round(seconds)}
         command = " ".join(["python -m benchmarks.parity", *arguments])
         Path(asked.output).write_text(json.dumps({"command": command, **facts}, indent=2) + "\n")
     wrong = [line for line in lines if not line.as_it_should]
@@ -72,22 +76,27 @@ def main(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__)
-    parser.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS], help="default: all")
-    parser.add_argument("--columns", nargs="+", choices=[column.name for column in COLUMNS])
-    parser.add_argument("--output", help=f"default: results/{RESULTS.name}, where the whole table is run")
+    parser.add_argument("--table", choices=TABLES, default="dense", help="default: dense")
+    parser.add_argument("--rows", nargs="+", help="default: all")
+    parser.add_argument("--columns", nargs="+", help="default: all")
+    parser.add_argument("--output", help="default: a file in results/, where the whole table is run")
     asked = parser.parse_args(arguments)
+    table = TABLES[asked.table]
+    for given, known in ((asked.rows, table.rows), (asked.columns, table.columns)):
+        if unknown := set(given or ()) - {one.name for one in known}:
+            parser.error(f"{unknown.pop()!r} is none of {', '.join(repr(one.name) for one in known)}")
     if asked.output is None and asked.rows is None and asked.columns is None:
-        asked.output = RESULTS
+        asked.output = RESULTS / FILES[asked.table]
     return asked
 
 
-def chosen(asked: argparse.Namespace) -> list[tuple[Row, list[Column]]]:
+def chosen(asked: argparse.Namespace, table: Table) -> list[tuple[Row, list[Column]]]:
     """What was asked for; controls always."""
-    columns = [column for column in COLUMNS if asked.columns is None or column.name in asked.columns]
-    rows = [row for row in ROWS if asked.rows is None or row.name in asked.rows]
-    control = [column for column in COLUMNS if column.name == CONTROL_COLUMN]
+    columns = [column for column in table.columns if asked.columns is None or column.name in asked.columns]
+    rows = [row for row in table.rows if asked.rows is None or row.name in asked.rows]
+    control = [table.column(CONTROL_COLUMN)]
     filled = [(row, [column for column in columns if row.engine in column.engines]) for row in rows]
-    return [(row, taken) for row, taken in filled if taken] + [(row, control) for row in CONTROLS]
+    return [(row, taken) for row, taken in filled if taken] + [(row, control) for row in table.controls]
 
 
 def fill(bench: Bench, row: Row, columns: Sequence[Column], console: Console) -> Line:
@@ -100,16 +109,24 @@ def fill(bench: Bench, row: Row, columns: Sequence[Column], console: Console) ->
     return line
 
 
-def table(lines: Sequence[Line]) -> Table:
+def printed(lines: Sequence[Line], table: Table) -> Printed:
     """A line a row; in a cell the errors of gradients, loss and norm."""
-    result = Table(
-        title=f"parity with one process, bound {BOUND:.0e}", caption="gradients / loss / gradient norm"
+    result = Printed(
+        title=f"{table.name}: parity with one process, bound {BOUND:.0e}",
+        caption="gradients / loss / gradient norm",
     )
-    for heading in ("layout", "ranks", "mesh", *(column.name for column in COLUMNS), "seconds", "verdict"):
+    for heading in (
+        "layout",
+        "ranks",
+        "mesh",
+        *(column.name for column in table.columns),
+        "seconds",
+        "verdict",
+    ):
         result.add_column(heading, justify="left" if heading in {"layout", "mesh", "verdict"} else "right")
     for line in lines:
         mesh = " x ".join(f"{name} {size}" for name, size in line.mesh.items())
-        cells = (cell(line, column) for column in COLUMNS)
+        cells = (cell(line, column) for column in table.columns)
         seconds = f"{line.seconds:.0f}"
         result.add_row(line.row.name, str(line.world_size), mesh, *cells, seconds, verdict(line))
     return result
@@ -134,14 +151,14 @@ def verdict(line: Line) -> str:
     return "FAIL, as it must" if line.as_it_should else "[bold red]PASS, though broken[/]"
 
 
-def report(lines: Sequence[Line], curves: dict[str, list[float]]) -> dict[str, Any]:
+def report(lines: Sequence[Line], curves: dict[str, list[float]], table: Table) -> dict[str, Any]:
     """What the table shows and what it was measured with; ``curves`` are losses of the reference."""
     return {
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in PACKAGES},
         "bound": BOUND,
-        "experiment": EXPERIMENT,
-        "columns": {column.name: column.overrides for column in COLUMNS},
+        "experiment": table.experiment,
+        "columns": {column.name: column.overrides for column in table.columns},
         "reference": {"overrides": REFERENCE.overrides, "losses": curves},
         "rows": [
             {

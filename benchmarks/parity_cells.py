@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks import parity_ranks
 from benchmarks.compose import composed
-from benchmarks.parity_rows import COLUMNS, EXPERIMENT, REFERENCE, Column, Row
+from benchmarks.parity_rows import DENSE, EXPERIMENT, REFERENCE, Column, Row, Table
 from components.adapters import export_adapter
 from components.data.samples import ChatSample, PreferenceSample, Sample, TextSample, UnpairedSample
 from components.data.stdlib import stdlib_records
@@ -64,13 +64,14 @@ class Cell:
 class Bench:
     """Ranks that stay up, and the files and run folders of a table, under ``root``."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, table: Table = DENSE) -> None:
+        self.root, self.table = root, table
         self.pools: dict[int, Ranks] = {}
         self.references: dict[str, Measured] = {}
         for kind in ("text", "chat", "preference", "unpaired"):
             write_samples(kind, root / f"{kind}.jsonl")
-        write_adapter(root / "adapter")
+        if any(column.adapted for column in table.columns):
+            write_adapter(root / "adapter", table.experiment)
 
     def __enter__(self) -> Self:
         return self
@@ -119,7 +120,7 @@ class Bench:
             "data.num_workers=1",
         )
         adapter = ("adapter=lora", f"adapter.path={self.root}/adapter") if column.adapted else ()
-        return composed([*EXPERIMENT, *column.overrides, *row.overrides, *here, *adapter])
+        return composed([*self.table.experiment, *column.overrides, *row.overrides, *here, *adapter])
 
     def pool(self, world_size: int) -> Ranks:
         if world_size not in self.pools:
@@ -155,17 +156,15 @@ def compare(found: Measured, reference: Measured) -> Cell:
 
 
 def relative(found: Tensor, reference: Tensor) -> Tensor:
-    return (found.double() - reference.double()).norm() / reference.double().norm()
+    """Where the reference is 0, of an expert that no token has chosen, only 0 will do."""
+    error = (found.double() - reference.double()).norm()
+    return error / reference.double().norm() if error else error
 
 
 def curve_error(found: Tensor, reference: Tensor) -> float:
     """Relative to the largest value of the reference."""
     assert found.shape == reference.shape, f"{len(found)} steps, not {len(reference)}"
     return ((found - reference).abs().max() / reference.abs().max()).item()
-
-
-def column(name: str) -> Column:
-    return next(column for column in COLUMNS if column.name == name)
 
 
 # ---- data
@@ -196,9 +195,9 @@ def length(sample: Sample) -> int:
     return characters(sample.prompt) + max(characters(sample.chosen), characters(sample.rejected))
 
 
-def write_adapter(path: Path) -> None:
-    """Of the model of ``EXPERIMENT``. Neither of its factors is 0, as one is at a usual start."""
-    config = composed([*EXPERIMENT, "data=stdlib", "adapter=lora", "adapter.r=4", "run.name=adapter"])
+def write_adapter(path: Path, chosen: Sequence[str] = EXPERIMENT) -> None:
+    """Of the model of the experiment ``chosen``. Neither of its factors is 0, as one is at a usual start."""
+    config = composed([*chosen, "data=stdlib", "adapter=lora", "adapter.r=4", "run.name=adapter"])
     experiment = build_experiment(config, Provenance())
     shapes = experiment.adapter.shapes(experiment.model.build(experiment.model.config()))
     torch.manual_seed(0)

@@ -41,7 +41,7 @@ def first_gradients(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
         )
         microbatches = loss.prepare(data.microbatches(0), engine)
         gradients = capture(engine)
-        engine.begin_train_step(total_counts(loss, microbatches))
+        engine.begin_train_step(total_counts(loss, engine, microbatches))
         engine.train_microbatches(microbatches, loss, last=True)
         engine.finish_train_step(experiment.optimizer.lr)
         engine.close()
@@ -89,4 +89,17 @@ def own_count() -> Iterator[None]:
         yield
 
 
-FAULTS: Mapping[Fault, Callable[[], Any]] = {"norms_not_summed": norms_not_summed, "own_count": own_count}
+@contextmanager
+def own_load() -> Iterator[None]:
+    """Routers balance what their own rank sees of a micro-batch."""
+    from components.engines.routers import Routers
+
+    with mock.patch.object(Routers, "_add_up"):
+        yield
+
+
+FAULTS: Mapping[Fault, Callable[[], Any]] = {
+    "norms_not_summed": norms_not_summed,
+    "own_count": own_count,
+    "own_load": own_load,
+}

@@ -1,12 +1,26 @@
-"""The rows and columns of the parity table, as a user would type them."""
+"""The rows and columns of the parity tables, as a user would type them."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Fault = Literal["norms_not_summed", "own_count"]
+Fault = Literal["norms_not_summed", "own_count", "own_load"]
 
+COMMON = (
+    "optimizer=adamw",
+    "optimizer.weight_decay=0.1",
+    "optimizer.max_grad_norm=1.0",
+    "scheduler=constant",
+    "data=files",
+    "data.max_length=128",
+    "run.global_batch_size=16",
+    "run.max_steps=5",
+    "run.dtype=fp32",
+    "run.device=cpu",
+    "run.export=false",
+    "run.save_model_only=true",
+)
 EXPERIMENT = (
     # Four layers for pp4 and pp2vpp2, two query heads a key-value head, a vocabulary that no tp divides.
     "model=tiny",
@@ -18,20 +32,9 @@ EXPERIMENT = (
     "model.architecture.head_dim=16",
     # Larger than usual, so that attention and its gradients are far from uniform.
     "model.architecture.initializer_range=0.1",
-    "optimizer=adamw",
-    "optimizer.weight_decay=0.1",
-    "optimizer.max_grad_norm=1.0",
-    "scheduler=constant",
-    "data=files",
-    "data.max_length=128",
+    *COMMON,
     # Eight micro-batches a step, or four on each of two data ranks: more than any pipeline has stages.
-    "run.global_batch_size=16",
     "run.micro_batch_size=2",
-    "run.max_steps=5",
-    "run.dtype=fp32",
-    "run.device=cpu",
-    "run.export=false",
-    "run.save_model_only=true",
 )
 
 
@@ -180,3 +183,23 @@ CONTROLS = (
 )
 """Rows that must fail: a table that passes them proves nothing."""
 CONTROL_COLUMN = "sft packed"
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Rows on columns, all of one model."""
+
+    name: str
+    experiment: tuple[str, ...]
+    rows: tuple[Row, ...]
+    columns: tuple[Column, ...]
+    controls: tuple[Row, ...]
+
+    def row(self, name: str) -> Row:
+        return next(row for row in (*self.rows, *self.controls) if row.name == name)
+
+    def column(self, name: str) -> Column:
+        return next(column for column in self.columns if column.name == name)
+
+
+DENSE = Table("dense", EXPERIMENT, ROWS, COLUMNS, CONTROLS)

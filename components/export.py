@@ -12,6 +12,7 @@ from components.adapters.export import finish_export, name_base
 from components.adapters.merge import merged_weights
 from components.checkpoint import whole_checkpoint
 from components.models import ModelSpec, WeightSource, checkpoint_weights, named_shapes, stream_folder
+from components.models.experts import biases
 
 OPTION = "checkpoint"
 
@@ -34,7 +35,9 @@ class Trained:
         assert self.adapter is None
         meta = self.model.build(self.model.config())
         shapes = named_shapes(meta)
-        wanted = {name: shapes[name] for name, p in meta.named_parameters() if p.requires_grad}
+        moving = biases(meta)  # no gradient, but training changes them, and a checkpoint has them
+        named = meta.named_parameters()
+        wanted = {name: shapes[name] for name, p in named if p.requires_grad or name in moving}
         trained = checkpoint_weights(self.checkpoint, wanted, OPTION)
         frozen = self._initial() if len(wanted) < len(shapes) else trained
 

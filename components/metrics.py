@@ -9,6 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from components.models.experts import OF_EXPERT, share_of_experts
+from components.models.further import number
+from components.models.widths import heads
+
 DENSE_PEAKS = {
     "A100": (312e12, 19.5e12),
     "A10": (125e12, 31.2e12),
@@ -35,11 +39,13 @@ class MatmulSizes:
     """What a model multiplies its tokens with."""
 
     linear: float
-    """Weights every token is multiplied with; embeddings are looked up and norms are no matmuls."""
+    """Weights a token is multiplied with, of experts those of the chosen ones; embeddings are looked up and
+    norms are no matmuls."""
     head: float
     """Weights of the output head, which only labelled positions need."""
-    attention: tuple[tuple[int, float], ...]
-    """Per layer: heads x head_dim, and how many tokens back it sees."""
+    attention: tuple[tuple[float, float], ...]
+    """Per layer: heads x head_dim (the mean of that of keys and that of values), and how many tokens back it
+    sees."""
     frozen_linear: float = 0.0
     """How much of ``linear`` is not trained, and needs no gradient ..."""
     frozen_head: float = 0.0
@@ -47,30 +53,34 @@ class MatmulSizes:
 
 
 def matmul_sizes(model: PreTrainedModel, *, adapted: bool = False) -> MatmulSizes:
-    """Counts on the shapes of ``model``, which may be on the meta device or sharded.
+    """Counts on the shapes of ``model``, which may be on the meta device, with its experts one by one.
 
     ``adapted``: all of it is frozen beside an adapter, whose own few products are left out.
     """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings().weight
     skipped = {id(weight) for weight in (*tables, head)}
-    weights = [p for p in model.parameters() if p.ndim > 1 and id(p) not in skipped]
-    frozen = [p for p in weights if adapted or not p.requires_grad]
+    chosen, passes = share_of_experts(model), 1 + number(model.config)  # of the head, one more a depth
+    weights = [
+        (p.numel() * (chosen if OF_EXPERT.match(name) else 1.0), adapted or not p.requires_grad)
+        for name, p in model.named_parameters()
+        if p.ndim > 1 and id(p) not in skipped
+    ]
     return MatmulSizes(
-        float(sum(p.numel() for p in weights)),
-        float(head.numel()),
+        sum(numel for numel, _ in weights),
+        float(passes * head.numel()),
         attention_sizes(model.config),
-        float(sum(p.numel() for p in frozen)),
-        float(head.numel() if adapted or not head.requires_grad else 0),
+        sum(numel for numel, frozen in weights if frozen),
+        float(passes * head.numel() if adapted or not head.requires_grad else 0),
     )
 
 
-def attention_sizes(config: PreTrainedConfig) -> tuple[tuple[int, float], ...]:
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+def attention_sizes(config: PreTrainedConfig) -> tuple[tuple[float, float], ...]:
+    text, found = config.get_text_config(), heads(config)
+    width = found.number * (found.key + found.value) / 2
     window = getattr(text, "sliding_window", None) or inf
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    kinds = list(getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers)
+    kinds += kinds[-1:] * number(config)
     return tuple((width, window if kind == "sliding_attention" else inf) for kind in kinds)
 
 

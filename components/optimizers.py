@@ -80,11 +80,15 @@ def torch_optimizer(
     Its groups share one learning rate, which the engine sets at every step.
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-    groups = []
+    groups: list[dict[str, Any]] = []
     for decayed in (True, False):
-        members = [(name, p) for name, p in named if decays(name, p.ndim) is decayed]
-        if members:
-            groups.append({"params": members, "weight_decay": description.weight_decay if decayed else 0.0})
+        # torch updates parameters of one mesh at once, and experts may lie on another one.
+        by_mesh: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+        for name, p in named:
+            if decays(name, p.ndim) is decayed:
+                by_mesh.setdefault(getattr(p, "device_mesh", None), []).append((name, p))
+        decay = description.weight_decay if decayed else 0.0
+        groups += [{"params": members, "weight_decay": decay} for members in by_mesh.values()]
     return realise(description, groups)
 
 

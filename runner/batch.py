@@ -93,6 +93,29 @@ class Batch:
         rows = torch.arange(self.num_sequences, device=self.labels.device)
         return rows.repeat_interleave(spans, output_size=self.labels.numel())[None]
 
+    def real_sequence_ids(self) -> Tensor:
+        """int64, like ``labels``: the sequence every position belongs to; -1 on padding."""
+        begin = self.seqlens.new_zeros(1) if self.cu_seqlens is None else self.cu_seqlens[:-1]
+        ids, position = self.sequence_ids(), torch.arange(self.labels.shape[1], device=self.labels.device)
+        end = (begin + self.seqlens)[ids]
+        return ids.where(position < end, -1)
+
+    def ahead(self, steps: int) -> Self:
+        """The same positions, each with the token ``steps`` further on in its sequence, and with that one's
+        label; id 0 and no label where the sequence has ended before. For the host; nothing else is changed.
+        """
+        ids, beyond = self.real_sequence_ids(), min(steps, self.labels.shape[1])
+        inside = (F.pad(ids[:, steps:], (0, beyond), value=-1) == ids) & (ids >= 0)
+
+        def shifted(values: Tensor, fill: int) -> Tensor:
+            return F.pad(values[:, steps:], (0, beyond), value=fill).where(inside, fill)
+
+        found: dict[str, Any] = {
+            "input_ids": shifted(self.input_ids, 0),
+            "labels": shifted(self.labels, IGNORE),
+        }
+        return replace(self, **found, label_index=None)
+
     def sum_per_sequence(self, values: Tensor) -> Tensor:
         """Sums ``values`` (like ``labels``) over every sequence: float64 ``[S]``.
 

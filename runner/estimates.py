@@ -49,9 +49,17 @@ class ModelSize:
     layers: int
     hidden: int
     query: int
-    """Heads x head_dim."""
+    """Heads x head_dim: the width of queries and that of outputs, or the mean of the two."""
     key: int
-    """Key-value heads x head_dim: the width of keys, and that of values."""
+    """Key-value heads x head_dim: the width of keys and that of values, or the mean."""
+    experts: int = 0
+    """Of ``parameters``, those of experts ..."""
+    experts_trained: int = 0
+    """... and of ``trained``."""
+    routed_layers: int = 0
+    """Layers that have experts."""
+    chosen: int = 0
+    """Experts that a token passes in each of them."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +67,12 @@ class Sent:
     """What a rank sends to the others of one dimension of the mesh, in one step."""
 
     dimension: str
-    """Of the mesh, or ``host``: between a GPU and the memory of its host."""
+    """Of the mesh, ``host``: between a GPU and the memory of its host; or what ``span`` is given for."""
     num_bytes: float
     when: Literal["within", "behind", "after"]
     """While the computation waits for it, behind computation, or once it is over."""
+    span: int | None = None
+    """How many neighbouring ranks take part, where that is no dimension of the mesh."""
 
 
 @dataclass(frozen=True)

@@ -213,11 +213,11 @@ class Launch:
             data_size = experiment.parallelism.data_size(self.world_size)
             preflight.check_batch(run.global_batch_size, run.micro_batch_size, data_size)
         preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
+        preflight.check_further_tokens(experiment.model.mtp_layers, experiment.stage.kind)
         for logger in experiment.logger.values():
             logger.check()
         model = experiment.model.build(experiment.model.config())
-        if experiment.adapter is not None:
-            experiment.adapter.check(model)
+        preflight.check_adapter(experiment.adapter, model, experiment.model.bias_rate)
         self.check_layout(model, experiment.adapter)
         if run.verify and run.init_from is not None:
             check_whole(experiment.model.checkpoint, checksums=True, option="run.init_from")
@@ -253,9 +253,8 @@ class Launch:
             saved = None if self.own is None else newest_undamaged(self.own / "checkpoints")
             asked = Resume(str(saved or run.resume), verify=run.verify, force=run.resume_force)
             resume = asked.point(Path(run.output_dir), run.name, identity)
-        if (
-            saved is not None
-        ):  # the same run, which was checked when it began; its export may be all that is left
+        # The same run was checked when it began; its export may be all that is left.
+        if saved is not None:
             return resume
         if run.resume != "auto":  # which begins with the weights where there is nothing to go on with
             preflight.check_start(self.config["run"]["init_from"], resume)

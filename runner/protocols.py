@@ -164,8 +164,14 @@ class Engine(Protocol):
     data_size: int
     """... out of so many."""
 
+    def counts(self, batch: Batch) -> dict[str, int]:
+        """Of the terms that the model adds to the loss (routers, further tokens); from ``batch`` alone."""
+
     def begin_train_step(self, counts: Mapping[str, int] | None = None) -> None:
-        """All-reduces ``counts`` over data ranks. None (one-term losses): they add up on the way."""
+        """All-reduces ``counts``, of the loss and then of the model, over data ranks.
+
+        None (one-term losses, models that add none): they add up on the way.
+        """
 
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:
         """Forward and backward; gradients add up and nothing is normalised.

@@ -14,6 +14,7 @@ from components.adapters.folder import CONFIG, PREFIX, TENSORS
 from components.adapters.targets import linear_names, matches, short_names
 from components.models import ModelSpec, named_shapes, stream_folder
 from components.models.completion import amend
+from components.models.disk import file_names, module_name
 from components.models.export import SHARD_BYTES, gather, rank, write_shards
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ def export_adapter(
     folder is complete when a rank returns. Making ``tensors`` may be collective.
     """
     path.mkdir(parents=True, exist_ok=True)
-    renamed = ((PREFIX + name, tensor) for name, tensor in tensors)
+    model = spec.build(spec.config())
+    rename = file_names(model.config.model_type)
+    renamed = ((PREFIX + rename(name), tensor) for name, tensor in tensors)
     written = gather(write_shards(path, renamed, SHARD_BYTES))
     if rank() == 0:
         # peft looks for one file.
@@ -44,7 +47,7 @@ def export_adapter(
         save_file(merged, path / TENSORS, metadata={"format": "pt"})
         for file in files:
             file.unlink()
-        peft_config(adapter, spec.build(spec.config()), spec).save_pretrained(str(path))
+        peft_config(adapter, model, spec).save_pretrained(str(path))
     if dist.is_initialized():
         dist.barrier()
 
@@ -89,7 +92,10 @@ def peft_config(adapter: "LoRA", model: PreTrainedModel, spec: ModelSpec | None 
         r=adapter.r,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
         lora_dropout=adapter.dropout,
-        target_modules=shortest(adapter.targets(model), linear_names(model)),
+        target_modules=[
+            module_name(name, model.config.model_type)
+            for name in shortest(adapter.targets(model), linear_names(model))
+        ],
         modules_to_save=adapter.saved(model) or None,
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from components.models.disk import Rename
 from components.models.folder import read_json
 from components.models.pretrained import open_file
 from components.models.weights import WeightSource
@@ -83,15 +84,15 @@ def read_settings(path: str) -> dict[str, Any]:
     }
 
 
-def check_tensors(path: str, shapes: Mapping[str, torch.Size]) -> None:
+def check_tensors(path: str, shapes: Mapping[str, torch.Size], rename: Rename) -> None:
     """
     Raises:
         ConfigError: the folder does not hold exactly the tensors ``shapes`` (by our names).
     """
     with open_file(adapter_file(path, TENSORS), "adapter.path") as file:
         stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    missing = [name for name in shapes if PREFIX + name not in stored]
-    extra = sorted(stored.keys() - {PREFIX + name for name in shapes})
+    missing = [name for name in shapes if PREFIX + rename(name) not in stored]
+    extra = sorted(stored.keys() - {PREFIX + rename(name) for name in shapes})
     if missing or extra:
         what = f"lacks {PREFIX + missing[0]}" if missing else f"has {extra[0]}, for which there is no place"
         raise ConfigError(
@@ -99,19 +100,21 @@ def check_tensors(path: str, shapes: Mapping[str, torch.Size]) -> None:
             "of another model."
         )
     for name, shape in shapes.items():
-        if tuple(stored[PREFIX + name]) != tuple(shape):
+        found = stored[PREFIX + rename(name)]
+        if tuple(found) != tuple(shape):
             raise ConfigError(
-                f"adapter.path: {path}: {name} is {stored[PREFIX + name]}, but the model asks for "
+                f"adapter.path: {path}: {name} is {found}, but the model asks for "
                 f"{list(shape)}; it is an adapter of another model."
             )
 
 
-def stored_weights(path: str) -> WeightSource:
-    """The tensors of the folder by our names, each read when it is asked for."""
+def stored_weights(path: str, rename: Rename) -> WeightSource:
+    """The tensors of the folder by our names, each read when it is asked for; ``rename`` gives theirs."""
     path_of_file = adapter_file(path, TENSORS)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
         with open_file(path_of_file, "adapter.path") as file:
-            return file.get_slice(PREFIX + name)[index] if index else file.get_tensor(PREFIX + name)
+            key = PREFIX + rename(name)
+            return file.get_slice(key)[index] if index else file.get_tensor(key)
 
     return read

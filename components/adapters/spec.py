@@ -13,8 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.adapters.export import finish_export
 from components.adapters.folder import check_tensors, stored_weights
-from components.adapters.targets import Targets, linear_targets, saved_modules
+from components.adapters.targets import Targets, check_experts, linear_targets, saved_modules
 from components.models import ModelSpec, WeightSource
+from components.models.disk import file_names
+from components.models.experts import OF_EXPERT, biases
+from components.models.further import further_layers
 from components.models.initialize import seeded
 from runner.errors import ConfigError
 
@@ -72,13 +75,20 @@ class LoRA:
             raise ConfigError(
                 "adapter.quantize: 4-bit weights are not sharded by either engine; use adapter=lora."
             )
-        if any(not parameter.requires_grad for parameter in model.parameters()):
+        fixed = biases(model).values()  # which no gradient changes
+        if any(not p.requires_grad and all(p is not bias for bias in fixed) for p in model.parameters()):
             raise ConfigError(
                 "model.freeze: an adapter freezes the whole model; leave it out, or use adapter=none."
             )
+        if further_layers(model):
+            raise ConfigError(
+                "model.mtp_layers: predict further tokens where the whole model is trained; use 0 with an "
+                "adapter, or adapter=none."
+            )
         shapes = self.shapes(model)
+        check_experts(model, self.expert_targets(model), dropout=self.dropout, dora=self.dora)
         if self.path is not None:
-            check_tensors(self.path, shapes)
+            check_tensors(self.path, shapes, file_names(model.config.model_type))
 
     def targets(self, model: PreTrainedModel) -> list[str]:
         """Names of the linear layers that are adapted, in the model's order.
@@ -87,6 +97,10 @@ class LoRA:
             ConfigError: a name of ``target`` matches nothing, or what is no linear layer.
         """
         return linear_targets(model, self.target)
+
+    def expert_targets(self, model: PreTrainedModel) -> list[str]:
+        """Those of ``targets`` that are of experts, of which a token meets some."""
+        return [name for name in self.targets(model) if OF_EXPERT.match(name)]
 
     def saved(self, model: PreTrainedModel) -> list[str]:
         """Names of the modules that ``modules_to_save`` means, in the model's order."""
@@ -125,7 +139,7 @@ class LoRA:
         """
         shapes = self.shapes(model)
         if self.path is not None:
-            return stored_weights(self.path)
+            return stored_weights(self.path, file_names(model.config.model_type))
 
         def draw(name: str, index: tuple[slice, ...] = ()) -> Tensor:
             if name.endswith(A):

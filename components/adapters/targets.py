@@ -7,16 +7,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from components.models.configs import near
+from components.models.disk import our_name
+from components.models.experts import OF_EXPERT, routed
 from components.models.weights import tied_names
 from runner.errors import ConfigError
 
 Targets = Literal["all-linear", "attention", "mlp"] | tuple[str, ...]
 
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 PARTS = {
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"),
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *LATENT),
     "mlp": ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
 }
-"""As transformers names them in Llama and its descendants; Phi-3 fuses some."""
+"""As transformers names them in Llama and its descendants; Phi-3 fuses some, DeepSeek-V3 has others too."""
 
 
 def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
@@ -31,7 +34,8 @@ def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
     elif isinstance(target, str):
         found = [name for name in linears if name.rpartition(".")[2] in PARTS[target]]
     else:
-        found = named_modules(model, target, "adapter.target")
+        words = [our_name(word, model.config.model_type) for word in target]
+        found = alone(named_modules(model, words, "adapter.target"), words, beside_experts(model))
         for name in found:
             check_linear(model, name, linears)
     if not found:
@@ -44,9 +48,36 @@ def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    head = model.get_output_embeddings()
-    modules = model.named_modules()
-    return [name for name, module in modules if isinstance(module, nn.Linear) and module is not head]
+    """Those that may be adapted."""
+    head, others = model.get_output_embeddings(), beside_experts(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and name not in others
+    ]
+
+
+def beside_experts(model: PreTrainedModel) -> frozenset[str]:
+    """In a model with experts the linear layers that are called as theirs are, of dense MLPs and of shared
+    experts: peft takes every target of that name for the experts' alone, and leaves these as they are."""
+    if not routed(model):
+        return frozenset()
+    modules = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return frozenset(n for n in modules if n.endswith(PARTS["mlp"]) and not OF_EXPERT.match(n))
+
+
+def alone(found: Sequence[str], words: Sequence[str], beside: frozenset[str]) -> list[str]:
+    """``found`` without those ``beside`` experts.
+
+    Raises:
+        ConfigError: one of ``words`` names such a layer in full.
+    """
+    if named := [word for word in words if word in beside]:
+        raise ConfigError(
+            f"adapter.target: {named[0]} is of no expert, and in a model with experts peft adapts only those "
+            "by such a name; leave it out."
+        )
+    return [name for name in found if name not in beside]
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -92,7 +123,13 @@ def saved_modules(model: PreTrainedModel, wanted: Sequence[str], targets: Sequen
     found = named_modules(model, wanted, "adapter.modules_to_save")
     tied = tied_names(model)
     shared = {name.rpartition(".")[0] for name in (*tied, *tied.values())}
+    routers = {f"{block}.gate" for block in routed(model)}
     for name in found:
+        if name in routers or OF_EXPERT.match(name):
+            raise ConfigError(
+                f"adapter.modules_to_save: {name} is of a router or an expert, which are not trained whole "
+                "beside an adapter; leave it out."
+            )
         module = model.get_submodule(name)
         if name in shared:
             raise ConfigError(
@@ -106,3 +143,37 @@ def saved_modules(model: PreTrainedModel, wanted: Sequence[str], targets: Sequen
                 "layer that adapter.target leaves out."
             )
     return found
+
+
+def check_experts(model: PreTrainedModel, targets: Sequence[str], *, dropout: float, dora: bool) -> None:
+    """``targets``, of experts, against what peft makes of them: transformers holds the experts of a layer in
+    two tensors, each with one adapter for all.
+
+    Raises:
+        ConfigError: peft could not read such an adapter.
+    """
+    if not targets:
+        return
+    for key, value in {"dropout": dropout, "dora": dora}.items():
+        if value:
+            raise ConfigError(
+                f"adapter.{key}: is {value}, and peft has none for the experts that adapter.target has; "
+                "leave it out, or use adapter.target=attention."
+            )
+    if lacking := unlike(model, targets):
+        raise ConfigError(
+            f"adapter.target: {lacking[0]} is adapted and {lacking[1]} is not, but peft adapts the gates and "
+            "ups of all experts of all layers or none, and so their downs; use gate_proj and up_proj, or "
+            "adapter.target=attention."
+        )
+
+
+def unlike(model: PreTrainedModel, targets: Sequence[str]) -> tuple[str, str] | None:
+    """A target and what is none, of those that come together."""
+    wanted = set(targets)
+    for leaves in (("gate_proj", "up_proj"), ("down_proj",)):
+        names = [n for n in linear_names(model) if OF_EXPERT.match(n) and n.endswith(leaves)]
+        inside = [name for name in names if name in wanted]
+        if inside and len(inside) < len(names):
+            return inside[0], next(name for name in names if name not in wanted)
+    return None

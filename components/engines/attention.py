@@ -94,7 +94,8 @@ def attention(
     """transformers' attention interface.
 
     Args:
-        query: ``[B, heads, T, D]``; key and value may have fewer heads (each serves a group of them).
+        query: ``[B, heads, T, D]``; key and value may have fewer heads (each serves a group of them), and
+            value another D, which is then that of the result.
         attention_mask: must be None or ``NO_MASK``; padding is on the right, where no token can look.
         scaling: of the scores; None is ``D ** -0.5``.
         sliding_window: how many tokens, itself included, a token sees.
@@ -191,7 +192,13 @@ def varlen(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """All sequences in one CUDA kernel, with the meaning of ``packed_sdpa``."""
+    """All sequences in one CUDA kernel, with the meaning of ``packed_sdpa``.
+
+    The kernel has one width of heads: narrower values get columns of zeros, whose results are cut off.
+    """
+    missing = key.shape[-1] - value.shape[-1]
+    if missing:
+        value = F.pad(value, (0, missing))
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     options: dict[str, Any] = {"enable_gqa": True} if takes_enable_gqa() and q.shape[1] != k.shape[1] else {}
     # Window (left, right) around every token: (-1, 0) is plain causal.
@@ -200,7 +207,7 @@ def varlen(
     longest = (max_seqlen, max_seqlen_k or max_seqlen)
     out = varlen_attn(q, k, v, *ends, *longest, scale=scale, window_size=size, **options)
     assert isinstance(out, Tensor)
-    return out.unsqueeze(0)
+    return out.unsqueeze(0)[..., :-missing] if missing else out.unsqueeze(0)
 
 
 @cache

@@ -39,3 +39,16 @@ def traded_heads(size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int
 def gathered_keys(size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int) -> Sent:
     """Context parallelism that gathers keys and values, and scatters their gradients."""
     return Sent("cp", 2 * size.layers * gathered(2 * tokens * size.key / tp * itemsize, cp), when="within")
+
+
+def traded_tokens(
+    size: ModelSize, ep: int, tokens: float, itemsize: int, *, recomputed: str, span: int
+) -> Sent:
+    """Expert parallelism: tokens to their experts and back, a copy for each, in the forward pass and in the
+    backward (Lepikhin et al., 2020, section 3.2), with an even load; ``tokens`` are those that a rank sends.
+
+    The forward pass comes twice where blocks are recomputed.
+    """
+    passes = 6 if recomputed == "full" else 4
+    copies = tokens * size.chosen * size.hidden * itemsize
+    return Sent("ep", size.routed_layers * passes * gathered(copies, ep), when="within", span=span)

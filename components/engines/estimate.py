@@ -9,22 +9,21 @@ width K and MLP width I,
     norms of heads              the same of Q and K, where the architecture has them
     attention                   Q + 2K that it is given; its result, Q; logsumexp; and Q once more, which the
                                 matrix after it keeps, unless one kernel computes all sequences
+    latent attention            of the channels L that queries, keys and values are made of, what their norms
+                                keep, and L that the next matrix does
     MLP                         gate, its activation, up, and the product of these: 4I
+    experts                     see ``shape.experts``
 
 Compiled blocks, and the kernels of liger and transformer-engine, keep less. Packed rows are taken for one
 sequence each, whose masks are the largest (CPU). What allocators and libraries keep beside is left out.
 """
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
 
-from components.adapters import LoRA
 from components.engines.logps import default_chunk_size
 from components.engines.sdpa import CPU_ROWS
 from components.engines.vocabulary import WholeVocabulary
@@ -33,12 +32,6 @@ Recompute = Literal["none", "full", "selective"]
 Bytes = dict[str, int]
 
 FP32 = 4
-
-CUT = re.compile(r"\.([qkvo]|gate|up|down)_proj\.|^model\.embed_tokens\.|^lm_head\.")
-"""What tensor parallelism splits, by names on disk; other parameters are whole on every rank."""
-
-CUT_ADAPTER = re.compile(r"\.([qkv]|gate|up)_proj\.lora_B\.|\.(o|down)_proj\.lora_A\.")
-"""Of two small matrices, that on the side where the large one is cut."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +54,23 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Mlp:
+    """Widths, in elements of one token of the rank."""
+
+    kept: float
+    """What it keeps for its backward pass."""
+    gradients: float
+    """What that takes beside."""
+    products: float
+    """What there is at once where nothing is kept."""
+
+
+def dense(intermediate: int, kept: int = 4) -> Mlp:
+    """``kept``: tensors of its width that it keeps."""
+    return Mlp(kept * intermediate, 2 * intermediate, 3 * intermediate)
+
+
+@dataclass(frozen=True)
 class Block:
     """A decoder block as one rank computes it; widths are elements of one of its tokens."""
 
@@ -75,24 +85,25 @@ class Block:
     """Width of the queries and keys that have norms of their own; 0 where they have none."""
     attended: int
     """Width of queries, keys and values together, as attention keeps them."""
-    query: int
+    result: int
+    """Width of what the heads attend to."""
     heads: int
-    intermediate: int
-    products: int
-    """Tensors of the MLP's width that it keeps."""
+    mlp: Mlp
+    latent: int
+    """Width of what queries, keys and values are made of, in latent attention."""
     masks: int
     """Bytes, of a micro-batch."""
 
     def attention(self, tokens: int) -> int:
         """What attention keeps beside its arguments; nothing of it where it is recomputed."""
-        result = 0 if self.run.has_kernel else self.query * self.run.size
+        result = 0 if self.run.has_kernel else self.result * self.run.size
         return tokens * (result + self.heads * FP32) + self.masks
 
     def whole(self, tokens: int) -> int:
         """What the backward pass needs."""
-        norms = (self.norms * self.hidden + self.normed_heads) * self.norm
-        matrices = 2 * self.hidden + self.query + self.products * self.intermediate
-        return tokens * (norms + (matrices + self.attended) * self.run.size) + self.attention(tokens)
+        norms = (self.norms * self.hidden + self.normed_heads + self.latent) * self.norm
+        matrices = 2 * self.hidden + self.latent + self.result + self.mlp.kept
+        return int(tokens * (norms + (matrices + self.attended) * self.run.size)) + self.attention(tokens)
 
     def saved(self, tokens: int) -> int:
         """What is kept of it from the forward pass to the backward pass."""
@@ -104,14 +115,14 @@ class Block:
         """What its backward pass takes beside: what is computed again, and gradients.
 
         Those are, at most, of the block's result and of its MLP's gate and up, when the product of these has
-        been let go, but for its own.
+        been let go, but for its own (``Mlp.gradients``).
         """
         again = self.whole(tokens) - self.saved(tokens)
-        return again + tokens * (self.hidden + 2 * self.intermediate) * self.run.size
+        return again + int(tokens * (self.hidden + self.mlp.gradients) * self.run.size)
 
     def forward(self, tokens: int) -> int:
         """Where nothing is kept: the MLP's products beside the hidden state, before and after its norm."""
-        return tokens * 3 * (self.hidden + self.intermediate) * self.run.size
+        return int(tokens * (3 * self.hidden + self.mlp.products)) * self.run.size
 
 
 def masks(longest: int, run: Run) -> int:
@@ -147,41 +158,3 @@ def together(*parts: Mapping[str, int]) -> Bytes:
     """Added up by name."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0) for part in parts) for name in names}
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """As one tensor-parallel rank holds it, before data-parallel ranks share it."""
-
-    name: str
-    numel: int
-    trained: bool
-
-
-def parameters(model: PreTrainedModel, tp: int, adapter: LoRA | None = None) -> Iterator[Parameter]:
-    """Those of ``model`` and of the adapter beside it, tied ones once."""
-    for name, parameter in model.named_parameters():
-        cut = tp if CUT.search(name) else 1
-        yield Parameter(name, -(-parameter.numel() // cut), parameter.requires_grad and adapter is None)
-    if adapter is not None:
-        for name, shape in adapter.shapes(model).items():
-            cut = tp if CUT_ADAPTER.search(name) else 1
-            yield Parameter(name, prod(shape) // cut, trained=True)
-
-
-def head_dim(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config()
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def intermediate_size(config: PreTrainedConfig) -> int:
-    """Of the MLP, which older models name otherwise, or not: then it is four times the hidden size."""
-    names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-    found = (getattr(config, name, None) for name in names)
-    return next((size for size in found if isinstance(size, int)), 4 * config.hidden_size)
-
-
-def norms_of_a_block(model: PreTrainedModel) -> list[str]:
-    """The names of the first block's norms, without its own."""
-    leaves = (name.rpartition(".") for name, _ in model.named_modules() if ".layers.0." in name)
-    return [leaf for _, _, leaf in leaves if leaf.endswith("norm")]

@@ -53,7 +53,7 @@ class Sums:
             return main[1]
         assert self.counts is not None, "a loss of several terms needs its counts at begin_train_step"
         n_main = self.counts[main[0]]
-        scaled = [term * (n_main / self.counts[name]) for name, term in others if self.counts[name]]
+        scaled = [term * (n_main / max(self.counts[name], 1)) for name, term in others]
         return torch.stack([main[1], *scaled]).sum()
 
     def add(self, output: LossOutput, counts: Mapping[str, int]) -> None:
@@ -69,8 +69,9 @@ class Sums:
         """``(means, N_main)`` over all data ranks, in one all-reduce.
 
         ``means["loss"]`` is the sum over terms of sum / count, NaN where the main term has no count; every
-        further term stands under its own name too. Every data rank holds the same names: a rank without rows
-        has run an empty micro-batch.
+        further term stands under its own name too, and the main one as ``main_loss`` where ``counts`` has
+        terms that are added elsewhere (by routers). Every data rank holds the same names: a rank without
+        rows has run an empty micro-batch.
         """
         tables = (self.terms, self.term_counts, self.metrics, self.metric_counts)
         values = [torch.as_tensor(v, dtype=torch.float64, device=device) for t in tables for v in t.values()]
@@ -81,6 +82,8 @@ class Sums:
         main, *others = term_counts
         parts = {name: terms[name] / count for name, count in term_counts.items() if count}
         means = {name: parts.get(name, math.nan) for name in others}
+        if self.counts is not None and self.counts.keys() - terms.keys():
+            means["main_loss"] = parts.get(main, math.nan)
         means |= {name: metrics[name] / count if count else math.nan for name, count in metric_counts.items()}
         loss = math.fsum(parts.values()) if main in parts else math.nan
         return {"loss": loss, **means}, round(term_counts[main])

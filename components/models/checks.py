@@ -1,7 +1,12 @@
 """Models that our engines would train wrongly are refused by name, instead of trained wrongly."""
 
+import fnmatch
+from collections.abc import Sequence
+
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from components.models.experts import biases, routed
+from components.models.routing import RouterTerms
 from runner.errors import ConfigError
 
 CHANGES_LOGITS = (
@@ -16,6 +21,8 @@ CHANGES_LOGITS = (
 """Fields that change attention scores or logits in a way our engines do not compute, unless None or 1."""
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+ROUTED = ("deepseek_v3", "mixtral", "qwen3_moe")
+"""Families with experts that were compared with transformers."""
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -31,6 +38,18 @@ def check_heads(config: PreTrainedConfig) -> None:
         )
 
 
+def check_latents(config: PreTrainedConfig) -> None:
+    """Heads whose keys and values come from one latent share none of them."""
+    if getattr(config, "kv_lora_rank", None) is None:
+        return
+    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    if shared != heads:
+        raise ConfigError(
+            f"model.architecture.num_key_value_heads: {shared} of {config.model_type}, every head of which "
+            f"has keys and values of its own; set it to num_attention_heads = {heads}."
+        )
+
+
 def check_config(config: PreTrainedConfig) -> None:
     """
     Raises:
@@ -42,6 +61,7 @@ def check_config(config: PreTrainedConfig) -> None:
         raise not_causal(kind)
     text = config.get_text_config()
     check_heads(text)
+    check_latents(text)
     if getattr(config, "quantization_config", None):
         raise ConfigError(
             "model: quantization_config is set: quantised weights cannot be trained; use the original."
@@ -53,11 +73,18 @@ def check_config(config: PreTrainedConfig) -> None:
                 "without it."
             )
     for key in EXPERTS:
-        if getattr(text, key, None):
+        if getattr(text, key, None) and kind not in ROUTED:
             raise ConfigError(
-                f"model: {key}={getattr(text, key)} of {kind}: experts are not trained by our engines; "
-                "choose a dense model."
+                f"model: {key}={getattr(text, key)} of {kind}: of models with experts our engines train "
+                f"{', '.join(ROUTED)}; choose one of them, or a dense model."
             )
+    if kind in ROUTED:
+        check_chosen(text)
+    if getattr(text, "router_jitter_noise", 0):
+        raise ConfigError(
+            f"model: router_jitter_noise={text.router_jitter_noise} of {kind} is not computed by our "
+            "engines; set it to 0."
+        )
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -82,6 +109,61 @@ def check_model(model: PreTrainedModel) -> None:
     for name, parameter in parameters.items():
         if not parameter.is_meta:
             raise ConfigError(f"model: {kind} cannot be built without its data: {name} insists on memory.")
+
+
+def check_chosen(config: PreTrainedConfig) -> None:
+    """A token finds as many experts as it is to choose, in the groups that it may choose from."""
+    number, top_k = config.num_local_experts, config.num_experts_per_tok or 0
+    left = number
+    if config.model_type == "deepseek_v3":
+        groups, kept = config.n_group or 0, config.topk_group or 0
+        if groups < 1 or number % groups or number // groups < 2:
+            raise ConfigError(
+                f"model.architecture.n_group: {groups} does not cut {number} experts into groups of two at "
+                f"least; use a divisor of {number}, at most {number // 2}."
+            )
+        if not 1 <= kept <= groups:
+            raise ConfigError(
+                f"model.architecture.topk_group: {kept} is not among 1 to n_group = {groups}; use one of "
+                "them."
+            )
+        left = number // groups * kept
+    if not 1 <= top_k <= left:
+        raise ConfigError(
+            f"model.architecture.num_experts_per_tok: {top_k} of the {left} experts that a token may choose "
+            f"from; use 1 to {left}."
+        )
+
+
+def check_router_terms(model: PreTrainedModel, terms: RouterTerms, freeze: Sequence[str] = ()) -> None:
+    """
+    Raises:
+        ConfigError: a term has no router or no coefficient, or a rate no bias to change, or one that a
+            pattern of ``freeze`` matches.
+    """
+    kind = model.config.model_type
+    asked = {"aux_loss": terms.aux_loss != "none", "z_coef": terms.z_coef, "bias_rate": terms.bias_rate}
+    if (key := next((key for key, value in asked.items() if value), None)) and not routed(model):
+        raise ConfigError(f"model.{key}: {kind} has no experts; leave it out, or use model=moe_tiny.")
+    if terms.aux_loss != "none" and not terms.aux_coef:
+        raise ConfigError(
+            f"model.aux_coef: is 0, so that model.aux_loss={terms.aux_loss} would do nothing; set it above "
+            "0, or model.aux_loss=none."
+        )
+    if terms.aux_coef and terms.aux_loss == "none":
+        raise ConfigError(
+            f"model.aux_loss: is none, so that model.aux_coef={terms.aux_coef} would do nothing; use switch, "
+            "sequence or global_batch, or model.aux_coef=0."
+        )
+    if terms.bias_rate and not biases(model):
+        raise ConfigError(
+            f"model.bias_rate: the routers of {kind} have no bias; use model.aux_loss, or model.bias_rate=0."
+        )
+    if terms.bias_rate and (fixed := [p for p in freeze if fnmatch.filter(biases(model), p)]):
+        raise ConfigError(
+            f"model.bias_rate: is {terms.bias_rate}, and {fixed[0]!r} of model.freeze matches the biases "
+            "that it would change; use model.bias_rate=0, or another pattern."
+        )
 
 
 def not_causal(kind: str) -> ConfigError:

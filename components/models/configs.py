@@ -16,6 +16,17 @@ from runner.errors import ConfigError
 INVALID = (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError)
 """What transformers raises for configurations it cannot build."""
 
+ELSEWHERE = {
+    "output_router_logits": "model.aux_loss",
+    "router_aux_loss_coef": "model.aux_coef",
+    "num_mtp_layers": "model.mtp_layers",
+    "num_nextn_predict_layers": "model.mtp_layers",
+}
+"""Fields of configurations that would be ignored, and what to use instead."""
+
+UNDECLARED = {"qwen3_moe": {"head_dim"}}
+"""What a model reads of its configuration, and files have, but transformers declares no field for."""
+
 
 def make_config(architecture: Mapping[str, Any]) -> PreTrainedConfig:
     """The configuration that ``model.architecture`` describes: ``model_type`` and transformers' own keys.
@@ -32,7 +43,10 @@ def make_config(architecture: Mapping[str, Any]) -> PreTrainedConfig:
         raise ConfigError(f"model.architecture.model_type: transformers has no {model_type!r}.{hint}")
     kind = CONFIG_MAPPING[model_type]
     known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+    known |= UNDECLARED.get(model_type, set())
     for key in fields:
+        if key in ELSEWHERE:
+            raise ConfigError(f"model.architecture.{key}: is not read; use {ELSEWHERE[key]}.")
         if key not in known:
             raise ConfigError(
                 f"model.architecture.{key}: {kind.__name__} has no such field.{near(key, known)}"

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from components.models.disk import file_names
 from components.models.spec import ModelSpec
 
 SHARD_BYTES = 4 * 2**30
@@ -30,13 +31,16 @@ def export_folder(
 ) -> None:
     """Writes config.json and safetensors files of at most ``shard_bytes`` (or one tensor).
 
-    Every rank calls it with the tensors that it writes (Hugging Face name, whole tensor in ``dtype``); over
+    Every rank calls it with the tensors that it writes (Hugging Face name, whole tensor in the
+    ``stored_dtype`` of ``dtype``); over
     all ranks each tensor comes once, tied ones under one name. ``path`` is on a disk that all ranks share.
     The folder is complete when a rank returns. Making ``tensors`` may be collective: they are consumed on
     every rank.
     """
     path.mkdir(parents=True, exist_ok=True)
-    written = gather(write_shards(path, tensors, shard_bytes))
+    rename = file_names(spec.config().model_type)
+    renamed = ((rename(name), tensor) for name, tensor in tensors)
+    written = gather(write_shards(path, renamed, shard_bytes))
     if rank() == 0:
         finish_folder(spec, path, dtype, [shard for shards in written for shard in shards])
     if dist.is_initialized():

@@ -4,7 +4,7 @@ import copy
 import hashlib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,35 +14,53 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from components.models.disk import file_names
+from components.models.experts import one_by_one
 from components.models.folder import one_line, read_json
+from components.models.further import JOINS, of_further_layers
 from components.models.weights import WeightSource, named_shapes, tied_names
 from runner.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+Places = Mapping[str, tuple[Path, str]]
+"""By our name, the file that a tensor is in, and its name there."""
 
 
 def pretrained_weights(
-    folder: Path, model: PreTrainedModel, *, trust_remote_code: bool = False
+    folder: Path,
+    model: PreTrainedModel,
+    *,
+    drawn: WeightSource | None = None,
+    trust_remote_code: bool = False,
 ) -> WeightSource:
     """The weights in ``folder`` under the names of ``model`` (on any device; only its shapes are read).
 
     Where the safetensors files hold exactly these names, each tensor is read when it is asked for, and of
     it only the part that is asked for.
     Otherwise (an older layout, .bin files) transformers converts the whole model on CPU, and the log says so.
+    What the layers of further tokens lack there comes from ``drawn``, and the log says so too.
 
     Raises:
         ConfigError: no weights, an unreadable file, a parameter that is missing or of another shape, or two
             values for tied parameters.
     """
     shapes, tied, files = named_shapes(model), tied_names(model), stored_names(folder)
-    if shapes.keys() <= files.keys() <= shapes.keys() | tied.keys():
-        weights = lazy_weights(folder, shapes, files)
-        stored_twice = {alias: lazy_tensor(files, alias) for alias in tied.keys() & files.keys()}
+    rename = file_names(model.config.model_type)
+    places = {name: (files[stored], stored) for name in (*shapes, *tied) if (stored := rename(name)) in files}
+    unread = files.keys() - {stored for _, stored in places.values()}
+    further = of_further_layers(shapes, model.config)
+    lacking = further - places.keys()
+    shapes = {name: shape for name, shape in shapes.items() if name not in lacking}
+    if shapes.keys() <= places.keys() and not any(True for _ in beyond(unread, model)):
+        weights = lazy_weights(folder, shapes, places)
+        stored_twice = {alias: lazy_tensor(places, alias) for alias in tied.keys() & places.keys()}
     else:
         log.warning("%s: not under the names of %s; converting on CPU.", folder, type(model).__name__)
-        tensors = converted_weights(folder, model, shapes, trust_remote_code)
+        tensors, lacking = converted_weights(folder, model, trust_remote_code), further
         weights = in_memory(tensors)
         stored_twice = {alias: tensors[alias] for alias in tied.keys() & tensors.keys()}
     for alias, value in stored_twice.items():
@@ -51,7 +69,35 @@ def pretrained_weights(
                 f"model.path: {folder}: {alias} and {tied[alias]} differ, but config.json ties them; "
                 "set its tie_word_embeddings to false."
             )
-    return weights
+    return weights if drawn is None or not lacking else completed(weights, drawn, lacking, folder)
+
+
+def completed(weights: WeightSource, drawn: WeightSource, lacking: set[str], folder: Path) -> WeightSource:
+    """``weights``, and for the names ``lacking`` in ``folder`` those ``drawn``."""
+    log.warning(
+        "%s: has no %s (%d lacking): these weights of the layers of model.mtp_layers begin at random.",
+        folder,
+        min(lacking),
+        len(lacking),
+    )
+
+    def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        return (drawn if name in lacking else weights)(name, index)
+
+    return read
+
+
+def beyond(names: Iterable[str], model: PreTrainedModel) -> Iterator[str]:
+    """Those of ``names`` that are not of layers for further tokens, which DeepSeek's files have after the
+    last one of ``model``."""
+    last = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    found = {name: LAYER.match(name) for name in names}
+    further = {
+        layer[1]
+        for name, layer in found.items()
+        if layer and int(layer[1]) >= last and name[layer.end() :].partition(".")[0] in JOINS
+    }
+    yield from (name for name, layer in found.items() if layer is None or layer[1] not in further)
 
 
 def content(folder: Path) -> str:
@@ -89,21 +135,21 @@ def open_file(path: Path, option: str = "model.path") -> Any:
         raise ConfigError(f"{option}: cannot read {path}: {one_line(error)}; copy it again.") from error
 
 
-def lazy_weights(folder: Path, shapes: Mapping[str, torch.Size], files: Mapping[str, Path]) -> WeightSource:
+def lazy_weights(folder: Path, shapes: Mapping[str, torch.Size], places: Places) -> WeightSource:
     opened = cache(open_file)
     for name, shape in shapes.items():
+        file, stored = places[name]
         try:
-            stored = opened(files[name]).get_slice(name).get_shape()
+            found = opened(file).get_slice(stored).get_shape()
         except SafetensorError as error:
-            raise ConfigError(
-                f"model.path: {files[name]} does not hold {name}, but {INDEX} says so."
-            ) from error
-        check_shape(folder, name, stored, shape)
+            raise ConfigError(f"model.path: {file} does not hold {stored}, but {INDEX} says so.") from error
+        check_shape(folder, stored, found, shape)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        path, stored = places[name]
         # Opened again each time: what is read of an open file stays in memory, as a page of its mapping.
-        file = open_file(files[name])
-        return file.get_slice(name)[index] if index else file.get_tensor(name)
+        file = open_file(path)
+        return file.get_slice(stored)[index] if index else file.get_tensor(stored)
 
     return read
 
@@ -115,13 +161,12 @@ def in_memory(tensors: Mapping[str, Tensor]) -> WeightSource:
     return read
 
 
-def lazy_tensor(files: Mapping[str, Path], name: str) -> Tensor:
-    return open_file(files[name]).get_tensor(name)
+def lazy_tensor(places: Places, name: str) -> Tensor:
+    file, stored = places[name]
+    return open_file(file).get_tensor(stored)
 
 
-def converted_weights(
-    folder: Path, model: PreTrainedModel, shapes: Mapping[str, torch.Size], trust_remote_code: bool
-) -> dict[str, Tensor]:
+def converted_weights(folder: Path, model: PreTrainedModel, trust_remote_code: bool) -> dict[str, Tensor]:
     """Every parameter as ``from_pretrained`` reads it; tied ones twice if it found two values for them."""
     config = copy.deepcopy(model.config)
     config.dtype = None  # "auto" then means as stored
@@ -137,8 +182,8 @@ def converted_weights(
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path: {folder} holds no readable weights: {one_line(error)}") from error
-    for name, stored, _ in sorted(info["mismatched_keys"]):
-        check_shape(folder, name, stored, shapes[name])
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        check_shape(folder, name, stored, wanted)
     for name in sorted(info["missing_keys"]):
         raise ConfigError(
             f"model.path: {folder} has no weight {name} ({len(info['missing_keys'])} missing); "
@@ -147,7 +192,13 @@ def converted_weights(
     if info["unexpected_keys"]:
         extra = sorted(info["unexpected_keys"])
         log.warning("%s: %d tensors that the model has no place for, like %s.", folder, len(extra), extra[0])
-    return {name: parameter.detach() for name, parameter in loaded.named_parameters()}
+    tensors = [*loaded.named_parameters(), *persistent_buffers(loaded)]
+    return {name: tensor.detach() for name, tensor in one_by_one(tensors)}
+
+
+def persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    kept = model.state_dict().keys()
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
 def check_shape(folder: Path, name: str, stored: Any, wanted: torch.Size) -> None:

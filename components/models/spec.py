@@ -17,13 +17,16 @@ from transformers import (
 )
 
 from components.data.tokenizer import PATH as EMBEDDED_TOKENIZER
-from components.models.checks import check_config, check_model
+from components.models.checks import check_config, check_model, check_router_terms
 from components.models.completion import add_tokenizer, complete
 from components.models.configs import INVALID, check_same, make_config, read_config
+from components.models.experts import separate
 from components.models.folder import model_folder, one_line, read_json
 from components.models.freeze import freeze
+from components.models.further import FIELD, FurtherTokens, append_layers
 from components.models.initialize import random_weights
 from components.models.pretrained import content, pretrained_weights
+from components.models.routing import Balance, RouterTerms
 from components.models.weights import WeightSource, signature
 from runner.errors import ConfigError
 
@@ -48,8 +51,18 @@ class ModelSpec:
     """A folder or hub id; None: that of ``path`` where the shape comes from it, else the embedded one."""
     freeze: tuple[str, ...] = ()
     """Shell patterns of the names of parameters that are not trained."""
+    aux_loss: Balance = "none"
+    """See ``RouterTerms``, of models with experts."""
+    aux_coef: float = 0.0
+    z_coef: float = 0.0
+    bias_rate: float = 0.0
+    mtp_layers: int = 0
+    """Layers that predict further tokens (``components.models.further``), in training alone."""
+    mtp_coef: float = 0.3
+    """Of the mean over their losses."""
 
     def __post_init__(self) -> None:
+        self.router_terms, self.further_tokens  # noqa: B018  are checked
         if self.path is None:
             if self.init == "pretrained":
                 raise ConfigError(
@@ -64,6 +77,14 @@ class ModelSpec:
             )
         if self.revision is not None and not self._reads_path:
             raise ConfigError("model.revision: is not read with model.init=random and model.architecture.")
+
+    @property
+    def router_terms(self) -> RouterTerms:
+        return RouterTerms(self.aux_loss, self.aux_coef, self.z_coef, self.bias_rate)
+
+    @property
+    def further_tokens(self) -> FurtherTokens:
+        return FurtherTokens(self.mtp_layers, self.mtp_coef)
 
     @property
     def _reads_path(self) -> bool:
@@ -90,6 +111,8 @@ class ModelSpec:
         check_config(config)
         # A cache makes transformers ignore where packed sequences begin.
         config.use_cache = False
+        if self.mtp_layers or hasattr(config, FIELD):
+            setattr(config, FIELD, self.mtp_layers)
         return config
 
     def build(self, config: PreTrainedConfig, *, attention: str = "eager") -> PreTrainedModel:
@@ -113,7 +136,10 @@ class ModelSpec:
             raise ConfigError(
                 f"model: transformers cannot build this {config.model_type}: {one_line(error)}"
             ) from error
+        append_layers(model)
+        separate(model)
         check_model(model)
+        check_router_terms(model, self.router_terms, self.freeze)
         freeze(model, self.freeze)
         return model
 
@@ -161,7 +187,8 @@ class ModelSpec:
         if self.init == "random":
             return random_weights(model, seed)
         folder = self.folder(weights=True)
-        return pretrained_weights(folder, model, trust_remote_code=self.trust_remote_code)
+        drawn = random_weights(model, seed) if self.mtp_layers else None
+        return pretrained_weights(folder, model, drawn=drawn, trust_remote_code=self.trust_remote_code)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from components.checkpoint.folder import read_meta
 from components.checkpoint.slices import StoredTensors
+from components.models.pretrained import beyond
 from components.models.spec import ModelSpec
 from components.models.weights import WeightSource, named_shapes
 from runner.errors import ConfigError
@@ -48,7 +50,8 @@ class CheckpointedModel(ModelSpec):
         Raises:
             ConfigError: the checkpoint holds other tensors than those of this model.
         """
-        return checkpoint_weights(self.checkpoint, named_shapes(self.build(self.config())), OPTION)
+        model = self.build(self.config())
+        return checkpoint_weights(self.checkpoint, named_shapes(model), OPTION, without_further=model)
 
 
 def start_from(model: ModelSpec, checkpoint: Path) -> CheckpointedModel:
@@ -57,14 +60,26 @@ def start_from(model: ModelSpec, checkpoint: Path) -> CheckpointedModel:
     )
 
 
-def checkpoint_weights(folder: Path, shapes: Mapping[str, torch.Size], option: str) -> WeightSource:
+def checkpoint_weights(
+    folder: Path,
+    shapes: Mapping[str, torch.Size],
+    option: str,
+    *,
+    without_further: PreTrainedModel | None = None,
+) -> WeightSource:
     """The tensors ``shapes`` out of the checkpoint ``folder``; it may hold no others.
+
+    But for layers for further tokens that the model ``without_further`` has none of.
 
     Raises:
         ConfigError: (naming ``option``) it lacks one, or has another, or one of another shape.
     """
     tensors = StoredTensors(folder)
-    check_shapes(folder, tensors.shapes("model"), shapes, option)
+    stored = tensors.shapes("model")
+    if without_further is not None:
+        kept = set(beyond(stored, without_further))
+        stored = {name: shape for name, shape in stored.items() if name in shapes or name in kept}
+    check_shapes(folder, stored, shapes, option)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
         return tensors.read(f"model/{name}", index)

@@ -2,8 +2,10 @@
 
 from components.preflight.case import Case
 from components.preflight.checks import (
+    check_adapter,
     check_batch,
     check_early_stop,
+    check_further_tokens,
     check_length,
     check_model_fits_data,
     check_modes,
@@ -27,9 +29,11 @@ __all__ = [
     "Case",
     "Device",
     "Report",
+    "check_adapter",
     "check_batch",
     "check_early_stop",
     "check_fits",
+    "check_further_tokens",
     "check_length",
     "check_model_fits_data",
     "check_modes",

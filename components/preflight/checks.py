@@ -201,6 +201,15 @@ def check_shared_prompt(share_prompt: bool, layout: ParallelismSpec) -> None:
         )
 
 
+def check_further_tokens(layers: int, kind: str) -> None:
+    """``layers``: of the model, for further tokens; ``kind``: of a sample."""
+    if layers and kind not in ("text", "chat"):
+        raise ConfigError(
+            f"model.mtp_layers: is {layers}, but this stage compares answers and predicts no next token; use "
+            "0, or stage=pt or sft."
+        )
+
+
 def check_normalisation(normalize: str | None, packing: str) -> None:
     """A document that is cut across rows is no sample whose tokens could be averaged."""
     if normalize == "sequence" and packing == "concat":
@@ -208,3 +217,15 @@ def check_normalisation(normalize: str | None, packing: str) -> None:
             "stage.normalize: is sequence, but data.packing=concat cuts samples across rows; "
             "use data.packing=bfd or stage.normalize=token."
         )
+
+
+def check_adapter(adapter: Any, model: Any, bias_rate: float) -> None:
+    """Under an adapter, if there is one, the model stays what it is, the biases of its routers too."""
+    if adapter is None:
+        return
+    if bias_rate:
+        raise ConfigError(
+            f"model.bias_rate: is {bias_rate}, but an adapter leaves the model's routers as they are; use "
+            "model.bias_rate=0, or adapter=none."
+        )
+    adapter.check(model)

@@ -14,21 +14,29 @@ def groups(layout: ParallelismSpec, world_size: int) -> dict[str, list[list[int]
     """dimension -> its groups, each its global ranks in order, for dimensions of more than one rank.
 
     ``dp x cp``, ``dp_shard x cp``: where sequences are split, these add up gradients, share what is sharded.
+    ``ep``, ``etp``: the same ranks once more, as they share experts out and split them.
     """
     mesh = layout.mesh(world_size)
     dims: Mapping[str, int] = mesh["dims"]
-    ranks = torch.tensor(mesh["ranks"]).view(*dims.values())
     names = list(dims)
-    wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in names if dims[name] > 1}
+    wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
     if dims.get("cp", 1) > 1 and dims[data := names[names.index("cp") - 1]] > 1:
         wanted[f"{data} x cp"] = (data, "cp")
-    found: dict[str, list[list[int]]] = {}
-    for label, members in wanted.items():
-        last = [names.index(name) for name in members]
-        first = [index for index in range(len(names)) if index not in last]
-        size = math.prod(dims[name] for name in members)
-        found[label] = ranks.permute(*first, *last).reshape(-1, size).tolist()
-    return found
+    found = {label: along(mesh, members) for label, members in wanted.items()}
+    if experts := mesh.get("experts"):
+        found |= {name: along(experts, (name,)) for name in ("ep", "etp") if name in experts["dims"]}
+    return {label: members for label, members in found.items() if len(members[0]) > 1}
+
+
+def along(mesh: Mapping[str, Any], members: Sequence[str]) -> list[list[int]]:
+    """The ranks that differ in the dimensions ``members`` alone."""
+    dims: Mapping[str, int] = mesh["dims"]
+    ranks, names = torch.tensor(mesh["ranks"]).view(*dims.values()), list(dims)
+    last = [names.index(name) for name in members]
+    first = [index for index in range(len(names)) if index not in last]
+    size = math.prod(dims[name] for name in members)
+    grouped: list[list[int]] = ranks.permute(*first, *last).reshape(-1, size).tolist()
+    return grouped
 
 
 def in_short(ranks: Sequence[int]) -> str:

@@ -138,6 +138,7 @@ def lines(case: Case, work: StepWork, sections: Mapping[str, Section]) -> dict[s
     dims = case.layout.mesh(case.world_size)["dims"]
     mesh = " x ".join(f"{name} {size}" for name, size in dims.items() if size > 1)
     trained = "all" if counts["trainable"] == counts["total"] else as_count(counts["trainable"])
+    active = f"{as_count(counts['active'])} active, " if counts["active"] < counts["total"] else ""
     parts = sorted(most.parts.items(), key=lambda part: -part[1])[:3]
     stage = f" at pipeline stage {most.stage}" if dims.get("pp", 1) > 1 else ""
     found = {
@@ -148,7 +149,7 @@ def lines(case: Case, work: StepWork, sections: Mapping[str, Section]) -> dict[s
             f"{workload.num_microbatches} micro-batch(es) x {case.micro_batch_size} row(s); about "
             f"{work.tokens:,.0f} tokens, {work.labels:,.0f} labels"
         ),
-        "parameters": f"{as_count(counts['total'])}, {trained} trained",
+        "parameters": f"{as_count(counts['total'])}, {active}{trained} trained",
         "memory": (
             f"{as_size(most.total)} of {as_size(device.memory)} ({device.name}){stage}: "
             + ", ".join(f"{name} {as_size(size)}" for name, size in parts)

@@ -8,6 +8,7 @@ from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.layouts import layouts as fsdp2_layouts
 from components.engines.megatron import Megatron
 from components.engines.megatron.layouts import layouts as megatron_layouts
+from components.models.experts import number_of_experts
 from components.optimizers import SGD
 from components.preflight.case import Case
 from components.preflight.report import Report, device_section
@@ -23,6 +24,8 @@ DEFAULTS: Mapping[str, ParallelismSpec] = {
         pp=1,
         vpp=1,
         cp=1,
+        ep=1,
+        etp=1,
         dp=None,
         default_dp=1,
         sequence_parallel=False,
@@ -55,58 +58,81 @@ class Found:
 
 
 def search(case: Case, work: StepWork, devices: int) -> list[Found]:
-    """The fastest ``SHOWN`` meshes of both engines.
+    """The fastest ``SHOWN`` meshes of both engines, each in its fastest form that fits.
+
+    Variants are asked whether the run bears them, and whether they fit, in the order of their times: these
+    questions cost more than times do.
 
     Raises:
         ConfigError: none fits ``devices``.
     """
-    found = [best for mesh in meshes(case, devices) if (best := fastest(mesh, case, work)) is not None]
+    bases = {n: on for n, mesh in enumerate(meshes(case, devices)) if (on := relaid(mesh, case))}
+    timed = [(step_time(variant, work), n, variant) for n in bases for variant in variants(bases[n][1])]
+    found: dict[int, Found] = {}
+    borne: dict[int, bool] = {}
+    for time, n, variant in sorted(timed, key=by_total):
+        engine, base = bases[n]
+        if n not in borne:
+            borne[n] = bears(base)
+        if borne[n] and n not in found and variant.fits():
+            found[n] = Found(variant, typed(engine, variant), time)
+        if len(found) == SHOWN:
+            break
     if not found:
         raise ConfigError(
             f"run.devices: no layout of {devices} device(s) with {as_size(case.device.memory)} each holds "
             f"this run and divides run.global_batch_size={case.data.global_batch_size}; use more devices or "
             "another global batch, lower data.max_length, or train an adapter (adapter=lora)."
         )
-    return sorted(found, key=lambda each: each.time.total)[:SHOWN]
+    return list(found.values())
 
 
 def meshes(case: Case, devices: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Engine and keys of every way to share the devices."""
     layers, per_node = case.model.config.get_text_config().num_hidden_layers, case.device.per_node
     sharded = not isinstance(case.optimizer, SGD)
-    yield from (("fsdp2", keys) for keys in fsdp2_layouts(devices, per_node))
-    yield from (("megatron", keys) for keys in megatron_layouts(devices, per_node, layers, sharded=sharded))
+    experts = number_of_experts(case.model)
+    yield from (("fsdp2", keys) for keys in fsdp2_layouts(devices, per_node, experts=experts))
+    yield from (
+        ("megatron", keys)
+        for keys in megatron_layouts(devices, per_node, layers, sharded=sharded, experts=experts)
+    )
 
 
-def fastest(mesh: tuple[str, Mapping[str, Any]], case: Case, work: StepWork) -> Found | None:
-    """The variant of a mesh that fits and takes least time; None: the run does not bear it, or none fits."""
+def relaid(mesh: tuple[str, Mapping[str, Any]], case: Case) -> tuple[str, Case] | None:
+    """``case`` on a mesh of an engine, with its smallest micro-batch; None: there is none."""
     engine, keys = mesh
     try:
         base = replace(case, layout=DEFAULTS[engine]).relaid(keys)
-        if not (sizes := base.micro_batches):
-            return None
-        base = replace(base, micro_batch_size=sizes[0])
-        base.check()
     except ConfigError:
         return None
-    if not base.relaid({"activation_checkpointing": "full"}).fits():
-        return None  # not even in its leanest form
-    variants = [
+    sizes = base.micro_batches
+    return (engine, replace(base, micro_batch_size=sizes[0])) if sizes else None
+
+
+def variants(base: Case) -> list[Case]:
+    """Of one mesh, plainer ones first."""
+    return [
         replace(base.relaid({"activation_checkpointing": kind}), micro_batch_size=size)
         for kind in RECOMPUTED
-        for size in sizes
+        for size in base.micro_batches
     ]
-    timed = sorted(((step_time(variant, work), n) for n, variant in enumerate(variants)), key=by_total)
-    for time, n in timed:
-        if variants[n].fits():
-            return Found(variants[n], typed(engine, variants[n]), time)
-    return None
 
 
-def by_total(timed: tuple[StepTime, int]) -> tuple[float, int]:
-    """Of equal times the variant that is plainer comes first."""
-    time, number = timed
-    return time.total, number
+def bears(base: Case) -> bool:
+    """Whether ``base`` fits in its leanest form, and its run is one that the engine takes."""
+    if not base.relaid({"activation_checkpointing": "full"}).fits():
+        return False
+    try:
+        base.check()
+    except ConfigError:
+        return False
+    return True
+
+
+def by_total(timed: tuple[StepTime, int, Case]) -> float:
+    """Sorted so, of equal times the one that comes first stays first."""
+    return timed[0].total
 
 
 def typed(engine: str, case: Case) -> tuple[str, ...]:

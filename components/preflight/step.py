@@ -5,7 +5,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from components.data.workload import first_steps
+from components.engines.census import census
 from components.metrics import MatmulSizes, matmul_sizes, train_flops
+from components.models.experts import routed, share_of_experts
+from components.models.further import number
+from components.models.widths import heads
 from components.preflight.case import Case
 from components.preflight.device import HOST, Device
 from runner.protocols import BatchStats, ModelSize
@@ -13,26 +17,28 @@ from runner.protocols import BatchStats, ModelSize
 
 def parameter_counts(case: Case) -> dict[str, int]:
     """total, trainable, and active: those that take part in computing a token, all but for idle experts."""
-    own = sum(parameter.numel() for parameter in case.model.parameters())
-    if case.adapter is None:
-        trained = sum(p.numel() for p in case.model.parameters() if p.requires_grad)
-        return {"total": own, "trainable": trained, "active": own}
-    added = sum(shape.numel() for shape in case.adapter.shapes(case.model).values())
-    return {"total": own + added, "trainable": added, "active": own + added}
+    found = census(case.model, case.adapter)
+    idle = (1 - share_of_experts(case.model)) * sum(p.numel for p in found if p.of_experts)
+    total = sum(p.numel for p in found)
+    trained = sum(p.numel for p in found if p.trained)
+    return {"total": total, "trainable": trained, "active": total - round(idle)}
 
 
 def model_size(case: Case) -> ModelSize:
-    config, counts = case.model.config.get_text_config(), parameter_counts(case)
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    shared = getattr(config, "num_key_value_heads", None) or heads
+    config, counts, of = case.model.config.get_text_config(), parameter_counts(case), heads(case.model.config)
+    experts = [p for p in census(case.model, case.adapter) if p.of_experts]
+    layers = len(routed(case.model))
     return ModelSize(
         parameters=counts["total"],
         trained=counts["trainable"],
-        layers=config.num_hidden_layers,
+        layers=config.num_hidden_layers + number(config),
         hidden=config.hidden_size,
-        query=heads * width,
-        key=shared * width,
+        query=of.number * (of.key + of.value) // 2,
+        key=of.shared * (of.key + of.value) // 2,
+        experts=sum(p.numel for p in experts),
+        experts_trained=sum(p.numel for p in experts if p.trained),
+        routed_layers=layers,
+        chosen=config.num_experts_per_tok if layers else 0,
     )
 
 
@@ -115,15 +121,20 @@ def step_time(case: Case, work: StepWork) -> StepTime:
     dims = case.layout.mesh(case.world_size)["dims"]
     seconds = dict.fromkeys(("within", "behind", "after"), 0.0)
     for sent in cost.sent:
-        seconds[sent.when] += sent.num_bytes / bandwidth(device, dims, sent.dimension)
+        seconds[sent.when] += sent.num_bytes / bandwidth(device, dims, sent.dimension, sent.span)
     idle = (compute + seconds["within"]) * cost.bubble / (1 - cost.bubble)
     return StepTime(compute, seconds["within"] + seconds["after"], idle, seconds["behind"])
 
 
-def bandwidth(device: Device, dims: Mapping[str, int], dimension: str) -> float:
-    """Bytes a second among the ranks of one ``dimension``: the slowest link between neighbours counts."""
+def bandwidth(
+    device: Device, dims: Mapping[str, int], dimension: str, neighbours: int | None = None
+) -> float:
+    """Bytes a second among the ranks of one ``dimension``, or among ``neighbours``: the slowest link between
+    two that follow each other counts."""
     if dimension == "host":
         return HOST
+    if neighbours is not None:
+        return device.link if neighbours <= device.per_node else device.network
     span = 1
     for name, size in reversed(list(dims.items())):
         span *= size

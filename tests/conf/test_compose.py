@@ -1,5 +1,6 @@
 """Every option composes and builds; the composed defaults are what they were."""
 
+import math
 import re
 import subprocess
 import sys
@@ -65,7 +66,9 @@ def test_a_layout_has_the_sizes_of_its_name(name: str) -> None:
     layout = layout_of(name)
     found = {key: getattr(layout, key, 1) for key in ("tp", "pp", "vpp", "cp")}
     assert found == {key: sizes.get(key, 1) for key in found}
-    model_ranks, dp = found["tp"] * found["pp"] * found["cp"], sizes.get("dp", 1)
+    dealt = math.prod(int(size) for _, size in re.findall(r"(etp|ep)(\d+)", name))
+    model_ranks = found["tp"] * found["pp"] * found["cp"]
+    dp = sizes.get("dp", max(dealt * found["pp"] // model_ranks, 1))
     assert layout.world_size({}, 0) == model_ranks * dp
     assert layout.data_size(model_ranks * dp) == dp
     if "dp" in sizes and not name.startswith("fsdp2"):  # said by the name: GPUs do not change it

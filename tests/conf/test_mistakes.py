@@ -42,7 +42,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "logger that is not chosen": (["logger.wandb.mode=offline"], ["logger.wandb", "logger=[jsonl,wandb]"]),
     "logger without a name": (["+logger.mode=offline"], ["logger.mode", "logger.wandb.mode"]),
     "no loggers": (["logger=null"], ["logger", "jsonl, tensorboard, wandb"]),
-    "no option": (["model=null"], ["model", "known: hf"]),
+    "no option": (["model=null"], ["model", "known: deepseek_tiny, hf"]),
     "syntax": (["run.max_steps=["], ["run.max_steps=[", "the command line"]),
     "key of the chosen data": (["data=files", "data.trian=x"], ["data.trian", "did you mean 'data.train'"]),
     "experiment of one's own": (["--config-dir={tmp}/conf", "experiment=typpo"], ["did you mean 'typo"]),
@@ -305,6 +305,31 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "adapter rank": (["adapter=lora", "adapter.r=129"], ["adapter.r: 129", "use at most 128"]),
     "adapter path": (["adapter=lora", "adapter.path={tmp}"], ["adapter.path", "adapter_config.json"]),
     "quantised": (["adapter=qlora"], ["adapter.quantize", "adapter=lora"]),
+    "adapter of some experts": (
+        ["model=moe_tiny", "adapter=lora", "adapter.target=[gate_proj]"],
+        ["adapter.target", "up_proj"],
+    ),
+    "dropout on experts": (
+        ["model=moe_tiny", "adapter=lora", "adapter.dropout=0.1"],
+        ["adapter.dropout", "peft"],
+    ),
+    "adapter of a shared expert": (
+        [
+            "model=deepseek_tiny",
+            "model.bias_rate=0",
+            "adapter=lora",
+            "adapter.target=[model.layers.1.mlp.shared_experts.up_proj]",
+        ],
+        ["adapter.target", "of no expert"],
+    ),
+    "biases under an adapter": (
+        ["model=deepseek_tiny", "adapter=lora"],
+        ["model.bias_rate: is 0.001", "adapter=none"],
+    ),
+    "adapter of split experts": (
+        ["model=moe_tiny", "adapter=lora", "parallelism=fsdp2_tp2"],
+        ["parallelism.tp: 2", "adapter.target=attention"],
+    ),
     "key of another adapter": (["adapter.r=4"], ["adapter.r", "nothing reads"]),
     "dora on tp": (["adapter=dora", "parallelism=fsdp2_tp2"], ["adapter.dora", "parallelism.tp=1"]),
     "dropout on tp": (

@@ -11,6 +11,7 @@ BIG = ("model=llama3_70b", "run.preflight=only", "run.device_name=H100", "run.dt
 MANY = ("run.global_batch_size=64", "run.micro_batch_size=1")
 UNTIED = "model.architecture.tie_word_embeddings=false"
 ON = "parallelism="
+TWELVE = ("run.global_batch_size=12", "run.micro_batch_size=1")
 
 # id: (arguments, the key that the message begins with, words of the remedy)
 WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
@@ -179,9 +180,39 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "positions": (("data.max_length=4097",), "data.max_length: 4097", "data.max_length=4096"),
     "experts": (
-        ("model.architecture.model_type=qwen3_moe", "~model.architecture.head_dim"),
+        ("model.architecture.model_type=qwen2_moe", "~model.architecture.head_dim"),
         "model: num_experts",
-        "choose a dense model",
+        "or a dense model",
+    ),
+    "more experts than there are": (
+        ("model=moe_tiny", "model.architecture.num_experts_per_tok=9"),
+        "model.architecture.num_experts_per_tok: 9 of the 8",
+        "use 1 to 8",
+    ),
+    "more experts than in the groups": (
+        ("model=deepseek_tiny", "model.architecture.num_experts_per_tok=5"),
+        "model.architecture.num_experts_per_tok: 5 of the 4",
+        "use 1 to 4",
+    ),
+    "groups that do not share out experts": (
+        ("model=deepseek_tiny", "model.architecture.n_group=3"),
+        "model.architecture.n_group: 3",
+        "use a divisor of 8",
+    ),
+    "more groups than there are": (
+        ("model=deepseek_tiny", "model.architecture.topk_group=5"),
+        "model.architecture.topk_group: 5",
+        "use one of them",
+    ),
+    "a coefficient in the wrong place": (
+        ("model=moe_tiny", "+model.architecture.router_aux_loss_coef=0.1"),
+        "model.architecture.router_aux_loss_coef",
+        "use model.aux_coef",
+    ),
+    "a router trained whole": (
+        ("model=moe_tiny", "adapter=lora", "adapter.modules_to_save=[model.layers.1.mlp.gate]"),
+        "adapter.modules_to_save: model.layers.1.mlp.gate",
+        "leave it out",
     ),
     # ---- keys that need another
     "sequence parallelism alone": (
@@ -232,6 +263,72 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     "memory of another unit": (("run.device_memory=80Gb2",), "run.device_memory", "write 80GiB"),
     "memory 0": (("run.device_memory=0GiB",), "run.device_memory", "write 80GiB"),
     "memory as a number": (("run.device_memory=80",), "run.device_memory", "write 80GiB"),
+    # ---- latent attention
+    "heads of latents that share keys": (
+        ("model=deepseek_tiny", "model.architecture.num_key_value_heads=4"),
+        "model.architecture.num_key_value_heads: 4",
+        "num_attention_heads = 8",
+    ),
+    "biases of latents on Megatron": (
+        ("model=deepseek_tiny", "+model.architecture.attention_bias=true", ON + "megatron"),
+        "model: attention_bias=True",
+        "parallelism=fsdp2",
+    ),
+    # ---- layers for further tokens
+    "negative layers": (("model.mtp_layers=-1",), "model.mtp_layers", "at least 0"),
+    "no weight": (("model.mtp_layers=1", "model.mtp_coef=0"), "model.mtp_coef", "above 0"),
+    "nothing to weigh": (("model.mtp_coef=0.1",), "model.mtp_coef", "model.mtp_layers=0"),
+    "further tokens of pairs": (("stage=dpo", "model.mtp_layers=1"), "model.mtp_layers", "stage=pt or sft"),
+    "further tokens of answers": (("stage=kto", "model.mtp_layers=1"), "model.mtp_layers", "use 0"),
+    "further tokens of an adapter": (("adapter=lora", "model.mtp_layers=1"), "model.mtp_layers", "use 0"),
+    "further tokens of GPT-2": (
+        (
+            "~model.architecture",
+            "+model.architecture={model_type: gpt2, n_embd: 64, n_layer: 2, n_head: 2, vocab_size: 8192, "
+            "bos_token_id: 0, eos_token_id: 0}",
+            "model.mtp_layers=1",
+        ),
+        "model.mtp_layers: is 1, but gpt2",
+        "qwen3",
+    ),
+    "tied stages": ((ON + "pp2", "model.mtp_layers=1"), "model.mtp_layers", "parallelism.pp=1"),
+    "a last stage without a layer": (
+        (ON + "pp2", UNTIED, "model.mtp_layers=1", "parallelism.pipeline_layout='Etttt|L'"),
+        "parallelism.pipeline_layout",
+        "use one with a t before L",
+    ),
+    # ---- experts on FSDP2
+    "ep of a dense model": ((ON + "fsdp2", "parallelism.ep=2"), "parallelism.ep: 2", "model=moe_tiny"),
+    "ep 3 of 4 ranks": (
+        (ON + "fsdp2", "model=moe_tiny", "parallelism.dp=4", "parallelism.ep=3", *TWELVE),
+        "parallelism.ep: 3",
+        "use 2 or 4",
+    ),
+    "ep 3 of 8 experts": (
+        (ON + "fsdp2", "model=moe_tiny", "parallelism.dp=6", "parallelism.ep=3", *TWELVE),
+        "parallelism.ep: 3",
+        "use 1 or 2",
+    ),
+    "tp of odd experts": (
+        (ON + "fsdp2_tp2", "model=moe_tiny", "model.architecture.moe_intermediate_size=191"),
+        "parallelism.tp: 2",
+        "use 1",
+    ),
+    "experts that cannot be sharded": (
+        (ON + "fsdp2", "model=moe_tiny", "parallelism.dp=3", *TWELVE),
+        "parallelism.dp: 3",
+        "use 2 or 4",
+    ),
+    "some experts frozen": (
+        (ON + "fsdp2", "model=moe_tiny", "model.freeze=['*.experts.3.*']"),
+        "model.freeze",
+        "*.mlp.experts.*",
+    ),
+    "frozen routers whose biases move": (
+        (ON + "fsdp2", "model=deepseek_tiny", "model.freeze=['*.mlp.gate.*']"),
+        "model.bias_rate",
+        "model.bias_rate=0",
+    ),
     # ---- preflight's own keys
     "mode": (("run.preflight=dry",), "run.preflight", "'only'"),
     "devices of a run": (("run.devices=8",), "run.devices", "run.preflight=plan"),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.compose import composed
 from benchmarks.parity_cells import curve_error, write_adapter, write_samples
+from benchmarks.parity_experts import DEEPSEEK, QWEN3_MOE
 from benchmarks.parity_ranks import silence
 from benchmarks.parity_rows import EXPERIMENT, OVERLAPPED
 from components.checkpoint.format import load_tensors, save_tensors
@@ -45,6 +46,12 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "pp2vpp2cp2": ("parallelism=pp2vpp2", "parallelism.cp=2"),
     "tp2pp2": ("parallelism=tp2pp2",),
     "tp2cp2": ("parallelism=tp2cp2",),
+    "fsdp2 ep2": ("parallelism=fsdp2_ep2",),
+    "fsdp2 tp2ep2": ("parallelism=fsdp2_ep2", "parallelism.tp=2"),
+    "fsdp2 cp2ep2": ("parallelism=fsdp2_ep2", "parallelism.cp=2", "parallelism.dp=1"),
+    "dp4ep2 sharded": ("parallelism=ep2", "parallelism.dp=4", *OVERLAPPED),
+    "pp2ep2": ("parallelism=pp2ep2",),
+    "tp2ep2etp2": ("parallelism=tp2ep2etp2",),
 }
 UNLUCKY = ("stage=sft", "stage._target_=tests.distributed.any_to_any_cases.Unlucky", "optimizer.lr=1e-3")
 LORA = (*UNLUCKY, "adapter=lora")
@@ -53,7 +60,11 @@ WORK: dict[str, tuple[str, ...]] = {
     "lora": LORA,
     "lora dropout": (*LORA, "adapter.dropout=0.2"),
     "dpo": ("stage=dpo", "optimizer.lr=1e-5"),
+    "experts": UNLUCKY,
+    "deepseek": UNLUCKY,
 }
+MODELS = {"experts": QWEN3_MOE, "deepseek": DEEPSEEK}
+"""Of work on another model than the others'."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +139,16 @@ class Matrix:
             f"data.cache_dir={self.root}/cache",
             "data.num_workers=1",
             "run.global_batch_size=8",
+            "run.micro_batch_size=2",
             f"run.max_steps={STEPS}",
             "run.save_model_only=false",
             "run.keep_last=0",
             "scheduler=cosine",
             "scheduler.warmup_steps=2",
         )
-        launch = Launch(composed([*EXPERIMENT, *here, *chosen]), Provenance(), command=chosen)
+        launch = Launch(
+            composed([*MODELS.get(work, EXPERIMENT), *here, *chosen]), Provenance(), command=chosen
+        )
         launch.console = Console(quiet=True)
         return launch
 

@@ -1,7 +1,7 @@
 """What the ranks of a test run, and the same thing computed with plain transformers and torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,26 @@ from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.losses import NextToken
 from components.models import ModelSpec
+from components.models.experts import one_by_one
+from components.models.pretrained import persistent_buffers
 from components.optimizers import AdamW, Optimizer
 from runner.protocols import IGNORE, Batch, Engine, Loss, Reference, StepResult
 from tests.distributed.gradients import capture
 
 LENGTHS = (5, 17, 9, 30, 12, 3, 24, 8)
 VOCABULARY = 160
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 99,  # no experts
+    "rms_norm_eps": 1e-3,  # the norms of latents have 1e-6 all the same
+    "tie_word_embeddings": False,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 8},
     "llama": {"model_type": "llama", "tie_word_embeddings": False},
@@ -41,7 +55,67 @@ SHAPES: dict[str, dict[str, Any]] = {
     # Layers for two stages of two chunks.
     "qwen2_four": {"model_type": "qwen2", "tie_word_embeddings": True, "num_hidden_layers": 4},
     "llama_four": {"model_type": "llama", "tie_word_embeddings": False, "num_hidden_layers": 4},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+    },
+    # A layer without experts, one that everyone passes through, and groups of two.
+    "deepseek": LATENT
+    | {
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+    # Its layers that have none, and weights of experts that do not sum to 1.
+    "qwen3_moe_mixed": {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [0],
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe_four": {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": True,
+    },
     "dropping": {"model_type": "qwen3", "head_dim": 8, "attention_dropout": 0.5},
+    # Latent attention: queries and keys of 12 columns a head, values of 10.
+    "latent": LATENT,
+    "latent_whole": LATENT | {"q_lora_rank": None},
+    "latent_yarn": LATENT
+    | {
+        "rope_interleave": False,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "mscale": 0.5,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "deep": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 8, "num_hidden_layers": 5},
 }
 COMMON = {
@@ -138,10 +212,11 @@ def make_engine(
     compiled: bool = False,
     adapter: LoRA | None = None,
     freeze: tuple[str, ...] = (),
+    mtp_layers: int = 0,
 ) -> Any:
     """The engine of this rank; without ``on``, FSDP2 on one rank."""
     return (on or fsdp2()).build(
-        replace(spec(family), freeze=freeze),
+        replace(spec(family), freeze=freeze, mtp_layers=mtp_layers),
         optimizer or AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=max_grad_norm),
         seed=0,
         dtype=dtype,
@@ -163,7 +238,7 @@ def share(engine: Engine, layout: str, micro_batch: int, seed: int = 0) -> list[
 def step(
     engine: Engine, batches: Sequence[Batch], loss: Loss, lr: float = 1e-3, max_loss: float = math.inf
 ) -> StepResult:
-    counts = [loss.counts(batch) for batch in batches]
+    counts = [loss.counts(batch) | engine.counts(batch) for batch in batches]
     engine.begin_train_step({name: sum(c[name] for c in counts) for name in counts[0]})
     engine.train_microbatches(batches, loss, last=True)
     return engine.finish_train_step(lr, max_loss=max_loss)
@@ -178,20 +253,29 @@ def engine_step(family: str, layout: str, micro_batch: int, loss: Loss, on: FSDP
     return Step(result.loss, result.grad_norm, grads)
 
 
-def plain_step(family: str, normalize: str) -> Step:
-    """The same with nothing of ours but the initial weights: one sequence at a time, eager attention."""
-    model = plain_model(family)
+def plain_step(
+    family: str, normalize: str, watch: Callable[[torch.nn.Module], Callable[[], Tensor]] | None = None
+) -> Step:
+    """The same with nothing of ours but the initial weights: one sequence at a time, eager attention.
+
+    ``watch``: called with the model, returns what is called after each sequence: what that adds to the loss.
+    """
+    model, added = plain_model(family), torch.zeros(())
+    more = None if watch is None else watch(model)
     rows = sequences()
     total = torch.zeros(())
     for row in rows:
         logits = model(input_ids=row.ids[None], use_cache=False).logits[0]
         nll = F.cross_entropy(logits, row.labels, ignore_index=IGNORE, reduction="sum")
         total = total + (nll if normalize == "token" else nll / (row.labels != IGNORE).sum())
+        if more is not None:
+            added = added + more()
     count = len(rows) if normalize == "sequence" else sum(int((row.labels != IGNORE).sum()) for row in rows)
-    (total / count).backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    (total / count + added).backward()
+    stacked = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    grads = {name: grad.clone() for name, grad in one_by_one(stacked)}
     norm = torch.stack([g.norm() for g in grads.values()]).norm().item()
-    return Step(total.item() / count, norm, grads)
+    return Step(total.item() / count + added.item(), norm, grads)
 
 
 def plain_model(family: str) -> torch.nn.Module:
@@ -199,7 +283,7 @@ def plain_model(family: str) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(description.config(), attn_implementation="eager")
     weights = description.weights(0)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in one_by_one([*model.named_parameters(), *persistent_buffers(model)]):
             parameter.copy_(weights(name))
     return model
 

@@ -29,22 +29,27 @@ def gradients(engine: Any) -> dict[str, Tensor]:
     """What the optimizer of ``engine`` was given; float32, collective, the same on every rank."""
     if hasattr(engine, "update"):
         return megatron_gradients(engine)
-    return {name: whole(p.grad).clone() for name, p in engine.weights.items()}
+    # Not every rank has all experts.
+    here = {m.name: whole(m.cut(m.parameter.grad)).clone() for m in engine.trained}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    return {name: value for rank in everywhere for name, value in rank.items()}
 
 
 def megatron_gradients(engine: Any) -> dict[str, Tensor]:
-    from components.engines.megatron.runtime.weights import gathered
+    from components.engines.megatron.runtime.weights import whole
 
-    def gradient(parameter: torch.nn.Parameter) -> Tensor:
-        values = torch.zeros_like(parameter, dtype=torch.float32)
-        if (found := engine.update.shard(parameter)) is not None:
+    here: dict[str, Tensor] = {}
+    for parameter, members in engine.blocks.items():
+        values, of = torch.zeros_like(parameter, dtype=torch.float32), engine.update.of(parameter)
+        if (found := of.shard(parameter)) is not None:
             main, where = found
             values.view(-1)[where] = main.grad.reshape(-1)
-        if engine.update.distributed:
-            dist.all_reduce(values, group=engine.update.dp_cp)
-        return values
-
-    here = {name: value.clone() for name, value in gathered(engine.blocks, engine.tp_mesh, gradient)}
-    stages: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(stages, here)
-    return {name: value for stage in stages for name, value in stage.items()}
+        if of.distributed:
+            dist.all_reduce(values, group=of.replicas)
+        for member in members:
+            if member.primary:
+                here[member.name] = whole(member, member.read(values), engine.meshes.of(member)).clone()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    return {name: value for rank in everywhere for name, value in rank.items()}

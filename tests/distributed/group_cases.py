@@ -6,14 +6,15 @@ import torch.distributed as dist
 
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.engine import FSDP2Engine
+from components.engines.fsdp2.experts import grouped_experts
 from components.engines.megatron import Megatron
 from tests.distributed.cases import make_engine
 
 
 def engine_groups(on: FSDP2 | Megatron) -> tuple[dict[str, list[int]], dict[str, Any]]:
     """This rank's groups by dimension, those of one rank left out, and the mesh in ``describe``."""
-    engine = make_engine(on=on)
-    found = fsdp2_groups(engine) if isinstance(engine, FSDP2Engine) else megatron_groups()
+    engine = make_engine("qwen3" if on.ep == 1 else "qwen3_moe", on=on)
+    found = fsdp2_groups(engine) if isinstance(engine, FSDP2Engine) else megatron_groups(on)
     mesh = engine.describe()["mesh"]
     engine.close()
     return {name: ranks for name, ranks in found.items() if len(ranks) > 1}, mesh
@@ -25,10 +26,13 @@ def fsdp2_groups(engine: FSDP2Engine) -> dict[str, list[int]]:
     if len(found["cp"]) > 1 and len(found["dp_shard"]) > 1:
         mesh = next(iter(engine.weights.values())).device_mesh  # type: ignore[attr-defined]
         found["dp_shard x cp"] = dist.get_process_group_ranks(mesh.get_group("dp_shard"))
+    for experts in grouped_experts(engine.scorer.lm).values():
+        assert experts.ep is not None
+        found["ep"] = dist.get_process_group_ranks(experts.ep)
     return found
 
 
-def megatron_groups() -> dict[str, list[int]]:
+def megatron_groups(on: Any) -> dict[str, list[int]]:
     from megatron.core import parallel_state
 
     found = {
@@ -39,4 +43,7 @@ def megatron_groups() -> dict[str, list[int]]:
     }
     if found["cp"].size() > 1 and found["dp"].size() > 1:
         found["dp x cp"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if on.ep > 1:
+        found["ep"] = parallel_state.get_expert_model_parallel_group()
+        found["etp"] = parallel_state.get_expert_tensor_parallel_group()
     return {name: dist.get_process_group_ranks(group) for name, group in found.items()}

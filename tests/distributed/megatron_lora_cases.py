@@ -109,7 +109,8 @@ def live(on: Megatron, adapter: LoRA, folder: Path) -> Life:
         "buffers": sum(b.numel_unpadded for chunk in engine.chunks for b in all_buckets(chunk)),
         "state": sum(
             state[kind].numel()
-            for inner in engine.update.inner
+            for member in engine.update.members.values()
+            for inner in member.inner
             for state in inner.state.values()
             for kind in engine.update.moments
         ),

@@ -110,3 +110,21 @@ def sent_while_freed(skipped: str | None) -> bool:
             del junk
     parallel_state.destroy_model_parallel()
     return intact
+
+
+def parts_of_different_sizes(skipped: str | None) -> Any:
+    """What this rank gathers and what it is left of a sum, where ranks have 1 and 3 rows; or the error."""
+    two_stages()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import mappings
+
+    group, rank, sizes = dist.group.WORLD, dist.get_rank(), [1, 3]
+    with without(skipped):
+        try:
+            whole = mappings._gather_along_first_dim(torch.full((sizes[rank], 2), float(rank)), group, sizes)
+            share = mappings._reduce_scatter_along_first_dim(torch.full((4, 2), rank + 1.0), group, sizes)
+        except (RuntimeError, ValueError) as error:
+            return repr(error)
+        finally:
+            parallel_state.destroy_model_parallel()
+    return whole[:, 0].tolist(), share.tolist()

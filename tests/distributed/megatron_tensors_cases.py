@@ -45,7 +45,7 @@ def save_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> None:
             for parameter, tensor in by_parameter.items():
                 fill(tensor, model.blocks[parameter], value(kind, weights))
         entries = checkpoint_tensors(model, tensors).items()
-        saved = {key: as_dtensor(b, part, model.mesh) for key, (b, _, part) in entries if b.primary}
+        saved = {key: as_dtensor(b, part, model.meshes.dense) for key, (b, _, part) in entries if b.primary}
         save_tensors(path, saved | {"optimizer_step": torch.tensor([3.0])})
 
 
@@ -57,7 +57,9 @@ def load_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> list[str]:
         model, weights = build(spec, parallelism), spec.weights(0)
         tensors, expected = like_parameters(model), like_parameters(model)
         entries = checkpoint_tensors(model, tensors)
-        load_tensors(path, {key: as_dtensor(b, part, model.mesh) for key, (b, _, part) in entries.items()})
+        load_tensors(
+            path, {key: as_dtensor(b, part, model.meshes.dense) for key, (b, _, part) in entries.items()}
+        )
         for block, tensor, part in entries.values():
             block.write(tensor, part)
         wrong = []
@@ -70,15 +72,20 @@ def load_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> list[str]:
 
 
 def gathered_moments(sizes: Sizes, spec: ModelSpec) -> dict[str, Tensor]:
-    """What ``gathered`` makes of tensors that are not the weights themselves."""
-    from components.engines.megatron.runtime.weights import fill, gathered
+    """What ``whole`` makes of tensors that are not the weights themselves."""
+    from components.engines.megatron.runtime.weights import fill, whole
 
     with layout(sizes) as parallelism:
         model, weights = build(spec, parallelism), spec.weights(0)
         moments = like_parameters(model)["exp_avg"]
         for parameter, tensor in moments.items():
             fill(tensor, model.blocks[parameter], value("exp_avg", weights))
-        return dict(gathered(model.blocks, model.mesh, moments.__getitem__))
+        return {
+            member.name: whole(member, member.read(moments[parameter]), model.meshes.dense)
+            for parameter, members in model.blocks.items()
+            for member in members
+            if member.primary
+        }
 
 
 def fsdp2_engine(spec: ModelSpec) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from components.engines.megatron.spec import Megatron
 from components.models import ModelSpec, WeightSource, export_folder, named_shapes
@@ -26,6 +25,8 @@ def spec_of(sizes: Sizes) -> Megatron:
         pp=sizes[1],
         vpp=sizes[2],
         cp=1,
+        ep=1,
+        etp=1,
         dp=None,
         default_dp=1,
         sequence_parallel=False,
@@ -75,13 +76,13 @@ class Model:
     spec: ModelSpec
     chunks: list[Any]
     blocks: Any
-    mesh: DeviceMesh
+    meshes: Any
 
 
 def build(spec: ModelSpec, layout: Megatron) -> Model:
     from components.engines.megatron.runtime.config import transformer_config
     from components.engines.megatron.runtime.model import build_chunks
-    from components.engines.megatron.runtime.weights import blocks, tensor_mesh
+    from components.engines.megatron.runtime.weights import Meshes, blocks
 
     hf = spec.config()
     config = transformer_config(hf, layout, torch.float32)
@@ -89,7 +90,7 @@ def build(spec: ModelSpec, layout: Megatron) -> Model:
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(7)
-    return Model(spec, chunks, blocks(chunks, named_shapes(spec.build(hf))), tensor_mesh("cpu"))
+    return Model(spec, chunks, blocks(chunks, named_shapes(spec.build(hf))), Meshes.of_rank("cpu"))
 
 
 def loaded(
@@ -133,8 +134,8 @@ def logits(model: Model) -> Tensor:
     scores = torch.empty(24, 2, 0)
     if parallel_state.is_pipeline_last_stage():
         mine = hidden @ model.chunks[-1].head.T
-        parts = [torch.empty_like(mine) for _ in range(model.mesh.size())]
-        dist.all_gather(parts, mine, group=model.mesh.get_group())
+        parts = [torch.empty_like(mine) for _ in range(model.meshes.dense.size())]
+        dist.all_gather(parts, mine, group=model.meshes.dense.get_group())
         scores = torch.cat(parts, -1)[..., :vocabulary]
     return scores.transpose(0, 1)
 
@@ -171,7 +172,7 @@ def exported(sizes: Sizes, folders: dict[str, Path], target: Path) -> None:
     with layout(sizes) as spec:
         for name, folder in folders.items():
             model = loaded(folder, spec)
-            tensors = whole_tensors(model.blocks, torch.float32)
+            tensors = whole_tensors(model.blocks, model.meshes, lambda p: p)
             export_folder(model.spec, tensors, target / name, torch.float32)
 
 

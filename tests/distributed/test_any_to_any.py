@@ -30,6 +30,10 @@ PAIRS = [
     ("lora", "tp2", "dp2 sharded"),
     ("dpo", "fsdp2", "pp2"),
     ("dpo", "tp2", "fsdp2"),
+    ("experts", "fsdp2 ep2", "tp2ep2etp2"),
+    ("experts", "dp4ep2 sharded", "fsdp2 tp2ep2"),
+    ("deepseek", "pp2ep2", "fsdp2 cp2ep2"),
+    ("deepseek", "fsdp2 tp2ep2", "dp4ep2 sharded"),
 ]
 SAME = [
     ("full", "hsdp"),
@@ -38,6 +42,7 @@ SAME = [
     ("lora dropout", "fsdp2"),
     ("lora dropout", "dp2 sharded"),
     ("dpo", "tp2"),
+    ("deepseek", "dp4ep2 sharded"),
 ]
 CHAIN = ("tp2pp2", "fsdp2", "single", "pp2vpp2")
 

@@ -29,6 +29,9 @@ CELLS = [
     ("cp2", "tiny"),
     ("hsdp", "tiny"),
     ("tp2pp2", "tiny"),
+    ("single", "experts"),
+    ("fsdp2 ep2", "experts"),
+    ("ep2", "experts"),
 ]
 
 IN_RAM = """

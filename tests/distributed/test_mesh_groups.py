@@ -21,6 +21,11 @@ LAYOUTS = [
     megatron(pp=2, dp=2),
     megatron(tp=2, cp=2),
     megatron(dp=4),
+    fsdp2(4, ep=2),
+    fsdp2(2, cp=2, ep=2),
+    megatron(dp=4, ep=2),
+    megatron(pp=2, dp=2, ep=2),
+    megatron(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True),
 ]
 
 

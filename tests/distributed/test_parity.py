@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.parity_cells import Bench, Cell, check_mesh, column
-from benchmarks.parity_rows import CONTROL_COLUMN, CONTROLS, ROWS, Row
+from benchmarks.parity_cells import Bench, Cell, check_mesh
+from benchmarks.parity_rows import CONTROL_COLUMN, CONTROLS, DENSE, ROWS, Row
 
 REDUCED = [
     ("hsdp", "sft packed"),
@@ -35,21 +35,21 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.mark.parametrize(("name", "on"), REDUCED)
 def test_every_layout_trains_the_same_curve(bench: Bench, name: str, on: str) -> None:
-    row = next(row for row in ROWS if row.name == name)
-    cell, run = bench.cell(row, column(on))
+    row = DENSE.row(name)
+    cell, run = bench.cell(row, DENSE.column(on))
     assert cell.passes, cell
-    assert run.losses[-1] < 0.99 * run.losses[0] or column(on).is_slow, "nothing was learned"
+    assert run.losses[-1] < 0.99 * run.losses[0] or DENSE.column(on).is_slow, "nothing was learned"
 
 
 @pytest.mark.parametrize("row", CONTROLS, ids=lambda row: row.fault)
 def test_a_broken_layout_is_told(bench: Bench, row: Row) -> None:
     """The control of the test above: by far, and it is the fault that is found."""
-    cell, _ = bench.cell(row, column(CONTROL_COLUMN))
+    cell, _ = bench.cell(row, DENSE.column(CONTROL_COLUMN))
     assert cell.gradient > 1e-3
     assert cell.grad_norm > 1e-4
     if row.fault == "norms_not_summed":
         assert "norm" in cell.parameter
-    unbroken, _ = bench.cell(replace(row, fault=None), column(CONTROL_COLUMN))
+    unbroken, _ = bench.cell(replace(row, fault=None), DENSE.column(CONTROL_COLUMN))
     assert unbroken.passes, unbroken
 
 

@@ -1,11 +1,13 @@
 """pt -> sft -> dpo by ``run.init_from``, and what ``runner.export`` makes of their checkpoints."""
 
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from runner.errors import ConfigError
@@ -144,3 +146,23 @@ def test_mistakes_in_an_export(
     with pytest.raises(ConfigError) as caught:
         export([argument.format(tmp=tmp_path, pt=chain["pt"]) for argument in arguments])
     assert str(caught.value).startswith(words)
+
+
+def test_routers_biases_go_along(tmp_path: Path) -> None:
+    """What no gradient changes is in checkpoints, and in fp32 in exports; dpo leaves further layers out."""
+    deepseek = (
+        "model=deepseek_tiny",
+        *(option for option in SMALL if "head" not in option),
+        "run.dtype=bf16",
+        "model.bias_rate=0.001",
+    )
+    run = run_here(tmp_path, *deepseek, "model.mtp_layers=1", "run.name=first")
+    checkpoint = run / "checkpoints" / "step_00000004"
+    export([f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}", "dtype=bf16"])
+    assert_same_files(tmp_path / "out", run / "export")
+    stored = load_file(run / "export" / "model.safetensors")
+    bias = stored["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert bias.dtype == torch.float32
+    assert bias.abs().max() > 0
+    after = run_here(tmp_path, *deepseek, "stage=dpo", f"run.init_from={run}", "run.max_steps=1")
+    assert rows(after, "train/loss")[0]["train/main_loss"] == pytest.approx(math.log(2), rel=1e-3)

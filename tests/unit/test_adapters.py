@@ -48,6 +48,7 @@ def trained_by_peft(model: nn.Module, config: LoraConfig) -> dict[str, torch.Siz
         ("phi3", "all-linear", "all-linear"),
         ("qwen3", "attention", ["q_proj", "k_proj", "v_proj", "o_proj"]),
         ("phi3", "attention", ["qkv_proj", "o_proj"]),
+        ("latent", "attention", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
         ("gemma", "mlp", ["gate_proj", "up_proj", "down_proj"]),
         ("qwen3", ("v_proj", "layers.1.mlp.up_proj"), ["v_proj", "layers.1.mlp.up_proj"]),
     ],

@@ -68,7 +68,7 @@ def test_a_model_without_a_plan_is_refused_under_tp_alone(kind: str) -> None:
         with torch.device("meta"):
             model = OfOurOwn(model.config)
     options = {"world_size": 2, "dtype": torch.float32, "device": "cpu"}
-    message = rf"parallelism\.tp: {kind} \(.*, gemma3_text; use parallelism=fsdp2 or parallelism=hsdp"
+    message = rf"parallelism\.tp: {kind} \(.*, deepseek_v3; use parallelism=fsdp2 or parallelism=hsdp"
     with pytest.raises(ConfigError, match=message):
         fsdp2(tp=2).check(model, AdamW(), **options)
     fsdp2(cp=2).check(model, AdamW(), **options)

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -26,6 +27,10 @@ SHAPE = {
     "num_key_value_heads": 4,
 }
 
+LATENT = {"model_type": "deepseek_v3", "num_key_value_heads": 12, "first_k_dense_replace": 4}
+"""Without experts."""
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+
 
 def layout(**changes: Any) -> Megatron:
     plain: dict[str, Any] = {
@@ -33,6 +38,8 @@ def layout(**changes: Any) -> Megatron:
         "pp": 1,
         "vpp": 1,
         "cp": 1,
+        "ep": 1,
+        "etp": 1,
         "dp": None,
         "default_dp": 1,
         "sequence_parallel": False,
@@ -59,12 +66,13 @@ def check(
     device: Literal["cpu", "cuda"] = "cpu",
     adapter: LoRA | None = None,
     freeze: tuple[str, ...] = (),
+    ranks: int = 1,
     **sizes: Any,
 ) -> None:
     """What the parent process checks of ``parallelism=megatron`` with ``sizes``."""
     spec = ModelSpec(architecture=SHAPE | (shape or {}), freeze=freeze)
     model = spec.build(spec.config())
-    run: dict[str, Any] = {"world_size": 1, "dtype": dtype, "device": device, "adapter": adapter}
+    run: dict[str, Any] = {"world_size": ranks, "dtype": dtype, "device": device, "adapter": adapter}
     layout(**sizes).check(model, optimizer or AdamW(), **run)
 
 
@@ -97,6 +105,14 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"sequence_parallel": True, "pp": 2}, ["parallelism.sequence_parallel", "parallelism.tp"]),
     ({"cp_comm_type": "a2a"}, ["parallelism.cp_comm_type", "parallelism.cp"]),
     ({"bucket_size": 1000}, ["parallelism.bucket_size", "parallelism.overlap_grad_reduce"]),
+    ({"ep": 0}, ["parallelism.ep", "at least 1"]),
+    ({"capacity_factor": 0.0}, ["parallelism.capacity_factor", "above 0"]),
+    ({"drop_policy": "position"}, ["parallelism.drop_policy", "parallelism.capacity_factor"]),
+    ({"pad_to_capacity": True}, ["parallelism.pad_to_capacity", "parallelism.capacity_factor"]),
+    (
+        {"shared_expert_overlap": True, "moe_dispatcher": "allgather"},
+        ["parallelism.shared_expert_overlap", "moe_dispatcher=alltoall"],
+    ),
     (
         {"overlap_param_gather": True, "overlap_grad_reduce": True},
         ["parallelism.overlap_param_gather", "parallelism.distributed_optimizer"],
@@ -220,6 +236,19 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["rope_type=yarn", "llama3"],
     ),
+    "bias of latents": (
+        {"shape": LATENT | {"attention_bias": True}},
+        ["attention_bias=True of deepseek_v3", "parallelism=fsdp2"],
+    ),
+    "heads of latents over tp": ({"tp": 8, "shape": LATENT}, ["parallelism.tp: 8", "= 12", "use 4 or 6."]),
+    "heads of latents over cp": (
+        {"tp": 2, "cp": 4, "cp_comm_type": "a2a", "shape": LATENT},
+        ["parallelism.cp: 4", "6 attention heads", "all_gather"],
+    ),
+    "rope of latents": (
+        {"shape": LATENT | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}},
+        ["rope_type=dynamic of deepseek_v3", "yarn"],
+    ),
     "partial rope": (
         {
             "shape": {
@@ -261,6 +290,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         {"shape": {"model_type": "mistral", "sliding_window": 16}},
         {"shape": {"model_type": "qwen2"}},
         {"shape": {"model_type": "qwen3", "head_dim": 8}},
+        {"tp": 2, "sequence_parallel": True, "cp": 5, "shape": LATENT | {"rope_parameters": YARN}},
     ],
     ids=str,
 )
@@ -308,6 +338,7 @@ TE_RUN: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
         ({"dtype": torch.float32}, "run.dtype=bf16"),
         ({"cp": 2}, "cp_comm_type=all_gather"),
         ({"shape": {"model_type": "mistral", "sliding_window": 16}}, "sliding window"),
+        ({"shape": LATENT}, "the latent attention of deepseek_v3 is computed by local only"),
         ({"adapter": LoRA(r=2, alpha=2.0, target="all-linear")}, "where an adapter needs its output"),
     ],
     ids=str,
@@ -460,3 +491,63 @@ def test_layout_strings_are_read_as_megatron_does(megatron: Any) -> None:
         assert parse(text) == ["".join(letters[layer.name] for layer in part) for part in theirs], text
         read += 1
     assert 100 < read < len(STRINGS)
+
+
+# ---- experts
+
+SPARSE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
+QWEN_MOE: dict[str, Any] = {"shape": {"model_type": "qwen3_moe", **SPARSE}}
+SHARED: dict[str, Any] = {
+    "shape": {"model_type": "deepseek_v3", "num_key_value_heads": 12, "first_k_dense_replace": 1}
+    | {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1}
+    | {"moe_intermediate_size": 24, "n_shared_experts": 1},
+}
+DENSE: dict[str, Any] = {"shape": {"model_type": "qwen3"}}
+LORA = LoRA(r=2, alpha=2.0, target="mlp")
+EXPERTS: list[tuple[dict[str, Any], list[str]]] = [
+    (DENSE | {"ep": 2, "ranks": 2}, ["parallelism.ep", "qwen3 has no experts"]),
+    (DENSE | {"moe_dispatcher": "allgather"}, ["parallelism.moe_dispatcher", "no experts"]),
+    (DENSE | {"capacity_factor": 1.5}, ["parallelism.capacity_factor", "no experts"]),
+    (QWEN_MOE | {"ep": 4, "ranks": 4}, ["parallelism.ep: 4", "use 1 or 2"]),
+    (QWEN_MOE | {"etp": 5, "ranks": 5}, ["parallelism.etp: 5", "24; use 1"]),
+    (QWEN_MOE | {"ep": 2, "etp": 2, "ranks": 2}, ["parallelism.ep", "the 2 ranks", "parallelism.ep=1"]),
+    (QWEN_MOE | {"tp": 2, "ranks": 2}, ["parallelism.sequence_parallel", "sequence_parallel=true"]),
+    (QWEN_MOE | {"shared_expert_overlap": True}, ["parallelism.shared_expert_overlap", "no shared"]),
+    (
+        QWEN_MOE | {"capacity_factor": 3.5, "pad_to_capacity": True},
+        ["parallelism.capacity_factor", "at most 3"],
+    ),
+    (QWEN_MOE | {"adapter": LORA, "etp": 2, "ranks": 2}, ["parallelism.etp: 2", "adapter.target=attention"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), EXPERTS, ids=[str(words[0]) for _, words in EXPERTS])
+def test_what_experts_do_not_fit_is_refused(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(**arguments)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        QWEN_MOE | {"ep": 2, "etp": 2, "tp": 2, "sequence_parallel": True, "ranks": 4},
+        QWEN_MOE | {"ep": 3, "ranks": 6, "pp": 2, "capacity_factor": 3.0, "pad_to_capacity": True},
+        QWEN_MOE
+        | {"ep": 2, "ranks": 2, "moe_dispatcher": "allgather", "drop_policy": "position"}
+        | {"capacity_factor": 1.25},
+        QWEN_MOE | {"adapter": LORA},
+        QWEN_MOE | {"adapter": replace(LORA, target="attention"), "etp": 2, "ranks": 2},
+        SHARED | {"ep": 4, "ranks": 4, "shared_expert_overlap": True},
+    ],
+    ids=str,
+)
+def test_what_experts_fit_is_accepted(arguments: dict[str, Any]) -> None:
+    check(**arguments)
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_experts_are_computed_without_transformer_engine() -> None:
+    check(**TE_RUN | QWEN_MOE)
+    with pytest.raises(ConfigError, match="experts of qwen3_moe are computed by local only"):
+        check(**TE_RUN | QWEN_MOE, transformer_impl="transformer_engine")

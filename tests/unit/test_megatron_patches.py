@@ -20,6 +20,7 @@ import components.engines.megatron.runtime  # noqa: F401  installs the patches
 from components.checkpoint.format import save_tensors
 from components.engines.megatron import cpu, quiet, repairs
 from components.engines.megatron.patches import Patch
+from components.engines.megatron.runtime.attention import CoreAttention
 from tests.distributed.cases import (
     assert_same,
     engine_step,
@@ -30,7 +31,13 @@ from tests.distributed.cases import (
     share,
     step,
 )
-from tests.distributed.megatron_patches_cases import SYMBOLS, sent_while_freed, tied_embeddings, without
+from tests.distributed.megatron_patches_cases import (
+    SYMBOLS,
+    parts_of_different_sizes,
+    sent_while_freed,
+    tied_embeddings,
+    without,
+)
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched where CUDA exists")
@@ -203,6 +210,23 @@ def norms_a_part_of_the_positions() -> None:
     assert not plain.weight.sequence_parallel
 
 
+def has_latents_without_transformer_engine() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import MLATransformerConfig
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
+    class Plain(MultiLatentAttention):
+        def get_query_key_value_tensors(self, *_: Any, **__: Any) -> Any: ...
+
+    config = MLATransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, rope_type="rope")
+    config.gradient_accumulation_fusion = False
+    layer = get_gpt_layer_local_spec(multi_latent_attention=True)
+    parts = layer.submodules.self_attention.submodules
+    parts.core_attention = CoreAttention
+    Plain(config, parts, 1, AttnMaskType.causal, "self")
+
+
 def linear() -> Any:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
@@ -222,7 +246,50 @@ def transformer_config(**options: Any) -> Any:
     return TransformerConfig(**sizes, gradient_accumulation_fusion=False, **options)
 
 
+def sends_tokens() -> None:
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
+    MoEAlltoAllTokenDispatcher(2, [0, 1], expert_config(), get_default_pg_collection())
+
+
+def overlaps_shared_experts() -> None:
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    SharedExpertMLP(expert_config(), parts, gate=False, pg_collection=get_default_pg_collection())
+
+
+def expert_config() -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        num_moe_experts=2,
+        moe_ffn_hidden_size=8,
+        moe_shared_expert_intermediate_size=8,
+        moe_shared_expert_overlap=True,
+        moe_token_dispatcher_type="alltoall",
+        add_bias_linear=False,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def reads_split_sizes() -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    sizes = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([1, 2]), as_numpy=True)
+    assert not isinstance(sizes, Tensor), "no numbers"
+
+
 CORE = "megatron.core"
+MOE = f"{CORE}.transformer.moe"
 RANDOM = f"{CORE}.tensor_parallel.random"
 PROBES: dict[str, tuple[Callable[[], None], str]] = {
     "torch.cuda.current_device": (makes_parameters_on_the_cpu, "CUDA|NVIDIA"),
@@ -253,12 +320,20 @@ PROBES: dict[str, tuple[Callable[[], None], str]] = {
         norms_a_part_of_the_positions,
         "sequence parallel not supported",
     ),
+    f"{MOE}.token_dispatcher.torch": (sends_tokens, "CUDA"),
+    f"{MOE}.shared_experts.torch": (overlaps_shared_experts, "CUDA"),
+    f"{MOE}.token_dispatcher.maybe_move_tensor_to_cpu": (reads_split_sizes, "no numbers"),
+    f"{CORE}.transformer.multi_latent_attention.HAVE_TE": (
+        has_latents_without_transformer_engine,
+        "must be a type",
+    ),
 }
 """What Megatron does with the symbol, and what is said where it is not patched."""
 P2P = f"{CORE}.pipeline_parallel.p2p_communication._p2p_ops"
 LANGUAGE = f"{CORE}.models.common.language_module.language_module"
 TIED = f"{LANGUAGE}.LanguageModule.setup_embeddings_and_output_layer"
-TWO_RANKS = {P2P, TIED}
+UNEVEN = f"{CORE}.tensor_parallel.mappings._gather_along_first_dim"
+TWO_RANKS = {P2P, TIED, UNEVEN}
 
 
 @pytest.mark.parametrize("symbol", [symbol for symbol in SYMBOLS if symbol not in TWO_RANKS])
@@ -291,6 +366,14 @@ def test_stages_agree_on_tied_embeddings(ranks: Ranks) -> None:
 def test_what_is_sent_outlives_what_the_schedule_frees(ranks: Ranks) -> None:
     assert ranks.run(sent_while_freed, None) == [True, True]
     assert ranks.run(sent_while_freed, P2P) == [True, False]
+
+
+def test_parts_of_different_sizes_are_exchanged(ranks: Ranks) -> None:
+    gathered = [0.0, 1.0, 1.0, 1.0]
+    first, second = ranks.run(parts_of_different_sizes, None)
+    assert first == (gathered, [[3.0, 3.0]])
+    assert second == (gathered, [[3.0, 3.0]] * 3)
+    assert all("invalid" in error for error in ranks.run(parts_of_different_sizes, UNEVEN))
 
 
 # ---- the patches themselves

@@ -21,6 +21,12 @@ def test_every_parameter_is_known(kind: str, tied: bool) -> None:
     assert unknown(names(kind, num_key_value_heads=2, tie_word_embeddings=tied)) == []
 
 
+@pytest.mark.parametrize("rank", [8, None])
+def test_every_parameter_of_latent_attention_is_known(rank: int | None) -> None:
+    fields = {"num_key_value_heads": 4, "q_lora_rank": rank, "first_k_dense_replace": 11}
+    assert unknown(names("deepseek_v3", **fields)) == []
+
+
 UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "model.layers.0.self_attn.o_proj.bias": ("llama", {"num_key_value_heads": 2, "attention_bias": True}),
     "model.layers.0.mlp.gate_proj.bias": ("llama", {"num_key_value_heads": 2, "mlp_bias": True}),
@@ -65,11 +71,13 @@ def test_norms_are_the_same_inside_a_linear_layer(local: str, transformer_engine
 
 
 def test_a_key_without_a_rule_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"decoder.layers.0.mlp.router.weight: the table"):
-        hf_names("decoder.layers.0.mlp.router.weight")
+    with pytest.raises(AssertionError, match=r"decoder.layers.0.mlp.router.bias: the table"):
+        hf_names("decoder.layers.0.mlp.router.bias")
 
 
 def test_every_rule_can_be_reached() -> None:
     """No key is taken by the rule of another."""
     for key, expected in TABLE.items():
-        assert hf_names(key.format(layer=7)) == tuple(name.format(layer=7) for name in expected)
+        assert hf_names(key.format(layer=7, expert=3)) == tuple(
+            name.format(layer=7, expert=3) for name in expected
+        )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from components.engines.megatron.runtime.model import build_chunks
-from components.engines.megatron.runtime.optimizer import Update
+from components.engines.megatron.runtime.optimizer import Member, Update
 from components.engines.megatron.runtime.state import batches
 
 
@@ -25,7 +25,8 @@ class CountsByGroup(torch.optim.Optimizer):
 
 
 def update(inner: torch.optim.Optimizer, moments: tuple[str, ...]) -> Update:
-    return Update(SimpleNamespace(optimizer=inner), moments, dist.GroupMember.WORLD, False)  # type: ignore[arg-type]
+    chained: Any = SimpleNamespace(optimizer=inner)
+    return Update({False: Member(chained, moments, dist.GroupMember.WORLD, False)}, moments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [CountsByGroup, torch.optim.AdamW])
@@ -37,9 +38,9 @@ def test_the_count_of_updates_goes_on(kind: Any) -> None:
     assert kept.step == 0
     kept.set_step(5)
     assert kept.step == 5
-    kept.optimizer.optimizer.step()
+    kept.of(parameter).optimizer.optimizer.step()
     assert kept.step == 6
-    assert ("step" in kept.inner[0].state[parameter]) == (kind is torch.optim.AdamW)
+    assert ("step" in kept.of(parameter).inner[0].state[parameter]) == (kind is torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("limit", [0, 100, 10_000])

@@ -1,6 +1,7 @@
 """A train step never asks the device for a number: on the meta device, which has none, whoever asks fails."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from components.engines import attention, logps, process_group
 from components.engines.fsdp2.context import Context
 from components.engines.fsdp2.parallelize import Scorer
+from components.engines.further import with_further
 from components.engines.sums import Sums
 from components.losses import DPO, KTO, ORPO, NextToken
 from runner.protocols import Batch, Loss, TokenStats
@@ -66,14 +68,20 @@ def micro_batch(layout: str, *, share_prompt: bool = False) -> Batch:
     return batch
 
 
-def forward_and_backward(here: Batch, loss: Loss) -> None:
-    model = spec("qwen3").build(spec("qwen3").config(), attention=attention.ATTENTION)
+def forward_and_backward(here: Batch, loss: Loss, mtp_layers: int = 0) -> None:
+    described = replace(spec("qwen3"), mtp_layers=mtp_layers)
+    model, terms = (
+        described.build(described.config(), attention=attention.ATTENTION),
+        described.further_tokens,
+    )
     scorer = Scorer(model, Context(dist.group.WORLD))
-    batch, sums = here.to(META), Sums()
-    output = loss(TokenStats(*scorer(batch, loss.requires, loss.weights(batch))), batch)
-    sums.counts = loss.counts(here)
+    batch, sums, ahead = here.to(META), Sums(), terms.batches(here)
+    depths = [depth.to(META) for depth in ahead]
+    logps, logsumexp, mean, *further = scorer(batch, loss.requires, loss.weights(batch), depths)
+    output = loss(TokenStats(logps, logsumexp, mean), batch)
+    output, sums.counts = with_further(output, loss.counts(here), terms, ahead, further)
     sums.objective(output).backward()
-    sums.add(output, loss.counts(here))
+    sums.add(output, sums.counts)
     assert all(p.grad is not None and p.grad.device == META for p in scorer.parameters())
 
 
@@ -81,6 +89,11 @@ def forward_and_backward(here: Batch, loss: Loss) -> None:
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
 def test_nothing_is_read_back(loss: Loss, layout: str) -> None:
     forward_and_backward(micro_batch(layout), loss)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nor_for_further_tokens(layout: str) -> None:
+    forward_and_backward(micro_batch(layout), LOSSES["token"], mtp_layers=2)
 
 
 def test_nor_for_shared_prompts() -> None:

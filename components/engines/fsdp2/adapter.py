@@ -8,7 +8,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
-from components.adapters.export import peft_config
+from components.adapters.export import peft_config, shortest
+from components.adapters.targets import linear_names
+from components.models.experts import OF_EXPERT
 from runner.errors import ConfigError
 
 ADDED = (".modules_to_save.default", ".original_module", ".base_layer", ".default")
@@ -34,11 +36,24 @@ def check(adapter: LoRA | None, tp: int) -> None:
         )
 
 
-def inject(model: PreTrainedModel, adapter: LoRA) -> None:
+def describe(adapter: LoRA, model: PreTrainedModel) -> Any:
+    """peft's description of what ``adapter`` adapts of ``model`` but for experts, whose layers are ours."""
+    config = peft_config(adapter, model)
+    others = [name for name in linear_names(model) if not OF_EXPERT.match(name)]
+    wanted = frozenset(adapter.targets(model))
+    config.target_modules = set(shortest([name for name in others if name in wanted], others))
+    return config
+
+
+def inject(model: PreTrainedModel, config: Any) -> None:
     """Puts the adapter beside the layers of ``model`` (on the meta device), which is frozen."""
     from peft import inject_adapter_in_model  # here, because it takes seconds
 
-    inject_adapter_in_model(peft_config(adapter, model), model, low_cpu_mem_usage=True)
+    if config.target_modules:
+        inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    for name, parameter in model.named_parameters():  # peft leaves what is not its own frozen
+        if not config.target_modules or name.rpartition(".")[0].endswith(".experts.adapter"):
+            parameter.requires_grad_(".lora_" in name)
 
 
 def name_on_disk(name: str) -> str:

@@ -9,35 +9,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_
 
 from components.adapters import LoRA, export_adapter
 from components.engines import bins, process_group
 from components.engines.fsdp2 import state
 from components.engines.fsdp2.adapter import without_adapter
 from components.engines.fsdp2.context import Context
+from components.engines.fsdp2.experts import bias_buffers, grouped_experts
+from components.engines.fsdp2.iteration import discard_iteration, fsdp_modules, release
 from components.engines.fsdp2.mesh import (
     CONTEXT,
     REPLICATE,
     SHARD,
+    described,
     forget_meshes,
     make_mesh,
     primary,
     stored,
-    weight_mesh,
     whole,
 )
-from components.engines.fsdp2.parallelize import (
-    Scorer,
-    build_scorer,
-    discard_iteration,
-    fsdp_modules,
-    release,
-)
+from components.engines.fsdp2.parallelize import Scorer, build_scorer
+from components.engines.further import with_further
 from components.engines.norm import global_norm
 from components.engines.sums import Sums, add_up, largest, reduce_counts
 from components.memory import naming_microbatch
 from components.models import ModelSpec, export_folder
+from components.models.experts import stored_dtype
 from components.optimizers import Optimizer, torch_optimizer
 from runner.protocols import Batch, Kernels, Loss, Reference, StepResult, TokenStats
 
@@ -77,9 +74,9 @@ class FSDP2Engine:
         assert world is not None
         self.world, self.group = world, data.get_group()
         self.data_rank, self.data_size = data.get_local_rank(), data.size()
-        weights, mesh = model.weights(seed), weight_mesh(self.mesh)
+        weights = model.weights(seed)
         context = Context(self.mesh.get_group(CONTEXT))
-        self.compiled, self.adapter, self.reference_kind = compiled, adapter, reference
+        self.compiled, self.adapter, self.reference_kind, self.ep = compiled, adapter, reference, layout.ep
         options: dict[str, Any] = {
             "seed": seed,
             "context": context,
@@ -88,16 +85,23 @@ class FSDP2Engine:
             "compiled": compiled,
             "kernels": kernels,
         }
-        self.scorer = build_scorer(model, weights, mesh, layout, trainable=True, adapter=adapter, **options)
+        self.scorer = build_scorer(
+            model, weights, self.mesh, layout, trainable=True, adapter=adapter, **options
+        )
         self.reference: Scorer | None = None
         if reference == "frozen":
             if reference_model is not None:
                 model, weights = reference_model, reference_model.weights(seed)
-            self.reference = build_scorer(model, weights, mesh, layout, trainable=False, **options)
+            self.reference = build_scorer(model, weights, self.mesh, layout, trainable=False, **options)
         self.max_grad_norm, self.moments = optimizer.max_grad_norm, optimizer.moments
         # The shards, once: while a module is gathered it shows its whole parameters instead.
         self.named_weights = list(self.scorer.named_weights())
         self.weights = {name: parameter for name, parameter in self.named_weights if parameter.requires_grad}
+        self.sizes, self.routing = self.scorer.sizes(), self.scorer.routing
+        self.members = [m for m in self.scorer.members() if m.parameter.requires_grad or adapter is None]
+        self.trained = [m for m in self.members if m.parameter.requires_grad]
+        # Of a model that an adapter is trained for, they stay what they are.
+        self.biases = bias_buffers(self.scorer.lm) if adapter is None else {}
         self.optimizer = torch_optimizer(optimizer, list(self.weights.items()))
         self.sums: Sums | None = None
         if device.type == "cuda":
@@ -107,9 +111,15 @@ class FSDP2Engine:
 
     # ---- the train step
 
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return self.spec.router_terms.counts(batch) | self.spec.further_tokens.counts(batch)
+
     def begin_train_step(self, counts: Mapping[str, int] | None = None) -> None:
         assert self.sums is None, "begin_train_step: the step before was neither finished nor aborted"
-        self.sums = Sums(None if counts is None else reduce_counts(counts, self.group, self.device))
+        total = None if counts is None else reduce_counts(counts, self.group, self.device)
+        self.sums = Sums(total)
+        if self.routing is not None:
+            self.routing.begin(total)
 
     def train_microbatches(
         self,
@@ -124,10 +134,17 @@ class FSDP2Engine:
                 begin(index)
                 # Gradients of a call add up in place and are reduced with its last micro-batch.
                 self._set_gradient_sync(index == len(microbatches) - 1)
-                batch = here.to(self.device)
-                output = loss(self._stats(self.scorer, batch, loss), batch)
+                batch, ahead = here.to(self.device), self.spec.further_tokens.batches(here)
+                stats, further = self._stats(self.scorer, batch, loss, ahead)
+                output, counts = with_further(
+                    loss(stats, batch),
+                    loss.counts(here),  # of what lies here: reading a GPU would wait
+                    self.spec.further_tokens,
+                    ahead,
+                    further,
+                )
                 self.sums.objective(output).backward()
-                self.sums.add(output, loss.counts(here))  # of what lies here: reading a GPU would wait
+                self.sums.add(output, counts)
 
     def finish_train_step(self, lr: float, *, max_loss: float = math.inf) -> StepResult:
         assert self.sums is not None, "finish_train_step without begin_train_step"
@@ -138,17 +155,24 @@ class FSDP2Engine:
         total_norm = global_norm(counted, self.world, self.device)
         grad_norm, loss = total_norm.item(), means.pop("loss")
         zeros = self._count_zeros(counted) if self.count_zeros else None
+        if self.routing is not None:
+            loss, added = self.routing.finish(loss)
+            means |= added
         if max_loss < math.inf:  # a last bit must not have groups of ranks decide differently
             loss = self.max_over_ranks(loss)
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm) and loss <= max_loss)
         if not skipped:
             self._update(total_norm, lr)
+            if self.routing is not None:
+                self.routing.update_biases()
         self._drop_gradients()
         self.sums = None
         return StepResult(loss, grad_norm, skipped, means, zeros)
 
     def abort_train_step(self) -> None:
         self.sums = None
+        if self.routing is not None:
+            self.routing.abort()
         discard_iteration(self.scorer)
         self._drop_gradients()
 
@@ -165,7 +189,7 @@ class FSDP2Engine:
     def _logps(self, model: Scorer, microbatches: Sequence[Batch]) -> list[Tensor]:
         logps = []
         for joined in bins.cut(microbatches, self.group, self.device):
-            found, _, _ = model(bins.join(joined).to(self.device), frozenset(), None)
+            found, *_ = model(bins.join(joined).to(self.device), frozenset(), None)
             logps += bins.split(found, joined)
         release(model)
         return logps
@@ -185,7 +209,8 @@ class FSDP2Engine:
                 for index, here in enumerate(prepared):
                     begin(index)
                     batch = here.to(self.device)
-                    sums.add(loss(self._stats(self.scorer, batch, loss), batch), loss.counts(here))
+                    stats, _ = self._stats(self.scorer, batch, loss)
+                    sums.add(loss(stats, batch), loss.counts(here))
         self.scorer.train()
         release(self.scorer)
         means, _ = sums.reduce(self.group, self.device)
@@ -195,28 +220,35 @@ class FSDP2Engine:
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         optimizer = None if model_only else self.optimizer
-        return state.saved_tensors(self.weights, optimizer, self.moments, dist.get_rank(), self.device)
+        return state.saved_tensors(
+            self.trained, self.biases, optimizer, self.moments, dist.get_rank(), self.device
+        )
 
     def load(self, path: Path) -> None:
-        state.load(path, self.weights, self.optimizer, self.moments, dist.get_rank(), self.device)
+        rank, device = dist.get_rank(), self.device
+        state.load(path, self.trained, self.biases, self.optimizer, self.moments, rank, device)
 
     def export(self, path: Path) -> None:
         def gathered() -> Iterator[tuple[str, Tensor]]:
-            for name, parameter in self.named_weights if self.adapter is None else self.weights.items():
-                tensor = whole(parameter.detach())
-                if dist.get_rank() == 0:
-                    yield name, tensor
+            for member in self.members:
+                tensor = whole(member.cut(member.parameter.detach()))
+                if member.writes:
+                    yield member.name, tensor
+            if dist.get_rank() == 0:
+                yield from self.biases.items()
 
         if self.adapter is not None:
             export_adapter(self.adapter, self.spec, gathered(), path)
             return
-        converted = ((name, tensor.to(self.dtype)) for name, tensor in gathered())
+        converted = ((name, t.to(stored_dtype(name, self.dtype))) for name, t in gathered())
         export_folder(self.spec, converted, path, self.dtype)
 
     def barrier(self) -> None:
         dist.barrier()
 
     def describe(self) -> dict[str, Any]:
+        experts = next(iter(grouped_experts(self.scorer.lm).values()), None)
+        shared_out = {} if experts is None or self.ep == 1 else {"experts": described(experts.mesh)}
         return {
             "engine": "fsdp2",
             "device": str(self.device),
@@ -224,24 +256,28 @@ class FSDP2Engine:
             "kernels": self.scorer.kernels,
             "compiled": self.compiled,
             "world_size": dist.get_world_size(),
-            "mesh": {
-                "dims": dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),
-                "ranks": self.mesh.mesh.tolist(),
-            },
-            "parameters": sum(p.numel() for _, p in self.named_weights),
-            "trained_parameters": sum(p.numel() for p in self.weights.values()),
+            "mesh": described(self.mesh) | shared_out,
+            "ep": self.ep,
+            "parameters": sum(self.sizes.values()),
+            "trained_parameters": sum(self.sizes[name] for name in self.weights),
         }
 
     def close(self) -> None:
         del self.scorer, self.reference, self.optimizer, self.weights, self.named_weights
+        del self.members, self.trained, self.biases, self.routing
         gc.collect()  # FSDP's hooks are cycles, and the next run of this process needs the memory
         forget_meshes()
         process_group.leave()
 
     # ---- private
 
-    def _stats(self, model: Scorer, batch: Batch, loss: Loss) -> TokenStats:
-        return TokenStats(*model(batch, loss.requires, loss.weights(batch)))
+    def _stats(
+        self, model: Scorer, batch: Batch, loss: Loss, ahead: Sequence[Batch] = ()
+    ) -> tuple[TokenStats, list[Tensor]]:
+        """What ``loss`` asks for, and the logps of every depth of ``ahead``."""
+        moved = [further.to(self.device) for further in ahead]
+        logps, logsumexp, mean, *further = model(batch, loss.requires, loss.weights(batch), moved)
+        return TokenStats(logps, logsumexp, mean), further
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         for module in fsdp_modules(self.scorer):
@@ -250,7 +286,10 @@ class FSDP2Engine:
 
     def _update(self, total_norm: Tensor, lr: float) -> None:
         if self.max_grad_norm:
-            clip_grads_with_norm_(self.weights.values(), self.max_grad_norm, total_norm)
+            # Not by torch's own function: experts may lie on another mesh than what is around them.
+            grads = [stored(p.grad) for p in self.weights.values() if p.grad is not None]
+            factor = (self.max_grad_norm / (total_norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(grads, factor.to(grads[0].device))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

@@ -6,6 +6,7 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
+from components.engines.fsdp2.experts import grouped_experts
 from runner.errors import ConfigError
 from runner.protocols import Kernels
 
@@ -77,6 +78,8 @@ def fuse(model: PreTrainedModel) -> None:
     before = dict(vars(module))
     off = dict.fromkeys(("rope", "cross_entropy", "fused_linear_cross_entropy"), False)
     on = dict.fromkeys(("rms_norm", "swiglu", "geglu", "layer_norm"), True)
+    if grouped_experts(model):
+        on["swiglu"] = False  # it would look for transformers' experts, and they are ours
     _apply_liger_kernel_to_instance(model=model, **on, **off)
     # It also replaces the classes, for models that are built later.
     vars(module).update(before)

@@ -1,11 +1,12 @@
 """Layouts of FSDP2 beside the one that was asked for: what they send, which hold less, all there are."""
 
 from collections.abc import Iterator, Mapping
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from components.engines.cost import FP32, all_reduced, gathered, tensor_parallel, traded_heads
+from components.engines.cost import FP32, all_reduced, gathered, tensor_parallel, traded_heads, traded_tokens
 from components.engines.layout import RECOMPUTED_MORE, divisors
 from runner.protocols import ModelSize, Sent, StepCost
 
@@ -22,7 +23,17 @@ def mesh(layout: "FSDP2", world_size: int) -> dict[str, Any]:
         "cp": cp,
         "tp": tp,
     }
-    return {"dims": dims, "ranks": torch.arange(world_size).view(*dims.values()).tolist()}
+    found = {"dims": dims, "ranks": torch.arange(world_size).view(*dims.values()).tolist()}
+    if layout.ep == 1:
+        return found
+    experts = {
+        "dp_replicate": replicate,
+        "dp_shard": world_size // (replicate * layout.ep * tp),
+        "ep": layout.ep,
+        "tp": tp,
+    }
+    ranks = torch.arange(world_size).view(*experts.values()).tolist()
+    return found | {"experts": {"dims": experts, "ranks": ranks}}
 
 
 def cost(
@@ -38,9 +49,15 @@ def cost(
     gradients are scattered once a step, in fp32 (Rajbhandari et al., 2020, section 7)."""
     shards = world_size // (layout.dp_replicate * layout.tp)
     held, trained = size.parameters / layout.tp, size.trained / layout.tp
+    experts, taught = size.experts / layout.tp, size.experts_trained / layout.tp
     gathers = num_microbatches * (2 if layout.reshard_after_forward else 1)
-    weights = gathers * gathered(held * dtype.itemsize, shards)
-    sent = [Sent("dp_shard", weights + gathered(trained * FP32, shards), when="behind")]
+
+    def spread(whole: float, experts: float) -> float:
+        """Sent to gather ``whole``, of which the ``experts`` are dealt out first."""
+        return gathered(whole - experts, shards) + gathered(experts / layout.ep, shards // layout.ep)
+
+    weights = gathers * spread(held, experts) * dtype.itemsize + spread(trained, taught) * FP32
+    sent = [Sent("dp_shard", weights, when="behind")]
     if layout.dp_replicate > 1:
         copies = all_reduced(trained / shards * FP32, layout.dp_replicate)
         sent.append(Sent("dp_replicate", copies, when="behind"))
@@ -50,16 +67,27 @@ def cost(
         own = tokens / layout.cp
         recomputed = layout.activation_checkpointing
         sent.append(tensor_parallel(size, layout.tp, own, dtype.itemsize, recomputed=recomputed))
+    if layout.ep > 1:
+        sent.append(
+            traded_tokens(
+                size,
+                layout.ep,
+                tokens / layout.cp,
+                dtype.itemsize,
+                recomputed=layout.activation_checkpointing,
+                span=layout.ep * layout.tp,
+            )
+        )
     if layout.cpu_offload:
         shard = (gathers * held * dtype.itemsize + trained * FP32) / shards
         sent.append(Sent("host", shard, when="behind"))
     return StepCost(sent, bubble=0.0, recomputed=layout.activation_checkpointing)
 
 
-def leaner(layout: "FSDP2", world_size: int) -> list[Mapping[str, Any]]:
+def leaner(layout: "FSDP2", world_size: int) -> list[dict[str, Any]]:
     """On the same ranks; then on more."""
     dp = layout.data_size(world_size)
-    found: list[Mapping[str, Any]] = [
+    found: list[dict[str, Any]] = [
         {"activation_checkpointing": kind} for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
     ]
     if not layout.reshard_after_forward:
@@ -68,16 +96,26 @@ def leaner(layout: "FSDP2", world_size: int) -> list[Mapping[str, Any]]:
         found.append({"dp_replicate": 1})
     if not layout.cpu_offload:
         found.append({"cpu_offload": True})
+    found.append({"ep": 2 * layout.ep})
     for key in ("tp", "cp"):
         size = getattr(layout, key) * 2
         if dp % 2 == 0:
             found.append({key: size, "dp": dp // 2})
         found.append({key: size, "dp": dp})
-    return found + [{"dp": dp * times} for times in (2, 4, 8)]
+    found += [{"dp": dp * times} for times in (2, 4, 8)]
+    return [keys for keys in found if shares_experts(vars(layout) | {"dp": dp} | keys)]
 
 
-def layouts(devices: int, per_node: int) -> Iterator[Mapping[str, Any]]:
-    """Every way to share ``devices`` ranks, as keys; matrices are split within a node of ``per_node``."""
+def shares_experts(keys: Mapping[str, Any]) -> bool:
+    """Whether the ranks that shard a parameter are whole sets of those that have all experts between them."""
+    return bool((keys["dp"] // keys["dp_replicate"] * keys["cp"]) % keys["ep"] == 0)
+
+
+def layouts(devices: int, per_node: int, *, experts: int = 0) -> Iterator[Mapping[str, Any]]:
+    """Every way to share ``devices`` ranks, as keys; matrices are split within a node of ``per_node``.
+
+    ``experts``: of every layer that has some, dealt out where there are any.
+    """
     for tp in divisors(devices):
         if tp > per_node:
             continue
@@ -85,4 +123,8 @@ def layouts(devices: int, per_node: int) -> Iterator[Mapping[str, Any]]:
             dp = devices // (tp * cp)
             nodes = -(-devices // per_node)
             copies = {1, nodes} if dp % nodes == 0 else {1}
-            yield from ({"dp": dp, "dp_replicate": n, "cp": cp, "tp": tp} for n in sorted(copies))
+            yield from (
+                {"dp": dp, "dp_replicate": n, "cp": cp, "tp": tp, "ep": ep}
+                for n in sorted(copies)
+                for ep in divisors(gcd(experts, dp // n * cp) if experts else 1)
+            )

@@ -1,13 +1,17 @@
 """The ranks of a run as one mesh, and which of them holds what."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, debug
+from torch.distributed.tensor import DTensor, Replicate, Shard, debug
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
+REPLICATE, SHARD, CONTEXT, EXPERT, TENSOR = "dp_replicate", "dp_shard", "cp", "ep", "tp"
 
 
 def make_mesh(device: torch.device, *, dp_replicate: int, cp: int, tp: int) -> DeviceMesh:
@@ -24,6 +28,21 @@ def weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
     # Of its own, because torch deprecates taking a flattened dimension out of a mesh together with others.
     sizes = (replicate, shard * cp, tp)
     return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+
+
+def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
+    """The ranks of ``mesh`` as experts lie on them: ``ep`` neighbours have other ones each."""
+    if ep == 1:
+        return weight_mesh(mesh)
+    replicate, shard, cp, tp = mesh.shape
+    sizes = (replicate, shard * cp // ep, ep, tp)
+    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=(REPLICATE, SHARD, EXPERT, TENSOR))
+
+
+def described(mesh: DeviceMesh) -> dict[str, Any]:
+    """The size of every dimension, and the global rank at every place."""
+    dims = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    return {"dims": dims, "ranks": mesh.mesh.tolist()}
 
 
 def forget_meshes() -> None:
@@ -70,3 +89,13 @@ def whole(tensor: Tensor) -> Tensor:
     # One dimension after the other, the innermost last: torch warns where it must find that out itself.
     *outer, last = tensor.placements
     return tensor.redistribute(placements=[*(Replicate() for _ in outer), last]).full_tensor()
+
+
+def distributed(local: Tensor, mesh: DeviceMesh, cuts: Sequence[Shard]) -> Tensor:
+    """``local`` as this rank's part of a matrix that is cut evenly over the dimensions of ``mesh``."""
+    shape = list(local.shape)
+    for size, placement in zip(mesh.shape, cuts, strict=True):
+        shape[placement.dim] *= size
+    # Not by from_local, which moves what is offloaded to the device of the mesh: a copy that no one reads.
+    meta = TensorMeta(torch.Size(shape), (shape[1], 1), local.dtype)
+    return DTensor(local.detach(), DTensorSpec(mesh, tuple(cuts), tensor_meta=meta), requires_grad=False)

@@ -1,30 +1,41 @@
 """From a description of a model to its sharded module, and back to whole tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.engines.attention import ATTENTION, ATTENTION_RECOMPUTED
-from components.engines.fsdp2.adapter import inject, name_on_disk
+from components.engines.fsdp2.adapter import describe, inject, name_on_disk
 from components.engines.fsdp2.context import Context
 from components.engines.fsdp2.execution import choose, fuse
-from components.engines.fsdp2.mesh import SHARD, TENSOR, data_mesh, part, stored
-from components.engines.fsdp2.tensor_parallel import local, parallelize, vocabulary_shard
+from components.engines.fsdp2.expert_lora import ExpertAdapter
+from components.engines.fsdp2.experts import (
+    GroupedExperts,
+    bias_buffers,
+    group_experts,
+    grouped_experts,
+)
+from components.engines.fsdp2.further import Further
+from components.engines.fsdp2.iteration import fsdp_modules
+from components.engines.fsdp2.mesh import SHARD, TENSOR, data_mesh, expert_mesh, part, stored, weight_mesh
+from components.engines.fsdp2.names import Member, only_member
+from components.engines.fsdp2.routing import Routing
+from components.engines.fsdp2.tensor_parallel import Enter, local, parallelize, vocabulary_shard
 from components.engines.logps import token_stats
 from components.engines.vocabulary import VocabularyShard
 from components.models import ModelSpec, WeightSource, materialize_buffers
 from runner.errors import ConfigError
-from runner.protocols import IGNORE, Batch, Kernels
+from runner.protocols import IGNORE, Batch, Kernels, TokenStats
 
 if TYPE_CHECKING:
     from components.engines.fsdp2.spec import FSDP2
@@ -40,24 +51,48 @@ class Scorer(nn.Module):
 
     def __init__(self, lm: PreTrainedModel, context: Context) -> None:
         super().__init__()
-        self.lm, self.context = lm, context
+        self.lm, self.context, self.further = lm, context, Further(lm)
+        self.routing: Routing | None = None
+        """Of a model with experts that is trained."""
         self.vocabulary: VocabularyShard | None = None
         """With tensor parallelism: which rows of the head are here."""
         self.kernels: Literal["torch", "liger"] = "torch"
 
     def forward(
-        self, batch: Batch, requires: frozenset[str], weights: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The fields of ``TokenStats``, as a tuple because FSDP hooks the tensors of a tuple only."""
+        self,
+        batch: Batch,
+        requires: frozenset[str],
+        weights: Tensor | None,
+        further: Sequence[Batch] = (),
+    ) -> tuple[Tensor | None, ...]:
+        """The fields of ``TokenStats``, as a tuple because FSDP hooks the tensors of a tuple only.
+
+        After them, for each of ``further`` (see ``FurtherTokens``; none: its layers are left out) its logps.
+        """
         own, length = self.context.own, batch.labels.shape[1]
+        if self.routing is not None and torch.is_grad_enabled():
+            self.routing.see(batch)
         hidden = self.lm.base_model(
             input_ids=own(batch.input_ids),
             position_ids=own(batch.position_ids),
             use_cache=False,
             **self.context.attention_kwargs(batch),
         ).last_hidden_state
-        head = self.lm.get_output_embeddings()
-        stats = token_stats(
+        stats = self._stats(hidden, batch, requires, weights)
+        whole = self.context.whole
+        return (
+            whole(stats.logps, length),
+            whole(stats.logsumexp, length),
+            whole(stats.mean_logp, length),
+            *(whole(logps, length) for logps in self._further(hidden, further)),
+        )
+
+    def _stats(
+        self, hidden: Tensor, batch: Batch, requires: frozenset[str], weights: Tensor | None
+    ) -> TokenStats:
+        """Of this rank's positions."""
+        head, own = self.lm.get_output_embeddings(), self.context.own
+        return token_stats(
             hidden,
             local(head.weight),
             own(batch.labels, IGNORE),
@@ -68,8 +103,19 @@ class Scorer(nn.Module):
             label_index=batch.labelled() if self.context.cp == 1 else None,
             shard=self.vocabulary,
         )
-        whole = self.context.whole
-        return whole(stats.logps, length), whole(stats.logsumexp, length), whole(stats.mean_logp, length)
+
+    def _further(self, hidden: Tensor, batches: Sequence[Batch]) -> Iterator[Tensor]:
+        """``logps`` of this rank's positions, by depth."""
+        if not batches:
+            return
+        states = self.further(hidden, [self.context.own(batch.input_ids) for batch in batches], self._embed)
+        for state, batch in zip(states, batches, strict=True):
+            yield self._stats(state, batch, frozenset(), (batch.labels != IGNORE).float()).logps
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """For a layer of further tokens, of which every tensor-parallel rank computes a part."""
+        embedded: Tensor = self.lm.get_input_embeddings()(ids)
+        return embedded if self.vocabulary is None else Enter.apply(embedded, self.vocabulary.group)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their names on disk, tied ones once.
@@ -78,11 +124,27 @@ class Scorer(nn.Module):
         """
         return ((name_on_disk(name), parameter) for name, parameter in self.lm.named_parameters())
 
+    def sizes(self) -> dict[str, int]:
+        """By the names of ``named_weights``, how many numbers there are on all ranks together."""
+        grouped = grouped_experts(self.lm).values()
+        parts = {parameter: module.parts for module in grouped for parameter in module.parameters()}
+        return {name: p.numel() * parts.get(p, 1) for name, p in self.named_weights()}
+
+    def members(self) -> Iterator[Member]:
+        """What ``named_weights`` hold on this rank, in their order: experts one by one."""
+        first = dist.get_rank() == 0
+        for name, parameter in self.lm.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            if isinstance(module := self.lm.get_submodule(owner), GroupedExperts | ExpertAdapter):
+                yield from module.members(leaf)
+            else:
+                yield only_member(name_on_disk(name), parameter, first=first)
+
 
 def build_scorer(
     spec: ModelSpec,
     weights: WeightSource,
-    mesh: DeviceMesh,
+    ranks: DeviceMesh,
     layout: "FSDP2",
     *,
     seed: int,
@@ -94,7 +156,7 @@ def build_scorer(
     trainable: bool,
     adapter: LoRA | None = None,
 ) -> Scorer:
-    """The model sharded over ``mesh``, block by block, holding ``weights``.
+    """The model sharded over all ``ranks``, block by block, holding ``weights``.
 
     What is trained keeps fp32 shards (the master weights), is computed in ``dtype`` and has its gradients
     reduced in fp32; what is frozen is stored in ``dtype``: the model itself where there is an ``adapter``,
@@ -105,8 +167,11 @@ def build_scorer(
     recompute = layout.activation_checkpointing if trainable else "none"
     attention = ATTENTION_RECOMPUTED if recompute == "selective" else ATTENTION
     scorer = Scorer(spec.build(spec.config(), attention=attention), context)
-    if adapter is not None:
-        inject(scorer.lm, adapter)  # before anything is split
+    mesh, experts = weight_mesh(ranks), expert_mesh(ranks, layout.ep)
+    described = None if adapter is None else describe(adapter, scorer.lm)
+    group_experts(scorer.lm, experts, adapter)
+    if described is not None:
+        inject(scorer.lm, described)  # before anything is split
     scorer.kernels = choose(kernels, scorer.lm, device.type, compiled=compiled)
     if scorer.kernels == "liger":
         fuse(scorer.lm)
@@ -124,23 +189,37 @@ def build_scorer(
     if layout.tp > 1:
         parallelize(scorer.lm, mesh[TENSOR])
         scorer.vocabulary = vocabulary_shard(scorer.lm.config.vocab_size, mesh.get_group(TENSOR))
-    shard(scorer, mesh, layout, dtype)
+    if trainable and grouped_experts(scorer.lm):
+        scorer.routing = Routing(spec.router_terms, scorer.lm, ranks, device)
+    shard(scorer, mesh, experts, layout, dtype)
     scorer.to_empty(device="cpu" if layout.cpu_offload else device)
     materialize_buffers(scorer.lm, device)
     trained = weights if adapter is None else adapter.weights(spec.build(spec.config()), seed, weights)
-    for name, parameter in scorer.named_weights():
-        copy_part(parameter, name, trained if parameter.requires_grad else weights)
+    for member in scorer.members():
+        source = trained if member.parameter.requires_grad else weights
+        copy_part(member.cut(member.parameter), member.name, source)
+    load_biases(scorer.lm, weights, device)
     return scorer.train(trainable)
 
 
-def shard(scorer: Scorer, mesh: DeviceMesh, layout: "FSDP2", dtype: torch.dtype) -> None:
+def shard(
+    scorer: Scorer, mesh: DeviceMesh, expert_mesh: DeviceMesh, layout: "FSDP2", dtype: torch.dtype
+) -> None:
     """``fully_shard`` on every block, then on the root, with gradients summed instead of averaged."""
     # Inputs are ids, labels and fp32 weights of labels: casting those would round the loss.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": data_mesh(mesh), "mp_policy": policy}
-    options["shard_placement_fn"] = partial(shard_dimension, shards=mesh[SHARD].size())
+    grouped = grouped_experts(scorer.lm).values()
+    whole = {parameter: dim for module in grouped for parameter, dim in module.hidden_dimensions().items()}
+    options["shard_placement_fn"] = partial(shard_dimension, shards=mesh[SHARD].size(), whole=whole)
     if layout.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    if layout.ep > 1:  # on other ranks than what is around them
+        there: dict[str, Any] = options | {"mesh": data_mesh(expert_mesh)}
+        shards = expert_mesh[SHARD].size()
+        there["shard_placement_fn"] = partial(shard_dimension, shards=shards, whole=whole)
+        for experts in grouped:
+            fully_shard(experts, reshard_after_forward=layout.reshard_after_forward, **there)
     for block in blocks(scorer.lm):
         fully_shard(block, reshard_after_forward=layout.reshard_after_forward, **options)
     fully_shard(scorer, **options)
@@ -150,12 +229,15 @@ def shard(scorer: Scorer, mesh: DeviceMesh, layout: "FSDP2", dtype: torch.dtype)
         module.set_force_sum_reduction_for_comms(True)
 
 
-def shard_dimension(parameter: nn.Parameter, shards: int) -> Shard | None:
-    """Which dimension FSDP cuts; None: rows.
+def shard_dimension(parameter: nn.Parameter, shards: int, whole: Mapping[nn.Parameter, int]) -> Shard | None:
+    """Which dimension FSDP cuts; None: rows, or whole experts.
 
+    ``whole``: of stacked experts, what is cut where their number does not come out even.
     Where tensor parallelism left its ranks unequal numbers of rows, columns: torch would be wrong about which
     rows of the whole a shard of them holds.
     """
+    if parameter in whole:
+        return Shard(whole[parameter]) if len(parameter) % shards else None
     if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
         return None
     rows, *others = parameter.shape
@@ -197,10 +279,6 @@ def blocks(lm: PreTrainedModel) -> list[nn.Module]:
     return found
 
 
-def fsdp_modules(scorer: nn.Module) -> Iterator[FSDPModule]:
-    return (module for module in scorer.modules() if isinstance(module, FSDPModule))
-
-
 @torch.no_grad()
 def copy_part(parameter: Tensor, name: str, weights: WeightSource) -> None:
     """Copies this rank's part of the weight ``name`` into ``parameter``; reads no other, sends nothing."""
@@ -209,48 +287,11 @@ def copy_part(parameter: Tensor, name: str, weights: WeightSource) -> None:
         stored(parameter).copy_(weights(name, index))
 
 
-def release(scorer: Scorer) -> None:
-    """Frees the gathered weights that a forward without backward leaves: no update would reach them."""
-    for module in fsdp_modules(scorer):
-        module.reshard()
-
-
-def discard_iteration(scorer: Scorer) -> None:
-    """Forgets a forward or backward that did not finish, and every gradient not reduced yet.
-
-    FSDP's own reset keeps what ``set_requires_gradient_sync(False)`` has accumulated in the unsharded
-    parameters, which no public call can drop.
-    """
-    assert isinstance(scorer, FSDPModule)
-    state = scorer._get_fsdp_state()
-    if state._is_root is None:
-        return  # no forward has run yet
-    if hasattr(scorer, "reset_iter_state"):
-        scorer.reset_iter_state()
-    else:
-        reset_by_hand(state)
-    release(scorer)
-    for module in fsdp_modules(scorer):
-        for group in param_groups(module._get_fsdp_state()):
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
-
-
-def reset_by_hand(root: Any) -> None:
-    """``reset_iter_state`` for torch before 2.13, which has none."""
-    for state in root._state_ctx.all_states:
-        state._training_state = TrainingState.IDLE
-        for group in param_groups(state):
-            group._training_state = TrainingState.IDLE
-            group._post_forward_indices.clear()
-    root._comm_ctx.post_forward_order.clear()
-    root._state_ctx.iter_forward_root = None
-    root._state_ctx.post_backward_final_callback_queued = False
-
-
-def param_groups(state: Any) -> list[Any]:
-    """A list since torch 2.13; one or none before."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [g for g in (state._fsdp_param_group,) if g] if groups is None else groups
+@torch.no_grad()
+def load_biases(lm: PreTrainedModel, weights: WeightSource, device: torch.device) -> None:
+    """Every rank has all of them, in fp32, where it computes."""
+    for name, lost in bias_buffers(lm).items():
+        owner, _, leaf = name.rpartition(".")
+        value = weights(name).to(device, torch.float32, copy=True)
+        assert value.shape == lost.shape, name
+        lm.get_submodule(owner)._buffers[leaf] = value

@@ -9,7 +9,14 @@ from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.engines import process_group
-from components.engines.fsdp2 import context, estimate, execution, layouts, tensor_parallel
+from components.engines.fsdp2 import (
+    context,
+    estimate,
+    execution,
+    expert_checks,
+    layouts,
+    tensor_parallel,
+)
 from components.engines.fsdp2.adapter import check as adapter_check
 from components.engines.fsdp2.engine import FSDP2Engine
 from components.engines.fsdp2.parallelize import blocks
@@ -47,9 +54,11 @@ class FSDP2:
     """Ranks that split every matrix and the vocabulary, and work on the same rows of a batch."""
     cpu_offload: bool = False
     """Shards, gradients and optimizer state live in host memory, and the optimizer runs there."""
+    ep: int = 1
+    """Neighbours among the ``dp / dp_replicate * cp`` ranks of a copy that have other experts each."""
 
     def __post_init__(self) -> None:
-        for key in ("dp", "default_dp", "dp_replicate", "cp", "tp"):
+        for key in ("dp", "default_dp", "dp_replicate", "cp", "tp", "ep"):
             size = getattr(self, key)
             if size is not None and size < 1:
                 raise ConfigError(f"parallelism.{key}: must be at least 1, got {size}.")
@@ -115,11 +124,13 @@ class FSDP2:
         """
         Raises:
             ConfigError: the model has no blocks that could be sharded, no plan for ``tp`` parts, or no way to
-                share its rows among ``cp`` ranks; nothing here compiles or fuses its blocks; or ``tp`` ranks
-                cannot split the adapter.
+                share its rows among ``cp`` ranks or its experts among ``ep``; nothing here compiles or fuses
+                its blocks; or ``tp`` ranks cannot split the adapter.
         """
         blocks(model)
-        tensor_parallel.check(model, self.tp, world_size // (self.dp_replicate * self.tp))
+        ranks = world_size // (self.dp_replicate * self.tp)
+        tensor_parallel.check(model, self.tp, ranks)
+        expert_checks.check(model, ep=self.ep, tp=self.tp, ranks=ranks, adapter=adapter)
         context.check(model, self.cp, self.tp)
         adapter_check(adapter, self.tp)
         execution.check(model, device, compiled=compiled, kernels=kernels)

@@ -1,16 +1,17 @@
 """What a checkpoint of this engine holds: tensors under names that no layout changes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from components.checkpoint.format import load_tensors, saved_keys
+from components.engines.fsdp2.names import Member
 from components.optimizers import make_moments
 
-Weights = dict[str, nn.Parameter]
-"""Shards by Hugging Face name."""
+Weights = Sequence[Member]
+"""What this rank has of the weights that are trained."""
 
 STEP = "optimizer_step"
 """Updates made so far: AdamW's bias correction counts them, and a skipped step is none."""
@@ -18,13 +19,14 @@ STEP = "optimizer_step"
 
 def saved_tensors(
     weights: Weights,
+    biases: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer | None,
     moments: Sequence[str],
     rank: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
     """This rank's shards themselves, no copies; without ``optimizer`` the weights alone."""
-    tensors = weight_tensors(weights)
+    tensors = weight_tensors(weights) | bias_tensors(biases)
     if optimizer is not None:
         make_moments(optimizer, moments)
         tensors |= moment_tensors(weights, optimizer, moments)
@@ -36,6 +38,7 @@ def saved_tensors(
 def load(
     path: Path,
     weights: Weights,
+    biases: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     moments: Sequence[str],
     rank: int,
@@ -47,7 +50,8 @@ def load(
     """
     make_moments(optimizer, moments)
     step, rng, keys = torch.zeros(1), rng_tensors(rank, device), saved_keys(path)
-    tensors = weight_tensors(weights) | moment_tensors(weights, optimizer, moments) | {STEP: step}
+    tensors = weight_tensors(weights) | bias_tensors(biases)
+    tensors |= moment_tensors(weights, optimizer, moments) | {STEP: step}
     known = {name: value for name, value in rng.items() if name in keys}
     load_tensors(path, tensors | known)
     for state in optimizer.state.values():
@@ -57,13 +61,18 @@ def load(
 
 
 def weight_tensors(weights: Weights) -> dict[str, Tensor]:
-    return {f"model/{name}": parameter.detach() for name, parameter in weights.items()}
+    return {f"model/{w.name}": w.cut(w.parameter.detach()) for w in weights}
+
+
+def bias_tensors(biases: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of routers: no gradient changes them, but training may."""
+    return {f"model/{name}": bias for name, bias in biases.items()}
 
 
 def moment_tensors(
     weights: Weights, optimizer: torch.optim.Optimizer, moments: Sequence[str]
 ) -> dict[str, Tensor]:
-    return {f"{m}/{name}": optimizer.state[p][m] for name, p in weights.items() for m in moments}
+    return {f"{m}/{w.name}": w.cut(optimizer.state[w.parameter][m]) for w in weights for m in moments}
 
 
 def first_step(optimizer: torch.optim.Optimizer) -> Tensor:

@@ -25,24 +25,36 @@ from components.engines.layout import check_tp, nearest
 from components.engines.vocabulary import VocabularyShard
 from runner.errors import ConfigError
 
-PRE_NORM = re.compile(r".*\.(input|post_attention)_layernorm|model\.norm")
-FOUR_NORMS = re.compile(r".*\.(input|pre_feedforward)_layernorm|model\.norm")
+PRE_NORM = re.compile(r".*\.(input|post_attention)_layernorm|model\.norm|.*\.shared_head\.norm")
+FOUR_NORMS = re.compile(r".*\.(input|pre_feedforward)_layernorm|model\.norm|.*\.shared_head\.norm")
 ARCHITECTURES = {
     "llama": PRE_NORM,
     "mistral": PRE_NORM,
     "qwen2": PRE_NORM,
     "qwen3": PRE_NORM,
+    "qwen3_moe": PRE_NORM,
+    "mixtral": PRE_NORM,
     "gemma3_text": FOUR_NORMS,
+    "deepseek_v3": PRE_NORM,
 }
 """By model_type, the norms whose output enters matrices that are cut by output, or the head. Others see, and
 pass on, what is the same on every rank."""
 
-BY_OUTPUT = re.compile(r".*\.self_attn\.[qkv]_proj|.*\.mlp\.(gate|up)_proj")
-BY_INPUT = re.compile(r".*\.self_attn\.o_proj|.*\.mlp\.down_proj")
+BY_OUTPUT = re.compile(r".*\.self_attn\.([qkv]|q_b|kv_b)_proj|.*\.mlp\.(shared_experts\.)?(gate|up)_proj")
+BY_INPUT = re.compile(r".*\.self_attn\.o_proj|.*\.mlp\.(shared_experts\.)?down_proj")
 VOCABULARY = re.compile(r"model\.embed_tokens|lm_head")
-NORM = re.compile(r".*\.(input|post_attention|pre_feedforward|post_feedforward)_layernorm|model\.norm")
-HEAD_NORM = re.compile(r".*\.self_attn\.[qk]_norm")
-"""Sees the heads of its rank alone."""
+JOINING = re.compile(r".*\.eh_proj")
+"""Cut by input; every rank has all of it, and takes its part."""
+NORM = re.compile(
+    r".*\.(input|post_attention|pre_feedforward|post_feedforward)_layernorm|model\.norm|.*\.shared_head\.norm"
+)
+HEAD_NORM = re.compile(r".*\.self_attn\.([qk]_norm|(q|kv)_a_layernorm)|.*\.[eh]norm")
+"""Of its result a rank uses a part alone (its heads, or its columns of ``JOINING``), or it is a latent that
+goes to such a part: the gradient is the sum over ranks."""
+ROUTER = re.compile(r".*\.mlp\.gate")
+"""Every rank routes the same tokens to its parts of their experts."""
+LATENT = re.compile(r".*\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)")
+"""To the latents that the heads of every rank are made of: whole, with such a gradient."""
 
 
 def check(model: PreTrainedModel, tp: int, shards: int) -> None:
@@ -78,21 +90,30 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             cut_by_output(module, mesh)
         elif BY_INPUT.fullmatch(name):
             cut_by_input(module, mesh)
+        elif JOINING.fullmatch(name):
+            distribute(module, mesh, weight=Shard(1))
+            module.forward = by_own_input(module, group)
         elif NORM.fullmatch(name):
             distribute(module, mesh, weight=Replicate())
             module.forward = with_local_weight(module, Replicate())
             if entering.fullmatch(name):
                 module.register_forward_hook(lambda _, __, output: Enter.apply(output, group))
-        elif HEAD_NORM.fullmatch(name):
-            distribute(module, mesh, weight=Replicate())
-            module.forward = with_local_weight(module, Partial())
+            if name.endswith(".shared_head.norm"):
+                # The end of a block, on which FSDP hangs hooks, and views may lose them.
+                module.register_forward_hook(lambda _, __, output: output.clone())
+        elif HEAD_NORM.fullmatch(name) or ROUTER.fullmatch(name):
+            keep_whole(module, mesh)
+        elif LATENT.fullmatch(name):
+            for linear in linears(module):
+                keep_whole(linear, mesh)
         elif VOCABULARY.fullmatch(name) and not isinstance(module.weight, DTensor):
             distribute(module, mesh, weight=Shard(0), bias=Shard(0))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     embedding.forward = looked_up(embedding, group)
     if model.config.tie_word_embeddings:
         head.weight = embedding.weight
-    left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    cut = re.compile(r".*\.experts\.(gate_up|down)_proj")  # before, on ranks of their own
+    left = [n for n, p in model.named_parameters() if not isinstance(p, DTensor) and not cut.fullmatch(n)]
     assert not left, f"{left[0]}: no rule says how it is cut"
 
 
@@ -118,6 +139,19 @@ def cut_by_input(module: Any, mesh: DeviceMesh) -> None:
         distribute(a, mesh, weight=Shard(1))
         distribute(b, mesh, weight=Replicate())
         a.forward, b.forward = by_input(a, group), with_local_weight(b, Replicate())
+
+
+def keep_whole(module: Any, mesh: DeviceMesh) -> None:
+    """A part of attention that no rank lacks anything of, though each has heads of its own behind it."""
+    distribute(module, mesh, weight=Replicate(), bias=Replicate())
+    module.forward = with_local_weight(module, Partial())
+
+
+def linears(module: Any) -> list[nn.Module]:
+    """A linear layer, or those that peft's is made of."""
+    if not hasattr(module, "base_layer"):
+        return [module]
+    return [module.base_layer, module.lora_A["default"], module.lora_B["default"]]
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
@@ -152,17 +186,23 @@ def by_input(linear: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor
     return forward
 
 
+def by_own_input(linear: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """As ``by_input``, of an input that every rank has all of."""
+    forward = by_input(linear, group)
+    return lambda inputs: forward(inputs.chunk(group.size(), -1)[group.rank()])
+
+
 def with_local_weight(module: Any, gradient: Placement | None = None) -> Callable[[Tensor], Tensor]:
-    """The module's own forward, on a plain weight; ``gradient`` as in ``local``."""
+    """The module's own forward, on plain parameters; ``gradient`` as in ``local``."""
     forward = module.forward
 
     def on_local(inputs: Tensor) -> Any:
-        weight = module.weight
-        module._parameters["weight"] = local(weight, gradient)
+        own = dict(module._parameters)
+        module._parameters.update({name: local(parameter, gradient) for name, parameter in own.items()})
         try:
             return forward(inputs)
         finally:
-            module._parameters["weight"] = weight
+            module._parameters.update(own)
 
     return on_local
 

@@ -1,5 +1,6 @@
 """What the Megatron engine refuses, found before a process starts and without importing megatron."""
 
+import math
 from importlib.util import find_spec
 from typing import Literal
 
@@ -9,8 +10,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from components.adapters import LoRA
 from components.engines.layout import check_cp, check_tp
 from components.engines.megatron import table
+from components.engines.megatron.experts import FAMILIES, check_experts, experts_of
 from components.engines.megatron.layout import Layout
-from components.engines.megatron.stages import check_stages
+from components.engines.megatron.stages import check_stages, held
+from components.models.further import number
 from components.optimizers import SGD, Optimizer
 from runner.errors import ConfigError
 
@@ -24,13 +27,17 @@ COUNTS = (
     "bucket_size",
     "first_stage_layers",
     "last_stage_layers",
+    "ep",
+    "etp",
 )
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *FAMILIES)
 COMPUTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """Fields of a configuration, where it has them, and the one value that the engine computes."""
 ROPE_TYPES = ("default", "linear", "llama3")
 """Those that scale no attention scores."""
+LATENT_ROPE_TYPES = (*ROPE_TYPES, "yarn")
+"""Of latent attention, which scales them."""
 
 
 def check_keys(layout: Layout) -> None:
@@ -43,6 +50,10 @@ def check_keys(layout: Layout) -> None:
         size = getattr(layout, key)
         if size is not None and size < 1:
             raise ConfigError(f"parallelism.{key}: must be at least 1, got {size}.")
+    if layout.capacity_factor is not None and not 0 < layout.capacity_factor < math.inf:
+        raise ConfigError(
+            f"parallelism.capacity_factor: must be above 0, got {layout.capacity_factor}; use 1.25, or null."
+        )
     for key, needs in contradictions(layout).items():
         raise ConfigError(f"parallelism.{key}: is {getattr(layout, key)!r}, but {needs}.")
 
@@ -52,6 +63,7 @@ def contradictions(layout: Layout) -> dict[str, str]:
     staged = "there is one pipeline stage; set parallelism.pp above 1, or leave it out"
     overlapping = "gradients are reduced at once; set parallelism.overlap_grad_reduce=true, or leave it out"
     gathered = "needs parallelism.distributed_optimizer=true and parallelism.overlap_grad_reduce=true"
+    unlimited = "experts take all tokens; set parallelism.capacity_factor, or leave it out"
     told = layout.first_stage_layers is not None or layout.last_stage_layers is not None
     alone = layout.pp == 1
     found = {
@@ -68,6 +80,12 @@ def contradictions(layout: Layout) -> dict[str, str]:
             "no sequence is split; set parallelism.cp above 1, or leave it out",
         ),
         "bucket_size": (layout.bucket_size is not None and not layout.overlap_grad_reduce, overlapping),
+        "drop_policy": (layout.drop_policy != "probs" and layout.capacity_factor is None, unlimited),
+        "pad_to_capacity": (layout.pad_to_capacity and layout.capacity_factor is None, unlimited),
+        "shared_expert_overlap": (
+            layout.shared_expert_overlap and layout.moe_dispatcher != "alltoall",
+            "Megatron overlaps them with parallelism.moe_dispatcher=alltoall only",
+        ),
         "overlap_param_gather": (
             layout.overlap_param_gather and not (layout.distributed_optimizer and layout.overlap_grad_reduce),
             f"it {gathered}",
@@ -85,6 +103,7 @@ def check_run(
     model: PreTrainedModel,
     optimizer: Optimizer,
     *,
+    world_size: int,
     dtype: torch.dtype,
     device: Literal["cpu", "cuda"],
     adapter: LoRA | None = None,
@@ -100,14 +119,33 @@ def check_run(
     check_tp(layout.tp, model.config)
     if layout.cp_comm_type == "a2a":
         check_cp(layout.cp, layout.tp, model.config, instead="parallelism.cp_comm_type=all_gather")
+    check_experts(layout, model, world_size)
     check_stages(layout, model.config.num_hidden_layers)
+    check_further(layout, model.config)
     check_frozen(model)
     if adapter is not None:
-        check_adapter(adapter)
+        check_adapter(adapter, model, layout.etp)
     reason = why_no_transformer_engine(model.config, layout, dtype, device, adapter)
     if layout.transformer_impl == "transformer_engine" and reason:
         raise ConfigError(
             f"parallelism.transformer_impl: is transformer_engine, but {reason}; use auto or local."
+        )
+
+
+def check_further(layout: Layout, config: PreTrainedConfig) -> None:
+    """Layers for further tokens are on the last stage, with an embedding of their own."""
+    count = number(config)
+    if not count or layout.pp == 1:
+        return
+    if config.tie_word_embeddings:
+        raise ConfigError(
+            f"model.mtp_layers: is {count}, and this model ties embedding and head, which Megatron does not "
+            "do over stages; use parallelism.pp=1, or model.architecture.tie_word_embeddings=false."
+        )
+    if "t" not in held(layout, config.num_hidden_layers)[-1][-1]:
+        raise ConfigError(
+            f"parallelism.pipeline_layout: {layout.pipeline_layout!r} ends without a layer, and those of "
+            f"model.mtp_layers={count} are like the last one there; use one with a t before L."
         )
 
 
@@ -159,11 +197,11 @@ def check_model(model: PreTrainedModel) -> None:
                 f"model: {key}={getattr(config, key)} of {kind}: the Megatron engine computes {value} only; "
                 f"{instead}"
             )
-    rope = config.rope_parameters
-    if rope["rope_type"] not in ROPE_TYPES:
+    rope, types = config.rope_parameters, LATENT_ROPE_TYPES if has_latents(config) else ROPE_TYPES
+    if rope["rope_type"] not in types:
         raise ConfigError(
             f"model: rope_type={rope['rope_type']} of {kind}: the Megatron engine computes "
-            f"{', '.join(ROPE_TYPES)}; {instead}"
+            f"{', '.join(types)}; {instead}"
         )
     if rope.get("partial_rotary_factor", 1) != 1:
         raise ConfigError(
@@ -172,6 +210,11 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if names := table.unknown(name for name, _ in model.named_parameters()):
         raise ConfigError(f"model: {names[0]} of {kind} has no place in the Megatron engine; {instead}")
+
+
+def has_latents(config: PreTrainedConfig) -> bool:
+    """Whether queries, keys and values are made of latents."""
+    return getattr(config, "kv_lora_rank", None) is not None
 
 
 def check_frozen(model: PreTrainedModel) -> None:
@@ -195,7 +238,7 @@ def check_frozen(model: PreTrainedModel) -> None:
             )
 
 
-def check_adapter(adapter: LoRA) -> None:
+def check_adapter(adapter: LoRA, model: PreTrainedModel, etp: int) -> None:
     if adapter.dora:
         raise ConfigError(
             "adapter.dora: the Megatron engine has no layer for it; use adapter=lora, or parallelism=fsdp2."
@@ -204,6 +247,11 @@ def check_adapter(adapter: LoRA) -> None:
         raise ConfigError(
             "adapter.modules_to_save: the Megatron engine trains the adapter alone; leave it out, or use "
             "parallelism=fsdp2."
+        )
+    if etp > 1 and adapter.expert_targets(model):
+        raise ConfigError(
+            f"parallelism.etp: {etp} ranks would split the experts that adapter.target has; use "
+            "parallelism.etp=1, or adapter.target=attention."
         )
 
 
@@ -233,6 +281,7 @@ def why_no_transformer_engine(
     over ranks in neither of our ways (``cp_comm_type``).
     """
     window = getattr(config, "sliding_window", None)
+    latent = f"the latent attention of {config.model_type} is computed by local only"
     reasons = {
         "this run is on the CPU": device == "cpu",
         "it is not installed (pip install transformer-engine[pytorch])": (
@@ -241,6 +290,9 @@ def why_no_transformer_engine(
         "its linear layers hold the norm before them, where an adapter needs its output": adapter is not None,
         "its attention to packed sequences has no fp32 (run.dtype=bf16 has)": dtype == torch.float32,
         f"its attention to packed sequences has no cp_comm_type={layout.cp_comm_type}": layout.cp > 1,
+        "layers for further tokens (model.mtp_layers) are computed by local only": number(config) > 0,
         f"this {config.model_type} has a sliding window, which is computed by local only": window is not None,
+        latent: has_latents(config),
+        f"experts of {config.model_type} are computed by local only": experts_of(config) is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

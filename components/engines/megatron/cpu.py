@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from components.engines.megatron import quiet
+from components.engines.megatron import cpu_experts, quiet
 from components.engines.megatron.patches import Patch, during
 from components.engines.megatron.patches import install as install_patches
 
@@ -217,4 +217,5 @@ PATCHES = (
         "CUDA, where the stream orders both: the receiver would get what lies there next",
         replace=keep_sent,
     ),
+    *cpu_experts.PATCHES,
 )

@@ -4,27 +4,18 @@ Megatron itself is not imported.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
-from components.engines.estimate import (
-    FP32,
-    Block,
-    Bytes,
-    Parameter,
-    Run,
-    head,
-    head_dim,
-    largest,
-    masks,
-    norms_of_a_block,
-    parameters,
-    together,
-)
+from components.engines.census import Cuts, Parameter, parameters
+from components.engines.estimate import FP32, Block, Bytes, Run, dense, head, largest, masks, together
 from components.engines.megatron import stages
 from components.engines.megatron.layout import Layout
+from components.engines.shape import experts, norms_heads, norms_of_hidden, routed_blocks
+from components.models import further
+from components.models.widths import heads
 from components.optimizers import Optimizer
 from runner.protocols import RankMemory, TrainStep, Workload
 
@@ -32,18 +23,20 @@ from runner.protocols import RankMemory, TrainStep, Workload
 def memory(layout: Layout, model: PreTrainedModel, optimizer: Optimizer, step: TrainStep) -> list[RankMemory]:
     """Of every pipeline stage."""
     run = Run(step.dtype, step.device, layout.activation_checkpointing)
-    block = block_of(model, layout, run, step.workload, step.adapter)
-    shards = step.world_size // (layout.tp * layout.pp) if layout.distributed_optimizer else 1
+    blocks = blocks_of(model, layout, run, step.workload, step.adapter)
+    shards = Shards.of(layout, step.world_size)
     asks = step.reference != "none" or step.loss.kind == "unpaired"
     found = []
+    layers = layers_of(layout, model)
     for number, chunks in enumerate(stages.held(layout, model.config.num_hidden_layers)):
-        weights = weigh(model, layout.tp, "".join(chunks), step.adapter)
-        stage = Stage(number, chunks, weights, block, model.config.vocab_size, layout, shards, step.workload)
+        weights = weigh(model, layout, "".join(chunks), layers[number], step.adapter)
+        own = tuple(blocks[layer] for layer in layers[number] or [0])
+        stage = Stage(number, chunks, weights, own, model.config.vocab_size, layout, shards, step.workload)
         resting = stage.resting(len(optimizer.moments))
         if step.reference == "frozen":
             other = step.reference_model or model
             theirs = stages.held(layout, other.config.num_hidden_layers)[number]
-            weighed = weigh(other, layout.tp, "".join(theirs), None)
+            weighed = weigh(other, layout, "".join(theirs), layers_of(layout, other)[number], None)
             resting["reference"] = (weighed.trained + weighed.frozen) * run.size
         asked = [*stage.moments(), *([stage.asking()] if asks else [])]
         parts = largest(together(resting, moment) for moment in asked)
@@ -54,10 +47,27 @@ def memory(layout: Layout, model: PreTrainedModel, optimizer: Optimizer, step: T
 
 
 @dataclass(frozen=True)
+class Shards:
+    """Ranks that share what the optimizer keeps, of the experts and of everything else."""
+
+    plain: int
+    experts: int
+
+    @classmethod
+    def of(cls, layout: Layout, world_size: int) -> "Shards":
+        if not layout.distributed_optimizer:
+            return cls(1, 1)
+        ranks = world_size // layout.pp
+        return cls(ranks // layout.tp, ranks // (layout.etp * layout.ep))
+
+
+@dataclass(frozen=True)
 class Weights:
     """Parameters of one rank of a stage, in elements."""
 
     trained: int
+    trained_experts: int
+    """Of them, those of experts."""
     frozen: int
     embedding: int
     """Of one matrix of the vocabulary, if it is trained."""
@@ -75,11 +85,11 @@ class Stage:
     chunks: list[str]
     """What they hold, as ``stages.held`` says it."""
     weights: Weights
-    block: Block
+    blocks: tuple[Block, ...]
+    """Its layers; one of the model's where it has none."""
     vocabulary: int
     layout: Layout
-    shards: int
-    """Ranks that share what the optimizer keeps."""
+    shards: Shards
     workload: Workload
 
     def resting(self, num_moments: int) -> Bytes:
@@ -87,12 +97,13 @@ class Stage:
 
         Gradients lie in an fp32 buffer that is always there. Weights in fp32 are their own masters.
         """
-        trained = self.weights.trained
+        trained, experts = self.weights.trained, self.weights.trained_experts
+        kept = (trained - experts) * FP32 // self.shards.plain + experts * FP32 // self.shards.experts
         return {
             "weights": (trained + self.weights.frozen) * self.size,
             "gradients": trained * FP32,
-            "masters": 0 if self.size == FP32 else trained * FP32 // self.shards,
-            "moments": trained * FP32 * num_moments // self.shards,
+            "masters": 0 if self.size == FP32 else kept,
+            "moments": kept * num_moments,
         }
 
     def moments(self) -> Iterator[Bytes]:
@@ -103,14 +114,16 @@ class Stage:
         if self.holds("E"):
             yield self.at_embedding()
         # The norm of the gradient is a sum of float64, of one matrix after the other.
-        yield {"buffers": 8 * max(self.weights.matrix, self.weights.embedding) // self.shards}
-        if self.shards > 1 and self.block.run.device == "cpu":  # gloo gathers updated weights into a copy
+        yield {"buffers": 8 * max(self.weights.matrix, self.weights.embedding) // self.shards.plain}
+        if (
+            self.shards.plain > 1 and self.blocks[0].run.device == "cpu"
+        ):  # gloo gathers updated weights into a copy
             yield {"buffers": self.weights.trained * self.size}
 
     def in_head(self) -> Bytes:
         """After the last layer of a micro-batch."""
         return together(
-            head(self.labels, self.hidden, self.vocabulary_rows, self.block.run),
+            head(self.labels, self.hidden, self.vocabulary_rows, self.blocks[0].run),
             {
                 "activations": self.in_flight * self.saved,
                 "gradients": self.weights.embedding * FP32,
@@ -120,7 +133,8 @@ class Stage:
     def in_last_layer(self) -> Bytes:
         """In its backward pass; a matrix's gradient is added to the buffer when it is whole."""
         return {
-            "activations": self.in_flight * self.saved + self.block.backward(self.tokens),
+            "activations": self.in_flight * self.saved
+            + max(block.backward(self.tokens) for block in set(self.blocks)),
             "gradients": self.weights.matrix * self.size + self.waiting,
         }
 
@@ -153,23 +167,28 @@ class Stage:
     @property
     def saved(self) -> int:
         """Bytes of one chunk, for one micro-batch."""
-        layers = "".join(self.chunks).count("t") / len(self.chunks)
-        received = 0 if self.size == FP32 else self.tokens * self.block.hidden * self.size
-        ends = self.tokens * self.block.hidden * (self.block.norm + self.size) if self.holds("L") else 0
-        return int(layers * self.block.saved(self.tokens)) + received + ends
+        layers = sum(b.saved(self.tokens) for b in self.blocks) if self.holds("t") else 0
+        received = 0 if self.size == FP32 else self.tokens * self.blocks[0].hidden * self.size
+        ends = (
+            self.tokens * self.blocks[0].hidden * (self.blocks[0].norm + self.size) if self.holds("L") else 0
+        )
+        return layers // len(self.chunks) + received + ends
 
     def asking(self) -> Bytes:
         """While the labels of a micro-batch are given log-probabilities; nothing is kept."""
-        chunks = head(self.labels, self.hidden, self.vocabulary_rows, self.block.run)
+        chunks = head(self.labels, self.hidden, self.vocabulary_rows, self.blocks[0].run)
         logits = chunks["logits"] if self.holds("L") else 0
-        return {"activations": self.block.forward(self.tokens), "logits": logits}
+        return {
+            "activations": max(block.forward(self.tokens) for block in set(self.blocks)),
+            "logits": logits,
+        }
 
     def holds(self, what: str) -> bool:
         return any(what in chunk for chunk in self.chunks)
 
     @property
     def hidden(self) -> int:
-        return self.block.hidden * (self.layout.tp if self.layout.sequence_parallel else 1)
+        return self.blocks[0].hidden * (self.layout.tp if self.layout.sequence_parallel else 1)
 
     @property
     def vocabulary_rows(self) -> int:
@@ -187,26 +206,32 @@ class Stage:
 
     @property
     def size(self) -> int:
-        return self.block.run.size
+        return self.blocks[0].run.size
 
 
-def weigh(model: PreTrainedModel, tp: int, chunks: str, adapter: LoRA | None) -> Weights:
-    """Counts the parameters of a rank that holds ``chunks``."""
-    config = model.config
-    found = list(parameters(model, tp, adapter))
-    tied = config.tie_word_embeddings
-    layer = [p for p in found if ".layers." in p.name]
+def layers_of(layout: Layout, model: PreTrainedModel) -> list[list[int]]:
+    """By stage, the numbers of its layers."""
+    return stages.numbered(layout, model.config.num_hidden_layers, further.number(model.config))
+
+
+def weigh(
+    model: PreTrainedModel, layout: Layout, chunks: str, layers: Sequence[int], adapter: LoRA | None
+) -> Weights:
+    """Counts the parameters of a rank that holds ``chunks``, with these ``layers``."""
+    found = list(parameters(model, Cuts(layout.tp, layout.ep, layout.etp), adapter))
+    tied = model.config.tie_word_embeddings
     ends = {"E": ("model.embed_tokens.",), "L": ("model.norm.", "lm_head.")}
     if tied and "E" not in chunks:
         ends["L"] += ends["E"]
     names = tuple(name for what, names in ends.items() if what in chunks for name in names)
     share = [p for p in found if p.name.startswith(names)]
-    layers = chunks.count("t")
+    layer = [p for p in found if p.name.startswith(tuple(f"model.layers.{n}." for n in layers))]
     return Weights(
-        trained=count(layer, trained=True) * layers // config.num_hidden_layers + count(share, trained=True),
-        frozen=count(layer, trained=False) * layers // config.num_hidden_layers + count(share, trained=False),
+        trained=count([*layer, *share], trained=True),
+        trained_experts=count([p for p in layer if p.of_experts], trained=True),
+        frozen=count([*layer, *share], trained=False),
         embedding=max((p.numel for p in share if p.trained), default=0),
-        matrix=max((p.numel for p in layer if p.trained), default=0),
+        matrix=max((p.numel // max(p.number, 1) for p in layer if p.trained), default=0),
         tied=tied,
     )
 
@@ -215,47 +240,51 @@ def count(parameters: Sequence[Parameter], *, trained: bool) -> int:
     return sum(p.numel for p in parameters if p.trained is trained)
 
 
-def block_of(
+def blocks_of(
     model: PreTrainedModel, layout: Layout, run: Run, workload: Workload, adapter: LoRA | None
-) -> Block:
-    """Megatron's own layer around our attention.
+) -> list[Block]:
+    """Megatron's own layers around our attention, in the order of the model.
 
     Every layer has cosines and sines of its own, for queries and for keys. The MLP adds an offset, which is
     0, to up, and keeps the sum as well. Norms are torch's: operator by operator on a CPU, in fp32; on a GPU
     one kernel, which keeps its argument.
     """
-    config, tp = model.config, layout.tp
-    norms = norms_of_a_block(model)
-    of_heads = [name for name in norms if name in ("q_norm", "k_norm")]
-    heads, width = config.num_attention_heads // tp, head_dim(model)
-    query, key = heads * width, config.num_key_value_heads // tp * width
+    config, of, tp = model.config, heads(model.config), layout.tp
+    number = of.number // tp
+    query, key, value = number * of.key, of.shared // tp * of.key, of.shared // tp * of.value
     norm = run.size if run.device == "cuda" else FP32 + (FP32 if adapter is None else 0)
-    split = tp if layout.sequence_parallel else 1
-    return Block(
+    normed = norms_heads(model)
+    plain = Block(
         run,
-        hidden=config.hidden_size // split,
-        norms=len(norms) - len(of_heads),
+        hidden=config.hidden_size // (tp if layout.sequence_parallel else 1),
+        norms=norms_of_hidden(model),
         norm=norm,
-        normed_heads=query + key if of_heads else 0,
-        attended=attended(layout, query, key, normed=bool(of_heads)) + 4 * width,
-        query=query,
-        heads=heads,
-        intermediate=config.intermediate_size // tp,
-        products=5,
+        normed_heads=query + key if normed else 0,
+        attended=attended(layout, query, key + value, normed=normed) + 4 * of.key,
+        result=number * of.value,
+        heads=number,
+        mlp=dense(config.intermediate_size // tp, kept=5),
+        latent=of.latent,
         masks=workload.rows * masks_of_a_row(layout, workload.length, run),
     )
+    if not (routed := routed_blocks(model)):
+        return [plain] * len(model.base_model.layers)
+    # Ranks of tp have the same tokens, and pass on a part of them each, which ranks of etp gather again.
+    mlp = experts(model, run, split=layout.etp, shared_split=tp, share=layout.etp / tp)
+    other = replace(plain, mlp=mlp)
+    return [other if layer in routed else plain for layer in range(len(model.base_model.layers))]
 
 
-def attended(layout: Layout, query: int, key: int, *, normed: bool) -> int:
+def attended(layout: Layout, query: int, both: int, *, normed: bool) -> int:
     """Width of what attention keeps, with the fused projection of which keys and values are views.
 
-    It is kept by the norm of the keys, or by values. Ranks of cp keep copies: all keys and values that they
-    have gathered, or what they have traded.
+    ``both``: of keys and values. It is kept by the norm of the keys, or by values. Ranks of cp keep copies:
+    all keys and values that they have gathered, or what they have traded.
     """
-    fused = query + 2 * key
+    fused = query + both
     if layout.cp == 1:
-        return query + key + fused
-    copies = 2 * key * (layout.cp if layout.cp_comm_type == "all_gather" else 1)
+        return query + both // 2 + fused
+    copies = both * (layout.cp if layout.cp_comm_type == "all_gather" else 1)
     return query + copies + (fused if normed else 0)
 
 

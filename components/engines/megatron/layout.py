@@ -16,6 +16,10 @@ class Layout:
     """Chunks of layers that every stage holds (interleaved pipeline); 1: one."""
     cp: int
     """Ranks that split every sequence."""
+    ep: int
+    """Ranks that share out the experts of every layer, among tp x cp x dp."""
+    etp: int
+    """Ranks that split the matrices of every expert."""
     dp: int | None
     """Data-parallel ranks; None: what WORLD_SIZE or the visible GPUs leave, else ``default_dp``."""
     default_dp: int
@@ -38,6 +42,16 @@ class Layout:
     transformer_impl: Literal["auto", "local", "transformer_engine"]
     """auto: transformer-engine where it is installed and can compute the run."""
     optimizer_cpu_offload: bool
+    moe_dispatcher: Literal["allgather", "alltoall"] = "alltoall"
+    """How tokens get to their experts: all to every rank of ep x etp, or each to its own."""
+    capacity_factor: float | None = None
+    """An expert takes at most so many times its even share of a rank's tokens; None: all that chose it."""
+    drop_policy: Literal["probs", "position"] = "probs"
+    """Which it takes where more chose it: those that weigh it most, or the first."""
+    pad_to_capacity: bool = False
+    """Every expert computes as many tokens as it has room for."""
+    shared_expert_overlap: bool = False
+    """Compute shared experts while tokens are under way."""
 
     @property
     def model_ranks(self) -> int:

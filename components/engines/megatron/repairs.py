@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import copy
 from functools import cache, wraps
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -35,10 +36,19 @@ def mark_sequence_parallel(original: Callable[..., nn.Module]) -> Callable[..., 
     return new
 
 
+def has_transformer_engine(_: bool) -> bool:
+    return find_spec("transformer_engine") is not None
+
+
 PATCHES = (
     Patch(
         symbols=("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",),
         why="refuses sequence_parallel, which changes nothing for a norm but the reduction of its gradient",
         replace=mark_sequence_parallel,
+    ),
+    Patch(
+        symbols=("megatron.core.transformer.multi_latent_attention.HAVE_TE",),
+        why="is true without transformer-engine, whose classes are None then, and asks for their instances",
+        replace=has_transformer_engine,
     ),
 )

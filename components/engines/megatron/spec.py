@@ -77,7 +77,7 @@ class Megatron(Layout):
         model: PreTrainedModel,
         optimizer: Optimizer,
         *,
-        world_size: int,  # noqa: ARG002
+        world_size: int,
         dtype: torch.dtype,
         device: Literal["cpu", "cuda"],
         compiled: bool = False,
@@ -97,7 +97,7 @@ class Megatron(Layout):
             raise ConfigError(
                 "run.kernels: Megatron's are those of parallelism.transformer_impl; use run.kernels=auto."
             )
-        check_run(self, model, optimizer, dtype=dtype, device=device, adapter=adapter)
+        check_run(self, model, optimizer, world_size=world_size, dtype=dtype, device=device, adapter=adapter)
 
     def memory(self, model: PreTrainedModel, optimizer: Optimizer, step: TrainStep) -> list[RankMemory]:
         """What a rank of every pipeline stage will need at the peak of a train step."""

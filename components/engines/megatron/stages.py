@@ -99,6 +99,13 @@ def parse(text: str) -> list[str]:
     return plain.split("|")
 
 
+def with_further(text: str | None, number: int) -> str | None:
+    """The layout string ``text`` as Megatron wants it with layers for further tokens (m): before the loss."""
+    if text is None or not number:
+        return text
+    return "|".join(parse(text)).removesuffix("L") + "m" * number + "L"
+
+
 def held(layout: Layout, num_layers: int) -> list[list[str]]:
     """By stage, what each of its chunks holds: E (the embedding), t (a layer), L (the loss).
 
@@ -120,3 +127,18 @@ def layers_by_stage(layout: Layout, num_layers: int) -> list[int]:
     told = {stage: layers for stage, layers in ends.items() if layers is not None}
     each = (num_layers - sum(told.values())) // max(layout.pp - len(told), 1)
     return [told.get(stage, each) for stage in range(layout.pp)]
+
+
+def numbered(layout: Layout, num_layers: int, further: int = 0) -> list[list[int]]:
+    """By stage, the numbers of its layers, those of one chunk after those of another; of the last one also
+    the ``further`` that come after them."""
+    chunks = held(layout, num_layers)
+    found: list[list[int]] = [[] for _ in chunks]
+    first = 0
+    for chunk in range(layout.vpp):
+        for stage, own in enumerate(chunks):
+            end = first + own[chunk].count("t")
+            found[stage] += range(first, end)
+            first = end
+    found[-1] += range(num_layers, num_layers + further)
+    return found

@@ -70,6 +70,8 @@ class CoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,  # noqa: ARG002  read off the tensors
+        v_channels: int | None = None,  # noqa: ARG002
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
@@ -99,8 +101,9 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:
         """``[s, b, heads, D]`` to ``[s, b, heads * D]``, or packed ``[t, heads, D]`` to ``[t, heads * D]``.
 
-        s and t count this rank's positions; key and value may have fewer heads. ``attention_mask`` must be
-        None: padding lies after every token that counts, where none can look.
+        s and t count this rank's positions; key and value may have fewer heads, and value another D, which
+        is then the result's. ``attention_mask`` must be None: padding lies after every token that counts,
+        where none can look.
         """
         assert attention_mask is None, "pass no attention_mask: boundaries are those of packed_seq_params"
         assert attention_bias is None, "attention_bias is not computed here"
@@ -119,8 +122,9 @@ class CoreAttention(MegatronModule):
             return self.attend(query, key, value, whole_sequences(ends, 1, query.device))
         if self.kind == "all_gather":
             pieces = own_chunks(ends, self.cp, self.rank, query.device)
-            key_value = gather_from_sequence_parallel_region(torch.cat([key, value], 2), group=self.group)
-            key, value = key_value.index_select(0, pieces.order).chunk(2, 2)
+            widths = [key.shape[-1], value.shape[-1]]
+            key_value = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.group)
+            key, value = key_value.index_select(0, pieces.order).split(widths, -1)
             return self.attend(query, key, value, pieces)
         pieces = whole_sequences(ends, self.cp, query.device)
         traded = trade_positions(query, key, value, self.group, heads=2, positions=0)
@@ -157,4 +161,3 @@ def refuse(config: TransformerConfig) -> None:
     assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type} is not computed here"
     assert config.window_size is None, "windows of our attention are config.windows, not window_size"
     assert not config.apply_query_key_layer_scaling, "apply_query_key_layer_scaling is not computed here"
-    assert not config.multi_latent_attention, "multi_latent_attention is not computed here"

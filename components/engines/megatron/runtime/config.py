@@ -1,13 +1,18 @@
 """From a transformers configuration and a layout to Megatron's ``TransformerConfig``."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from transformers import PreTrainedConfig
 
+from components.engines.megatron.checks import has_latents
+from components.engines.megatron.experts import experts_of
 from components.engines.megatron.layout import Layout
+from components.engines.megatron.stages import with_further
+from components.models.further import number
 
 
 def transformer_config(hf: PreTrainedConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
@@ -15,9 +20,12 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, dtype: torch.dtype)
 
     Losses are summed, never averaged (``calculate_per_token_loss``), and parameters start without values.
     """
-    config = TransformerConfig(
+    kind = MLATransformerConfig if has_latents(hf) else TransformerConfig
+    config = kind(
         **architecture(hf),
-        **parallelism(layout),
+        **latents(hf),
+        **experts(hf, layout),
+        **parallelism(layout, number(hf)),
         **recomputation(layout),
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -36,7 +44,8 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, dtype: torch.dtype)
         persist_layer_norm=False,
         apply_rope_fusion=False,
     )
-    config.windows = windows(hf)
+    config.windows, config.rotary = windows(hf), rotary(hf)
+    config.experts = experts_of(hf)
     return config
 
 
@@ -48,6 +57,7 @@ def architecture(hf: PreTrainedConfig) -> dict[str, Any]:
     """Shapes and functions, under Megatron's names."""
     return {
         "num_layers": hf.num_hidden_layers,
+        "mtp_num_layers": number(hf) or None,
         "hidden_size": hf.hidden_size,
         "ffn_hidden_size": hf.intermediate_size,
         "num_attention_heads": hf.num_attention_heads,
@@ -55,7 +65,7 @@ def architecture(hf: PreTrainedConfig) -> dict[str, Any]:
         "kv_channels": head_dim(hf),
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.rms_norm_eps,
-        "qk_layernorm": hf.model_type == "qwen3",
+        "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe", "deepseek_v3"),
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
@@ -65,7 +75,31 @@ def architecture(hf: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def parallelism(layout: Layout) -> dict[str, Any]:
+def experts(hf: PreTrainedConfig, layout: Layout) -> dict[str, Any]:
+    """Sizes of experts, and how tokens get to them. How they are chosen is our ``Router``'s."""
+    found = experts_of(hf)
+    if found is None:
+        return {}
+    return {
+        "num_moe_experts": found.number,
+        "moe_layer_freq": [int(routed) for routed in found.layers],
+        "moe_ffn_hidden_size": found.intermediate,
+        "moe_shared_expert_intermediate_size": found.shared or None,
+        "moe_shared_expert_overlap": layout.shared_expert_overlap,
+        "moe_router_topk": found.top_k,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_pre_softmax": True,  # unread; without it one expert a token is refused
+        "moe_token_dispatcher_type": layout.moe_dispatcher,
+        "moe_expert_capacity_factor": layout.capacity_factor,
+        "moe_token_drop_policy": layout.drop_policy,
+        "moe_pad_expert_input_to_capacity": layout.pad_to_capacity,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }
+
+
+def parallelism(layout: Layout, further: int = 0) -> dict[str, Any]:
+    """``further``: layers for further tokens, which are on the last stage."""
     interleaved = layout.vpp > 1
     return {
         "tensor_model_parallel_size": layout.tp,
@@ -74,7 +108,7 @@ def parallelism(layout: Layout) -> dict[str, Any]:
         "context_parallel_size": layout.cp,
         "sequence_parallel": layout.sequence_parallel,
         "cp_comm_type": layout.cp_comm_type,
-        "pipeline_model_parallel_layout": layout.pipeline_layout,
+        "pipeline_model_parallel_layout": with_further(layout.pipeline_layout, further),
         "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
         "deallocate_pipeline_outputs": True,
@@ -102,22 +136,54 @@ def head_dim(hf: PreTrainedConfig) -> int:
 
 
 def windows(hf: PreTrainedConfig) -> tuple[int | None, ...]:
-    """How many tokens a token of each layer sees, itself included; None: all before it."""
+    """How many tokens a token of each layer sees, itself included; None: all before it.
+
+    Layers for further tokens follow, which are like the last one.
+    """
     window = getattr(hf, "sliding_window", None)
     types = getattr(hf, "layer_types", None)
     if types is None:  # without types every layer slides, if any does
-        return (window,) * hf.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+        return (window,) * (hf.num_hidden_layers + number(hf))
+    kinds = [*types, *types[-1:] * number(hf)]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def rotary_frequencies(hf: PreTrainedConfig) -> torch.Tensor:
-    """float32 ``[head_dim / 2]``, as transformers computes them (Megatron's own llama3 scaling is fixed)."""
+@dataclass(frozen=True)
+class Rotary:
+    """How positions turn queries and keys, by transformers (Megatron's own llama3 scaling is fixed)."""
+
+    frequencies: torch.Tensor
+    """float32 ``[D / 2]``"""
+    scaling: float
+    """Of what is turned."""
+    interleaved: bool
+    """Which columns make a pair: neighbours, or those of the first and of the second half."""
+
+
+def rotary(hf: PreTrainedConfig) -> Rotary:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = hf.rope_parameters
+    rope, interleaved = hf.rope_parameters, has_latents(hf) and bool(hf.rope_interleave)
     if rope["rope_type"] == "default":
         steps = torch.arange(0, head_dim(hf), 2, dtype=torch.int64).float() / head_dim(hf)
-        return 1.0 / (rope["rope_theta"] ** steps)
+        return Rotary(1.0 / (rope["rope_theta"] ** steps), 1.0, interleaved)
     frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf, torch.device("cpu"))
-    assert scaling == 1.0, f"attention scaling {scaling} of rope {rope['rope_type']}"
-    return frequencies
+    assert scaling == 1.0 or has_latents(hf), f"attention scaling {scaling} of rope {rope['rope_type']}"
+    return Rotary(frequencies, scaling, interleaved)
+
+
+def latents(hf: PreTrainedConfig) -> dict[str, Any]:
+    """What ``LatentAttention`` needs beside. Scores are scaled as the rotary embedding asks."""
+    if not has_latents(hf):
+        return {}
+    rope = hf.rope_parameters
+    return {
+        "q_lora_rank": hf.q_lora_rank,
+        "kv_lora_rank": hf.kv_lora_rank,
+        "qk_head_dim": hf.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
+        "v_head_dim": hf.v_head_dim,
+        "rope_type": "rope",  # the frequencies and their scaling are those of ``rotary``
+        "rotary_scaling_factor": rope.get("factor", 1.0),
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+    }

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from components.adapters import LoRA, export_adapter
 from components.engines import process_group
+from components.engines.further import Scores, with_further
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime import schedule, state
 from components.engines.megatron.runtime.config import transformer_config
@@ -34,17 +36,13 @@ from components.engines.megatron.runtime.parts import (
     initial_weights,
     without_dropout,
 )
-from components.engines.megatron.runtime.weights import (
-    fill,
-    gathered,
-    load_weights,
-    tensor_mesh,
-    whole_tensors,
-)
+from components.engines.megatron.runtime.routing import Routing, forget_last_pass
+from components.engines.megatron.runtime.weights import Meshes, fill, load_weights, whole_tensors
 from components.engines.sums import Sums, add_up, largest, reduce_counts
 from components.models import ModelSpec, export_folder
+from components.models.experts import stored_dtype
 from components.optimizers import Optimizer
-from runner.protocols import Batch, Loss, Reference, StepResult, TokenStats
+from runner.protocols import Batch, Loss, Reference, StepResult
 
 
 class MegatronEngine:
@@ -73,7 +71,7 @@ class MegatronEngine:
         self.adapter, self.reference_kind = adapter, reference
         self.count_zeros, self.max_grad_norm = count_zeros, optimizer.max_grad_norm
         initialize_groups(layout)
-        self.ranks = mesh()
+        self.ranks = mesh(layout)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
@@ -87,15 +85,17 @@ class MegatronEngine:
         if reference == "frozen":
             self.reference = self._frozen(model if reference_model is None else reference_model, seed)
         parts = self._build(self.meta, self.config, adapter)
-        self.blocks, self.frozen = parts.trained, parts.frozen
-        load_weights(self.frozen, source)
+        self.blocks, self.frozen, self.bias_blocks = parts.trained, parts.frozen, parts.biases
+        load_weights(self.frozen | self.bias_blocks, source)
+        drops = layout.capacity_factor is not None
+        self.routing = Routing.build(model.router_terms, self.meta, parts.routers, device, drops=drops)
         self.chunks = [distribute(self.config, chunk, layout, n) for n, chunk in enumerate(parts.chunks)]
         self.update = Update.build(optimizer, self.chunks, layout, dtype)
         for parameter, members in self.blocks.items():
             whole = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
             fill(whole, members, source)
             self.update.write(parameter, "model", whole)
-        self.tp_mesh = tensor_mesh(device.type)
+        self.meshes = Meshes.of_rank(device.type)
         self.sums: Sums | None = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -105,7 +105,7 @@ class MegatronEngine:
         hf = model.config()
         config = transformer_config(hf, self.layout, self.dtype)
         parts = self._build(model.build(hf), config, None)
-        load_weights(parts.trained | parts.frozen, model.weights(seed))
+        load_weights(parts.trained | parts.frozen | parts.biases, model.weights(seed))
         return [chunk.requires_grad_(False).eval() for chunk in parts.chunks]
 
     def _build(self, meta: PreTrainedModel, config: TransformerConfig, adapter: LoRA | None) -> Parts:
@@ -114,19 +114,26 @@ class MegatronEngine:
 
     # ---- the train step
 
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return self.spec.router_terms.counts(batch) | self.spec.further_tokens.counts(batch)
+
     def begin_train_step(self, counts: Mapping[str, int] | None = None) -> None:
         assert self.sums is None, "begin_train_step: the step before was neither finished nor aborted"
         group = parallel_state.get_data_parallel_group()
         self.sums = Sums(None if counts is None else reduce_counts(counts, group, self.device))
+        if self.routing is not None:
+            self.routing.begin(self.sums.counts)
 
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:
         assert self.sums is not None, "train_microbatches outside of a train step"
         overlap = last and self.layout.overlap_grad_reduce and self.layout.pp == 1
         alone = len(microbatches) - 1 if overlap else len(microbatches)
+        routers = None if self.routing is None else self.routing.routers
         for part, reduce in ((microbatches[:alone], False), (microbatches[alone:], True)):
             consume = partial(self._add, self.sums, part, loss)
             others = {"before": alone} if reduce else {"after": len(microbatches) - alone}
-            self._run(self.chunks, part, consume, loss=loss, reduce=reduce, **others)
+            added = {"further": self.spec.further_tokens, "routers": routers}
+            self._run(self.chunks, part, consume, loss=loss, reduce=reduce, **added, **others)
 
     def finish_train_step(self, lr: float, *, max_loss: float = math.inf) -> StepResult:
         assert self.sums is not None, "finish_train_step without begin_train_step"
@@ -139,18 +146,25 @@ class MegatronEngine:
         for chunk in self.chunks:
             chunk.scale_gradients(1 / max(n_main, 1))
         grad_norm, loss = self.update.prepare().item(), means.pop("loss")
+        if self.routing is not None:
+            loss, added = self.routing.finish(loss)
+            means |= added
         zeros = self._count_zeros() if self.count_zeros else None
         if max_loss < math.inf:  # a last bit must not have groups of ranks decide differently
             loss = self.max_over_ranks(loss)
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm) and loss <= max_loss)
         if not skipped:
             self.update.apply(lr, grad_norm, self.max_grad_norm)
+            if self.routing is not None:
+                self.routing.update_biases()
         self._drop_gradients()
         self.sums = None
         return StepResult(loss, grad_norm, skipped, means, zeros)
 
     def abort_train_step(self) -> None:
         self.sums = None
+        if self.routing is not None:
+            self.routing.abort()
         for group in self._bucket_groups():
             if group.grad_reduce_handle is not None:
                 group.grad_reduce_handle.wait()
@@ -164,7 +178,7 @@ class MegatronEngine:
     def logps(self, microbatches: Sequence[Batch], *, reference: bool = False) -> list[Tensor] | None:
         found: list[Tensor] = []
 
-        def consume(_: int, stats: TokenStats) -> Tensor:
+        def consume(_: int, stats: Scores) -> Tensor:
             found.append(stats.logps)
             return stats.logps.sum()
 
@@ -191,19 +205,23 @@ class MegatronEngine:
     # ---- state
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
-        return state.saved_tensors(self.blocks, self.update, self.device, model_only=model_only)
+        blocks, biases = self.blocks, self.bias_blocks
+        return state.saved_tensors(blocks, biases, self.update, self.device, model_only=model_only)
 
     def load(self, path: Path) -> None:
         self.gather_parameters()  # none may be under way into what is about to be overwritten
-        state.load(path, self.blocks, self.update, self.device)
+        state.load(path, self.blocks, self.bias_blocks, self.update, self.device)
 
     def export(self, path: Path) -> None:
         self.gather_parameters()
         if self.adapter is not None:
-            export_adapter(self.adapter, self.spec, self._adapter_tensors(), path)
+            added = whole_tensors(self.blocks, self.meshes, lambda p: self.update.read(p, "model"))
+            export_adapter(self.adapter, self.spec, added, path)
         else:
-            tensors = whole_tensors(self.blocks | self.frozen, self.dtype)
-            export_folder(self.spec, tensors, path, self.dtype)
+            held = self.blocks | self.frozen | self.bias_blocks
+            tensors = whole_tensors(held, self.meshes, lambda p: p)
+            converted = ((n, t.to(stored_dtype(n, self.dtype))) for n, t in tensors)
+            export_folder(self.spec, converted, path, self.dtype)
 
     def gather_parameters(self) -> None:
         """What an update has left to the next forward pass, where parameters are gathered in it."""
@@ -223,13 +241,17 @@ class MegatronEngine:
             "dtype": str(self.dtype).removeprefix("torch."),
             "world_size": dist.get_world_size(),
             "mesh": self.ranks,
+            "ep": self.layout.ep,
+            "etp": self.layout.etp,
             "chunks_per_stage": self.layout.vpp,
             "parameters": sum(p.numel() for p in self.meta.parameters()) + added,
             "trained_parameters": added or sum(p.numel() for p in self.meta.parameters() if p.requires_grad),
         }
 
     def close(self) -> None:
-        del self.chunks, self.reference, self.update, self.blocks, self.frozen, self.tp_mesh
+        forget_last_pass([*self.chunks, *(self.reference or ())])
+        for held in ("chunks", "reference", "update", "blocks", "bias_blocks", "frozen", "meshes", "routing"):
+            delattr(self, held)
         RotaryEmbedding.forward.cache_clear()  # it keeps the model that it is a method of
         gc.collect()
         parallel_state.destroy_model_parallel()
@@ -249,14 +271,6 @@ class MegatronEngine:
             assert self.reference is not None, "the engine was built without a reference model"
             yield self.reference
 
-    def _adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """In fp32, those that this rank writes; every rank consumes it."""
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        writes = group.rank() == 0 and self.tp_mesh.get_local_rank() == 0
-        for name, tensor in gathered(self.blocks, self.tp_mesh, lambda p: self.update.read(p, "model")):
-            if writes:
-                yield name, tensor
-
     def _run(
         self,
         chunks: Sequence[nn.Module],
@@ -272,13 +286,15 @@ class MegatronEngine:
         microbatches: Sequence[Batch],
         loss: Loss,
         number: int,
-        stats: TokenStats,
+        stats: Scores,
         train: bool = True,
     ) -> Tensor:
         """The loss of one micro-batch, on the last stage."""
-        here = microbatches[number]
-        output = loss(stats, here.to(self.device))
-        sums.add(output, loss.counts(here))  # counted where it was made: reading a GPU would wait
+        here, terms = microbatches[number], self.spec.further_tokens
+        output, counts = loss(stats, here.to(self.device)), loss.counts(here)
+        if train:
+            output, counts = with_further(output, counts, terms, terms.batches(here), stats.further)
+        sums.add(output, counts)  # counted where it was made: reading a GPU would wait
         # An evaluation's counts are not known before its end, and the schedule takes any scalar.
         return sums.objective(output) if train else next(iter(output.terms.values()))
 
@@ -288,12 +304,12 @@ class MegatronEngine:
         return from_last_stage(sums.reduce(group, self.device) if self.is_last_stage else None, self.device)
 
     def _bucket_groups(self) -> Iterator[Any]:
-        return (group for chunk in self.chunks for group in chunk.bucket_groups)
+        return chain(*(c.bucket_groups + c.expert_parallel_bucket_groups for c in self.chunks))
 
     def _drop_gradients(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self.update.optimizer.zero_grad()
+        self.update.zero_grad()
 
     def _count_zeros(self) -> int:
         """Padded rows of the vocabulary left out: their gradients are always zero, and no weights."""

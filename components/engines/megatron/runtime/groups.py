@@ -19,6 +19,8 @@ def initialize_groups(layout: Layout) -> None:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         create_gloo_process_groups=False,
     )
 
@@ -42,15 +44,44 @@ def sizes() -> dict[str, int]:
     }
 
 
-def mesh() -> dict[str, Any]:
-    """The size of every dimension, and the global rank at every place, as the ranks tell it; collective."""
+def mesh(layout: Layout) -> dict[str, Any]:
+    """The size of every dimension, and the global rank at every place, as the ranks tell it; collective.
+
+    And where experts are shared out or split, the same for these.
+    """
+    found = gathered(coordinates(), sizes())
+    if layout.ep == layout.etp == 1:
+        return found
+    pp = parallel_state.get_pipeline_model_parallel_rank()
+    groups = {
+        "dp": parallel_state.get_expert_data_parallel_group(),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+        "etp": parallel_state.get_expert_tensor_parallel_group(),
+    }
+    here = {"pp": pp} | {name: group.rank() for name, group in groups.items()}
+    shape = {"pp": layout.pp} | {name: group.size() for name, group in groups.items()}
+    return found | {"experts": gathered(here, shape)}
+
+
+def gathered(here: dict[str, int], sizes: dict[str, int]) -> dict[str, Any]:
+    """The mesh of those ``sizes`` on which every rank is ``here``; collective."""
     places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, tuple(coordinates().values()))
-    ranks = torch.full(tuple(sizes().values()), -1)
+    dist.all_gather_object(places, tuple(here.values()))
+    ranks = torch.full(tuple(sizes.values()), -1)
     for rank, place in enumerate(places):
         assert ranks[place] == -1, f"ranks {ranks[place]} and {rank} are both at {place}"
         ranks[place] = rank
-    return {"dims": sizes(), "ranks": ranks.tolist()}
+    return {"dims": sizes, "ranks": ranks.tolist()}
+
+
+def same_microbatch() -> dist.ProcessGroup:
+    """The ranks of this pipeline stage that see other tokens of the same micro-batches."""
+    return parallel_state.get_tensor_and_context_parallel_group()
+
+
+def same_batch() -> dist.ProcessGroup:
+    """The ranks of this pipeline stage that see other tokens of the same global batch."""
+    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
 def from_last_stage(value: T | None, device: torch.device) -> T:

@@ -25,7 +25,10 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from components.adapters import LoRA
+from components.engines.megatron.runtime.latent import WholeLinear
 from components.engines.megatron.runtime.weights import Block, Blocks
+
+ADAPTED = ColumnParallelLinear | RowParallelLinear | WholeLinear
 
 
 class AdaptedLinear(nn.Module):
@@ -35,6 +38,9 @@ class AdaptedLinear(nn.Module):
     output has. The gradient of the r-wide product is summed over the ranks.
     Row parallel: a rank has the columns of A that its input has, and the whole of B. The r-wide product is
     summed over the ranks.
+    Whole on every rank: so are A and B, and nothing is sent. So it is with an expert's layers, which
+    ``check_adapter`` has whole: its tokens have been sent to it. Gradients are added up over the ranks that
+    have the same expert.
     With sequence parallelism the factor that every rank has whole sees this rank's positions only:
     Megatron's ``finalize_model_grads`` adds its gradient up.
     """
@@ -43,23 +49,32 @@ class AdaptedLinear(nn.Module):
         """``members``: the adapted ones of the blocks of ``base.weight``, in the order of its rows."""
         super().__init__()
         self.base, self.members, self.scaling, self.dropout = base, members, adapter.scaling, adapter.dropout
-        self.group, self.sequence_parallel = base.tp_group, base.sequence_parallel
-        self.column = isinstance(base, ColumnParallelLinear)
+        self.expert = members[0].expert
+        self.group, self.sequence_parallel = base.tp_group, base.sequence_parallel and not self.expert
+        self.whole = isinstance(base, WholeLinear) or self.expert
+        self.column = isinstance(base, ColumnParallelLinear) and not self.whole
         self.enabled = True
         self.down: list[nn.Parameter] = []
         self.up: list[nn.Parameter] = []
         for number, member in enumerate(members):
             a, b = factor_shapes(member, adapter.r)
-            self.down.append(self._factor(f"lora_A_{number}", a, split=None if self.column else 1))
+            self.down.append(self._factor(f"lora_A_{number}", a, split=1 if self.row else None))
             self.up.append(self._factor(f"lora_B_{number}", b, split=0 if self.column else None))
+
+    @property
+    def row(self) -> bool:
+        return not self.column and not self.whole
 
     def _factor(self, name: str, shape: tuple[int, int], split: int | None) -> nn.Parameter:
         """A parameter of this very module: Megatron gathers those right before the module is called."""
         parameter = nn.Parameter(self.base.weight.new_empty(shape))
-        if split is None:
+        if self.expert:  # ranks of tp have others: the norm of the gradient counts those of each
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        elif split is None:
             parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         else:
             set_tensor_model_parallel_attributes(parameter, True, split, 1)
+        parameter.allreduce = not self.expert  # type: ignore[attr-defined]
         self.register_parameter(name, parameter)
         return parameter
 
@@ -76,7 +91,9 @@ class AdaptedLinear(nn.Module):
                 (b, "B", shapes[1], (out_rows, rank), dims[1]),
             ):
                 name = f"{module}.lora_{letter}.weight"
-                found[parameter] = [Block(name, shape, index, dim, 1, 0, len(parameter), primary=True)]
+                found[parameter] = [
+                    Block(name, shape, index, dim, 1, 0, len(parameter), primary=True, expert=self.expert)
+                ]
         return found
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -89,6 +106,8 @@ class AdaptedLinear(nn.Module):
         with self._rng():
             products = [F.linear(F.dropout(hidden, self.dropout, self.training), a) for a in self.down]
         narrow = self.scaling * torch.cat(products, -1)
+        if self.whole:
+            return narrow
         if self.column and self.sequence_parallel:
             return gather_from_sequence_parallel_region(narrow, group=self.group)
         if self.column:
@@ -113,7 +132,7 @@ class AdaptedLinear(nn.Module):
 
         With sequence parallelism mcore has switched to the latter for the whole block.
         """
-        if not self.dropout or self.column or self.sequence_parallel:
+        if not self.dropout or not self.row or self.sequence_parallel:
             return nullcontext()
         return get_cuda_rng_tracker().fork()
 
@@ -132,7 +151,7 @@ def adapt(chunk: nn.Module, found: Blocks, adapter: LoRA, targets: Collection[st
     added: Blocks = {}
     for parent in list(chunk.modules()):
         for name, layer in list(parent.named_children()):
-            if not isinstance(layer, ColumnParallelLinear | RowParallelLinear) or layer.weight not in found:
+            if not isinstance(layer, ADAPTED) or layer.weight not in found:
                 continue
             members = [m for m in found[layer.weight] if m.name.removesuffix(".weight") in targets]
             if members:

@@ -1,5 +1,6 @@
 """Megatron's GPT model, answering with per-token statistics of the labels."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,22 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from torch import Tensor
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from components.engines.further import Scores
 from components.engines.logps import token_stats
 from components.engines.megatron.runtime.attention import CoreAttention, packed_seq_params
-from components.engines.megatron.runtime.config import rotary_frequencies
+from components.engines.megatron.runtime.further import further_spec
+from components.engines.megatron.runtime.latent import LatentAttention
+from components.engines.megatron.runtime.router import Router, Traffic, routers_of
 from components.engines.megatron.runtime.rows import Row
 from components.engines.vocabulary import VocabularyShard
 from runner.protocols import TokenStats
@@ -39,6 +45,10 @@ class Asked:
     requires: frozenset[str] = frozenset()
     weights: Tensor | None = None
     """float32 like ``row.labels``."""
+    traffic: Traffic | None = None
+    """For routers; None: the model has none."""
+    further: tuple["Asked", ...] = ()
+    """The same of every depth of further tokens, whose layers are left out where there is none."""
 
 
 class Scorer(GPTModel):
@@ -57,9 +67,16 @@ class Scorer(GPTModel):
         **options: Any,
     ) -> None:
         spec = block_spec(config, options["vp_stage"], transformer_engine=transformer_engine)
+        if config.mtp_num_layers:
+            options["mtp_block_spec"] = further_spec(config, spec, options["vp_stage"])
         super().__init__(config, spec, vocab_size=padded(vocab_size, config), **options)
         # Our attention reads the boundaries of sequences on the CPU, transformer-engine's on the device.
         self.boundaries = torch.device(torch.cuda.current_device()) if transformer_engine else None
+        self.routers = routers_of([self])
+        for parameter in expert_parameters(self):
+            # Megatron reduces those over ranks that hold the same experts, but with ep=1 it forgets to say
+            # so: with tp > etp every rank of tp has seen other tokens.
+            parameter.allreduce = False  # type: ignore[attr-defined]
         self.tp = self.pg_collection.tp
         rows = padded(vocab_size, config) // self.tp.size()
         start = self.tp.rank() * rows
@@ -71,12 +88,34 @@ class Scorer(GPTModel):
 
     def forward(self, asked: Asked) -> Any:
         row = asked.row
+        for router in self.routers:
+            router.traffic = asked.traffic
         packed = packed_seq_params(row, self.boundaries)
         return super().forward(row.input_ids, row.position_ids, None, labels=asked, packed_seq_params=packed)
 
-    def _postprocess(self, hidden_states: Tensor, *, labels: Asked, **_: Any) -> Tensor | TokenStats:
+    def _postprocess(self, hidden_states: Tensor, *, labels: Asked, **others: Any) -> Tensor | Scores:
         """In place of logits; Megatron passes ``labels`` through unread."""
-        return self.output_layer(hidden_states, labels) if self.post_process else hidden_states
+        if not self.post_process:
+            return hidden_states
+        stats = self.output_layer(hidden_states, labels)
+        further = self._further(hidden_states, labels.further, **others)
+        return Scores(**vars(stats), further=tuple(further))
+
+    def _further(
+        self, hidden: Tensor, depths: tuple[Asked, ...], rotary_pos_emb: Any, packed_seq_params: Any, **_: Any
+    ) -> Iterator[Tensor]:
+        """``logps`` by depth; ``hidden`` is of the last norm."""
+        for layer, asked in zip(self.mtp.layers if depths else (), depths, strict=True):
+            hidden, _, _ = layer(
+                input_ids=asked.row.input_ids,
+                position_ids=asked.row.position_ids,
+                hidden_states=hidden,
+                attention_mask=None,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_seq_params,
+                embedding=self.embedding,
+            )
+            yield self.output_layer(hidden, asked).logps
 
     def statistics(self, hidden_states: Tensor, asked: Asked) -> TokenStats:
         """From ``[s, b, h]``, of the last norm."""
@@ -134,19 +173,41 @@ def build_chunk(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
-    chunk.rotary_pos_emb.inv_freq = rotary_frequencies(hf).to(torch.cuda.current_device())
+    if not config.multi_latent_attention:
+        chunk.rotary_pos_emb.inv_freq = config.rotary.frequencies.to(torch.cuda.current_device())
     return chunk.to(torch.cuda.current_device())  # torch's norms are made on the CPU
 
 
 def block_spec(
     config: TransformerConfig, vp_stage: int | None, *, transformer_engine: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Layers of transformer-engine, or Megatron's own around our attention."""
-    options = {"qk_layernorm": config.qk_layernorm}
+    """Layers of transformer-engine, or Megatron's own around our attention and our routers."""
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(**options)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", **options)
-    layer.submodules.self_attention.submodules.core_attention = CoreAttention
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    routed = config.experts.layers if config.experts else (False,) * config.num_layers
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     # Named, as Megatron's choice for the last norm depends on what else is installed.
-    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [layer_spec(config, routed=routed[number]) for number in numbers]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)
+
+
+def layer_spec(config: TransformerConfig, *, routed: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if routed else None,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
+    if config.multi_latent_attention:
+        layer.submodules.self_attention.module = LatentAttention
+    layer.submodules.self_attention.submodules.core_attention = CoreAttention
+    if routed:
+        layer.submodules.mlp.submodules.router = Router
+    return layer
+
+
+def expert_parameters(chunk: nn.Module) -> list[nn.Parameter]:
+    """Those of experts that not every token visits."""
+    layers = [module.experts for module in chunk.modules() if isinstance(module, MoELayer)]
+    return [parameter for experts in layers for parameter in experts.parameters()]

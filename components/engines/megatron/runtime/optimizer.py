@@ -1,6 +1,6 @@
 """Megatron's optimizers, and what they keep for every parameter."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor, nn
 
 from components.engines.megatron.layout import Layout
+from components.engines.megatron.runtime.weights import is_expert
 from components.engines.norm import global_norm
 from components.optimizers import AdamW, Optimizer, make_moments
 
@@ -43,48 +44,30 @@ def optimizer_config(description: Optimizer, layout: Layout, dtype: torch.dtype)
 
 
 @dataclass(frozen=True)
-class Update:
-    """The update of one rank's parameters, and all that survives from one step to the next."""
+class Member:
+    """One of the optimizers that Megatron chains: of what is dense, or of experts."""
 
     optimizer: MegatronOptimizer
-    """The one that Megatron chained; dense models have no second."""
     moments: Sequence[str]
-    dp_cp: dist.ProcessGroup
-    """The ranks that the distributed optimizer shards over."""
+    replicas: dist.ProcessGroup
+    """The ranks that hold the same parameters, over which the distributed optimizer shards."""
     distributed: bool
 
-    @classmethod
-    def build(
-        cls,
-        description: Optimizer,
-        chunks: Sequence[DistributedDataParallel],
-        layout: Layout,
-        dtype: torch.dtype,
-    ) -> "Update":
-        """Collective: every rank builds its own together."""
-        config = optimizer_config(description, layout, dtype)
-        chained = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
-        (optimizer,) = chained.chained_optimizers
-        for group in optimizer.param_groups:  # Megatron leaves this to its own scheduler
-            group["weight_decay"] = description.weight_decay * group["wd_mult"]
-        return cls(optimizer, description.moments, chunks[0].dp_cp_group, layout.distributed_optimizer)
-
-    # ---- one step
-
-    def prepare(self) -> Tensor:
-        """Hands the reduced gradients to the optimizer; their L2 norm over every rank, float64 scalar."""
+    def squared_norm(self) -> Tensor:
+        """Of its reduced gradients, over every rank, float64 scalar."""
         self.optimizer.prepare_grads()
         group = self.optimizer.get_grad_stats_parallel_group()
-        return global_norm(self.counted_gradients(), group, torch.device(torch.cuda.current_device()))
+        return global_norm(self.counted(), group, torch.device(torch.cuda.current_device())).square()
 
-    def counted_gradients(self) -> list[Tensor]:
+    def counted(self) -> list[Tensor]:
         """This rank's gradients but for those that another rank counts: replicas of TP, tied weights."""
         renamed = getattr(self.optimizer, "get_grads_for_grad_norm", None)  # since megatron-core 0.19
         return renamed() if renamed else self.optimizer.get_main_grads_for_grad_norm()
 
     def apply(self, lr: float, grad_norm: float, max_grad_norm: float | None) -> None:
-        if max_grad_norm:
-            clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), max_grad_norm, grad_norm)
+        parameters = self.optimizer.get_parameters()
+        if max_grad_norm and parameters:  # a stage may have no experts, and kernels take no empty list
+            clip_grad_by_total_norm_fp32(parameters, max_grad_norm, grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step_with_ready_grads()
@@ -92,39 +75,10 @@ class Update:
     def count_zeros(self) -> int:
         device = torch.cuda.current_device()
         zeros = torch.zeros((), dtype=torch.int64, device=device)
-        for gradient in self.counted_gradients():
+        for gradient in self.counted():
             zeros += (gradient == 0).sum()
         dist.all_reduce(zeros, group=self.optimizer.get_grad_stats_parallel_group())
         return int(zeros.item())
-
-    # ---- what is kept for a parameter
-
-    def read(self, parameter: nn.Parameter, kind: str) -> Tensor:
-        """fp32, of the parameter's shape, on every rank of dp x cp (collective where it is sharded).
-
-        ``kind`` is ``model`` (the main parameter) or one of ``moments``. Not to be written to.
-        """
-        if not self.distributed:
-            found = self.shard(parameter)
-            assert found is not None, "every rank holds the whole parameter"
-            return self.values(found[0], kind).view_as(parameter)
-        whole = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
-        if (found := self.shard(parameter)) is not None:
-            main, where = found
-            whole.view(-1)[where] = self.values(main, kind).reshape(-1)
-        dist.all_reduce(whole, group=self.dp_cp)
-        return whole
-
-    @torch.no_grad()
-    def write(self, parameter: nn.Parameter, kind: str, whole: Tensor) -> None:
-        """Keeps this rank's part of ``whole``; ``model`` goes to the parameter itself too, in its dtype."""
-        if (found := self.shard(parameter)) is not None:
-            main, where = found
-            part = whole.reshape(-1)[where]
-            for target in (self.values(main, kind), *([main.detach()] if kind == "model" else [])):
-                target.copy_(part.view_as(target))
-        if kind == "model":
-            parameter.copy_(whole)
 
     def shard(self, parameter: nn.Parameter) -> tuple[Tensor, slice] | None:
         """The fp32 main parameter that this rank updates, and where it lies in the flattened parameter."""
@@ -160,6 +114,8 @@ class Update:
     @property
     def step(self) -> int:
         """Updates made so far. torch's AdamW counts them for every parameter, fused ones for a group."""
+        if not self.inner:  # nothing here is updated by it, and what is offloaded has no optimizer then
+            return 0
         inner = self.inner[0]
         if isinstance(inner, torch.optim.AdamW):
             return max((int(state["step"]) for state in inner.state.values()), default=0)
@@ -173,3 +129,104 @@ class Update:
             else:
                 for group in inner.param_groups:
                     group["step"] = count
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of one rank's parameters, and all that survives from one step to the next."""
+
+    members: Mapping[bool, Member]
+    """Of dense parameters (False) and of experts (True), where they are trained."""
+    moments: Sequence[str]
+
+    @classmethod
+    def build(
+        cls,
+        description: Optimizer,
+        chunks: Sequence[DistributedDataParallel],
+        layout: Layout,
+        dtype: torch.dtype,
+    ) -> "Update":
+        """Collective: every rank builds its own together."""
+        config = optimizer_config(description, layout, dtype)
+        chained = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+        groups = {False: chunks[0].dp_cp_group, True: chunks[0].expt_dp_group}
+        members: dict[bool, Member] = {}
+        for optimizer in chained.chained_optimizers:
+            if getattr(optimizer, "is_stub_optimizer", False):
+                continue  # all of its parameters are frozen, on every rank
+            for group in optimizer.param_groups:  # Megatron leaves this to its own scheduler
+                group["weight_decay"] = description.weight_decay * group["wd_mult"]
+            experts = optimizer.param_groups[0]["is_expert_parallel"]
+            replicas, distributed = groups[experts], layout.distributed_optimizer
+            members[experts] = Member(optimizer, description.moments, replicas, distributed)
+        return cls(members, description.moments)
+
+    # ---- one step
+
+    def prepare(self) -> Tensor:
+        """Hands the reduced gradients to the optimizers; their L2 norm over every rank, float64 scalar."""
+        return torch.stack([member.squared_norm() for member in self.members.values()]).sum().sqrt()
+
+    def apply(self, lr: float, grad_norm: float, max_grad_norm: float | None) -> None:
+        for member in self.members.values():
+            member.apply(lr, grad_norm, max_grad_norm)
+
+    def count_zeros(self) -> int:
+        return sum(member.count_zeros() for member in self.members.values())
+
+    def zero_grad(self) -> None:
+        for member in self.members.values():
+            member.optimizer.zero_grad()
+
+    # ---- what is kept for a parameter
+
+    def of(self, parameter: nn.Parameter) -> Member:
+        return self.members[is_expert(parameter)]
+
+    def read(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        """fp32, of the parameter's shape, on every rank that holds it (collective where it is sharded).
+
+        ``kind`` is ``model`` (the main parameter) or one of ``moments``. Not to be written to.
+        """
+        member = self.of(parameter)
+        if not member.distributed:
+            found = member.shard(parameter)
+            assert found is not None, "every rank holds the whole parameter"
+            return member.values(found[0], kind).view_as(parameter)
+        whole = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+        if (found := member.shard(parameter)) is not None:
+            main, where = found
+            whole.view(-1)[where] = member.values(main, kind).reshape(-1)
+        dist.all_reduce(whole, group=member.replicas)
+        return whole
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, kind: str, whole: Tensor) -> None:
+        """Keeps this rank's part of ``whole``; ``model`` goes to the parameter itself too, in its dtype."""
+        member = self.of(parameter)
+        if (found := member.shard(parameter)) is not None:
+            main, where = found
+            part = whole.reshape(-1)[where]
+            for target in (member.values(main, kind), *([main.detach()] if kind == "model" else [])):
+                target.copy_(part.view_as(target))
+        if kind == "model":
+            parameter.copy_(whole)
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks what is kept of a dense parameter is spread."""
+        return max(m.replicas.size() if m.distributed else 1 for m in self.members.values())
+
+    def make_moments(self) -> None:
+        for member in self.members.values():
+            member.make_moments()
+
+    @property
+    def step(self) -> int:
+        """Updates made so far."""
+        return max(member.step for member in self.members.values())
+
+    def set_step(self, count: int) -> None:
+        for member in self.members.values():
+            member.set_step(count)

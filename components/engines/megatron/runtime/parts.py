@@ -18,8 +18,10 @@ from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime.frozen import freeze
 from components.engines.megatron.runtime.lora import adapt
 from components.engines.megatron.runtime.model import build_chunks
+from components.engines.megatron.runtime.router import Router, routers_of
 from components.engines.megatron.runtime.weights import Blocks, blocks
 from components.models import ModelSpec, WeightSource, named_shapes
+from components.models.experts import biases, routed
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class Parts:
     chunks: list[nn.Module]
     trained: Blocks
     frozen: Blocks
+    biases: Blocks
+    """Of routers: no gradient reaches them, but training changes them and a checkpoint has them."""
+    routers: list[Router]
 
 
 def build_parts(
@@ -43,15 +48,29 @@ def build_parts(
     """
     engine = uses_transformer_engine(meta.config, layout, dtype, device, adapter)
     bare = build_chunks(meta.config, config, transformer_engine=engine)
-    frozen_names = {name for name, p in meta.named_parameters() if adapter or not p.requires_grad}
+    moving = set() if adapter else set(biases(meta))
+    frozen_names = {n for n, p in meta.named_parameters() if adapter or not p.requires_grad}
     found, recomputed = blocks(bare, named_shapes(meta)), layout.activation_checkpointing == "full"
     trained, frozen = freeze(bare, found, frozen_names, recomputed=recomputed)
     if adapter is not None:
         targets = frozenset(adapter.targets(meta))
         for chunk in bare:
             trained |= adapt(chunk, frozen, adapter, targets)
-    wrap = dtype != torch.float32
-    return Parts([Float16Module(config, chunk) if wrap else chunk for chunk in bare], trained, frozen)
+    routers = routers_of(bare)
+    number_layers(routers, found, meta)
+    chunks = [Float16Module(config, chunk) if dtype != torch.float32 else chunk for chunk in bare]
+    kept: Blocks = {p: members for p, members in frozen.items() if members[0].name in moving}
+    for router in routers:  # sums of small changes, which half precision would lose
+        if router.experts.biased:
+            router.expert_bias.data = router.expert_bias.data.float()
+    return Parts(chunks, trained, {p: m for p, m in frozen.items() if p not in kept}, kept, routers)
+
+
+def number_layers(routers: Sequence[Router], found: Blocks, meta: PreTrainedModel) -> None:
+    """Tells routers which they are of those of ``meta``: a pipeline stage has but some."""
+    order = list(routed(meta))
+    for router in routers:
+        router.layer = order.index(found[router.weight][0].name.removesuffix(".gate.weight"))
 
 
 def initial_weights(spec: ModelSpec, meta: PreTrainedModel, adapter: LoRA | None, seed: int) -> WeightSource:

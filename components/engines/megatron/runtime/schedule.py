@@ -13,13 +13,17 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from components.engines.further import Scores
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime.model import Asked
+from components.engines.megatron.runtime.router import traffic
 from components.engines.megatron.runtime.rows import Row, aligned_length, gather, make_row
+from components.engines.routers import Routers
 from components.memory import naming_microbatch
-from runner.protocols import IGNORE, Batch, Loss, TokenStats
+from components.models.further import FurtherTokens
+from runner.protocols import IGNORE, Batch, Loss
 
-Consume = Callable[[int, TokenStats], Tensor]
+Consume = Callable[[int, Scores], Tensor]
 """Called on the last stage with the number of a micro-batch and its statistics (``[B, T]``, whole rows on
 every context-parallel rank); returns the scalar to differentiate."""
 
@@ -42,6 +46,8 @@ def run(
     layout: Layout,
     device: torch.device,
     loss: Loss | None = None,
+    further: FurtherTokens | None = None,
+    routers: Routers | None = None,
     forward_only: bool = False,
     reduce: bool = False,
     before: int = 0,
@@ -51,6 +57,8 @@ def run(
 
     Every rank passes the micro-batches of its data rank, all of as many rows. ``loss`` says which statistics
     it needs beside ``logps``, and has the gradient of the head made in the forward pass where it can.
+    ``further``: which tokens are predicted beside the next one.
+    ``routers`` add to the loss and count.
 
     Megatron's hooks for a whole step (reducing gradients with the last micro-batch, finalising them) are not
     set: gradients add up in this rank's buffers, over as many passes as the engine makes. Only with
@@ -59,7 +67,7 @@ def run(
     """
     if not microbatches:
         return
-    items = make_items(microbatches, layout, device, loss)
+    items = make_items(microbatches, layout, device, loss, routers, further)
     group = parallel_state.get_context_parallel_group()
 
     def forward_step(source: Iterator[Item], chunk: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
@@ -68,7 +76,7 @@ def run(
             begin(item.number)
         return chunk(item.asked), partial(finish, item)
 
-    def finish(item: Item, stats: TokenStats) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def finish(item: Item, stats: Scores) -> tuple[Tensor, Tensor, dict[str, Any]]:
         whole = gather_stats(stats, item.asked.row, group)
         scalar = whole.logps.sum() if item.filler else consume(item.number, whole)
         return scalar, torch.zeros((), dtype=torch.int), {}  # counted by the engine, from labels
@@ -90,29 +98,59 @@ def run(
 
 
 def make_items(
-    microbatches: Sequence[Batch], layout: Layout, device: torch.device, loss: Loss | None
+    microbatches: Sequence[Batch],
+    layout: Layout,
+    device: torch.device,
+    loss: Loss | None,
+    routers: Routers | None = None,
+    further: FurtherTokens | None = None,
 ) -> list[Item]:
-    """Rows on ``device``: of one length where stages send them to each other."""
+    """Rows on ``device``: of one length where stages send them to each other.
+
+    With moe_dispatcher=allgather or pad_to_capacity collective: ranks that exchange tokens have as many.
+    """
     multiple = layout.tp * layout.cp if layout.sequence_parallel else layout.cp
     lengths = [aligned_length(batch, cp=layout.cp, multiple=multiple) for batch in microbatches]
+    if layout.moe_dispatcher == "allgather" or layout.pad_to_capacity:
+        agreed = torch.tensor(lengths, device=device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        lengths = agreed.tolist()
     common = max(lengths) if layout.pp > 1 else None
     rank = parallel_state.get_context_parallel_rank()
 
     def item(number: int, batch: Batch, *, filler: bool) -> Item:
-        row = make_row(batch, cp=layout.cp, rank=rank, multiple=multiple, length=common)
+        length = common or lengths[number]
+        row = make_row(batch, cp=layout.cp, rank=rank, multiple=multiple, length=length)
+        told = traffic(batch, row, routers, device, split=layout.sequence_parallel)
         weights = None if loss is None else loss.weights(batch)
         scattered = None if weights is None else row.scatter(weights).to(device)
         requires: frozenset[str] = frozenset() if loss is None else loss.requires
-        return Item(number, Asked(row.to(device), requires, scattered), filler)
+        depths = ahead(further.batches(batch) if further and not filler else (), row, device)
+        return Item(number, Asked(row.to(device), requires, scattered, told, depths), filler)
 
     assert len({len(batch.labels) for batch in microbatches}) == 1, (
         "micro-batches of one call have as many rows"
     )
     items = [item(number, batch, filler=False) for number, batch in enumerate(microbatches)]
+    last = microbatches[-1]
     blank = replace(
-        microbatches[-1], labels=torch.full_like(microbatches[-1].labels, IGNORE), label_index=None
+        last,
+        labels=torch.full_like(last.labels, IGNORE),
+        seqlens=torch.zeros_like(last.seqlens),  # nothing of it is real, so no router counts it
+        label_index=None,
     )
     return items + [item(-1, blank, filler=True) for _ in range(missing(len(items), layout))]
+
+
+def ahead(batches: Sequence[Batch], row: Row, device: torch.device) -> tuple[Asked, ...]:
+    """What is asked of every depth of the micro-batch in ``row``."""
+
+    def asked(batch: Batch) -> Asked:
+        labels = row.scatter(batch.labels, IGNORE)
+        shifted = replace(row, input_ids=row.scatter(batch.input_ids), labels=labels)
+        return Asked(shifted.to(device), weights=(labels != IGNORE).float().to(device))
+
+    return tuple(asked(batch) for batch in batches)
 
 
 def missing(microbatches: int, layout: Layout) -> int:
@@ -120,13 +158,18 @@ def missing(microbatches: int, layout: Layout) -> int:
     return -microbatches % layout.pp if layout.vpp > 1 else 0
 
 
-def gather_stats(stats: TokenStats, row: Row, group: dist.ProcessGroup) -> TokenStats:
+def gather_stats(stats: Scores, row: Row, group: dist.ProcessGroup) -> Scores:
     """Of whole rows: a loss may sum over a sequence that context parallelism has cut."""
 
     def whole(values: Tensor | None) -> Tensor | None:
         return None if values is None else gather(values, row, group)
 
-    return TokenStats(gather(stats.logps, row, group), whole(stats.logsumexp), whole(stats.mean_logp))
+    return Scores(
+        gather(stats.logps, row, group),
+        whole(stats.logsumexp),
+        whole(stats.mean_logp),
+        tuple(gather(logps, row, group) for logps in stats.further),
+    )
 
 
 def local_gradients(chunks: Sequence[nn.Module]) -> ExitStack:

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
 from components.checkpoint.flat import FlatShard
 from components.checkpoint.format import load_tensors, saved_keys
-from components.engines.megatron.runtime.optimizer import Update
-from components.engines.megatron.runtime.weights import Block, Blocks, as_dtensor, tensor_mesh
+from components.engines.megatron.runtime.optimizer import Member, Update
+from components.engines.megatron.runtime.weights import Block, Blocks, Meshes, as_dtensor, replicas
 
 STEP = "optimizer_step"
 """Updates made so far: AdamW's bias correction counts them, and a skipped step is none."""
@@ -28,14 +27,15 @@ Piece = tuple[nn.Parameter, str]
 
 
 def saved_tensors(
-    blocks: Blocks, update: Update, device: torch.device, *, model_only: bool
+    blocks: Blocks, biases: Blocks, update: Update, device: torch.device, *, model_only: bool
 ) -> dict[str, Tensor]:
     """What this rank writes; with ``model_only`` of the weights alone. No communication.
 
-    Ranks of dp x cp write the ranges that the distributed optimizer gave them. Without it they hold the same
-    blocks, and take turns at writing one (in host memory), so that together they write one copy.
+    Ranks that hold the same parameters write the ranges that the distributed optimizer gave them. Without it
+    they take turns at writing one (in host memory), so that together they write one copy. ``biases`` are no
+    optimizer's.
     """
-    mesh, kinds, tensors = tensor_mesh("cpu"), ["model"], dict[str, Tensor]()
+    meshes, kinds, tensors = Meshes.of_rank("cpu"), ["model"], dict[str, Tensor]()
     if not model_only:
         update.make_moments()
         kinds += update.moments
@@ -43,38 +43,41 @@ def saved_tensors(
         if blocks:  # a pipeline stage may have no layer, and so no count
             tensors[STEP] = torch.tensor([update.step], dtype=torch.float32)
     for number, (parameter, members) in enumerate(blocks.items()):
-        if update.distributed:
-            tensors |= flat_shards(parameter, members, update, kinds)
-        elif number % update.dp_cp.size() == update.dp_cp.rank():
+        of = update.of(parameter)
+        if of.distributed:
+            tensors |= flat_shards(parameter, members, of, kinds, meshes)
+        elif number % of.replicas.size() == of.replicas.rank():
             for kind in kinds:
                 values = update.read(parameter, kind)
                 for member in members:
                     if member.primary:
                         part = member.read(values).contiguous().cpu()
-                        tensors[f"{kind}/{member.name}"] = as_dtensor(member, part, mesh)
+                        tensors[f"{kind}/{member.name}"] = as_dtensor(member, part, meshes.of(member))
+    for parameter, (member,) in biases.items():
+        if replicas(parameter).rank() == 0:
+            tensors[f"model/{member.name}"] = parameter.detach().cpu()
     return tensors
 
 
 def flat_shards(
-    parameter: nn.Parameter, members: Sequence[Block], update: Update, kinds: Sequence[str]
+    parameter: nn.Parameter, members: Sequence[Block], of: Member, kinds: Sequence[str], meshes: Meshes
 ) -> dict[str, Tensor]:
     """This rank's range of ``parameter``, by key; what every rank of tp holds, the first of them writes."""
-    found = update.shard(parameter)
+    found = of.shard(parameter)
     if found is None:
         return {}
     main, where = found
-    first = parallel_state.get_tensor_model_parallel_rank() == 0
     shards: dict[str, Tensor] = {}
     for member in members:
         parts = list(member.boxes(parameter.shape, where))
-        if parts and member.primary and (first or member.dim is not None):
+        if parts and member.primary and (meshes.first(member) or member.dim is not None):
             for kind in kinds:
-                flat = update.values(main, kind).reshape(-1)
+                flat = of.values(main, kind).reshape(-1)
                 shards[f"{kind}/{member.name}"] = FlatShard.of(flat, member.shape, parts)
     return shards
 
 
-def load(path: Path, blocks: Blocks, update: Update, device: torch.device) -> None:
+def load(path: Path, blocks: Blocks, biases: Blocks, update: Update, device: torch.device) -> None:
     """Restores what any engine wrote on any number of ranks.
 
     A rank that had no twin when the checkpoint was written keeps its own random streams.
@@ -83,10 +86,13 @@ def load(path: Path, blocks: Blocks, update: Update, device: torch.device) -> No
     keys = saved_keys(path)
     step = torch.zeros(1)
     streams = {name: value for name, value in random_states(device).items() if name in keys}
-    load_tensors(path, {STEP: step, **streams})
+    kept_apart = {f"model/{member.name}": torch.empty(member.shape) for (member,) in biases.values()}
+    load_tensors(path, {STEP: step, **streams, **kept_apart})
+    for parameter, (member,) in biases.items():
+        parameter.data.copy_(kept_apart[f"model/{member.name}"])
     kinds = ("model", *update.moments)
     kept = 4 * len(kinds) * sum(parameter.numel() for parameter in blocks)
-    sharded_over = update.dp_cp.size() if update.distributed else 1
+    sharded_over = update.shards
     for some in batches(blocks, kinds, min(LOAD_BYTES, LOAD_SHARE * kept / sharded_over)):
         load_pieces(path, blocks, some, update)
     update.set_step(int(step.item()))
@@ -109,7 +115,7 @@ def batches(blocks: Blocks, kinds: Sequence[str], limit: float) -> Iterator[list
 
 
 def load_pieces(path: Path, blocks: Blocks, pieces: Sequence[Piece], update: Update) -> None:
-    mesh = tensor_mesh("cpu")
+    meshes = Meshes.of_rank("cpu")
     targets: dict[str, Tensor] = {}
     wholes: dict[Piece, Tensor] = {}
     copies: list[tuple[Block, Tensor, Tensor]] = []
@@ -118,7 +124,7 @@ def load_pieces(path: Path, blocks: Blocks, pieces: Sequence[Piece], update: Upd
         whole = wholes[parameter, kind] = torch.zeros(parameter.shape)
         for member in blocks[parameter]:
             part = member.read(whole).contiguous()
-            targets[f"{kind}/{member.name}"] = as_dtensor(member, part, mesh)
+            targets[f"{kind}/{member.name}"] = as_dtensor(member, part, meshes.of(member))
             copies.append((member, whole, part))
     load_tensors(path, targets, together=False)
     for member, whole, part in copies:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from components.checkpoint.flat import Box, boxes
-from components.engines.megatron.table import hf_names
+from components.engines.megatron.table import decoder_key, hf_names
 from components.models import WeightSource
 
 Shapes = Mapping[str, torch.Size]
@@ -38,12 +39,15 @@ class Block:
     index: tuple[slice, ...]
     """Which part of the whole it is, in every dimension."""
     dim: int | None
-    """The dimension that tensor parallelism splits, as ``torch.chunk`` does; None: no rank lacks any."""
+    """The dimension that tensor parallelism splits, as ``torch.chunk`` does; None: no rank lacks any. That
+    of experts is over ranks of its own (``etp``)."""
     groups: int
     start: int
     stop: int
     primary: bool
     """False: a tied copy on another pipeline stage, which is loaded but never saved, exported or counted."""
+    expert: bool = False
+    """Whether it is of an expert, which ranks of ``ep`` have others of."""
 
     def read(self, tensor: Tensor) -> Tensor:
         """The block of ``tensor``, which has the parameter's shape: weight, main copy, moment or gradient.
@@ -93,6 +97,8 @@ def blocks(chunks: Sequence[GPTModel], shapes: Shapes) -> Blocks:
         for parameter, tensors in sharded_parameters(chunk):
             assert parameter not in found, f"{tensors[0].key}: a parameter with two names"
             groups = chunk.config.num_query_groups
+            for tensor in tensors:
+                tensor.key = decoder_key(tensor.key, chunk.config.num_layers)
             found[parameter] = [b for t in tensors for b in tensor_blocks(parameter, t, shapes, groups)]
             check_rows(parameter, tensors[0], found[parameter])
     assert found.keys() == {p for chunk in chunks for p in chunk.parameters()}, "a parameter without a name"
@@ -121,20 +127,28 @@ def tensor_blocks(
     rows, offset = tensor.local_shape[0], tensor.global_offset[0]
     first = (tensor.data.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
     if len(names) == 1:
-        return [block(names[0], tensor, shapes, offset=offset, groups=1, start=first, rows=rows)]
+        return [block(names[0], parameter, tensor, shapes, offset=offset, groups=1, start=first, rows=rows)]
     widths = [shapes[name][0] // query_groups for name in names]
     groups, before = rows // sum(widths), offset // sum(widths)
     assert first == 0, f"{tensor.key}: query groups that begin within a parameter"
     assert rows == groups * sum(widths), f"{tensor.key}: {rows} rows are no whole query groups of {widths}"
     starts = [sum(widths[:i]) for i in range(len(widths))]
     return [
-        block(name, tensor, shapes, offset=before * width, groups=groups, start=start, rows=width)
+        block(name, parameter, tensor, shapes, offset=before * width, groups=groups, start=start, rows=width)
         for name, start, width in zip(names, starts, widths, strict=True)
     ]
 
 
 def block(
-    name: str, tensor: ShardedTensor, shapes: Shapes, *, offset: int, groups: int, start: int, rows: int
+    name: str,
+    parameter: Tensor,
+    tensor: ShardedTensor,
+    shapes: Shapes,
+    *,
+    offset: int,
+    groups: int,
+    start: int,
+    rows: int,
 ) -> Block:
     """``groups`` times ``rows`` rows of the Hugging Face tensor, from its row ``offset``; padding is cut."""
     assert name in shapes, f"{tensor.key}: the model has no {name}"
@@ -149,7 +163,10 @@ def block(
         assert index[dim] == shard(size, parts, rank), f"{tensor.key}: not the {name} of DTensor"
     # Megatron numbers replicas by (pipeline, tensor, data): the tied head on the last stage is pipeline's 1.
     primary = tensor.replica_id[0] == 0
-    return Block(name, shape, tuple(index), split[0] if split else None, groups, start, start + rows, primary)
+    place = (groups, start, start + rows)
+    return Block(
+        name, shape, tuple(index), split[0] if split else None, *place, primary, is_expert(parameter)
+    )
 
 
 def shard(size: int, parts: int, rank: int) -> slice:
@@ -187,9 +204,38 @@ def fill(tensor: Tensor, members: Sequence[Block], source: WeightSource) -> None
 # ---- out
 
 
-def tensor_mesh(device_type: str) -> DeviceMesh:
+def is_expert(parameter: Tensor) -> bool:
+    """Whether Megatron reduces its gradient over the ranks that hold the same experts."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def replicas(parameter: Tensor) -> dist.ProcessGroup:
+    """The ranks that hold the same parameter, and each found a part of its gradient."""
+    if is_expert(parameter):
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+@dataclass(frozen=True)
+class Meshes:
     """The ranks that ``Block.dim`` is split over."""
-    return DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), device_type)
+
+    dense: DeviceMesh
+    experts: DeviceMesh
+
+    @classmethod
+    def of_rank(cls, device_type: str) -> "Meshes":
+        return cls(
+            DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), device_type),
+            DeviceMesh.from_group(parallel_state.get_expert_tensor_parallel_group(), device_type),
+        )
+
+    def of(self, member: Block) -> DeviceMesh:
+        return self.experts if member.expert else self.dense
+
+    def first(self, member: Block) -> bool:
+        """Whether this rank speaks for those that hold the whole of ``member``, once it was gathered."""
+        return self.of(member).get_local_rank() == 0
 
 
 def as_dtensor(member: Block, value: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -211,28 +257,21 @@ def whole(member: Block, value: Tensor, mesh: DeviceMesh) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gathered(
-    found: Blocks, mesh: DeviceMesh, tensor_of: Callable[[nn.Parameter], Tensor]
+def whole_tensors(
+    found: Blocks, meshes: Meshes, tensor_of: Callable[[nn.Parameter], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor of this pipeline stage, whole, tied ones once; collective over ``mesh``.
+    """The Hugging Face tensors that this rank writes, tied ones once; every rank consumes it.
 
-    ``tensor_of`` gives what is gathered, in the parameter's shape: the weight itself, or its gradient.
+    Of the ranks that hold the same parameters the first gather them, over ``meshes``, and of those the first
+    write. ``tensor_of``, which every rank calls of every parameter, gives what is gathered, in its shape: the
+    weight itself, or its fp32 copy.
     """
     for parameter, members in found.items():
         tensor = tensor_of(parameter).detach()
+        if replicas(parameter).rank() != 0:
+            continue
         for member in members:
             if member.primary:
-                yield member.name, whole(member, member.read(tensor), mesh)
-
-
-def whole_tensors(found: Blocks, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """What this rank writes of a model, in ``dtype``; every rank consumes it.
-
-    One copy of the model takes part in gathering, and of that the first rank of every pipeline stage writes.
-    """
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0 or not found:
-        return
-    mesh = tensor_mesh(next(iter(found)).device.type)
-    for name, tensor in gathered(found, mesh, lambda parameter: parameter):
-        if mesh.get_local_rank() == 0:
-            yield name, tensor.to(dtype)
+                gathered = whole(member, member.read(tensor), meshes.of(member))
+                if meshes.first(member):
+                    yield member.name, gathered

@@ -1,0 +1,106 @@
+"""Experts one by one, under the names that they have on disk.
+
+transformers holds the experts of a layer in two tensors (``experts.gate_up_proj`` ``[E, 2I, H]`` and
+``experts.down_proj`` ``[E, H, I]``), but its files, other programs and adapters have them one by one. So do
+the models that we build: initial weights, checkpoints, exports and adapters need no rule for experts. An
+engine that computes them together stacks them itself.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+BIAS = "e_score_correction_bias"
+"""Of a router: what is added to the scores of experts before the best are chosen; no gradient reaches it."""
+
+OF_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<leaf>.*)")
+"""A parameter of one expert, or of an adapter beside it."""
+
+FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<leaf>gate_up_proj|down_proj)")
+
+
+class BareLinear(nn.Linear):
+    """A linear layer on the meta device, made without drawing values: there are thousands of them."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = inputs, outputs
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, device="meta"))
+        self.register_parameter("bias", None)
+
+
+class Expert(nn.Module):
+    """One expert: ``down(silu(gate x) * (up x))``."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = BareLinear(hidden, intermediate)
+        self.up_proj = BareLinear(hidden, intermediate)
+        self.down_proj = BareLinear(intermediate, hidden)
+
+
+class Experts(nn.ModuleList):
+    """The experts of one layer, in order; a description, which no one calls: see ``GroupedExperts``."""
+
+
+def separate(model: PreTrainedModel) -> None:
+    """Puts ``Experts`` where transformers has stacked ones, and makes the routers' biases parameters.
+
+    Of a model on the meta device. Biases want no gradient.
+    """
+    for block in list(model.modules()):
+        stacked: Any = getattr(block, "experts", None)
+        if isinstance(getattr(stacked, "gate_up_proj", None), nn.Parameter):
+            number, hidden, intermediate = stacked.down_proj.shape
+            block.experts = Experts(Expert(hidden, intermediate) for _ in range(number))
+        if isinstance(bias := block._buffers.pop(BIAS, None), Tensor):
+            block.register_parameter(BIAS, nn.Parameter(bias, requires_grad=False))
+
+
+def routed(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks that have a router (``gate``) and ``experts``, by name, in the order of layers."""
+    return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "experts", None), Experts)}
+
+
+def biases(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The routers' biases by name: no gradient changes them, but training may (``RouterTerms.bias_rate``)."""
+    return {name: p for name, p in model.named_parameters() if name.endswith(f".{BIAS}")}
+
+
+def number_of_experts(model: nn.Module) -> int:
+    """Of every layer that has some; 0: none has."""
+    block: Any = next(iter(routed(model).values()), None)
+    return 0 if block is None else len(block.experts)
+
+
+def share_of_experts(model: PreTrainedModel) -> float:
+    """Of the weights of experts, how many a token is multiplied with; 1 where there are none."""
+    number = number_of_experts(model)
+    return float(model.config.get_text_config().num_experts_per_tok) / number if number else 1.0
+
+
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of a tensor in a model that is stored in ``dtype``, as transformers keeps it: routers' biases are sums
+    of small changes, which half precision would lose."""
+    return torch.float32 if name.endswith(f".{BIAS}") else dtype
+
+
+def one_by_one(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Named tensors as transformers holds them, with views of each expert in place of stacked ones."""
+    for name, tensor in tensors:
+        found = FUSED.fullmatch(name)
+        if found is None or tensor.dim() != 3:
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor):
+            prefix = f"{found['experts']}.{number}"
+            if found["leaf"] == "down_proj":
+                yield f"{prefix}.down_proj.weight", expert
+            else:
+                gate, up = torch.chunk(expert, 2)
+                yield f"{prefix}.gate_proj.weight", gate
+                yield f"{prefix}.up_proj.weight", up

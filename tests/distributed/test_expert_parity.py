@@ -1,0 +1,80 @@
+"""The parity tables of models with experts, reduced to cells that together touch every kind of layout."""
+
+import gc
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from benchmarks.parity_cells import Bench
+from benchmarks.parity_experts import CONTROLS, EXPERTS, LATENT
+from benchmarks.parity_rows import CONTROL_COLUMN, Row, Table
+
+REDUCED = {
+    EXPERTS: [
+        ("dp2 ep2", "pt"),
+        ("tp2 sp", "sft packed"),
+        ("tp2ep2 sp", "sft padded"),
+        ("tp2ep2etp2 sp", "sft packed"),
+        ("pp2vpp2ep2", "dpo packed"),
+        ("cp2ep2", "sft packed"),
+        ("dp4 ep2 sharded", "sft padded"),
+        ("fsdp2 ep2", "dpo packed"),
+        ("hsdp ep2", "sft packed"),
+        ("fsdp2 cp2ep2", "pt"),
+    ],
+    LATENT: [
+        ("dp2 ep2 allgather", "dpo packed"),
+        ("tp2ep2etp2 sp", "sft packed"),
+        ("pp2ep2", "sft packed"),
+        ("cp2ep2", "pt"),
+        ("dp4 ep2 sharded", "sft packed"),
+        ("fsdp2 ep2", "sft padded"),
+        ("fsdp2 cp2", "sft packed"),
+        ("fsdp2 tp2ep2", "dpo packed"),
+    ],
+}
+CELLS = [(table, row, column) for table, cells in REDUCED.items() for row, column in cells]
+
+
+@pytest.fixture(scope="module")
+def benches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bench]]:
+    """Of one set of ranks."""
+    first = Bench(tmp_path_factory.mktemp("experts"), EXPERTS)
+    second = Bench(tmp_path_factory.mktemp("deepseek"), LATENT)
+    second.pools = first.pools
+    with first:
+        yield {EXPERTS.name: first, LATENT.name: second}
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "on"), CELLS, ids=[f"{table.name}: {row}, {column}" for table, row, column in CELLS]
+)
+def test_every_layout_of_experts_trains_the_same_curve(
+    benches: dict[str, Bench], table: Table, name: str, on: str
+) -> None:
+    column = table.column(on)
+    cell, run = benches[table.name].cell(table.row(name), column)
+    assert cell.passes, cell
+    assert run.losses[-1] < 0.99 * run.losses[0] or column.is_slow, "nothing was learned"
+
+
+@pytest.mark.parametrize("row", CONTROLS, ids=lambda row: row.fault)
+def test_a_broken_balance_is_told(benches: dict[str, Bench], row: Row) -> None:
+    cell, _ = benches[EXPERTS.name].cell(row, EXPERTS.column(CONTROL_COLUMN))
+    assert cell.gradient > 1e-3
+    assert not cell.passes
+
+
+def threads() -> int:
+    gc.collect()
+    return psutil.Process().num_threads()
+
+
+def test_runs_leave_nothing_in_their_ranks(benches: dict[str, Bench]) -> None:
+    """A model that something holds keeps its process groups, and their threads wake all the time."""
+    bench = benches[EXPERTS.name]
+    bench.cell(EXPERTS.row("dp2 ep2"), EXPERTS.column("pt"))
+    before = bench.pool(2).run(threads)
+    bench.cell(EXPERTS.row("dp2 ep2"), EXPERTS.column("pt"))
+    assert bench.pool(2).run(threads) == before
