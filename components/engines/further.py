@@ -32,16 +32,13 @@ def with_further(
         logps: ``TokenStats.logps`` of each depth, of whole rows.
 
     Returns:
-        In the terms each sum has its coefficient; in the metrics, under the same name, it has none, and the
-        main term is ``main_loss`` there.
+        In the terms each sum has its coefficient; in the metrics, under the same name, it has none.
     """
     if not terms.layers:
         return output, dict(counts)
-    main = next(iter(output.terms))
     sums = {n: -found.sum(dtype=torch.float64) for n, found in zip(terms.names, logps, strict=True)}
     added = {n: len(ahead.labelled()) for n, ahead in zip(terms.names, batches, strict=True)}
     reported = {name: (value.detach(), added[name]) for name, value in sums.items()}
-    reported["main_loss"] = output.terms[main].detach(), counts[main]
     weighed = {name: terms.strength * value for name, value in sums.items()}
     whole = LossOutput({**output.terms, **weighed}, {**output.metrics, **reported})
     return whole, {**counts, **added}

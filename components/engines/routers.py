@@ -196,6 +196,11 @@ class Attach(torch.autograd.Function):
         return grads[0], torch.ones_like(ctx.like)
 
 
+def normalized(sigmoids: Tensor) -> Tensor:
+    """Scores ``[T, E]`` that add up to 1, of which balance losses are made (DeepSeek-V3, equation 19)."""
+    return sigmoids / (sigmoids.sum(-1, keepdim=True) + 1e-20)
+
+
 def bias_change(load: Tensor, rate: float) -> Tensor:
     """What to add to the biases of experts with these loads ``[..., E]`` (Wang et al., 2024, algorithm 1)."""
     return rate * torch.sign(load.mean(-1, keepdim=True) - load).float()

@@ -41,6 +41,8 @@ class Sums:
 
     counts: Mapping[str, int] | None = None
     """Global counts by term, where they are known before the first forward."""
+    main_apart: bool = False
+    """Whether means tell the main term by itself: the model adds others to it, here or elsewhere."""
     terms: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
     term_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     metrics: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
@@ -69,9 +71,8 @@ class Sums:
         """``(means, N_main)`` over all data ranks, in one all-reduce.
 
         ``means["loss"]`` is the sum over terms of sum / count, NaN where the main term has no count; every
-        further term stands under its own name too, and the main one as ``main_loss`` where ``counts`` has
-        terms that are added elsewhere (by routers). Every data rank holds the same names: a rank without
-        rows has run an empty micro-batch.
+        further term stands under its own name too, and with ``main_apart`` the main one as ``main_loss``.
+        Every data rank holds the same names: a rank without rows has run an empty micro-batch.
         """
         tables = (self.terms, self.term_counts, self.metrics, self.metric_counts)
         values = [torch.as_tensor(v, dtype=torch.float64, device=device) for t in tables for v in t.values()]
@@ -82,7 +83,7 @@ class Sums:
         main, *others = term_counts
         parts = {name: terms[name] / count for name, count in term_counts.items() if count}
         means = {name: parts.get(name, math.nan) for name in others}
-        if self.counts is not None and self.counts.keys() - terms.keys():
+        if self.main_apart:
             means["main_loss"] = parts.get(main, math.nan)
         means |= {name: metrics[name] / count if count else math.nan for name, count in metric_counts.items()}
         loss = math.fsum(parts.values()) if main in parts else math.nan

@@ -29,6 +29,7 @@ from components.models.pretrained import content, pretrained_weights
 from components.models.routing import Balance, RouterTerms
 from components.models.weights import WeightSource, signature
 from runner.errors import ConfigError
+from runner.protocols import Batch
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,15 @@ class ModelSpec:
     @property
     def further_tokens(self) -> FurtherTokens:
         return FurtherTokens(self.mtp_layers, self.mtp_coef)
+
+    @property
+    def adds_terms(self) -> bool:
+        """Whether the model adds terms to the loss of a stage: of routers, of further tokens."""
+        return bool(self.router_terms.strengths or self.further_tokens.names)
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        """Of these terms, in one micro-batch."""
+        return self.router_terms.counts(batch) | self.further_tokens.counts(batch)
 
     @property
     def _reads_path(self) -> bool:

@@ -19,28 +19,7 @@ from runner.protocols import ParallelismSpec
 
 DEFAULTS: Mapping[str, ParallelismSpec] = {
     "fsdp2": FSDP2(dp=None, default_dp=2, reshard_after_forward=True),
-    "megatron": Megatron(
-        tp=1,
-        pp=1,
-        vpp=1,
-        cp=1,
-        ep=1,
-        etp=1,
-        dp=None,
-        default_dp=1,
-        sequence_parallel=False,
-        cp_comm_type="all_gather",
-        distributed_optimizer=False,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
-        bucket_size=None,
-        pipeline_layout=None,
-        first_stage_layers=None,
-        last_stage_layers=None,
-        activation_checkpointing="none",
-        transformer_impl="auto",
-        optimizer_cpu_offload=False,
-    ),
+    "megatron": Megatron(),
 }
 """``parallelism=NAME`` without further keys: what is varied here, and what need not be typed."""
 

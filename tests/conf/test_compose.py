@@ -4,14 +4,16 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from components.preflight.search import DEFAULTS
 from runner.build import build_component, build_loggers
 from runner.cli import config_dir
 from runner.errors import ConfigError
@@ -55,6 +57,13 @@ def layout_of(name: str) -> Any:
         node = OmegaConf.to_container(compose("config", [f"parallelism={name}"]).parallelism, resolve=True)
     assert isinstance(node, dict)
     return build_component("parallelism", node, Provenance())
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_layout_without_keys_is_its_file(name: str) -> None:
+    keys = yaml.safe_load((CONF / "parallelism" / f"{name}.yaml").read_text()).keys() - {"_target_"}
+    assert layout_of(name) == DEFAULTS[name]
+    assert keys == {field.name for field in fields(DEFAULTS[name])}
 
 
 LAYOUTS = [option for group, option in OPTIONS if group == "parallelism" and option[-1].isdigit()]

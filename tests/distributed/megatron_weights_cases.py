@@ -20,28 +20,7 @@ IDS = torch.arange(2 * 24).reshape(2, 24) * 7 % 89
 
 
 def spec_of(sizes: Sizes) -> Megatron:
-    return Megatron(
-        tp=sizes[0],
-        pp=sizes[1],
-        vpp=sizes[2],
-        cp=1,
-        ep=1,
-        etp=1,
-        dp=None,
-        default_dp=1,
-        sequence_parallel=False,
-        cp_comm_type="all_gather",
-        distributed_optimizer=False,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
-        bucket_size=None,
-        pipeline_layout=None,
-        first_stage_layers=None,
-        last_stage_layers=None,
-        activation_checkpointing="none",
-        transformer_impl="local",
-        optimizer_cpu_offload=False,
-    )
+    return Megatron(tp=sizes[0], pp=sizes[1], vpp=sizes[2], transformer_impl="local")
 
 
 def import_megatron() -> None:

@@ -32,32 +32,6 @@ LATENT = {"model_type": "deepseek_v3", "num_key_value_heads": 12, "first_k_dense
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
 
 
-def layout(**changes: Any) -> Megatron:
-    plain: dict[str, Any] = {
-        "tp": 1,
-        "pp": 1,
-        "vpp": 1,
-        "cp": 1,
-        "ep": 1,
-        "etp": 1,
-        "dp": None,
-        "default_dp": 1,
-        "sequence_parallel": False,
-        "cp_comm_type": "all_gather",
-        "distributed_optimizer": False,
-        "overlap_grad_reduce": False,
-        "overlap_param_gather": False,
-        "bucket_size": None,
-        "pipeline_layout": None,
-        "first_stage_layers": None,
-        "last_stage_layers": None,
-        "activation_checkpointing": "none",
-        "transformer_impl": "auto",
-        "optimizer_cpu_offload": False,
-    }
-    return Megatron(**plain | changes)
-
-
 def check(
     shape: dict[str, Any] | None = None,
     *,
@@ -73,7 +47,7 @@ def check(
     spec = ModelSpec(architecture=SHAPE | (shape or {}), freeze=freeze)
     model = spec.build(spec.config())
     run: dict[str, Any] = {"world_size": ranks, "dtype": dtype, "device": device, "adapter": adapter}
-    layout(**sizes).check(model, optimizer or AdamW(), **run)
+    Megatron(**sizes).check(model, optimizer or AdamW(), **run)
 
 
 @pytest.fixture(autouse=True)
@@ -127,15 +101,17 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("changes", "words"), CONTRADICTIONS, ids=str)
 def test_contradictions_are_refused_on_sight(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        layout(**changes)
+        Megatron(**changes)
     assert all(word in str(refused.value) for word in words), refused.value
 
 
 def test_what_belongs_together_is_accepted() -> None:
-    layout(pp=2, vpp=2)
-    layout(tp=2, sequence_parallel=True)
-    layout(cp=2, cp_comm_type="a2a")
-    layout(overlap_grad_reduce=True, overlap_param_gather=True, distributed_optimizer=True, bucket_size=1000)
+    Megatron(pp=2, vpp=2)
+    Megatron(tp=2, sequence_parallel=True)
+    Megatron(cp=2, cp_comm_type="a2a")
+    Megatron(
+        overlap_grad_reduce=True, overlap_param_gather=True, distributed_optimizer=True, bucket_size=1000
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +126,7 @@ def test_ranks_that_a_launcher_cannot_have_meant(sizes: dict[str, Any], started:
     with pytest.raises(
         ConfigError, match=rf"parallelism\.dp: this layout takes {takes}.*WORLD_SIZE={started}"
     ):
-        layout(**sizes).world_size({"WORLD_SIZE": str(started)}, 0)
+        Megatron(**sizes).world_size({"WORLD_SIZE": str(started)}, 0)
 
 
 # ---- the layout against the run
@@ -314,7 +290,7 @@ def test_another_model_of_the_same_type_is_refused() -> None:
     with torch.device("meta"):
         own = OwnLlama(spec.config())
     with pytest.raises(ConfigError, match="OwnLlama"):
-        layout().check(own, AdamW(), world_size=1, dtype=torch.float32, device="cpu")
+        Megatron().check(own, AdamW(), world_size=1, dtype=torch.float32, device="cpu")
 
 
 def test_a_parameter_without_a_place_is_refused_by_name() -> None:
@@ -322,7 +298,7 @@ def test_a_parameter_without_a_place_is_refused_by_name() -> None:
     model = spec.build(spec.config())
     model.model.layers[1].mlp.scale = torch.nn.Parameter(torch.ones(1))
     with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.scale"):
-        layout().check(model, AdamW(), world_size=1, dtype=torch.float32, device="cpu")
+        Megatron().check(model, AdamW(), world_size=1, dtype=torch.float32, device="cpu")
 
 
 # ---- transformer-engine
@@ -347,7 +323,7 @@ def test_auto_is_transformer_engine_where_it_can_be(arguments: dict[str, Any], r
     def uses(kind: str) -> bool:
         config = ModelSpec(architecture=SHAPE | arguments.get("shape", {})).config()
         dtype = arguments.get("dtype", torch.bfloat16)
-        chosen = layout(transformer_impl=kind, cp=arguments.get("cp", 1))
+        chosen = Megatron(transformer_impl=kind, cp=arguments.get("cp", 1))
         return uses_transformer_engine(config, chosen, dtype, "cuda", arguments.get("adapter"))
 
     assert uses("auto") == (reason is None)
@@ -456,7 +432,7 @@ def megatron() -> Any:
 def test_every_split_is_judged_as_megatron_does(megatron: Any) -> None:
     accepted = 0
     for layers, pp, vpp, first, last in SPLITS:
-        chosen = layout(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last)
+        chosen = Megatron(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last)
         uneven = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
         held = megatron(layers, pp, vpp, **uneven)
         # Of one layer over two stages with two in the last, Megatron makes -1 and 2.
@@ -469,7 +445,7 @@ def test_every_split_is_judged_as_megatron_does(megatron: Any) -> None:
 def test_every_layout_string_is_judged_as_megatron_does(megatron: Any) -> None:
     accepted = 0
     for text, pp, vpp, layers in itertools.product(STRINGS, (2, 3), (1, 2), (2, 3, 4)):
-        ours = accepts(layout(pp=pp, vpp=vpp, pipeline_layout=text), layers)
+        ours = accepts(Megatron(pp=pp, vpp=vpp, pipeline_layout=text), layers)
         theirs = megatron(layers, pp, vpp, pipeline_model_parallel_layout=text)
         assert ours == (theirs is not None), (text, pp, vpp, layers)
         accepted += ours

@@ -76,7 +76,7 @@ class FSDP2Engine:
         self.data_rank, self.data_size = data.get_local_rank(), data.size()
         weights = model.weights(seed)
         context = Context(self.mesh.get_group(CONTEXT))
-        self.compiled, self.adapter, self.reference_kind, self.ep = compiled, adapter, reference, layout.ep
+        self.compiled, self.adapter, self.reference_kind = compiled, adapter, reference
         options: dict[str, Any] = {
             "seed": seed,
             "context": context,
@@ -112,12 +112,12 @@ class FSDP2Engine:
     # ---- the train step
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        return self.spec.router_terms.counts(batch) | self.spec.further_tokens.counts(batch)
+        return self.spec.counts(batch)
 
     def begin_train_step(self, counts: Mapping[str, int] | None = None) -> None:
         assert self.sums is None, "begin_train_step: the step before was neither finished nor aborted"
         total = None if counts is None else reduce_counts(counts, self.group, self.device)
-        self.sums = Sums(total)
+        self.sums = Sums(total, main_apart=self.spec.adds_terms)
         if self.routing is not None:
             self.routing.begin(total)
 
@@ -149,9 +149,10 @@ class FSDP2Engine:
     def finish_train_step(self, lr: float, *, max_loss: float = math.inf) -> StepResult:
         assert self.sums is not None, "finish_train_step without begin_train_step"
         means, n_main = self.sums.reduce(self.group, self.device)
-        grads = [p.grad for p in self.weights.values() if p.grad is not None]
-        torch._foreach_div_([stored(g) for g in grads], max(n_main, 1))
-        counted = [stored(g) for g in grads if primary(g)]
+        whole_grads = [p.grad for p in self.weights.values() if p.grad is not None]
+        grads = [stored(g) for g in whole_grads]
+        torch._foreach_div_(grads, max(n_main, 1))
+        counted = [stored(g) for g in whole_grads if primary(g)]
         total_norm = global_norm(counted, self.world, self.device)
         grad_norm, loss = total_norm.item(), means.pop("loss")
         zeros = self._count_zeros(counted) if self.count_zeros else None
@@ -162,7 +163,7 @@ class FSDP2Engine:
             loss = self.max_over_ranks(loss)
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm) and loss <= max_loss)
         if not skipped:
-            self._update(total_norm, lr)
+            self._update(grads, total_norm, lr)
             if self.routing is not None:
                 self.routing.update_biases()
         self._drop_gradients()
@@ -248,7 +249,7 @@ class FSDP2Engine:
 
     def describe(self) -> dict[str, Any]:
         experts = next(iter(grouped_experts(self.scorer.lm).values()), None)
-        shared_out = {} if experts is None or self.ep == 1 else {"experts": described(experts.mesh)}
+        shared_out = {} if experts is None or experts.ep is None else {"experts": described(experts.mesh)}
         return {
             "engine": "fsdp2",
             "device": str(self.device),
@@ -257,7 +258,6 @@ class FSDP2Engine:
             "compiled": self.compiled,
             "world_size": dist.get_world_size(),
             "mesh": described(self.mesh) | shared_out,
-            "ep": self.ep,
             "parameters": sum(self.sizes.values()),
             "trained_parameters": sum(self.sizes[name] for name in self.weights),
         }
@@ -284,10 +284,9 @@ class FSDP2Engine:
             module.set_requires_gradient_sync(enabled, recurse=False)
             module.set_is_last_backward(enabled)
 
-    def _update(self, total_norm: Tensor, lr: float) -> None:
-        if self.max_grad_norm:
+    def _update(self, grads: list[Tensor], total_norm: Tensor, lr: float) -> None:
+        if self.max_grad_norm and grads:
             # Not by torch's own function: experts may lie on another mesh than what is around them.
-            grads = [stored(p.grad) for p in self.weights.values() if p.grad is not None]
             factor = (self.max_grad_norm / (total_norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(grads, factor.to(grads[0].device))
         for group in self.optimizer.param_groups:

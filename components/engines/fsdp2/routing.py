@@ -13,7 +13,7 @@ from components.engines.fsdp2.context import Context
 from components.engines.fsdp2.experts import grouped_experts
 from components.engines.fsdp2.mesh import CONTEXT, REPLICATE, SHARD, TENSOR
 from components.engines.router_steps import RouterSteps
-from components.engines.routers import Routed, Routers, Tokens
+from components.engines.routers import Routed, Routers, Tokens, normalized
 from components.models.experts import BIAS
 from components.models.routing import RouterTerms
 from runner.protocols import Batch
@@ -85,8 +85,7 @@ def scores(gate: nn.Module, logits: Tensor) -> Tensor:
     """float32 ``[T, E]``, 1 for each token; DeepSeek's routers, which have biases, use sigmoids."""
     if BIAS not in gate._buffers:
         return logits.softmax(-1, dtype=torch.float32)
-    sigmoids = logits.float().sigmoid()
-    return sigmoids / (sigmoids.sum(-1, keepdim=True) + 1e-20)
+    return normalized(logits.float().sigmoid())
 
 
 def same_batch(ranks: DeviceMesh) -> dist.ProcessGroup:

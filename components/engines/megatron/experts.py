@@ -12,16 +12,16 @@ from runner.errors import ConfigError
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
 """Model types whose layers of experts are computed."""
 
-DEFAULTS = {
-    "ep": 1,
-    "etp": 1,
-    "moe_dispatcher": "alltoall",
-    "capacity_factor": None,
-    "drop_policy": "probs",
-    "pad_to_capacity": False,
-    "shared_expert_overlap": False,
-}
-"""Keys of a layout that are about experts alone."""
+KEYS = (
+    "ep",
+    "etp",
+    "moe_dispatcher",
+    "capacity_factor",
+    "drop_policy",
+    "pad_to_capacity",
+    "shared_expert_overlap",
+)
+"""Of a layout, that are about experts alone."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def check_experts(layout: Layout, model: PreTrainedModel, world_size: int) -> No
     """
     experts, kind = experts_of(model.config), model.config.model_type
     if experts is None:
-        for key, default in DEFAULTS.items():
-            if (value := getattr(layout, key)) != default:
+        for key in KEYS:
+            if (value := getattr(layout, key)) != getattr(Layout, key):
                 raise ConfigError(
                     f"parallelism.{key}: is {value!r}, but {kind} has no experts; leave it out."
                 )

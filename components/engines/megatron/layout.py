@@ -6,42 +6,42 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Layout:
-    """The keys of conf/parallelism/megatron.yaml."""
+    """The keys of conf/parallelism/megatron.yaml, with its values."""
 
-    tp: int
+    tp: int = 1
     """Ranks that split every matrix, and the vocabulary."""
-    pp: int
+    pp: int = 1
     """Pipeline stages."""
-    vpp: int
+    vpp: int = 1
     """Chunks of layers that every stage holds (interleaved pipeline); 1: one."""
-    cp: int
+    cp: int = 1
     """Ranks that split every sequence."""
-    ep: int
+    ep: int = 1
     """Ranks that share out the experts of every layer, among tp x cp x dp."""
-    etp: int
+    etp: int = 1
     """Ranks that split the matrices of every expert."""
-    dp: int | None
+    dp: int | None = None
     """Data-parallel ranks; None: what WORLD_SIZE or the visible GPUs leave, else ``default_dp``."""
-    default_dp: int
-    sequence_parallel: bool
+    default_dp: int = 1
+    sequence_parallel: bool = False
     """Split what tensor parallelism replicates (norms, residuals) over its ranks, by position."""
-    cp_comm_type: Literal["all_gather", "a2a"]
+    cp_comm_type: Literal["all_gather", "a2a"] = "all_gather"
     """How ranks of ``cp`` see each other's tokens: keys and values gathered, or heads for positions."""
-    distributed_optimizer: bool
+    distributed_optimizer: bool = False
     """Shard optimizer state and fp32 main parameters over dp x cp."""
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    bucket_size: int | None
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    bucket_size: int | None = None
     """Gradients a bucket reduces at once, in elements; None: Megatron's default."""
-    pipeline_layout: str | None
+    pipeline_layout: str | None = None
     """Megatron's layout string, a part for every chunk of every stage, in the order of layers."""
-    first_stage_layers: int | None
-    last_stage_layers: int | None
-    activation_checkpointing: Literal["none", "full", "selective"]
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """What is computed again in the backward: nothing, every layer, or attention alone."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"]
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """auto: transformer-engine where it is installed and can compute the run."""
-    optimizer_cpu_offload: bool
+    optimizer_cpu_offload: bool = False
     moe_dispatcher: Literal["allgather", "alltoall"] = "alltoall"
     """How tokens get to their experts: all to every rank of ep x etp, or each to its own."""
     capacity_factor: float | None = None

@@ -115,12 +115,13 @@ class MegatronEngine:
     # ---- the train step
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        return self.spec.router_terms.counts(batch) | self.spec.further_tokens.counts(batch)
+        return self.spec.counts(batch)
 
     def begin_train_step(self, counts: Mapping[str, int] | None = None) -> None:
         assert self.sums is None, "begin_train_step: the step before was neither finished nor aborted"
         group = parallel_state.get_data_parallel_group()
-        self.sums = Sums(None if counts is None else reduce_counts(counts, group, self.device))
+        total = None if counts is None else reduce_counts(counts, group, self.device)
+        self.sums = Sums(total, main_apart=self.spec.adds_terms)
         if self.routing is not None:
             self.routing.begin(self.sums.counts)
 
@@ -241,8 +242,6 @@ class MegatronEngine:
             "dtype": str(self.dtype).removeprefix("torch."),
             "world_size": dist.get_world_size(),
             "mesh": self.ranks,
-            "ep": self.layout.ep,
-            "etp": self.layout.etp,
             "chunks_per_stage": self.layout.vpp,
             "parameters": sum(p.numel() for p in self.meta.parameters()) + added,
             "trained_parameters": added or sum(p.numel() for p in self.meta.parameters() if p.requires_grad),

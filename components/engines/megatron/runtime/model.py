@@ -46,7 +46,7 @@ class Asked:
     weights: Tensor | None = None
     """float32 like ``row.labels``."""
     traffic: Traffic | None = None
-    """For routers; None: the model has none."""
+    """For routers; None: this rank has none."""
     further: tuple["Asked", ...] = ()
     """The same of every depth of further tokens, whose layers are left out where there is none."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from components.engines.megatron.experts import Experts
 from components.engines.megatron.runtime.rows import Row
-from components.engines.routers import Routed, Routers, Tokens
+from components.engines.routers import Routed, Routers, Tokens, normalized
 from runner.protocols import Batch
 
 
@@ -83,7 +83,8 @@ class Router(MegatronRouter):
             given, taken = self._drop(given, taken, traffic.tokens)
             dropped = ~taken.gather(1, chosen)
         if traffic.routers is not None:
-            routed = Routed(logits, normalized(scores, self.experts), chosen, dropped)
+            balanced = scores if self.experts.score == "softmax" else normalized(scores)
+            routed = Routed(logits, balanced, chosen, dropped)
             given, made = traffic.routers.attach(given, self.layer, routed, traffic.tokens, recomputed=load)
             if not torch.is_grad_enabled():
                 self.again.append((traffic, made))
@@ -125,11 +126,6 @@ def choose(logits: Tensor, experts: Experts, bias: Tensor | None) -> tuple[Tenso
     if experts.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if experts.score == "sigmoid" else 0))
     return scores, chosen, weights * experts.scaling
-
-
-def normalized(scores: Tensor, experts: Experts) -> Tensor:
-    """Scores that add up to 1, of which balance losses are made (DeepSeek-V3, equation 19)."""
-    return scores if experts.score == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
 def routers_of(modules: Iterable[nn.Module]) -> list[Router]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from components.engines.further import Scores
@@ -67,7 +68,8 @@ def run(
     """
     if not microbatches:
         return
-    items = make_items(microbatches, layout, device, loss, routers, further)
+    routed = any(get_attr_wrapped_model(chunk, "routers") for chunk in chunks)
+    items = make_items(microbatches, layout, device, loss, routers, further, routed=routed)
     group = parallel_state.get_context_parallel_group()
 
     def forward_step(source: Iterator[Item], chunk: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
@@ -104,6 +106,8 @@ def make_items(
     loss: Loss | None,
     routers: Routers | None = None,
     further: FurtherTokens | None = None,
+    *,
+    routed: bool = False,
 ) -> list[Item]:
     """Rows on ``device``: of one length where stages send them to each other.
 
@@ -121,7 +125,7 @@ def make_items(
     def item(number: int, batch: Batch, *, filler: bool) -> Item:
         length = common or lengths[number]
         row = make_row(batch, cp=layout.cp, rank=rank, multiple=multiple, length=length)
-        told = traffic(batch, row, routers, device, split=layout.sequence_parallel)
+        told = traffic(batch, row, routers, device, split=layout.sequence_parallel) if routed else None
         weights = None if loss is None else loss.weights(batch)
         scattered = None if weights is None else row.scatter(weights).to(device)
         requires: frozenset[str] = frozenset() if loss is None else loss.requires
