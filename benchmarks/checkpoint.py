@@ -47,9 +47,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--folder", type=Path, help="where to write; its disk is what is measured")
     asked = parser.parse_args(arguments)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory(dir=asked.folder) as folder, Ranks(asked.ranks) as ranks:
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         work = (asked.engine, asked.ranks, round(asked.parameters), Path(folder), asked.turns)
-        by_rank = ranks.run(measure, *work, timeout=3600)
+        by_rank = Ranks(asked.ranks, megatron=asked.engine == "megatron").run(measure, *work, seconds=3600)
     found = by_rank[0] | {"peak_extra_memory": max(facts["peak_extra_memory"] for facts in by_rank)}
     print(json.dumps(found, indent=2))
     path = RESULTS / "checkpoint.json"

@@ -59,15 +59,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measured(asked: argparse.Namespace, console: Console) -> Iterator[Cell]:
-    with Bench(asked.device) as bench:
-        for layout, work in product(asked.layouts or LAYOUTS, asked.works or bench.works):
-            wanted = asked.layouts is not None or layout in bench.works[work].layouts
-            if wanted and bench.can_run(layout):
-                began, cells = time.perf_counter(), bench.cells(layout, work)
-                yield from cells
-                ratios = ", ".join(f"{mib(cell.estimate)} / {mib(cell.held)}" for cell in cells)
-                seconds = time.perf_counter() - began
-                console.print(f"{layout}, {work}: {ratios} MiB, {seconds:.0f} s", style="dim")
+    bench = Bench(asked.device)
+    for layout, work in product(asked.layouts or LAYOUTS, asked.works or bench.works):
+        wanted = asked.layouts is not None or layout in bench.works[work].layouts
+        if wanted and bench.can_run(layout):
+            began, cells = time.perf_counter(), bench.cells(layout, work)
+            yield from cells
+            ratios = ", ".join(f"{mib(cell.estimate)} / {mib(cell.held)}" for cell in cells)
+            seconds = time.perf_counter() - began
+            console.print(f"{layout}, {work}: {ratios} MiB, {seconds:.0f} s", style="dim")
 
 
 def table(cells: Sequence[Cell]) -> Table:

@@ -2,8 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from benchmarks.compose import composed
 from benchmarks.memory_ranks import measure
@@ -120,21 +119,11 @@ class Cell:
 
 
 class Bench:
-    """Ranks that stay up."""
+    """Measures cells on ranks that stay up."""
 
     def __init__(self, device: Literal["cpu", "cuda"]) -> None:
         self.device = device
         self.works = WORKS if device == "cpu" else GPU_WORKS
-        self.pools: dict[int, Ranks] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for pool in self.pools.values():
-            pool.close()
 
     def can_run(self, layout: str) -> bool:
         """On a GPU, layouts of one rank."""
@@ -145,8 +134,7 @@ class Bench:
         config, world_size = self.compose(layout, work)
         workload = self.works[work].workload
         stages = estimated(build_experiment(config, Provenance()), world_size, workload, self.device)
-        pool = self.pool(world_size)
-        held = pool.run(measure, config, workload, self.device, timeout=300)
+        held = Ranks(world_size, megatron=True).run(measure, config, workload, self.device)
         return [
             Cell(layout, work, s.stage, max(h.peak for h in held if h.stage == s.stage), s.parts)
             for s in stages
@@ -157,11 +145,6 @@ class Bench:
         overrides = ("run.name=memory", f"run.device={self.device}", *LAYOUTS[layout])
         config = composed((*overrides, *self.works[work].overrides))
         return config, build_experiment(config, Provenance()).parallelism.world_size({}, 0)
-
-    def pool(self, world_size: int) -> Ranks:
-        if world_size not in self.pools:
-            self.pools[world_size] = Ranks(world_size)
-        return self.pools[world_size]
 
 
 def estimated(

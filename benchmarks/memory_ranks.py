@@ -2,14 +2,14 @@
 
 import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from runner.build import Experiment, build_experiment
@@ -56,19 +56,34 @@ def measure(
 def on_cpu(begin: Callable[[], None], measured: Callable[[], None]) -> int:
     """As torch's profiler records them: every block that its allocator hands out and gets back.
 
-    What gloo's own threads give back it does not see, so that with several ranks it may count a message that
-    is gone.
+    What gloo's own threads give back it does not see. A block at an address that is handed out again was
+    given back; only a message whose address is not used again is counted until the end.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         begin()
         gc.collect()
         with record_function(STEP):
             measured()
-    events = recorded.profiler.kineto_results.events()
-    (span,) = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == STEP]
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    held = accumulate(nbytes for _, nbytes in changes)
-    return max(total for (at, _), total in zip(changes, held, strict=True) if span[0] <= at <= span[1])
+    results = recorded.profiler.kineto_results
+    (span,) = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in results.events() if e.name() == STEP]
+    blocks: dict[int, int] = {}
+    total = peak = 0
+    for at, address, nbytes in sorted(allocations(results.experimental_event_tree())):
+        total += max(nbytes, 0) - blocks.pop(address, 0)
+        if nbytes > 0:
+            blocks[address] = nbytes
+        if span[0] <= at <= span[1]:
+            peak = max(peak, total)
+    return peak
+
+
+def allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
+    """Time in ns, address and signed size in bytes of every block that was handed out or given back."""
+    for event in events:
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            yield event.start_time_ns, fields.ptr, fields.alloc_size
+        yield from allocations(event.children)
 
 
 def on_gpu(begin: Callable[[], None], measured: Callable[[], None]) -> int:

@@ -57,7 +57,8 @@ def main(arguments: Sequence[str]) -> int:
     # Ranks inherit it: they are on the CPU even where there is a GPU, with a thread each.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     began, console = time.perf_counter(), Console(width=180)
-    with tempfile.TemporaryDirectory(prefix="parity-") as root, Bench(Path(root), asked_table) as bench:
+    with tempfile.TemporaryDirectory(prefix="parity-") as root:
+        bench = Bench(Path(root), asked_table)
         lines = [fill(bench, row, columns, console) for row, columns in chosen(asked, asked_table)]
         curves = {name: run.losses.tolist() for name, run in bench.references.items()}
     seconds = time.perf_counter() - began

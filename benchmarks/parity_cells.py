@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -28,8 +27,6 @@ from tests.ranks import Ranks
 
 BOUND = 1e-5
 """Relative: of a gradient by its parameter's norm, of a curve by its largest value."""
-SECONDS = 300
-"""Until a rank that does not answer is given up."""
 
 
 @dataclass(frozen=True)
@@ -62,25 +59,15 @@ class Cell:
 
 
 class Bench:
-    """Ranks that stay up, and the files and run folders of a table, under ``root``."""
+    """The files and run folders of a table, under ``root``."""
 
     def __init__(self, root: Path, table: Table = DENSE) -> None:
         self.root, self.table = root, table
-        self.pools: dict[int, Ranks] = {}
         self.references: dict[str, Measured] = {}
         for kind in ("text", "chat", "preference", "unpaired"):
             write_samples(kind, root / f"{kind}.jsonl")
         if any(column.adapted for column in table.columns):
             write_adapter(root / "adapter", table.experiment)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for pool in self.pools.values():
-            pool.close()
 
     def cell(self, row: Row, column: Column) -> tuple[Cell, Measured]:
         """Trains ``row`` on ``column``, and the reference where that was not done before."""
@@ -91,10 +78,10 @@ class Bench:
 
     def measure(self, row: Row, column: Column) -> Measured:
         began = time.perf_counter()
-        pool = self.pool(row.world_size)
+        pool = Ranks(row.world_size, megatron=True)
         folder = self.prepare(row, column)
-        gradients = pool.run(parity_ranks.first_gradients, folder, row.fault, timeout=SECONDS)[0]
-        pool.run(parity_ranks.train, folder, row.fault, timeout=SECONDS)
+        gradients = pool.run(parity_ranks.first_gradients, folder, row.fault)[0]
+        pool.run(parity_ranks.train, folder, row.fault)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         facts = read_facts(folder)
         mesh = check_mesh(row, facts)
@@ -121,11 +108,6 @@ class Bench:
         )
         adapter = ("adapter=lora", f"adapter.path={self.root}/adapter") if column.adapted else ()
         return composed([*self.table.experiment, *column.overrides, *row.overrides, *here, *adapter])
-
-    def pool(self, world_size: int) -> Ranks:
-        if world_size not in self.pools:
-            self.pools[world_size] = Ranks(world_size)
-        return self.pools[world_size]
 
 
 def check_mesh(row: Row, facts: dict[str, Any]) -> dict[str, int]:

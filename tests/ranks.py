@@ -1,86 +1,133 @@
-"""A set of gloo ranks that stays up for many cases: the imports alone cost seconds a process."""
+"""Gloo ranks that stay up for many cases, forked from a process that has imported everything."""
 
+import atexit
+import gc
 import os
+import subprocess
+import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
-from multiprocessing import get_context
+from multiprocessing import Pipe, current_process
 from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["runner.train", "components.engines.fsdp2.engine", "transformers.models.qwen3.modeling_qwen3"]
+from components.engines.process_group import _joined
+from tests import budget
+from tests.forkserver import Process
+from tests.patience import patience
+
+LEAVING_S = 30.0
+MOST_THREADS = 60
+"""Process groups that torch's caches hold keep their threads, which wake all the time."""
+
+
+class Rank:
+    """One process, and the pipe that it is given work by."""
+
+    def __init__(self, number: int, kind: str) -> None:
+        self.pipe, theirs = Pipe()
+        with theirs:
+            key = bytes(current_process().authkey)  # by which processes trust each other with tensors
+            pipe = [theirs.fileno()]
+            self.process = Process(serve, number, kind, key, descriptors=pipe, kind=kind)
+
+    def close(self) -> None:
+        """Lets it exit, or kills it if it is in the middle of something."""
+        self.pipe.close()
+        try:
+            self.process.wait(LEAVING_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+_forked: defaultdict[str, list[Rank]] = defaultdict(list)
+"""All ranks of this process by kind; every `Ranks` uses the first ones."""
 
 
 class Ranks:
-    """``world_size`` processes; ``run`` calls a module-level function on all of them."""
+    """``world_size`` processes; ``run`` calls a module-level function on all of them.
 
-    def __init__(self, world_size: int) -> None:
-        # Forked from a process that has imported what all of them need: imports take seconds a process.
-        context = get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, rank), daemon=True)
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
+    ``megatron``: they have imported Megatron, as ranks have that train with it. The others never do.
+    """
+
+    def __init__(self, world_size: int, *, megatron: bool = False) -> None:
+        self.world_size, self.kind = world_size, "megatron" if megatron else "plain"
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 120, size: int | None = None
+        self, function: Callable[..., Any], *args: Any, seconds: float = 60, size: int | None = None
     ) -> list[Any]:
         """What ``function(*args)`` returned, by rank. A new store each time: groups never meet stale keys.
 
-        ``size``: on the first so many ranks, as a world of their own; None: on all.
+        ``seconds``: a limit, as `patience` takes it. ``size``: only on the first so many ranks, as a world of
+        their own.
         """
+        budget.count("rank_calls")
+        ranks, size = _forked[self.kind], size or self.world_size
+        ranks += [Rank(number, self.kind) for number in range(len(ranks), size)]
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        pipes = self.pipes[:size]
-        for pipe in pipes:
-            pipe.send((store.port, len(pipes), function, args))
-        deadline = time.monotonic() + timeout
-        answers: dict[int, tuple[bool, Any]] = {}
-        for rank, pipe in enumerate(pipes):
-            if pipe.poll(max(deadline - time.monotonic(), 0.1)):
-                answers[rank] = pipe.recv()
-        failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in answers.items() if not ok]
-        silent = set(range(len(pipes))) - answers.keys()
-        if silent:
-            self.close()  # a late answer must not be taken for that of the next test
+        for rank in ranks[:size]:
+            rank.pipe.send((store.port, size, sys.path))
+            rank.pipe.send((function, args))
+        deadline = time.monotonic() + patience(seconds)
+        answers: dict[int, tuple[bool, Any, int]] = {}
+        for number, rank in enumerate(ranks[:size]):
+            if rank.pipe.poll(max(deadline - time.monotonic(), 0.1)):
+                answers[number] = rank.pipe.recv()
+        failed = [f"rank {number}:\n{text}" for number, (ok, text, _) in answers.items() if not ok]
+        silent = set(range(size)) - answers.keys()
+        if failed or silent or max(threads for _, _, threads in answers.values()) > MOST_THREADS:
+            self.kill()  # what is left of this case must not meet the next one
         assert not failed, "\n".join(failed)
         assert not silent, f"no answer from ranks {sorted(silent)}"
-        return [answers[rank][1] for rank in range(len(pipes))]
+        return [answers[number][1] for number in range(size)]
 
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def kill(self) -> None:
+        """Ends all ranks of this kind; the next case gets new ones."""
+        for rank in _forked.pop(self.kind, []):
+            rank.process.kill()
 
 
-def serve(pipe: Connection, rank: int) -> None:
+@atexit.register
+def close_all() -> None:
+    """Before the session ends: ranks that exit by themselves save what they have measured of coverage."""
+    for ranks in _forked.values():
+        for rank in ranks:
+            rank.close()
+    _forked.clear()
+
+
+def serve(descriptor: int, rank: int, kind: str, key: bytes) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "MASTER_ADDR": "127.0.0.1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+    current_process().authkey = key
     torch.set_num_threads(1)
+    pipe = Connection(descriptor)
     while True:
-        port, world_size, function, args = pipe.recv()
+        try:
+            port, world_size, sys.path[:] = pipe.recv()
+            function, args = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        _joined.clear()  # a port may come back that not all of these ranks have met at
         os.environ |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
         try:
-            pipe.send((True, function(*args)))
+            ok, value = True, function(*args)
+            assert kind == "megatron" or "megatron.core" not in sys.modules, "take Ranks(..., megatron=True)"
         except Exception:  # noqa: BLE001  the test prints it
-            pipe.send((False, traceback.format_exc()))
+            ok, value = False, traceback.format_exc()
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            function = args = None
+            gc.collect()
+        pipe.send((ok, value, psutil.Process().num_threads()))

@@ -7,6 +7,7 @@ split are always the same.
 import ast
 import hashlib
 import inspect
+import os
 import sysconfig
 import tokenize
 import warnings
@@ -74,8 +75,12 @@ def stdlib_records(kind: SampleKind, split: Split) -> Iterator[tuple[Sample, str
 
 def _modules(split: Split) -> list[tuple[Path, str]]:
     root = Path(sysconfig.get_path("stdlib"))
+    paths: list[Path] = []
+    for folder, folders, names in os.walk(root):  # installed packages are many files: they are not entered
+        folders[:] = [name for name in folders if not _skipped(Path(name))]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
     modules = []
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
         relative = path.relative_to(root)
         if not _skipped(relative) and path.stat().st_size <= _MAX_SOURCE_BYTES:
             name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")

@@ -1,7 +1,6 @@
 """What is right passes preflight: every experiment, every layout that has the curve of one process."""
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,9 +42,8 @@ class Parity(Bench):
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with Parity(tmp_path_factory.mktemp("bench")) as made:
-        yield made
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Parity(tmp_path_factory.mktemp("bench"))
 
 
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)

@@ -103,7 +103,7 @@ class Matrix:
     """Four ranks that stay up, and the runs under ``root``; those of all steps are made once."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.ranks = root, Ranks(4)
+        self.root, self.ranks = root, Ranks(4, megatron=True)
         self.wholes: dict[tuple[str, str], Run] = {}
         for kind in ("chat", "preference"):
             write_samples(kind, root / f"{kind}.jsonl", count=120)
@@ -123,7 +123,7 @@ class Matrix:
     def run(self, work: str, layout: str, *more: str) -> Run:
         launch = self.launch(work, layout, *more)
         run = Run(launch.prepare())
-        self.ranks.run(train_rank, run.folder, run.loaded, size=launch.world_size, timeout=300)
+        self.ranks.run(train_rank, run.folder, run.loaded, size=launch.world_size)
         return run
 
     def launch(self, work: str, layout: str, *more: str) -> Launch:

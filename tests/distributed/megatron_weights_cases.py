@@ -23,10 +23,6 @@ def spec_of(sizes: Sizes) -> Megatron:
     return Megatron(tp=sizes[0], pp=sizes[1], vpp=sizes[2], transformer_impl="local")
 
 
-def import_megatron() -> None:
-    from components.engines.megatron.runtime import engine  # noqa: F401
-
-
 @contextmanager
 def layout(sizes: Sizes) -> Iterator[Megatron]:
     from megatron.core import parallel_state

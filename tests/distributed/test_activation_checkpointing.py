@@ -1,6 +1,5 @@
 """What is computed again in the backward is bitwise what it was, and is not kept meanwhile."""
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -16,9 +15,8 @@ from tests.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+def two() -> Ranks:
+    return Ranks(2)
 
 
 def assert_same(one: Outcome, other: Outcome) -> None:

@@ -1,7 +1,6 @@
 """A run that was saved on any engine and layout goes on on any other, as if it had never stopped."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 
@@ -48,10 +47,8 @@ CHAIN = ("tp2pp2", "fsdp2", "single", "pp2vpp2")
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    made = Matrix(tmp_path_factory.mktemp("matrix"))
-    with made.ranks:
-        yield made
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(tmp_path_factory.mktemp("matrix"))
 
 
 def assert_goes_on(matrix: Matrix, work: str, before: Run, step: int, layout: str, *more: str) -> Run:

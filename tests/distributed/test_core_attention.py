@@ -1,7 +1,5 @@
 """Our core attention and the shares it works on, against the softmax formula, mcore and transformers."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.distributed import context_parallel_cases, core_attention_cases
@@ -13,11 +11,8 @@ LAYOUTS = ("packed", "padded")
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        # The first call imports torch, transformers and megatron, four times.
-        ranks.run(core_attention_cases.make_batch, (1,), "packed", timeout=300)
-        yield ranks
+def four() -> Ranks:
+    return Ranks(4, megatron=True)
 
 
 def check(four: Ranks, cases: list[Case]) -> None:

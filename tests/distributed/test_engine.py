@@ -1,6 +1,6 @@
 """The engine as a state machine, on one rank and on two."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+def two() -> Ranks:
+    return Ranks(2)
 
 
 @pytest.fixture(params=[1, 2])

@@ -1,7 +1,6 @@
 """The parity tables of models with experts, reduced to cells that together touch every kind of layout."""
 
 import gc
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from benchmarks.parity_cells import Bench
 from benchmarks.parity_experts import CONTROLS, EXPERTS, LATENT
 from benchmarks.parity_rows import CONTROL_COLUMN, Row, Table
+from tests.ranks import Ranks
 
 REDUCED = {
     EXPERTS: [
@@ -38,13 +38,11 @@ CELLS = [(table, row, column) for table, cells in REDUCED.items() for row, colum
 
 
 @pytest.fixture(scope="module")
-def benches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bench]]:
+def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bench]:
     """Of one set of ranks."""
     first = Bench(tmp_path_factory.mktemp("experts"), EXPERTS)
     second = Bench(tmp_path_factory.mktemp("deepseek"), LATENT)
-    second.pools = first.pools
-    with first:
-        yield {EXPERTS.name: first, LATENT.name: second}
+    return {EXPERTS.name: first, LATENT.name: second}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +73,6 @@ def test_runs_leave_nothing_in_their_ranks(benches: dict[str, Bench]) -> None:
     """A model that something holds keeps its process groups, and their threads wake all the time."""
     bench = benches[EXPERTS.name]
     bench.cell(EXPERTS.row("dp2 ep2"), EXPERTS.column("pt"))
-    before = bench.pool(2).run(threads)
+    before = Ranks(2, megatron=True).run(threads)
     bench.cell(EXPERTS.row("dp2 ep2"), EXPERTS.column("pt"))
-    assert bench.pool(2).run(threads) == before
+    assert Ranks(2, megatron=True).run(threads) == before

@@ -1,6 +1,6 @@
 """What every layout of FSDP2 must do as one process does it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +41,15 @@ COMBINED = {
 class Pools:
     """Ranks of every number that is asked for."""
 
-    def __init__(self) -> None:
-        self.pools: dict[int, Ranks] = {}
-
     def run(self, function: Callable[..., Any], on: FSDP2, *args: Any) -> list[Any]:
         """``function(on, ...)`` on the ranks that ``on`` takes; what each returned."""
         size = on.world_size({}, 0)
-        if size == 1:
-            return [function(on, *args)]
-        if size not in self.pools:
-            self.pools[size] = Ranks(size)
-        return self.pools[size].run(function, on, *args)
+        return [function(on, *args)] if size == 1 else Ranks(size).run(function, on, *args)
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    made = Pools()
-    yield made
-    for pool in made.pools.values():
-        pool.close()
+def pools() -> Pools:
+    return Pools()
 
 
 @EVERY

@@ -1,6 +1,5 @@
 """Multi-token prediction in every layout, against transformers' modules put together by hand."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -39,9 +38,8 @@ LAYOUTS: dict[str, FSDP2 | Megatron] = {
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+def pair() -> Ranks:
+    return Ranks(2, megatron=True)
 
 
 plain_step = cache(cases.plain_step)

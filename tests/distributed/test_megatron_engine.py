@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,9 +32,8 @@ WITHOUT_PIPELINE = [name for name, layout in LAYOUTS.items() if layout.pp == 1]
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+def two() -> Ranks:
+    return Ranks(2, megatron=True)
 
 
 @pytest.fixture(scope="module")

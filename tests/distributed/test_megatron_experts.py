@@ -1,6 +1,6 @@
 """Experts on the Megatron engine: transformers' gradients in every layout, capacity, state."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -47,15 +47,15 @@ LAYOUTS: dict[str, tuple[Megatron, str, str]] = {
 
 
 @pytest.fixture(scope="module")
-def call() -> Iterator[Callable[..., list[Any]]]:
+def call() -> Callable[..., list[Any]]:
     """Calls ``function(layout, ...)`` on the ranks that the layout takes; the answer of each."""
-    with Ranks(4) as ranks:
+    ranks = Ranks(4, megatron=True)
 
-        def on_ranks(function: Callable[..., Any], on: FSDP2 | Megatron, *args: Any) -> list[Any]:
-            size = on.world_size({}, 0)
-            return [function(on, *args)] if size == 1 else ranks.run(function, on, *args, size=size)
+    def on_ranks(function: Callable[..., Any], on: FSDP2 | Megatron, *args: Any) -> list[Any]:
+        size = on.world_size({}, 0)
+        return [function(on, *args)] if size == 1 else ranks.run(function, on, *args, size=size)
 
-        yield on_ranks
+    return on_ranks
 
 
 plain_step = cache(cases.plain_step)

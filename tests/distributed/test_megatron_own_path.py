@@ -1,7 +1,5 @@
 """Our split step against Megatron's own: its schedule with its hooks for a whole step."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from components.engines.megatron import Megatron
@@ -24,9 +22,8 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    with Ranks(1) as one, Ranks(2) as two, Ranks(4) as four:
-        yield {1: one, 2: two, 4: four}
+def pools() -> dict[int, Ranks]:
+    return {size: Ranks(size, megatron=True) for size in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

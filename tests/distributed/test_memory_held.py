@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -49,9 +48,8 @@ with mock.patch("components.engines.process_group.keep_freed_memory"):
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
-    with Bench("cpu") as ready:
-        yield ready
+def bench() -> Bench:
+    return Bench("cpu")
 
 
 @pytest.mark.parametrize(("layout", "work"), CELLS)

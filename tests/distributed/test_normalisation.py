@@ -1,7 +1,5 @@
 """The same eight sequences give the same loss and gradients however they are cut up and laid out."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.distributed.cases import Step, assert_same, engine_step, fsdp2, next_token, plain_step
@@ -11,9 +9,8 @@ CUTS = [(dp, mb) for dp in (1, 2, 4) for mb in (8, 4, 2, 1) if 8 % (dp * mb) == 
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[int, Ranks]]:
-    with Ranks(2) as two, Ranks(4) as four:
-        yield {2: two, 4: four}
+def ranks() -> dict[int, Ranks]:
+    return {size: Ranks(size) for size in (2, 4)}
 
 
 @pytest.fixture(scope="module")

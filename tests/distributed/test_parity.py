@@ -1,6 +1,5 @@
 """The parity table of benchmarks/parity.py, reduced to rows that together touch every kind of layout."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -28,9 +27,8 @@ REDUCED = [
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with Bench(tmp_path_factory.mktemp("parity")) as ready:
-        yield ready
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("parity"))
 
 
 @pytest.mark.parametrize(("name", "on"), REDUCED)

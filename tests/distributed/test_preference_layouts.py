@@ -1,7 +1,5 @@
 """Every preference loss has one gradient: in micro-batches of any size, and in every layout."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from components.engines.fsdp2 import FSDP2
@@ -17,9 +15,8 @@ def single() -> Found:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[int, Ranks]]:
-    with Ranks(2) as two, Ranks(4) as four:
-        yield {2: two, 4: four}
+def ranks() -> dict[int, Ranks]:
+    return {size: Ranks(size, megatron=True) for size in (2, 4)}
 
 
 def compare(found: Found, single: Found) -> None:

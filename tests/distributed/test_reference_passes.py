@@ -1,6 +1,5 @@
 """Whose log-probabilities a reference pass gives."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,8 @@ LAYOUTS = {"fsdp2": fsdp2(2), "pp2": megatron(dp=1, pp=2)}
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+def two() -> Ranks:
+    return Ranks(2, megatron=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """A head split over 2 and 4 ranks gives the statistics and gradients of whole logits."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -25,9 +25,8 @@ PATHS = (False, True)
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[int, Ranks]]:
-    with Ranks(2) as two, Ranks(4) as four:
-        yield {2: two, 4: four}
+def ranks() -> dict[int, Ranks]:
+    return {size: Ranks(size) for size in (2, 4)}
 
 
 def by_rank(
@@ -39,7 +38,7 @@ def by_rank(
 ) -> list[list[Answer]]:
     """The answer of every rank to every case."""
     shards = SPLITS[split]
-    answers = ranks[len(shards)].run(on_ranks, shards, cases, chunk_bytes, size, timeout=60)
+    answers = ranks[len(shards)].run(on_ranks, shards, cases, chunk_bytes, size)
     return [list(of_case) for of_case in zip(*answers, strict=True)]
 
 

@@ -1,14 +1,27 @@
-"""Running the real command, in this process (fast) or in one of its own."""
+"""Running the command: in this process, in one forked for it, or as a user types it."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
+from unittest import mock
 
+import psutil
+
+from components.data.samples import Sample
+from components.data.stdlib import Split, stdlib_records
 from runner import cli
+from runner.protocols import SampleKind
+from tests.forkserver import Process, run_module
+from tests.patience import patience
 
 SMALL = (
     "model.architecture.hidden_size=64",
@@ -25,6 +38,8 @@ SMALL = (
 )
 """The default experiment, made small."""
 
+# ---- in this process
+
 
 def run_here(folder: Path, *overrides: str) -> Path:
     """Runs in this process with outputs under ``folder``; returns the newest run folder."""
@@ -34,12 +49,28 @@ def run_here(folder: Path, *overrides: str) -> Path:
 
 
 def call_here(*arguments: str) -> int:
-    argv, sys.argv = sys.argv, ["runner", *arguments]
+    """Returns the exit code. The ranks and jobs that it starts are forked."""
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
+    with (
+        little_data(),
+        mock.patch("sys.argv", ["runner", *arguments]),
+        mock.patch("runner.workers.subprocess", FORKING),
+        mock.patch("runner.jobs.subprocess", FORKING),
+    ):
         return cli.command()
-    finally:
-        sys.argv = argv
+
+
+@contextmanager
+def little_data() -> Iterator[None]:
+    """The embedded data is its first samples: all of it takes 10 seconds to tokenise, and one to evaluate."""
+
+    def first(kind: SampleKind, split: Split) -> Iterator[tuple[Sample, str]]:
+        documents = kind == "text"
+        count = (12 if documents else 240) if split == "train" else (1 if documents else 12)
+        return islice(stdlib_records(kind, split), count)
+
+    with mock.patch("components.data.tokenize.stdlib_records", first):
+        yield
 
 
 def newest(folder: Path) -> Path:
@@ -57,14 +88,129 @@ def curve(run: Path, *, without: tuple[str, ...] = ("perf/",)) -> list[dict[str,
     return [{k: v for k, v in row.items() if not k.startswith(without)} for row in rows(run)]
 
 
-def command(*arguments: str, module: bool = True) -> list[str]:
-    return [sys.executable, *(["-m", "runner"] if module else []), *arguments]
+class ForkedPopen(Process):
+    """Stands in for `subprocess.Popen` where the program starts ``python -m MODULE``."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdin: IO[bytes] | None = None,
+        stdout: IO[bytes] | None = None,
+        stderr: IO[bytes] | None = None,
+    ) -> None:
+        files = zip((stdin, stdout, stderr), range(3), strict=True)
+        numbers = [number if file is None else file.fileno() for file, number in files]
+        kind = "megatron" if trains_with_megatron(command[3:]) else "plain"
+        super().__init__(run_module, *command[2:], streams=numbers, environ=env, kind=kind)
+
+
+def trains_with_megatron(arguments: Sequence[str]) -> bool:
+    """Whether these are the arguments of a rank of such a run."""
+    config = Path(*arguments[:1], "config.yaml")
+    return config.is_file() and "components.engines.megatron" in config.read_text()
+
+
+def popen(command: Sequence[str], *, start_new_session: bool, **options: Any) -> Any:
+    """`subprocess.Popen`, as the program calls it."""
+    if command[1] == "-m":
+        return ForkedPopen(command, **options)
+    return subprocess.Popen(command, start_new_session=start_new_session, **options)
+
+
+FORKING = SimpleNamespace(Popen=popen, TimeoutExpired=subprocess.TimeoutExpired)
+"""In place of the module `subprocess`."""
+
+
+# ---- in a process of its own
+
+
+def run_runner(*arguments: str) -> None:
+    with little_data():
+        run_module("runner", *arguments)
+
+
+class Command:
+    """A function in a forked process, by default ``python -m runner``; its output goes to files."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: Path,
+        environ: Mapping[str, str] | None = None,
+        call: Callable[..., object] = run_runner,
+    ) -> None:
+        self.arguments = arguments
+        self.outputs = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115  they live as long as this
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environ or {})
+        with open(os.devnull) as nothing:
+            streams = [nothing.fileno(), *(file.fileno() for file in self.outputs)]
+            self.process = Process(call, *arguments, streams=streams, environ=env, cwd=cwd)
+
+    def stdout(self) -> str:
+        """All that it has written so far."""
+        return read(self.outputs[0])
+
+    def stderr(self) -> str:
+        return read(self.outputs[1])
+
+    def until(self, true: Callable[[], object], seconds: float = 60) -> None:
+        """Waits, and fails when the process ends first."""
+        deadline = time.monotonic() + patience(seconds)
+        while not true():
+            assert self.process.poll() is None, self.stdout() + self.stderr()
+            assert time.monotonic() < deadline, self.stdout() + self.stderr()
+            time.sleep(0.01)
+
+    def ranks(self) -> list[psutil.Process]:
+        """All processes that it has started, and those that they have."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def finish(self, seconds: float = 60) -> "subprocess.CompletedProcess[str]":
+        """Waits for its end."""
+        try:
+            code = self.process.wait(patience(seconds))
+        finally:
+            self.process.kill()
+        return subprocess.CompletedProcess(self.arguments, code, self.stdout(), self.stderr())
+
+
+def read(file: IO[bytes]) -> str:
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
+
+
+def run_forked(
+    *arguments: str, cwd: Path, environ: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """What ``python -m runner ARGUMENTS`` does and says, without the seconds in which it imports."""
+    return Command(*arguments, cwd=cwd, environ=environ).finish()
+
+
+def left(processes: list[psutil.Process], *, within: float = 5) -> list[psutil.Process]:
+    """Those that still run; what has ended and waits to be collected is not ours to collect."""
+    _, alive = psutil.wait_procs(processes, timeout=patience(within))
+    return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+# ---- as a user types it
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "runner", *arguments]
 
 
 def run_command(
-    arguments: list[str], *, cwd: Path, environ: Mapping[str, str] | None = None, timeout: float = 300
-) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environ or {})
+    arguments: list[str], *, cwd: Path, environ: Mapping[str, str] | None = None, seconds: float = 120
+) -> "subprocess.CompletedProcess[str]":
+    """A real process, which imports for seconds and sees all data; nearly all tests take `run_forked`."""
+    own_cache = {"RUNNER_CACHE": os.environ["RUNNER_CACHE"] + "-whole"}
     return subprocess.run(
-        arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False
+        arguments,
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | own_cache | dict(environ or {}),
+        capture_output=True,
+        text=True,
+        timeout=patience(seconds),
+        check=False,
     )

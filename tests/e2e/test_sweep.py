@@ -12,12 +12,12 @@ from runner import launch
 from runner.errors import TrainingError
 from runner.outcome import read_outcomes
 from runner.pruning import leave_pruner
-from tests.e2e.commands import SMALL, call_here, command, curve, rows, run_command, run_here
+from tests.e2e.commands import SMALL, call_here, curve, rows, run_forked, run_here
 
 
 def test_four_jobs(tmp_path: Path) -> None:
     sweep = ["-m", *SMALL, "optimizer.lr=1e-3,3e-3", "stage=pt,sft", "run.export=false"]
-    answer = run_command(command(*sweep, f"run.output_dir={tmp_path}"), cwd=tmp_path)
+    answer = run_forked(*sweep, f"run.output_dir={tmp_path}", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     runs = sorted(tmp_path.glob("*_tiny/*/metrics.jsonl"))
     assert len(runs) == 4

@@ -1,6 +1,5 @@
 """The same numbers from every tracker, over a run that failed and went on; and a run without any."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,28 +7,26 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runner import loop
 from runner.folder import read_facts
-from tests.e2e.commands import SMALL, curve, newest, rows, run_command, run_here
+from tests.e2e.commands import SMALL, Command, call_here, curve, newest, rows, run_here
 from tests.trackers import scalars, tags, wandb_runs
 
-TWO_STARTS = """
-import sys
-import runner.loop
-from tests.e2e.commands import SMALL, call_here
 
-train_step = runner.loop.train_step
+def two_starts(*options: str) -> None:
+    """A run that fails after step 5, and the same command again."""
+    arguments = [*SMALL, *options, "run.max_steps=6", "run.save_every=3", "run.eval_every=2"]
+    arguments += ["run.export=false"]
+    train_step = loop.train_step
 
-def breaks(t):
-    train_step(t)
-    if t.state.step == 5 and not t.run.resume == "auto":
-        raise RuntimeError("in step 5")
+    def breaks(training: loop.Training) -> None:
+        train_step(training)
+        if training.state.step == 5 and training.run.resume != "auto":
+            raise RuntimeError("in step 5")
 
-runner.loop.train_step = breaks
-arguments = [*SMALL, *sys.argv[1:], "run.max_steps=6", "run.save_every=3", "run.eval_every=2"]
-arguments += ["run.export=false"]
-assert call_here(*arguments) == 1
-assert call_here(*arguments, "run.resume=auto") == 0
-"""
+    loop.train_step = breaks
+    assert call_here(*arguments) == 1
+    assert call_here(*arguments, "run.resume=auto") == 0
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that failed after step 5, and went on from its checkpoint of step 3."""
     folder = tmp_path_factory.mktemp("trackers")
     options = ["logger=[jsonl,tensorboard,wandb]", "logger.wandb.mode=offline", f"run.output_dir={folder}"]
-    answer = run_command([sys.executable, "-c", TWO_STARTS, *options], cwd=Path(__file__).parents[2])
+    answer = Command(*options, cwd=folder, call=two_starts).finish()
     assert answer.returncode == 0, answer.stderr
     return newest(folder)
 

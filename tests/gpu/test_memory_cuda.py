@@ -1,7 +1,5 @@
 """The estimate of a rank's memory against what the GPU's allocator gave out. Skipped where there is none."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,9 +12,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
-    with Bench("cuda") as ready:
-        yield ready
+def bench() -> Bench:
+    return Bench("cuda")
 
 
 @pytest.mark.parametrize("work", GPU_WORKS)

@@ -15,10 +15,11 @@ from components.checkpoint.folder import is_complete, step_folder
 from components.checkpoint.format import save_tensors
 from components.checkpoint.policy import CheckpointPolicy
 from runner.errors import TrainingError
+from tests.patience import patience
 from tests.ranks import Ranks
 from tests.unit.test_checkpoint_policy import FakeEngine, folders, policy, save, saved_value, steps
 
-PATIENCE_S = 30.0
+PATIENCE_S = patience(8)
 
 
 class Gate:
@@ -184,10 +185,10 @@ def on_two_ranks(folder: Path) -> list[str]:
 
 
 def test_ranks_write_in_the_background_and_fail_together(tmp_path: Path) -> None:
-    with Ranks(2) as ranks:
-        for failures in ranks.run(on_two_ranks, tmp_path):
-            assert len(failures) == 2
-            assert all("Not a directory" in failure or "File exists" in failure for failure in failures)
+    ranks = Ranks(2)
+    for failures in ranks.run(on_two_ranks, tmp_path):
+        assert len(failures) == 2
+        assert all("Not a directory" in failure or "File exists" in failure for failure in failures)
     plain, background = (step_folder(tmp_path / name / "checkpoints", 5) for name in ("plain", "background"))
     assert is_complete(plain)
     assert is_complete(background)

@@ -73,26 +73,26 @@ def assert_measured(path: Path, files: dict[str, FileRecord]) -> None:
 
 def test_two_ranks_then_one_then_two(tmp_path: Path) -> None:
     step = {"optimizer_step": torch.tensor([12.0])}
-    with Ranks(2) as ranks:
-        first, second = ranks.run(save_on_ranks, tmp_path / "two")
-        assert first == second
-        assert first.keys() == {".metadata", "__0_0.distcp", "__1_0.distcp"}
-        assert_measured(tmp_path / "two", first)
-        assert saved_keys(tmp_path / "two") == {*values(), "optimizer_step", "rng/0", "rng/1"}
-        alone = {name: torch.zeros_like(value) for name, value in (values() | step).items()}
-        addresses = {name: value.data_ptr() for name, value in alone.items()}
-        load_tensors(tmp_path / "two", alone)
-        assert_equal(alone, values() | step)
-        assert addresses == {name: value.data_ptr() for name, value in alone.items()}, "filled in place"
-        save_tensors(tmp_path / "one", alone | {"rng/0": torch.tensor([77])})
-        for rank, (tensors, own) in enumerate(ranks.run(load_on_ranks, tmp_path / "two")):
-            assert_equal(tensors, values() | step)
-            assert own == rank + 10
-        for rank, (tensors, own) in enumerate(ranks.run(load_on_ranks, tmp_path / "one")):
-            assert_equal(tensors, values() | step)
-            assert own == (77 if rank == 0 else rank + 10), "a rank without a twin keeps its own"
-        (taken := tmp_path / "refused" / "__0_0.distcp").mkdir(parents=True)
-        assert ranks.run(refused_on_one_rank, taken.parent) == [f"IsADirectoryError {taken}"] * 2
+    ranks = Ranks(2)
+    first, second = ranks.run(save_on_ranks, tmp_path / "two")
+    assert first == second
+    assert first.keys() == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert_measured(tmp_path / "two", first)
+    assert saved_keys(tmp_path / "two") == {*values(), "optimizer_step", "rng/0", "rng/1"}
+    alone = {name: torch.zeros_like(value) for name, value in (values() | step).items()}
+    addresses = {name: value.data_ptr() for name, value in alone.items()}
+    load_tensors(tmp_path / "two", alone)
+    assert_equal(alone, values() | step)
+    assert addresses == {name: value.data_ptr() for name, value in alone.items()}, "filled in place"
+    save_tensors(tmp_path / "one", alone | {"rng/0": torch.tensor([77])})
+    for rank, (tensors, own) in enumerate(ranks.run(load_on_ranks, tmp_path / "two")):
+        assert_equal(tensors, values() | step)
+        assert own == rank + 10
+    for rank, (tensors, own) in enumerate(ranks.run(load_on_ranks, tmp_path / "one")):
+        assert_equal(tensors, values() | step)
+        assert own == (77 if rank == 0 else rank + 10), "a rank without a twin keeps its own"
+    (taken := tmp_path / "refused" / "__0_0.distcp").mkdir(parents=True)
+    assert ranks.run(refused_on_one_rank, taken.parent) == [f"IsADirectoryError {taken}"] * 2
 
 
 def test_another_shape_does_not_load(tmp_path: Path) -> None:

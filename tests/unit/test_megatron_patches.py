@@ -351,9 +351,8 @@ def test_every_symbol_has_a_test() -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as pool:
-        yield pool
+def ranks() -> Ranks:
+    return Ranks(2, megatron=True)
 
 
 def test_stages_agree_on_tied_embeddings(ranks: Ranks) -> None:

@@ -1,6 +1,5 @@
 """FLOP counts against torch's own counter, and the peaks they are divided by."""
 
-import time
 from typing import Any
 
 import pytest
@@ -132,9 +131,7 @@ def test_the_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return measure_peak(device, dtype)
 
     monkeypatch.setattr(components.metrics, "measure_peak", measured)
-    start = time.perf_counter()
     first = peak_flops(torch.device("cpu"), torch.float32)
-    assert time.perf_counter() - start < 5
     assert 1e8 < first < 1e14
     assert peak_flops(torch.device("cpu"), torch.float32) == first
     assert calls == [(torch.device("cpu"), torch.float32)]

@@ -10,10 +10,11 @@ import pytest
 
 from runner.errors import TrainingError
 from runner.watchdog import Watchdog
+from tests.patience import patience
 
 
 def hangs_in_here(ended: threading.Event) -> None:
-    assert ended.wait(60), "the watchdog never spoke"
+    assert ended.wait(patience(15)), "the watchdog never spoke"
 
 
 def test_it_says_where_every_thread_is(tmp_path: Path) -> None:

@@ -436,8 +436,8 @@ def export_by_turns(path: Path) -> None:
 
 
 def test_every_rank_writes_what_it_has(tmp_path: Path) -> None:
-    with Ranks(3) as ranks:
-        ranks.run(export_by_turns, tmp_path)
+    ranks = Ranks(3)
+    ranks.run(export_by_turns, tmp_path)
     files = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     found = {path.name for path in tmp_path.iterdir()}
     assert found == {*files, "config.json", "model.safetensors.index.json"}

@@ -1,0 +1,130 @@
+"""Finds the tests that cover a line, and their order, in coverage data with a context per test."""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import coverage
+
+from benchmarks.mutants.operators import Mutant
+from benchmarks.mutants.recorder import FILE, durations
+
+MEASURED = ("components", "runner")
+SUFFIX = re.compile(r"\|(?:setup|run|teardown)$| \((?:setup|call|teardown)\)$")
+"""Suffix that pytest-cov, or PYTEST_CURRENT_TEST, adds to the id of a test."""
+SLOW_S = 2.0
+"""Duration in seconds above which a test runs after all others."""
+
+
+def test_of(context: str) -> str:
+    """Return the id of the test of a context; '' for lines that ran while a module was imported."""
+    return SUFFIX.sub("", context)
+
+
+def contexts_of(by_line: Mapping[int, list[str]], lines: Iterable[int]) -> set[str]:
+    return {context for line in lines for context in by_line.get(line, ())}
+
+
+class CoverageMap:
+    """Reads one database. ``seconds``: the duration of each test that may run. If it is empty, all may."""
+
+    def __init__(self, database: Path, root: Path, seconds: Mapping[str, float]) -> None:
+        self.root = root
+        self.data = coverage.CoverageData(str(database))
+        self.data.read()
+        self.sizes: Counter[str] = Counter()
+        """Number of lines that each test covers."""
+        for file in self.data.measured_files():
+            for contexts in self.data.contexts_by_lineno(file).values():
+                self.sizes.update({test_of(context) for context in contexts} - {""})
+        self.seconds = seconds or dict.fromkeys(self.sizes, 1.0)
+
+    def tests(self, mutant: Mutant) -> list[str]:
+        """Return the tests that may kill a mutant, in the order in which to run them.
+
+        If a fixture covers the line, all tests of that file may: one of them runs it for all.
+        Code that runs at import may be tested by every test that calls a function of its file.
+        """
+        path = mutant.path
+        by_line = self.data.contexts_by_lineno(str(self.root / path)) or self.data.contexts_by_lineno(path)
+        first, last = mutant.statement
+        found = set(by_line.get(mutant.line, ())) or contexts_of(by_line, range(first, last + 1))
+        if found and (mutant.at_import or found == {""}):
+            found = contexts_of(by_line, by_line) - {""} or self._of_importers(path)
+        direct = {test_of(context) for context in found}
+        shared = {context.partition("::")[0] for context in found if re.search(r"\Wsetup\)?$", context)}
+        known = {test for test in self.seconds if test in direct or test.partition("::")[0] in shared}
+        return self._ordered(known, direct)
+
+    def _of_importers(self, path: str) -> set[str]:
+        """Return the contexts of the files that import a module in which no function was called."""
+        module, found = re.escape(path.removesuffix(".py").replace("/", ".")), set[str]()
+        for file in self.data.measured_files():
+            if re.search(rf"\b{module}\b", (self.root / file).read_text()):
+                by_line = self.data.contexts_by_lineno(file)
+                found |= contexts_of(by_line, by_line)
+        return found
+
+    def _ordered(self, tests: set[str], direct: set[str]) -> list[str]:
+        """Sort by file, the file of the test that covers the fewest lines first, and then by duration.
+
+        The tests of a file stay together, since each change of file ends the fixtures of a module.
+        """
+        files = {test: test.partition("::")[0] for test in tests}
+        sizes: dict[str, int] = {}
+        for test, file in files.items():
+            sizes[file] = min(sizes.get(file, self.sizes[test]), self.sizes[test])
+
+        def key(test: str) -> tuple[bool, bool, int, str, float, int, str]:
+            file, seconds = files[test], self.seconds[test]
+            return test not in direct, seconds > SLOW_S, sizes[file], file, seconds, self.sizes[test], test
+
+        return sorted(tests, key=key)
+
+
+def listed_files(root: Path) -> list[str]:
+    """Return the files that git tracks, and those that it does not ignore, as far as they exist."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    return sorted({name for name in names.split("\0") if (root / name).is_file()})
+
+
+def digest(root: Path) -> str:
+    """Return a checksum of everything that decides which test covers which line."""
+    checksum = hashlib.sha256()
+    for name in listed_files(root):
+        if name.endswith((".py", ".yaml", ".toml")) and not name.startswith("benchmarks/"):
+            checksum.update(f"{name}\0".encode() + (root / name).read_bytes())
+    return checksum.hexdigest()
+
+
+def map_of(root: Path, database: Path | None) -> CoverageMap:
+    """Read the given database and the ``durations.jsonl`` next to it, or cached ones that are up to date."""
+    cached = root / ".cache" / "mutants" / "coverage"
+    record, stamp = (database or cached).with_name("durations.jsonl"), cached.with_name("digest")
+    now = digest(root)
+    if database is None and not (stamp.exists() and stamp.read_text() == now):
+        measure(root, cached, record)
+        stamp.write_text(now)
+    return CoverageMap(database or cached, root, durations(record))
+
+
+def measure(root: Path, database: Path, record: Path) -> None:
+    """Run the quick tests once and write what they cover and how long they take."""
+    print("running the quick tests once to see what they cover: about 15 minutes", flush=True)
+    database.parent.mkdir(parents=True, exist_ok=True)
+    for old in database.parent.iterdir():
+        old.unlink()
+    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.mutants.recorder", "--cov-context=test"]
+    command += ["--cov-report=", *(f"--cov={package}" for package in MEASURED)]
+    environ = os.environ | {"COVERAGE_FILE": str(database), FILE: str(record)}
+    code = subprocess.run(command, cwd=root, env=environ, check=False).returncode
+    if code > 1:
+        sys.exit(f"pytest ended with exit code {code}")
+    if code == 1:
+        print("pytest failed without any mutant; the tests that failed are left out")

@@ -1,0 +1,44 @@
+"""How many processes and rank calls the quick part may take: its time, counted where no clock is fair."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER = "RUNNER_TEST_SESSION"
+"""Environment variable: a folder that all processes of one test session share."""
+BUDGET: Mapping[str, int] = {"started": 60, "forked": 400, "rank_calls": 1200}
+"""Python processes that import everything anew, forked ones, and functions called on a set of ranks."""
+
+
+def count(what: str) -> None:
+    """Adds one to ``what`` in the session that this process belongs to, if there is one."""
+    if FOLDER in os.environ:
+        with open(Path(os.environ[FOLDER], what), "ab") as file:
+            file.write(b".")
+
+
+def counts(folder: Path) -> dict[str, int]:
+    """What all processes of the session have counted."""
+    paths = {what: folder / what for what in BUDGET}
+    return {what: path.stat().st_size if path.exists() else 0 for what, path in paths.items()}
+
+
+def over_budget(found: Mapping[str, int]) -> list[str]:
+    """One line for each count that is above its budget."""
+    return [
+        f"{what}: {found[what]} of {most} allowed; mark tests slow, or share what they start"
+        for what, most in BUDGET.items()
+        if found[what] > most
+    ]
+
+
+def count_starts() -> None:
+    """From now on counts every Python process that this one starts."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen" and os.fspath(arguments[0] or arguments[1][0]) == sys.executable:
+            count("started")
+
+    sys.addaudithook(hook)

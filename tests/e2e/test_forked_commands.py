@@ -1,0 +1,61 @@
+"""A forked command and the one that a user types give the same output, exit code, files and metrics."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import SMALL, command, curve, newest, run_command, run_forked
+
+ROOT = Path(__file__).parents[2]
+TWO_RANKS = (*SMALL, "parallelism=fsdp2", "parallelism.dp=2", "run.micro_batch_size=1", "run.max_steps=2")
+DATA = ("data=files", "data.train=chats.jsonl", "data.eval_fraction=0.2")
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "done": (*TWO_RANKS, *DATA, "run.save_every=1"),
+    "failed": (*TWO_RANKS, *DATA, "stage._target_=tests.e2e.losses.Fails", "+stage.at=1"),
+    "refused": (*SMALL, *DATA, "run.global_batch_size=5"),
+}
+
+
+def write_chats(path: Path) -> None:
+    chats = [{"instruction": f"Count to {n}.", "output": "one more " * n} for n in range(1, 40)]
+    path.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+
+
+def lines(text: str, folder: Path) -> list[str]:
+    """Without what a clock, a process number or the folder changes."""
+    text = re.sub(
+        r"\d{8}-\d{6}\S*|\d+(\.\d+)?(?= (s|ms|tokens/s|GiB|GFLOP/s|%))|\d\d:\d\d(:\d\d)?", "N", text
+    )
+    text = text.replace(str(folder), "FOLDER")
+    return [" ".join(line.split()) for line in text.splitlines() if "tokens/s" not in line]
+
+
+def files(folder: Path) -> list[str]:
+    """Of the one run in it."""
+    run = newest(folder / "outputs")
+    return sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("how", COMMANDS)
+def test_both_ways_are_one(tmp_path: Path, how: str) -> None:
+    typed, forked = tmp_path / "typed", tmp_path / "forked"
+    answers: list[tuple[Path, subprocess.CompletedProcess[str]]] = []
+    for folder in (typed, forked):
+        folder.mkdir()
+        environ = {"PYTHONPATH": str(ROOT)}
+        write_chats(folder / "chats.jsonl")
+        if folder is typed:
+            answer = run_command(command(*COMMANDS[how]), cwd=folder, environ=environ)
+        else:
+            answer = run_forked(*COMMANDS[how], cwd=folder, environ=environ)
+        answers.append((folder, answer))
+    (_, real), (_, fake) = answers
+    assert real.returncode == fake.returncode == {"done": 0, "failed": 1, "refused": 2}[how]
+    assert lines(fake.stdout, forked) == lines(real.stdout, typed)
+    assert lines(fake.stderr, forked) == lines(real.stderr, typed)
+    if how != "refused":
+        assert files(forked) == files(typed)
+        assert curve(newest(forked / "outputs")) == curve(newest(typed / "outputs"))

@@ -1,0 +1,320 @@
+"""Test processes forked from one that has imported torch, transformers, Megatron and the program.
+
+A new Python process imports for about five CPU seconds before it does anything; a forked one starts at once.
+``python -m tests.forkserver`` is that one process; a session has one, started with the session, which imports
+when it is first asked for a process. `Process` asks it for one. A forked process behaves as a new one does:
+its environment, working directory, standard streams, signal handlers and exit code are its own, and what it
+starts with ``python -m`` is forked in turn.
+"""
+
+import atexit
+import gc
+import importlib
+import io
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests import budget
+
+ADDRESS = "RUNNER_TEST_FORKSERVER"
+"""Environment variable: the folder of the server's sockets."""
+PRELOADED: Mapping[str, tuple[str, ...]] = {
+    "plain": (
+        "torch.testing",
+        "transformers.models.qwen3.modeling_qwen3",
+        "transformers.generation",
+        "components.engines.fsdp2.engine",
+        "components.losses",
+        "components.schedulers",
+        "runner.cli",
+        "runner.launch",
+        "runner.train",
+    ),
+    # Megatron's patches replace names of torch.cuda, which a process without Megatron must not see.
+    "megatron": ("components.engines.megatron.runtime.engine",),
+}
+MESSAGE_BYTES = 1 << 17
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a forked process calls, and where."""
+
+    call: Callable[..., object]
+    args: tuple[Any, ...]
+    environ: dict[str, str]
+    cwd: str
+
+
+class Process:
+    """A forked process that calls ``call(*args)`` and exits, with the methods of `subprocess.Popen`.
+
+    Args:
+        call: a module-level function. It gets the numbers of ``descriptors`` before ``args``.
+        streams: file descriptors that become its standard input, output and error.
+        kind: ``"megatron"`` forks from a process that has imported Megatron too.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., object],
+        *args: Any,
+        streams: Sequence[int] = (0, 1, 2),
+        descriptors: Sequence[int] = (),
+        environ: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        kind: str = "plain",
+    ) -> None:
+        budget.count("forked")
+        self.returncode: int | None = None
+        self.keeper = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.keeper.connect(str(address() / kind))
+        request = Request(
+            call, args, dict(os.environ if environ is None else environ), str(cwd or Path.cwd())
+        )
+        socket.send_fds(self.keeper, [pickle.dumps(request)], [*streams, *descriptors])
+        self.pid: int = pickle.loads(self._receive())
+
+    def _receive(self) -> bytes:
+        message = self.keeper.recv(MESSAGE_BYTES)
+        assert message, "the fork server has ended; its words are above"
+        return message
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self.keeper], [], [], 0)[0]:
+            self.returncode = pickle.loads(self._receive())
+            self.keeper.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        if self.returncode is None and not select.select([self.keeper], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+# ---- the server
+
+
+def address() -> Path:
+    """The folder of the sockets of the server, which is started where no parent of this process has."""
+    if ADDRESS not in os.environ:
+        start()
+    return Path(os.environ[ADDRESS])
+
+
+def start() -> None:
+    """Starts the server, which ends with this process."""
+    folder = tempfile.TemporaryDirectory(prefix="runner-forks-")
+    listeners = []
+    for kind in PRELOADED:
+        listeners.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listeners[-1].bind(f"{folder.name}/{kind}")
+        listeners[-1].listen(128)
+    numbers = [listener.fileno() for listener in listeners]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.forkserver", *map(str, numbers)],
+        cwd=Path(__file__).parents[1],
+        # Torch reads the number of threads where it is imported.
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        pass_fds=numbers,
+    )
+    for listener in listeners:
+        listener.close()
+    os.environ[ADDRESS] = folder.name
+
+    def end() -> None:
+        assert server.stdin is not None
+        server.stdin.close()
+        server.wait()
+        folder.cleanup()
+
+    atexit.register(end)
+
+
+def serve(listeners: dict[str, socket.socket], alive: io.IOBase) -> None:
+    """Forks a process for every request until ``alive`` ends. Never imports before the first request."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the keepers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the session
+    loaded = False
+    while True:
+        ready, _, _ = select.select([alive, *listeners.values()], [], [])
+        if alive in ready:
+            return
+        if not loaded:
+            preload("plain")
+            loaded = True
+        if "megatron" in listeners and listeners["megatron"] in ready:
+            megatron = listeners.pop("megatron")
+            if os.fork() == 0:
+                preload("megatron")
+                listeners.clear()
+                listeners["plain"] = megatron
+            continue
+        if listeners["plain"] in ready:
+            connection, _ = listeners["plain"].accept()
+            if os.fork() == 0:
+                keep(connection)
+            connection.close()
+
+
+def preload(kind: str) -> None:
+    for name in PRELOADED[kind]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # collections in the children would copy these pages
+
+
+def keep(connection: socket.socket) -> NoReturn:
+    """The parent of one forked process: tells how it ended, and ends it where nobody waits for it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 32)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        enter(message, descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+    def end_with_client() -> None:
+        if not connection.recv(1):
+            os.kill(pid, signal.SIGKILL)
+
+    connection.send(pickle.dumps(pid))
+    threading.Thread(target=end_with_client, daemon=True).start()
+    _, status = os.waitpid(pid, 0)
+    try:
+        connection.send(pickle.dumps(os.waitstatus_to_exitcode(status)))
+    finally:
+        os._exit(0)
+
+
+def enter(message: bytes, descriptors: list[int]) -> NoReturn:
+    """Becomes the process that was asked for."""
+    os.setsid()
+    for number, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    request: Request = pickle.loads(message)
+    os.chdir(request.cwd)
+    if "RUNNER_PARENT" in request.environ:  # with which it ends: the keeper ends with the client
+        request.environ["RUNNER_PARENT"] = str(os.getppid())
+    run(partial(request.call, *descriptors[3:], *request.args), request.environ)
+
+
+# ---- what a new process would do
+
+
+def run(call: Callable[[], object], environ: Mapping[str, str]) -> NoReturn:
+    """Calls ``call`` as the main program of a new process and exits as the interpreter does."""
+    gc.freeze()  # what this process has inherited is not its own to collect: threads behind it are gone
+    gc.enable()
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environ)
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        raw = io.FileIO(number, "w", closefd=False)
+        lines = name == "stderr" or raw.isatty()
+        stream = io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", errors=errors, line_buffering=lines)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    code = 0
+    try:
+        call()
+    except SystemExit as leaving:
+        code = exit_code(leaving)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:  # noqa: BLE001  printed, as the interpreter does
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def exit_code(leaving: SystemExit) -> int:
+    if leaving.code is None or isinstance(leaving.code, int):
+        return leaving.code or 0
+    print(leaving.code, file=sys.stderr)
+    return 1
+
+
+def run_module(name: str, *arguments: str) -> None:
+    """As ``python -m name arguments``, in the working directory of this process."""
+    import runpy
+
+    sys.path[0] = os.getcwd()
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.argv = [name, *arguments]  # runpy replaces the first one by the module's file
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """`subprocess.Popen` that forks this process for ``python -m MODULE``, and starts anything else.
+
+    What `subprocess` calls between its fork and its exec becomes the whole process, so that streams, sessions
+    and working directories are made by `subprocess` itself.
+    """
+
+    def __init__(self, args: Any, *more: Any, **options: Any) -> None:
+        words = [*args] if isinstance(args, list | tuple) else []
+        if words[:1] == [sys.executable] and "-m" in words[1:3]:
+            module, *arguments = map(os.fspath, words[words.index("-m") + 1 :])
+            environ = dict(os.environ if options.get("env") is None else options["env"])
+            main = partial(run_module, module, *arguments)
+            options["preexec_fn"] = partial(after_fork, main, environ, options.get("pass_fds", ()))
+        super().__init__(args, *more, **options)
+
+
+def after_fork(call: Callable[[], object], environ: Mapping[str, str], kept: Sequence[int]) -> NoReturn:
+    """Closes what the parent keeps open, as an exec would, and becomes ``call``."""
+    first = 3
+    for number in [*sorted(kept), os.sysconf("SC_OPEN_MAX")]:
+        os.closerange(first, number)
+        first = number + 1
+    run(call, environ)
+
+
+if __name__ == "__main__":
+    # Under its own name: what it is sent is pickled by the name of this module.
+    from tests import forkserver
+
+    sockets = {
+        kind: socket.socket(fileno=int(number)) for kind, number in zip(PRELOADED, sys.argv[1:], strict=True)
+    }
+    forkserver.serve(sockets, sys.stdin)
