@@ -122,7 +122,7 @@ def wait_for_moment(run: Run, process: "subprocess.Popen[bytes]", rng: random.Ra
 def kill(process: "subprocess.Popen[bytes]", tally: Tally, rng: random.Random) -> list[psutil.Process]:
     """SIGKILL to the parent or to one of its ranks; returns all that must be gone soon."""
     parent = psutil.Process(process.pid)
-    ranks = [child for child in parent.children() if "runner.worker" in child.cmdline()]
+    ranks = [child for child in parent.children() if os.getsid(child.pid) == child.pid]
     victims = [parent, *ranks]
     everything = [parent, *parent.children(recursive=True)]
     victim = rng.choice(victims)

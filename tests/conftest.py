@@ -51,6 +51,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files go first, such that no worker is left alone with one at the end."""
+    order = ("distributed", "e2e", "slurm")
+    items.sort(
+        key=lambda item: next((i for i, part in enumerate(order) if part in item.path.parts), len(order))
+    )
+
+
 def pytest_collection_finish() -> None:
     """What is there now stays: engines collect garbage where they close, which would look at all of it."""
     gc.collect()

@@ -8,6 +8,7 @@ starts with ``python -m`` is forked in turn.
 """
 
 import atexit
+import contextlib
 import gc
 import importlib
 import io
@@ -47,6 +48,8 @@ PRELOADED: Mapping[str, tuple[str, ...]] = {
     "megatron": ("components.engines.megatron.runtime.engine",),
 }
 MESSAGE_BYTES = 1 << 17
+INSTALLED = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+"""Where a Python finds what is installed, as the server's has it."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,9 @@ class Process:
         request = Request(
             call, args, dict(os.environ if environ is None else environ), str(cwd or Path.cwd())
         )
-        socket.send_fds(self.keeper, [pickle.dumps(request)], [*streams, *descriptors])
+        # The path goes first: the request may name a module of the tests.
+        message = pickle.dumps((sys.path, pickle.dumps(request)))
+        socket.send_fds(self.keeper, [message], [*streams, *descriptors])
         self.pid: int = pickle.loads(self._receive())
 
     def _receive(self) -> bytes:
@@ -201,7 +206,8 @@ def keep(connection: socket.socket) -> NoReturn:
 
     def end_with_client() -> None:
         if not connection.recv(1):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended first
+                os.kill(pid, signal.SIGKILL)
 
     connection.send(pickle.dumps(pid))
     threading.Thread(target=end_with_client, daemon=True).start()
@@ -218,7 +224,8 @@ def enter(message: bytes, descriptors: list[int]) -> NoReturn:
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    request: Request = pickle.loads(message)
+    sys.path[:], packed = pickle.loads(message)
+    request: Request = pickle.loads(packed)
     os.chdir(request.cwd)
     if "RUNNER_PARENT" in request.environ:  # with which it ends: the keeper ends with the client
         request.environ["RUNNER_PARENT"] = str(os.getppid())
@@ -278,8 +285,8 @@ def run_module(name: str, *arguments: str) -> None:
     """As ``python -m name arguments``, in the working directory of this process."""
     import runpy
 
-    sys.path[0] = os.getcwd()
-    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [os.getcwd(), *own, *INSTALLED]
     sys.argv = [name, *arguments]  # runpy replaces the first one by the module's file
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 

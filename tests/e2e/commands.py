@@ -23,6 +23,7 @@ from runner.protocols import SampleKind
 from tests.forkserver import Process, run_module
 from tests.patience import patience
 
+ROOT = Path(__file__).parents[2]
 SMALL = (
     "model.architecture.hidden_size=64",
     "model.architecture.intermediate_size=96",
@@ -71,6 +72,12 @@ def little_data() -> Iterator[None]:
 
     with mock.patch("components.data.tokenize.stdlib_records", first):
         yield
+
+
+def write_chats(path: Path) -> None:
+    """Forty short ones: what a real command trains on in a test, since it sees all of the embedded data."""
+    chats = [{"instruction": f"Count to {n}.", "output": "one more " * n} for n in range(1, 41)]
+    path.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
 
 
 def newest(folder: Path) -> Path:

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 
 from runner.outcome import Outcome, read_outcomes
-from tests.e2e.commands import SMALL, Command, left
-from tests.e2e.test_workers import FAILS, ROOT
+from tests.e2e.commands import ROOT, SMALL, Command, left
+from tests.e2e.test_workers import FAILS
 
 
 def start(folder: Path, how: str, *more: str) -> Command:

@@ -1,5 +1,6 @@
 """The Megatron engine by the commands that users type."""
 
+import json
 import re
 from pathlib import Path
 
@@ -24,7 +25,10 @@ def assert_same_curve(ours: Path, theirs: Path) -> None:
 
 
 def test_dpo_on_tp2pp2_has_the_curve_of_one_process(tmp_path: Path) -> None:
-    same = (*SAME, "stage=dpo", "run.global_batch_size=8")
+    pairs = [{"prompt": f"{n} + 1?", "chosen": "one more " * n, "rejected": f"{n}"} for n in range(1, 41)]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    data = ("data=files", f"data.train={tmp_path}/pairs.jsonl", "data.eval_fraction=0.2")
+    same = (*SAME, *data, "stage=dpo", "run.global_batch_size=8")
     answer = run_command(command("parallelism=tp2pp2", *same), cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert "UserWarning" not in answer.stderr

@@ -15,7 +15,7 @@ from hydra.core.plugins import Plugins
 from benchmarks.report import make_sweep
 from hydra_plugins.runner_sweeps import local
 from runner.jobs import Job
-from tests.e2e.commands import SMALL, call_here, command, newest, rows, run_command
+from tests.e2e.commands import SMALL, call_here, command, newest, rows, run_command, run_forked
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -24,6 +24,7 @@ COMMAND = re.compile(r"^(?:\$ )?((?:python -m runner|torchrun) .*?)(?:  +#.*)?$"
 COMMANDS = sorted(set(COMMAND.findall(DOCS)))
 SWEEPS = [text for text in COMMANDS if re.search(r" -m runner .*(-m |sweep=)", text)]
 MINUTES = 3
+SAID = ("run folder", "checkpoint", "train loss", "eval loss", "tokens/s", "export", "completion")
 PAIRS = [
     {"prompt": f"What is {n} + 1?", "chosen": f"It is {n + 1}.", "rejected": f"It is {n}."} for n in range(8)
 ]
@@ -35,7 +36,7 @@ def test_the_default_run(tmp_path: Path) -> None:
     Not by the clock: other tests run beside it.
     """
     began = children_seconds()
-    answer = run_command(command(), cwd=tmp_path, timeout=600)
+    answer = run_command(command(), cwd=tmp_path, seconds=150)
     assert answer.returncode == 0, answer.stderr
     assert children_seconds() - began < MINUTES * 60
     run = newest(tmp_path / "outputs")
@@ -43,7 +44,15 @@ def test_the_default_run(tmp_path: Path) -> None:
     assert len(losses) >= 100
     assert losses[-1] < losses[0] - 2.5
     assert rows(run, "eval/loss")[-1]["eval/loss"] < losses[0] - 2.5
-    for words in ("run folder", "checkpoint", "train loss", "eval loss", "tokens/s", "export", "completion"):
+    for words in SAID:
+        assert words in answer.stdout
+
+
+def test_what_the_default_run_says(tmp_path: Path) -> None:
+    """The same with a few steps of a small model."""
+    answer = run_forked(*SMALL, cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    for words in SAID:
         assert words in answer.stdout
 
 

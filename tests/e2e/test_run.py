@@ -9,7 +9,18 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.commands import SMALL, call_here, command, curve, newest, rows, run_command, run_here
+from tests.e2e.commands import (
+    SMALL,
+    call_here,
+    command,
+    curve,
+    newest,
+    rows,
+    run_command,
+    run_forked,
+    run_here,
+    write_chats,
+)
 
 TRAIN_KEYS = {
     "step",
@@ -99,12 +110,23 @@ def test_other_stages(tmp_path: Path, stage: str) -> None:
     ],
 )
 def test_two_ranks_give_the_curve_of_one(tmp_path: Path, starter: str, stage: str, packing: str) -> None:
-    same = (*SMALL, f"stage={stage}", f"data.packing={packing}", "run.export=false", "optimizer.lr=1e-4")
+    write_chats(tmp_path / "chats.jsonl")
+    data = ("data=files", f"data.train={tmp_path}/chats.jsonl") if starter == "torchrun" else ()
+    same = (
+        *SMALL,
+        *data,
+        f"stage={stage}",
+        f"data.packing={packing}",
+        "run.export=false",
+        "optimizer.lr=1e-4",
+    )
     single = run_here(tmp_path / "one", *same, "run.micro_batch_size=2")
     two = [*same, "parallelism=fsdp2", "parallelism.dp=2", f"run.output_dir={tmp_path / 'two'}"]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"]
-    arguments = command(*two) if starter == "own" else [command()[0], *launcher, *command(*two)[1:]]
-    answer = run_command(arguments, cwd=tmp_path)
+    if starter == "own":
+        answer = run_forked(*two, cwd=tmp_path)
+    else:
+        answer = run_command([command()[0], *launcher, *command(*two)[1:]], cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     runs = list((tmp_path / "two").glob("*/*/run.json"))
     assert len(runs) == 1

@@ -7,10 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.commands import SMALL, Command, curve, left, newest, run_forked
+from tests.e2e.commands import ROOT, SMALL, Command, curve, left, newest, run_forked
 from tests.patience import patience
 
-ROOT = Path(__file__).parents[2]
 TWO = (*SMALL, "parallelism=fsdp2", "parallelism.dp=2", "run.micro_batch_size=1", "run.export=false")
 FAILS = "stage._target_=tests.e2e.losses.Fails"
 
@@ -71,7 +70,7 @@ def test_a_signal_to_the_parent_has_all_ranks_save(tmp_path: Path) -> None:
 
 
 def test_a_hung_rank_is_found_with_the_stacks_of_all(tmp_path: Path) -> None:
-    limit = round(patience(2))
+    limit = round(patience(1.5))
     answer = run_forked(*arguments(tmp_path, "hang"), f"run.timeout={limit}", cwd=ROOT)
     assert answer.returncode == 1
     assert f"no progress for {limit} s (run.timeout), since " in answer.stderr
