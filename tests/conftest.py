@@ -53,7 +53,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files go first, such that no worker is left alone with one at the end."""
-    order = ("distributed", "e2e", "slurm")
+    order = ("slurm", "distributed", "e2e")
     items.sort(
         key=lambda item: next((i for i, part in enumerate(order) if part in item.path.parts), len(order))
     )

@@ -255,6 +255,7 @@ def run(call: Callable[[], object], environ: Mapping[str, str]) -> NoReturn:
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    count_lines_for(os.environ.get("PYTEST_CURRENT_TEST", ""))
     code = 0
     try:
         call()
@@ -272,6 +273,15 @@ def run(call: Callable[[], object], environ: Mapping[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def count_lines_for(test: str) -> None:
+    """Where coverage is measured: what this process runs from now on is of ``test``."""
+    if "coverage" in sys.modules:
+        from coverage import Coverage
+
+        if (measuring := Coverage.current()) is not None:
+            measuring.switch_context(test)
 
 
 def exit_code(leaving: SystemExit) -> int:

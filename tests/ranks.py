@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from components.engines.process_group import _joined
 from tests import budget
-from tests.forkserver import Process
+from tests.forkserver import Process, count_lines_for
 from tests.patience import patience
 
 LEAVING_S = 30.0
@@ -72,7 +72,7 @@ class Ranks:
         ranks += [Rank(number, self.kind) for number in range(len(ranks), size)]
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in ranks[:size]:
-            rank.pipe.send((store.port, size, sys.path))
+            rank.pipe.send((store.port, size, sys.path, os.environ.get("PYTEST_CURRENT_TEST", "")))
             rank.pipe.send((function, args))
         deadline = time.monotonic() + patience(seconds)
         answers: dict[int, tuple[bool, Any, int]] = {}
@@ -114,10 +114,11 @@ def serve(descriptor: int, rank: int, kind: str, key: bytes) -> None:
     pipe = Connection(descriptor)
     while True:
         try:
-            port, world_size, sys.path[:] = pipe.recv()
+            port, world_size, sys.path[:], test = pipe.recv()
             function, args = pipe.recv()
         except (EOFError, ConnectionResetError):
             return
+        count_lines_for(test)
         _joined.clear()  # a port may come back that not all of these ranks have met at
         os.environ |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
         try:
