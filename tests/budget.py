@@ -8,7 +8,7 @@ from typing import Any
 
 FOLDER = "RUNNER_TEST_SESSION"
 """Environment variable: a folder that all processes of one test session share."""
-BUDGET: Mapping[str, int] = {"started": 60, "forked": 400, "rank_calls": 1200}
+BUDGET: Mapping[str, int] = {"started": 45, "forked": 130, "rank_calls": 480}
 """Python processes that import everything anew, forked ones, and functions called on a set of ranks."""
 
 
