@@ -13,14 +13,14 @@ BUDGET: Mapping[str, int] = {"started": 45, "forked": 130, "rank_calls": 480}
 
 
 def count(what: str) -> None:
-    """Adds one to ``what`` in the session that this process belongs to, if there is one."""
+    """Add one to the count ``what`` of the session that this process belongs to, if there is one."""
     if FOLDER in os.environ:
         with open(Path(os.environ[FOLDER], what), "ab") as file:
             file.write(b".")
 
 
 def counts(folder: Path) -> dict[str, int]:
-    """What all processes of the session have counted."""
+    """Return the counts of the session whose folder this is, over all its processes."""
     paths = {what: folder / what for what in BUDGET}
     return {what: path.stat().st_size if path.exists() else 0 for what, path in paths.items()}
 
@@ -35,7 +35,7 @@ def over_budget(found: Mapping[str, int]) -> list[str]:
 
 
 def count_starts() -> None:
-    """From now on counts every Python process that this one starts."""
+    """Count every Python process that this one starts from now on."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "subprocess.Popen" and os.fspath(arguments[0] or arguments[1][0]) == sys.executable:

@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays: engines collect garbage where they close, which would look at all of it."""
+    """Exempt the objects that exist now from garbage collection, which engines run when they close."""
     gc.collect()
     gc.freeze()
 

@@ -49,12 +49,12 @@ PRELOADED: Mapping[str, tuple[str, ...]] = {
 }
 MESSAGE_BYTES = 1 << 17
 INSTALLED = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-"""Where a Python finds what is installed, as the server's has it."""
+"""The part of the path on which the server's Python finds installed packages."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a forked process calls, and where."""
+    """The function that a forked process calls, with its environment and working directory."""
 
     call: Callable[..., object]
     args: tuple[Any, ...]
@@ -67,7 +67,8 @@ class Process:
 
     Args:
         call: a module-level function. It gets the numbers of ``descriptors`` before ``args``.
-        streams: file descriptors that become its standard input, output and error.
+        streams: file descriptors that become its standard input, output and error; by default nothing can be
+            read, and output goes where this process writes.
         kind: ``"megatron"`` forks from a process that has imported Megatron too.
     """
 
@@ -75,7 +76,7 @@ class Process:
         self,
         call: Callable[..., object],
         *args: Any,
-        streams: Sequence[int] = (0, 1, 2),
+        streams: Sequence[int] = (),
         descriptors: Sequence[int] = (),
         environ: Mapping[str, str] | None = None,
         cwd: Path | None = None,
@@ -90,7 +91,8 @@ class Process:
         )
         # The path goes first: the request may name a module of the tests.
         message = pickle.dumps((sys.path, pickle.dumps(request)))
-        socket.send_fds(self.keeper, [message], [*streams, *descriptors])
+        with open(os.devnull) as nothing:
+            socket.send_fds(self.keeper, [message], [*(streams or (nothing.fileno(), 1, 2)), *descriptors])
         self.pid: int = pickle.loads(self._receive())
 
     def _receive(self) -> bytes:
@@ -276,7 +278,7 @@ def run(call: Callable[[], object], environ: Mapping[str, str]) -> NoReturn:
 
 
 def count_lines_for(test: str) -> None:
-    """Where coverage is measured: what this process runs from now on is of ``test``."""
+    """If coverage is measured, attribute the lines that this process runs from now on to ``test``."""
     if "coverage" in sys.modules:
         from coverage import Coverage
 

@@ -1,11 +1,11 @@
-"""How long a test waits for what may never come, on this machine as busy as it is."""
+"""Time limits for tests, scaled by how fast this machine is at the moment."""
 
 import time
 from functools import cache
 
 WORK = 300_000
 WORK_S = 0.02
-"""What `_slowness` takes on an idle core of a server of 2023."""
+"""Duration of the loop in `_slowness` in seconds, on an idle core of a server of 2023."""
 GENEROUS = 4.0
 
 

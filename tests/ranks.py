@@ -17,7 +17,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from components.engines.process_group import _joined
 from tests import budget
 from tests.forkserver import Process, count_lines_for
 from tests.patience import patience
@@ -119,7 +118,6 @@ def serve(descriptor: int, rank: int, kind: str, key: bytes) -> None:
         except (EOFError, ConnectionResetError):
             return
         count_lines_for(test)
-        _joined.clear()  # a port may come back that not all of these ranks have met at
         os.environ |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
         try:
             ok, value = True, function(*args)

@@ -5,9 +5,10 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import mean
 
 import coverage
 
@@ -71,18 +72,20 @@ class CoverageMap:
         return found
 
     def _ordered(self, tests: set[str], direct: set[str]) -> list[str]:
-        """Sort by file, the file of the test that covers the fewest lines first, and then by duration.
+        """Sort by the mean duration of the tests of a file, the cheapest file first, and then by duration.
 
-        The tests of a file stay together, since each change of file ends the fixtures of a module.
+        The tests of a file stay together, since each change of file ends the fixtures of a module. Of two
+        tests that take equally long, the one that covers fewer lines comes first: it looks more closely.
         """
         files = {test: test.partition("::")[0] for test in tests}
-        sizes: dict[str, int] = {}
+        by_file: defaultdict[str, list[float]] = defaultdict(list)
         for test, file in files.items():
-            sizes[file] = min(sizes.get(file, self.sizes[test]), self.sizes[test])
+            by_file[file].append(min(self.seconds[test], SLOW_S))
 
-        def key(test: str) -> tuple[bool, bool, int, str, float, int, str]:
+        def key(test: str) -> tuple[bool, bool, float, str, float, int, str]:
             file, seconds = files[test], self.seconds[test]
-            return test not in direct, seconds > SLOW_S, sizes[file], file, seconds, self.sizes[test], test
+            cost = mean(by_file[file])
+            return test not in direct, seconds > SLOW_S, cost, file, seconds, self.sizes[test], test
 
         return sorted(tests, key=key)
 

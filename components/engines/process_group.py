@@ -1,7 +1,6 @@
 """Joining and leaving the process group of a run."""
 
 import os
-from collections import Counter
 from datetime import timedelta
 from typing import Literal
 
@@ -14,15 +13,13 @@ PATIENCE_S = 1800.0
 GRACE_S = 120.0
 """By which a collective outlasts the run's own watchdog, which says more."""
 
-_joined: Counter[tuple[str, str]] = Counter()
-"""Groups that this process has made, by where their ranks met."""
-
 
 def join(kind: Literal["cpu", "cuda"]) -> torch.device:
     """Makes the default process group and returns this rank's device; every rank calls it.
 
     With WORLD_SIZE in the environment (the runner's own workers, torchrun) the ranks meet at
-    MASTER_ADDR:MASTER_PORT, under other keys each time: those of a group that was left are still there.
+    MASTER_ADDR:MASTER_PORT. The store counts the groups that each rank has joined, and every group uses keys
+    of its own: those of a group that was left are still there.
     Without it this process is the only rank and needs no network.
     """
     device = torch.device("cpu")
@@ -34,11 +31,10 @@ def join(kind: Literal["cpu", "cuda"]) -> torch.device:
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     if "WORLD_SIZE" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://"))
-        place = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        _joined[place] += 1
+        number = store.add(f"groups_of_rank_{rank}", 1)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"group_{_joined[place]}", store),
+            store=dist.PrefixStore(f"group_{number}", store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=PATIENCE_S),

@@ -190,7 +190,7 @@ def read(file: IO[bytes]) -> str:
 def run_forked(
     *arguments: str, cwd: Path, environ: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """What ``python -m runner ARGUMENTS`` does and says, without the seconds in which it imports."""
+    """Run ``python -m runner ARGUMENTS`` in a forked process, which need not import anything, and wait."""
     return Command(*arguments, cwd=cwd, environ=environ).finish()
 
 

@@ -26,7 +26,7 @@ def lines(text: str, folder: Path) -> list[str]:
 
 
 def files(folder: Path) -> list[str]:
-    """Of the one run in it."""
+    """Return the names of the files of the run in ``folder``."""
     run = newest(folder / "outputs")
     return sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
 

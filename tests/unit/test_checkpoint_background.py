@@ -145,6 +145,21 @@ def test_a_run_that_fails_for_a_reason_keeps_what_is_in_flight(tmp_path: Path, g
     assert steps(tmp_path) == [5]
 
 
+def test_a_run_that_fails_says_why_although_its_last_save_fails_too(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> None:
+        with policy(tmp_path, in_background=True) as p:
+            save(p, 5)
+            gate.fails = True
+            gate.open.set()
+            raise TrainingError("too many skipped steps")
+
+    with pytest.raises(TrainingError, match="too many skipped"):
+        run()
+    assert "No space left on device" in caplog.text
+
+
 def test_host_memory_serves_every_save() -> None:
     copy, tensor = HostCopy(), torch.ones(3)
     first = copy.of({"a": tensor})["a"]
@@ -166,6 +181,9 @@ def on_two_ranks(folder: Path) -> list[str]:
             torch.distributed.all_reduce(torch.ones(1))
         if name == "background":
             assert isinstance(engine.weight, DTensor)
+            assert (
+                not HostCopy().of({"weight": engine.weight.detach().requires_grad_()})["weight"].requires_grad
+            )
             engine.weight.to_local().zero_()
         p.wait()
     if rank == 1:  # the disk of one rank refuses

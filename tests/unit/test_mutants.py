@@ -173,12 +173,12 @@ def test_the_order_of_tests(tmp_path: Path) -> None:
     known = map_with(tmp_path, seconds, lines)
     narrow = ["t/narrow.py::b", "t/narrow.py::a"]
     assert known.tests(mutant_at(6)) == ["t/wide.py::a"]
-    assert known.tests(mutant_at(4)) == [*narrow, "t/wide.py::a", "t/narrow.py::slow"]
+    assert known.tests(mutant_at(4)) == ["t/wide.py::a", *narrow, "t/narrow.py::slow"]
     assert known.tests(mutant_at(3)) == [
-        "t/wide.py::a",
         *narrow,
-        "t/wide.py::slow",
+        "t/wide.py::a",
         "t/narrow.py::slow",
+        "t/wide.py::slow",
     ]
     assert known.tests(mutant_at(8)) == ["t/shares.py::a", "t/shares.py::other"]
     assert known.tests(mutant_at(9)) == []
