@@ -45,13 +45,13 @@ def make_run(folder: Path, *, steps: int, lr: float, seed: int) -> None:
             step.tolist(), losses.tolist(), norms.tolist(), rates.tolist(), strict=True
         ):
             row = {"step": at, "train/loss": loss, "train/grad_norm": norm, "train/lr": lr * (1 - at / steps)}
-            row |= {"train/num_tokens": 2048, "train/num_labels": 1999, "train/num_samples": 8 * at}
-            row |= {"train/skipped": 0, "train/seqlen_mean": 64.5, "train/seqlen_max": 128}
+            row |= {"train/num_tokens": 2048, "train/num_labels": 1999, "train/total_samples": 8 * at}
+            row |= {"train/total_skipped": 0, "train/seqlen_mean": 64.5, "train/seqlen_max": 128}
             row |= {
                 "perf/tokens_per_s": rate,
                 "perf/step_ms": 2048e3 / rate,
                 "perf/mfu": None,
-                "perf/memory_gib": 1.5,
+                "perf/rss_gib": 1.5,
             }
             file.write(json.dumps(row) + "\n")
             if at % 500 == 0:

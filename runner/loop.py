@@ -92,7 +92,8 @@ def train_step(t: Training) -> None:
     t.state.advance(
         num_samples=stats.num_samples, num_tokens=stats.num_tokens, skipped=result.skipped, loss=result.loss
     )
-    t.reporter.step(t.state, stats, result, lr=t.lr(step), seconds=time.perf_counter() - began)
+    seconds, epoch = time.perf_counter() - began, t.train_data.epoch(t.state.step)
+    t.reporter.step(t.state, stats, result, lr=t.lr(step), epoch=epoch, seconds=seconds)
     if result.skipped:
         t.reporter.skipped(t.state.step, result, max_loss, t.train_data.sample_ids(step))
     if t.state.skipped_in_a_row >= t.run.max_skips:

@@ -44,6 +44,8 @@ class Reporter:
     """Floating point operations of one step on a global batch."""
     peak_flops: float | None
     """Per second, of all ranks together; None where it is not known."""
+    max_over_ranks: Callable[[float], float]
+    """See ``Engine.max_over_ranks``."""
     loggers: Loggers | None = None
     progress: Progress | None = None
     results: Results = field(default_factory=Results)
@@ -70,9 +72,16 @@ class Reporter:
             self.task = self.progress.add_task("training", total=total_steps, completed=state.step)
 
     def step(
-        self, state: TrainState, stats: BatchStats, result: StepResult, *, lr: float, seconds: float
+        self,
+        state: TrainState,
+        stats: BatchStats,
+        result: StepResult,
+        *,
+        lr: float,
+        epoch: float,
+        seconds: float,
     ) -> None:
-        """Counts one step, and writes a row where one is due."""
+        """Count one step and, every ``log_every`` steps, write a row. Every rank calls it."""
         window = self.window
         window.steps += 1
         window.tokens += stats.num_tokens
@@ -81,7 +90,8 @@ class Reporter:
         if self.progress is not None and self.task is not None:
             self.progress.update(self.task, completed=state.step)
         if self.log_every and state.step % self.log_every == 0:
-            row = train_row(state, stats, result, lr) | performance(window, self.peak_flops)
+            row = train_row(state, stats, result, lr, epoch) | performance(window, self.peak_flops)
+            row |= self._memory()
             self.window = Window()
             self._write(row, train_line(row))
 
@@ -111,6 +121,12 @@ class Reporter:
             self.results.add(row)
             self.loggers.log(row)
 
+    def _memory(self) -> Row:
+        """Return the largest peak of all ranks' GPU allocators or, on a CPU, this process's resident set."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            return {"perf/peak_memory_gib": self.max_over_ranks(torch.cuda.max_memory_allocated() / 2**30)}
+        return {"perf/rss_gib": psutil.Process().memory_info().rss / 2**30}
+
     def _ending(self, error: BaseException | None) -> Ending:
         last = self.results.last
         if isinstance(error, KeyboardInterrupt):
@@ -123,8 +139,8 @@ class Reporter:
         return Ending("done", last)
 
 
-def train_row(state: TrainState, stats: BatchStats, result: StepResult, lr: float) -> Row:
-    """Every ``train/`` key of one step; ``num_samples`` and ``skipped`` count from the run's first step."""
+def train_row(state: TrainState, stats: BatchStats, result: StepResult, lr: float, epoch: float) -> Row:
+    """Return the metrics of one step; ``total_*`` and ``epoch`` count from the first step of the run."""
     row: Row = {
         "step": state.step,
         "train/loss": result.loss,
@@ -132,8 +148,10 @@ def train_row(state: TrainState, stats: BatchStats, result: StepResult, lr: floa
         "train/lr": lr,
         "train/num_tokens": stats.num_tokens,
         "train/num_labels": stats.num_labels,
-        "train/num_samples": state.num_samples,
-        "train/skipped": state.skipped,
+        "train/total_tokens": state.num_tokens,
+        "train/total_samples": state.num_samples,
+        "train/total_skipped": state.skipped,
+        "train/epoch": epoch,
         "train/seqlen_mean": stats.seqlen_mean,
         "train/seqlen_max": stats.seqlen_max,
     }
@@ -148,21 +166,14 @@ def performance(window: Window, peak_flops: float | None) -> Row:
         "perf/tokens_per_s": window.tokens / window.seconds,
         "perf/step_ms": 1000 * window.seconds / window.steps,
         "perf/mfu": flops_per_s / peak_flops if peak_flops else None,
-        "perf/memory_gib": memory_gib(),
     }
 
 
-def memory_gib() -> float:
-    """Of this process: the most the GPU's allocator has held, or the resident set on CPU."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return psutil.Process().memory_info().rss / 2**30
-
-
 def train_line(row: Row) -> str:
+    memory_gib = row["perf/peak_memory_gib"] if "perf/peak_memory_gib" in row else row["perf/rss_gib"]
     return (
         f"step {row['step']}  loss {row['train/loss']:.4f}  lr {row['train/lr']:.2e}  "
         f"grad_norm {row['train/grad_norm']:.3f}  {row['perf/tokens_per_s']:,.0f} tok/s  "
-        f"{row['train/num_tokens']:,} tokens  {row['train/num_samples']:,} samples  "
-        f"{row['perf/step_ms']:.0f} ms  skipped {row['train/skipped']}  {row['perf/memory_gib']:.2f} GiB"
+        f"{row['train/num_tokens']:,} tokens  {row['train/total_samples']:,} samples  "
+        f"{row['perf/step_ms']:.0f} ms  skipped {row['train/total_skipped']}  {memory_gib:.2f} GiB"
     )

@@ -228,7 +228,7 @@ def reporter(
         )
 
     if console is None:
-        return Reporter(experiment.run.log_every, flops, None)
+        return Reporter(experiment.run.log_every, flops, None, engine.max_over_ranks)
     facts = read_facts(folder)
     point = facts["resumed_from"]
     begun = Start(folder, config, facts, steps_done(None if point is None else Path(point)))
@@ -236,6 +236,7 @@ def reporter(
         experiment.run.log_every,
         flops,
         peak_flops(engine.device, DTYPES[experiment.run.dtype]) * facts["world_size"],
+        engine.max_over_ranks,
         Loggers(experiment.logger, begun),
         console.progress_bar(),
         Results(**facts.get("results") or {}),

@@ -71,7 +71,7 @@ class Sums:
         """``(means, N_main)`` over all data ranks, in one all-reduce.
 
         ``means["loss"]`` is the sum over terms of sum / count, NaN where the main term has no count; every
-        further term stands under its own name too, and with ``main_apart`` the main one as ``main_loss``.
+        further term stands under its own name too, and with ``main_apart`` the main one as ``lm_loss``.
         Every data rank holds the same names: a rank without rows has run an empty micro-batch.
         """
         tables = (self.terms, self.term_counts, self.metrics, self.metric_counts)
@@ -84,7 +84,7 @@ class Sums:
         parts = {name: terms[name] / count for name, count in term_counts.items() if count}
         means = {name: parts.get(name, math.nan) for name in others}
         if self.main_apart:
-            means["main_loss"] = parts.get(main, math.nan)
+            means["lm_loss"] = parts.get(main, math.nan)
         means |= {name: metrics[name] / count if count else math.nan for name, count in metric_counts.items()}
         loss = math.fsum(parts.values()) if main in parts else math.nan
         return {"loss": loss, **means}, round(term_counts[main])

@@ -36,7 +36,8 @@ class PairwiseLoss(ABC):
     """A sum of ``pair_loss`` over pairs and, where ``nll_weight`` is not 0, a second term: so many times the
     negative log-likelihood of the chosen answers, which counts their tokens.
 
-    Rewards, their margin and the share of pairs it is above 0 for are reported.
+    Reports rewards and log-probabilities of the answers, the margin between rewards, and the share of pairs
+    in which it is above 0, under TRL's names.
     """
 
     beta: float
@@ -92,11 +93,15 @@ class PairwiseLoss(ABC):
             nll = -(stats.logps * is_chosen(batch)).sum(dtype=torch.float64)
             terms["nll"] = self.nll_weight * nll
         chosen, rejected = self.beta * pairs.chosen, self.beta * pairs.rejected
+        logps = batch.sum_per_sequence(stats.logps)
+        first, second = (side.to(logps.device, non_blocking=True) for side in pair_indices(batch))
         metrics = {
-            "rewards_chosen": chosen,
-            "rewards_rejected": rejected,
-            "rewards_margin": chosen - rejected,
-            "accuracy": (chosen > rejected).double(),
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).double(),
+            "logps/chosen": logps[first],
+            "logps/rejected": logps[second],
         }
         return LossOutput(terms, {k: (v.detach().sum(), v.numel()) for k, v in metrics.items()})
 

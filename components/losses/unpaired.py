@@ -83,17 +83,22 @@ class KTO:
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
         log_ratio = batch.sum_per_sequence(log_ratios(stats, batch, self.reference))
-        good, bad = (
-            log_ratio[which(batch, label).to(log_ratio.device, non_blocking=True)]
-            for label in (DESIRABLE, UNDESIRABLE)
-        )
+        logps = batch.sum_per_sequence(stats.logps.detach())
+        sides = [
+            which(batch, label).to(logps.device, non_blocking=True) for label in (DESIRABLE, UNDESIRABLE)
+        ]
+        good, bad = (log_ratio[side] for side in sides)
         kl = batch.constants["kl"]
         loss = self.desirable_weight * torch.sigmoid(self.beta * (kl - good)).sum()
         loss = loss + self.undesirable_weight * torch.sigmoid(self.beta * (bad - kl)).sum()
         count = good.numel() + bad.numel()
         metrics = {
-            "rewards_chosen": (self.beta * good.detach().sum(), good.numel()),
-            "rewards_rejected": (self.beta * bad.detach().sum(), bad.numel()),
+            "rewards/chosen": (self.beta * good.detach().sum(), good.numel()),
+            "rewards/rejected": (self.beta * bad.detach().sum(), bad.numel()),
+        }
+        metrics |= {
+            f"logps/{name}": (logps[side].sum(), len(side))
+            for name, side in zip(("chosen", "rejected"), sides, strict=True)
         }
         if self.loss == "kto":
             metrics["kl"] = log_ratio.new_full((), kl * count), count

@@ -54,7 +54,7 @@ class FurtherTokens:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(f"mtp_{depth}" for depth in range(1, self.layers + 1))
+        return tuple(f"mtp_{depth}_loss" for depth in range(1, self.layers + 1))
 
     @property
     def strength(self) -> float:

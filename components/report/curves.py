@@ -1,6 +1,7 @@
 """metrics.jsonl as curves with few enough points for a page."""
 
 import base64
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,19 @@ from numpy.typing import NDArray
 from pyarrow import json as arrow_json
 
 Floats = NDArray[np.float64]
+RENAMED = {
+    "train/num_samples": "train/total_samples",
+    "train/skipped": "train/total_skipped",
+    "train/main_loss": "train/lm_loss",
+    "perf/memory_gib": "perf/rss_gib",
+}
+OLD_NAMES = (
+    (re.compile(r"/rewards_(chosen|rejected)$"), r"/rewards/\1"),
+    (re.compile(r"/rewards_margin$"), "/rewards/margins"),
+    (re.compile(r"/accuracy$"), "/rewards/accuracies"),
+    (re.compile(r"/(mtp_\d+)$"), r"/\1_loss"),
+)
+"""Names that runs before 0.2.0 logged, and today's."""
 BLOCK_SIZE = 32 * 2**20
 """Bytes that are parsed as one piece; columns may first appear in any of its lines."""
 
@@ -64,7 +78,7 @@ def read_curves(path: Path, count: int) -> dict[str, Curve]:
         return {}
     options = arrow_json.ReadOptions(block_size=max(BLOCK_SIZE, len(data)))
     table = arrow_json.read_json(pa.BufferReader(data), read_options=options)
-    columns = {name: numbers(table.column(name)) for name in table.column_names}
+    columns = {current_name(name): numbers(table.column(name)) for name in table.column_names}
     if (steps := columns.pop("step", None)) is None:
         raise ValueError(f"{path.name} has no step")
     return {
@@ -72,6 +86,13 @@ def read_curves(path: Path, count: int) -> dict[str, Curve]:
         for key, values in columns.items()
         if values is not None and (known := np.isfinite(values) & np.isfinite(steps)).any()
     }
+
+
+def current_name(key: str) -> str:
+    """Return the name that a metric has today."""
+    for old, new in OLD_NAMES:
+        key = old.sub(new, key)
+    return RENAMED.get(key, key)
 
 
 def numbers(column: pa.ChunkedArray) -> Floats | None:

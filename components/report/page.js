@@ -3,7 +3,7 @@
 const MOST_AT_FIRST = 20; // runs whose curves are drawn when the page opens
 const FEW = 4; // runs whose extremes are drawn from the start
 const data = JSON.parse(document.getElementById("data").textContent);
-const SPEEDS = [["perf/tokens_per_s", "tokens/s"], ["perf/memory_gib", "memory, GiB"], ["perf/mfu", "MFU"]];
+const SPEEDS = [["perf/tokens_per_s", "tokens/s"], ["perf/peak_memory_gib", "memory, GiB"], ["perf/rss_gib", "memory, GiB"], ["perf/mfu", "MFU"]];
 const alone = data.runs.length === 1;
 const at = (id) => document.getElementById(id);
 

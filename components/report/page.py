@@ -21,12 +21,15 @@ FIRST_CHARTS = (
     "train/grad_norm",
     "train/lr",
     "perf/tokens_per_s",
-    "perf/memory_gib",
+    "perf/peak_memory_gib",
+    "perf/rss_gib",
 )
 COUNTERS = {
     "train/num_tokens",
     "train/num_labels",
-    "train/num_samples",
+    "train/total_tokens",
+    "train/total_samples",
+    "train/epoch",
     "train/seqlen_mean",
     "train/seqlen_max",
     "perf/step_ms",

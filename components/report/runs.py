@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from components.report.curves import Curve, read_curves
+from components.report.curves import Curve, current_name, read_curves
 
 LAST_LINES = 20
 TAIL_BYTES = 16384
@@ -74,7 +74,9 @@ class Run:
     def results(self) -> dict[str, float]:
         """Last values: of the curves, or without metrics.jsonl those that run.json keeps."""
         kept = (self.facts.get("results") or {}).get("last", {})
-        return kept | {key: curve.last for key, curve in self.curves.items()}
+        return {current_name(key): value for key, value in kept.items()} | {
+            key: curve.last for key, curve in self.curves.items()
+        }
 
     @property
     def steps(self) -> float | None:

@@ -83,7 +83,7 @@ function grids(sections) {
 class RunTable {
   constructor(table, data, state) {
     Object.assign(this, { table, data, state, filter: "", by: null, direction: 1 });
-    const result = (key) => (run) => run.results[key];
+    const result = (...keys) => (run) => run.results[keys.find((key) => key in run.results)];
     const overrides = data.columns.map((key) => ({ title: key, value: (run) => run.overrides[key] }));
     this.columns = [
       { title: "run", value: (run) => run.number },
@@ -93,7 +93,7 @@ class RunTable {
       { title: "train/loss", value: result("train/loss"), numeric: true },
       { title: "steps", value: (run) => run.steps, numeric: true },
       { title: "tokens/s", value: result("perf/tokens_per_s"), numeric: true },
-      { title: "GiB", value: result("perf/memory_gib"), numeric: true, digits: 3 },
+      { title: "GiB", value: result("perf/peak_memory_gib", "perf/rss_gib"), numeric: true, digits: 3 },
       { title: "time", value: (run) => run.seconds, show: duration, numeric: true },
     ].filter((column) => column.title === "run" || data.runs.some((run) => ![null, undefined].includes(column.value(run))));
     this.sort(this.columns.find((column) => column.title === "loss") || this.columns[0]);

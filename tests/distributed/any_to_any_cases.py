@@ -228,7 +228,15 @@ def assert_same_steps(found: Run, reference: Run, bound: float = 1e-5) -> None:
     ours = found.rows
     theirs = [row for row in reference.rows if row["step"] >= ours[0]["step"]]
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
-    for key in ("lr", "num_tokens", "num_labels", "num_samples", "skipped", "seqlen_mean", "seqlen_max"):
+    for key in (
+        "lr",
+        "num_tokens",
+        "num_labels",
+        "total_samples",
+        "total_skipped",
+        "seqlen_mean",
+        "seqlen_max",
+    ):
         assert [row[f"train/{key}"] for row in ours] == [row[f"train/{key}"] for row in theirs], key
     for key in ("train/loss", "train/grad_norm"):
         values = [torch.tensor([row[key] for row in rows], dtype=torch.float64) for rows in (ours, theirs)]

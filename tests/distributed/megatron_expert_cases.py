@@ -38,7 +38,7 @@ def plain_step(family: str, terms: RouterTerms) -> tuple[Step, dict[str, float]]
     given = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
     grads = {name: grad.clone() for name, grad in one_by_one(given)}
     norm = torch.stack([g.norm() for g in grads.values()]).norm().item()
-    reported = {name: value.item() for name, value in means.items()} | {"main_loss": nll.item()}
+    reported = {name: value.item() for name, value in means.items()} | {"lm_loss": nll.item()}
     return Step(loss.item(), norm, grads), reported
 
 
@@ -66,7 +66,7 @@ def without_terms(on: Megatron, work: Work) -> tuple[float, float, float]:
     total, count = engine.sum_over_data(sums)
     result = one_step(engine, work, 0)
     engine.close()
-    return evaluated, -total / count, result.metrics["main_loss"]
+    return evaluated, -total / count, result.metrics["lm_loss"]
 
 
 def aborted(on: Megatron, work: Work) -> list[float]:

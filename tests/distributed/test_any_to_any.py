@@ -65,7 +65,7 @@ def assert_goes_on(matrix: Matrix, work: str, before: Run, step: int, layout: st
 @pytest.mark.parametrize(("work", "before", "after"), PAIRS)
 def test_a_run_goes_on_in_another_layout(matrix: Matrix, work: str, before: str, after: str) -> None:
     reference, saved = matrix.whole(work, "single"), matrix.whole(work, before)
-    assert reference.rows[-1]["train/skipped"] == (work != "dpo")
+    assert reference.rows[-1]["train/total_skipped"] == (work != "dpo")
     rest = assert_goes_on(matrix, work, saved, HALF, after)
     assert_close_moments(read(rest.loaded), read(reference.point(HALF)))
 

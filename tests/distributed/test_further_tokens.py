@@ -116,7 +116,7 @@ def test_the_step_is_megatrons_own(family: str) -> None:
 def test_a_micro_batch_of_any_size_is_the_same_step(micro_batch: int) -> None:
     step, metrics = cases.one_step(fsdp2(), "qwen3", "packed", micro_batch)
     assert_same(step, plain_step("qwen3"))
-    means = [metrics[name] for name in ("main_loss", "mtp_1", "mtp_2")]
+    means = [metrics[name] for name in ("lm_loss", "mtp_1_loss", "mtp_2_loss")]
     assert means == pytest.approx(cases.plain_means("qwen3"), rel=1e-5)
 
 

@@ -165,4 +165,4 @@ def test_routers_biases_go_along(tmp_path: Path) -> None:
     assert bias.dtype == torch.float32
     assert bias.abs().max() > 0
     after = run_here(tmp_path, *deepseek, "stage=dpo", f"run.init_from={run}", "run.max_steps=1")
-    assert rows(after, "train/loss")[0]["train/main_loss"] == pytest.approx(math.log(2), rel=1e-3)
+    assert rows(after, "train/loss")[0]["train/lm_loss"] == pytest.approx(math.log(2), rel=1e-3)

@@ -37,7 +37,7 @@ def test_a_step_is_skipped_and_its_samples_are_named(
     """The 17th sample is in the fifth batch of the first epoch, and in the 20th step of all."""
     guarded = (*GUARDED, *data, *how, "run.spike_factor=3", "run.max_steps=20", "scheduler=constant")
     run = run_here(tmp_path, *guarded)
-    skipped = [row["train/skipped"] for row in rows(run, "train/loss")]
+    skipped = [row["train/total_skipped"] for row in rows(run, "train/loss")]
     # A spike shows against ten steps before it; what is not finite always.
     assert skipped == [0] * 4 + [int(how is NAN)] * 15 + [1 + (how is NAN)]
     assert why in warnings(run)[-1]

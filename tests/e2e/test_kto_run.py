@@ -26,8 +26,8 @@ def test_a_run(tmp_path: Path) -> None:
             "train/loss",
             "train/grad_norm",
             "train/kl",
-            "train/rewards_chosen",
-            "train/rewards_rejected",
+            "train/rewards/chosen",
+            "train/rewards/rejected",
         )
         found[reference] = [[row[name] for name in names] for row in found[reference]]
     assert found["precomputed"] == found["frozen"]

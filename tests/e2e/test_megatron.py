@@ -36,7 +36,7 @@ def test_dpo_on_tp2pp2_has_the_curve_of_one_process(tmp_path: Path) -> None:
     ours = newest(tmp_path / "outputs")
     theirs = run_here(tmp_path / "single", *same)
     assert_same_curve(ours, theirs)
-    for key in ("eval/loss", "eval/rewards_margin", "eval/accuracy"):
+    for key in ("eval/loss", "eval/rewards/margins", "eval/rewards/accuracies"):
         assert rows(ours, key)[-1][key] == pytest.approx(rows(theirs, key)[-1][key], rel=1e-5, abs=1e-7)
 
 

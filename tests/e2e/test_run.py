@@ -28,9 +28,9 @@ TRAIN_KEYS = {
     "train/grad_norm",
     "train/lr",
     "train/num_tokens",
-    "train/num_samples",
+    "train/total_samples",
     "train/num_labels",
-    "train/skipped",
+    "train/total_skipped",
     "train/seqlen_mean",
     "train/seqlen_max",
     "perf/tokens_per_s",
@@ -70,7 +70,7 @@ def test_the_rows(run: Path) -> None:
         assert row.keys() >= TRAIN_KEYS
         assert 0 < row["perf/mfu"] < 1
         assert row["train/num_labels"] < row["train/num_tokens"] <= 4 * 128
-    consumed = [row["train/num_samples"] for row in train]
+    consumed = [row["train/total_samples"] for row in train]
     assert consumed == sorted(consumed)
     assert [row["step"] for row in rows(run, "eval/loss")] == [2, 4]
     assert all(math.isfinite(row["eval/loss"]) for row in rows(run, "eval/loss"))
@@ -98,7 +98,7 @@ def test_other_stages(tmp_path: Path, stage: str) -> None:
     assert all(math.isfinite(row["train/loss"]) for row in train)
     if stage == "dpo":
         assert train[0]["train/loss"] == pytest.approx(math.log(2))
-        assert {"train/rewards_margin", "train/accuracy"} <= train[0].keys()
+        assert {"train/rewards/margins", "train/rewards/accuracies"} <= train[0].keys()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_epochs(tmp_path: Path) -> None:
     run = run_here(tmp_path / "o", *small, *data, *length)
     # Ten samples in batches of four: the third batch of an epoch holds two.
     assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3, 4, 5, 6]
-    assert [row["train/num_samples"] for row in rows(run, "train/loss")] == [4, 8, 10, 14, 18, 20]
+    assert [row["train/total_samples"] for row in rows(run, "train/loss")] == [4, 8, 10, 14, 18, 20]
     saved = [path.name for path in sorted((run / "checkpoints").iterdir())]
     assert saved == ["step_00000003", "step_00000006"]
 
@@ -181,7 +181,7 @@ def test_skipped_steps_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 1
     assert "run.max_skips" in capsys.readouterr().err
     last = rows(newest(tmp_path), "train/loss")[-1]
-    assert last["train/skipped"] == 3
+    assert last["train/total_skipped"] == 3
     assert last["train/grad_norm"] is None
 
 

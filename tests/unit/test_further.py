@@ -54,7 +54,7 @@ def test_the_end_of_a_padded_row_is_padding() -> None:
 def test_an_empty_micro_batch_counts_nothing() -> None:
     batch = LAYOUTS["packed"](sequences()[:2])
     empty = batch.select(torch.zeros(2, dtype=torch.bool))
-    assert with_layers("llama").further_tokens.counts(empty) == {"mtp_1": 0, "mtp_2": 0}
+    assert with_layers("llama").further_tokens.counts(empty) == {"mtp_1_loss": 0, "mtp_2_loss": 0}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -114,7 +114,7 @@ def test_the_formula(layout: str, kind: Any) -> None:
     mine = answers.grad[0].split(lengths) if layout == "packed" else answers.grad
     for index, length, grad in zip((0, 2, 4), lengths, mine, strict=True):
         torch.testing.assert_close(grad[:length].double(), grads[index], rtol=1e-5, atol=1e-7)
-    rewards, count = output.metrics["rewards_chosen"]
+    rewards, count = output.metrics["rewards/chosen"]
     assert count == 2
     assert float(rewards) == pytest.approx(0.4 * float((ratios[0] + ratios[4]).detach()), rel=1e-5)
     if kind == "kto":
@@ -175,7 +175,7 @@ ROWS = [
     }
     for index, word in enumerate(WORDS)
 ]
-METRICS = {"rewards_chosen": "rewards/chosen", "rewards_rejected": "rewards/rejected", "kl": "kl"}
+METRICS = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
 
 
 class OfTRL:
@@ -201,7 +201,7 @@ class OfTRL:
     def step(self) -> tuple[Tensor, Mapping[str, float]]:
         loss = self.trainer.compute_loss(self.trainer.model, self.batch)
         found = self.trainer._metrics["train"]
-        return loss, {ours: found[theirs][-1] for ours, theirs in METRICS.items()}
+        return loss, {name: found[name][-1] for name in METRICS}
 
     def microbatches(self, size: int) -> list[Batch]:
         starts = range(0, len(self.answers), size)

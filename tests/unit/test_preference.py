@@ -71,12 +71,13 @@ def oracle(pair_index: list[int], beta: float, eps: float) -> tuple[Tensor, list
     """Sum, gradient of every sequence's logps, and metric sums, pair by pair in float64."""
     data = rows()
     logps = [row[1].double().requires_grad_() for row in data]
-    losses, chosen, rejected = [], [], []
+    losses, chosen, rejected, sums = [], [], [], []
     for pair in range(sum(index >= 0 for index in pair_index) // 2):
         plus, minus = pair_index.index(2 * pair), pair_index.index(2 * pair + 1)
         policy = logps[plus].sum() - logps[minus].sum()
         reference = data[plus][2].double().sum() - data[minus][2].double().sum()
         logits = policy - reference
+        sums += [(logps[plus].sum(), logps[minus].sum())]
         losses.append(-F.logsigmoid(beta * logits) * (1 - eps) - F.logsigmoid(-beta * logits) * eps)
         chosen.append(beta * (logps[plus].sum() - data[plus][2].double().sum()))
         rejected.append(beta * (logps[minus].sum() - data[minus][2].double().sum()))
@@ -84,10 +85,12 @@ def oracle(pair_index: list[int], beta: float, eps: float) -> tuple[Tensor, list
     total.backward()
     a, b = torch.stack(chosen), torch.stack(rejected)
     metrics = {
-        "rewards_chosen": a.sum(),
-        "rewards_rejected": b.sum(),
-        "rewards_margin": (a - b).sum(),
-        "accuracy": (a > b).sum().double(),
+        "rewards/chosen": a.sum(),
+        "rewards/rejected": b.sum(),
+        "rewards/margins": (a - b).sum(),
+        "rewards/accuracies": (a > b).sum().double(),
+        "logps/chosen": torch.stack([one for one, _ in sums]).sum(),
+        "logps/rejected": torch.stack([one for _, one in sums]).sum(),
     }
     grads = [torch.zeros_like(row) if row.grad is None else row.grad for row in logps]
     return total.detach(), grads, {name: value.detach() for name, value in metrics.items()}
@@ -127,7 +130,7 @@ def test_log_ratios_do_not_drown_in_long_sums() -> None:
     batch = Batch(
         labels, labels, labels, torch.tensor([length, length]), pair_index=torch.tensor([0, 1]), ref_logps=ref
     )
-    margin, _ = DPO(1.0, 0.0)(TokenStats(logps), batch).metrics["rewards_margin"]
+    margin, _ = DPO(1.0, 0.0)(TokenStats(logps), batch).metrics["rewards/margins"]
     assert margin.item() == pytest.approx(64 * 2**-12, rel=1e-6)
 
 
@@ -136,7 +139,7 @@ def test_equal_answers_are_not_accurate() -> None:
     assert batch.ref_logps is not None
     output = DPO(0.1, 0.0)(TokenStats(batch.ref_logps.clone()), batch)
     assert output.terms["loss"].item() == pytest.approx(3 * torch.tensor(2.0).log().item())
-    assert output.metrics["accuracy"] == (0, 3)
+    assert output.metrics["rewards/accuracies"] == (0, 3)
 
 
 def test_an_empty_microbatch_adds_nothing() -> None:

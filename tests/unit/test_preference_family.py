@@ -78,7 +78,7 @@ def test_a_longer_answer_counts_up_to_the_length_of_the_other() -> None:
     ratio = (logps - batch.ref_logps).detach()[0].double()
     weights = torch.tensor([1.0] * 3 + [0.4] * 3, dtype=torch.float64)
     expected = ratio[2:5].sum(), (weights * ratio[7:13]).sum()
-    found = [output.metrics[f"rewards_{side}"][0].item() for side in ("chosen", "rejected")]
+    found = [output.metrics[f"rewards/{side}"][0].item() for side in ("chosen", "rejected")]
     assert found == pytest.approx([float(value) for value in expected])
 
 

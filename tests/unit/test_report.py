@@ -66,6 +66,20 @@ def test_curves_are_the_numbers_that_were_logged(tmp_path: Path) -> None:
     }
 
 
+def test_names_of_older_runs_are_those_of_today(tmp_path: Path) -> None:
+    old = ("train/skipped", "train/main_loss", "eval/rewards_chosen", "eval/accuracy", "train/mtp_2")
+    new = (
+        "train/total_skipped",
+        "train/lm_loss",
+        "eval/rewards/chosen",
+        "eval/rewards/accuracies",
+        "train/mtp_2_loss",
+    )
+    rows = [{"step": 1} | dict.fromkeys(names, 1.0) for names in (old, new)]
+    first, second = (read_curves(write_rows(tmp_path / "m.jsonl", row), 9) for row in rows)
+    assert first.keys() == second.keys() == {*new}
+
+
 def test_rows_in_the_wrong_order_are_put_in_order(tmp_path: Path) -> None:
     rows = ({"step": step, "x": 10 * step} for step in (3, 1, 2))
     assert read_curves(write_rows(tmp_path / "m.jsonl", *rows), 9)["x"].means.tolist() == [10, 20, 30]

@@ -28,7 +28,7 @@ class Kept:
 
 def ending_of(stopped: dict[str, Any] | None = None, error: BaseException | None = None) -> Ending:
     kept = Kept()
-    reporter = Reporter(1, lambda _: 0.0, None, kept)  # type: ignore[arg-type]
+    reporter = Reporter(1, lambda _: 0.0, None, float, kept)  # type: ignore[arg-type]
     with suppress(RuntimeError, KeyboardInterrupt), reporter:
         reporter.evaluation(TrainState(step=7), {"loss": 2.5})
         reporter.stopped = stopped
