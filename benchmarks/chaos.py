@@ -1,7 +1,7 @@
 """A run of two ranks, killed over and over: ``python -m benchmarks.chaos [--kills 40]``.
 
 SIGKILL to a random rank or to the parent, at random instants, half of them while a checkpoint is being
-written. After each, ``run.resume=auto``. At the end the weights must be bitwise those of a run that was left
+written. After each, ``checkpoint.resume=auto``. At the end the weights must be bitwise those of a run that was left
 alone, no process may be left, and every checkpoint that was marked must have been readable.
 """
 
@@ -35,8 +35,8 @@ SMALL = (
     "run.device=cpu",
     "run.export=false",
     "run.micro_batch_size=1",
-    "run.save_every=2",
-    "run.keep_last=2",
+    "checkpoint.save_every=2",
+    "checkpoint.keep_last=2",
     "data.max_length=128",
     "model.architecture.hidden_size=64",
     "model.architecture.intermediate_size=96",
@@ -69,8 +69,8 @@ class Run:
 
     def start(self) -> "subprocess.Popen[bytes]":
         options = [f"parallelism={self.layout}", "parallelism.dp=2", f"run.max_steps={self.steps}"]
-        options += ["run.async_save=true"] if self.in_background else []
-        command = [sys.executable, "-m", "runner", *SMALL, *options, "run.resume=auto"]
+        options += ["checkpoint.async_save=true"] if self.in_background else []
+        command = [sys.executable, "-m", "runner", *SMALL, *options, "checkpoint.resume=auto"]
         with (self.folder / "output.log").open("ab") as log:
             return subprocess.Popen(
                 [*command, f"run.output_dir={self.folder}"], stdout=log, stderr=log, start_new_session=True

@@ -179,7 +179,7 @@ def length(sample: Sample) -> int:
 
 def write_adapter(path: Path, chosen: Sequence[str] = EXPERIMENT) -> None:
     """Of the model of the experiment ``chosen``. Neither of its factors is 0, as one is at a usual start."""
-    config = composed([*chosen, "data=stdlib", "adapter=lora", "adapter.r=4", "run.name=adapter"])
+    config = composed([*chosen, "data=demo", "adapter=lora", "adapter.r=4", "run.name=adapter"])
     experiment = build_experiment(config, Provenance())
     shapes = experiment.adapter.shapes(experiment.model.build(experiment.model.config()))
     torch.manual_seed(0)

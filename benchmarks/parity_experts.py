@@ -13,15 +13,15 @@ SHAPE = (
     "model.architecture.initializer_range=0.1",
     # Of a micro-batch: those of one row are the same in every layout.
     "run.micro_batch_size=1",
-    "model.z_coef=0.01",
+    "model.moe.z_loss_coef=0.01",
 )
 QWEN3_MOE = (
     "model=moe_tiny",
     *SHAPE,
     "model.architecture.num_key_value_heads=2",
     "model.architecture.head_dim=16",
-    "model.aux_loss=switch",
-    "model.aux_coef=0.1",
+    "model.moe.aux_loss=switch",
+    "model.moe.aux_loss_coef=0.1",
     *COMMON,
 )
 DEEPSEEK = (
@@ -33,9 +33,9 @@ DEEPSEEK = (
     "model.architecture.qk_nope_head_dim=16",
     "model.architecture.qk_rope_head_dim=8",
     "model.architecture.v_head_dim=12",
-    "model.aux_loss=sequence",
-    "model.aux_coef=0.1",
-    "model.bias_rate=0.01",
+    "model.moe.aux_loss=sequence",
+    "model.moe.aux_loss_coef=0.1",
+    "model.moe.bias_update_rate=0.01",
     *COMMON,
 )
 
@@ -47,7 +47,7 @@ ROWS = (
     Row("dp2 ep2", (*MEGATRON, "parallelism.dp=2", EP2), dims={"dp": 2}),
     Row(
         "dp2 ep2 allgather",
-        (*MEGATRON, "parallelism.dp=2", EP2, "parallelism.moe_dispatcher=allgather"),
+        (*MEGATRON, "parallelism.dp=2", EP2, "parallelism.moe_token_dispatcher=allgather"),
         dims={"dp": 2},
     ),
     Row("dp4 ep2 sharded", (*MEGATRON, "parallelism.dp=4", EP2, *OVERLAPPED), dims={"dp": 4}),

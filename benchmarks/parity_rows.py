@@ -19,7 +19,7 @@ COMMON = (
     "run.dtype=fp32",
     "run.device=cpu",
     "run.export=false",
-    "run.save_model_only=true",
+    "checkpoint.model_only=true",
 )
 EXPERIMENT = (
     # Four layers for pp4 and pp2vpp2, two query heads a key-value head, a vocabulary that no tp divides.

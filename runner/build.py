@@ -52,8 +52,10 @@ def build_experiment(config: Mapping[str, Any], where: Provenance) -> Experiment
     parts = {group: build_component(group, config[group], where) for group in GROUPS}
     parts["logger"] = build_loggers(config["logger"], where)
     run = construct(RunConfig, "run", config["run"], where)
-    if run.init_from is not None:
-        parts["model"] = parts["model"].start_from(whole_checkpoint("run.init_from", run.init_from))
+    if checkpoint.init_from is not None:
+        parts["model"] = parts["model"].start_from(
+            whole_checkpoint("checkpoint.init_from", checkpoint.init_from)
+        )
     return Experiment(run=run, **parts)
 
 

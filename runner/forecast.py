@@ -1,4 +1,4 @@
-"""What is known of a run before it starts; with ``run.preflight=only`` and ``plan``, and no run."""
+"""What is known of a run before it starts; with ``preflight.mode=only`` and ``plan``, and no run."""
 
 import math
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ def make_case(
     """What ``model`` (on the meta device) and ``data`` ask of the ranks, and what these have."""
     run, dtype = experiment.run, DTYPES[experiment.run.dtype]
     device = preflight.find_device(
-        kind, run.device_name, run.device_memory, local_ranks=local_ranks, dtype=dtype
+        kind, preflight.device_name, preflight.device_memory, local_ranks=local_ranks, dtype=dtype
     )
     return preflight.Case(
         layout=experiment.parallelism,
@@ -71,10 +71,10 @@ def look_ahead(found: Inspected, config: Mapping[str, Any], run: RunConfig, poin
         ConfigError: the run would not fit a device that is known (after all of that), or no layout does.
     """
     case, console = found.case, Console()
-    if run.preflight == "plan":
+    if preflight.mode == "plan":
         from components.preflight.search import plan  # here, as it takes every engine
 
-        report = plan(case, run.devices or case.world_size)
+        report = plan(case, preflight.devices or case.world_size)
     else:
         report = preflight.survey(case, config)
         console.print(found.data.audit.render())
@@ -85,8 +85,10 @@ def look_ahead(found: Inspected, config: Mapping[str, Any], run: RunConfig, poin
     write_config(folder, config)
     (folder / "preflight.json").write_text(report.to_json())
     console.print(f"preflight folder: {folder}", soft_wrap=True, highlight=False)
-    if run.preflight == "only" and case.device.certain:
+    if preflight.mode == "only" and case.device.certain:
         preflight.check_fits(case)
-    elif run.preflight == "only" and not case.fits():
-        console.print("It does not fit this machine; run.device_name=H100 tells of another.", highlight=False)
+    elif preflight.mode == "only" and not case.fits():
+        console.print(
+            "It does not fit this machine; preflight.device_name=H100 tells of another.", highlight=False
+        )
     return math.nan

@@ -41,7 +41,7 @@ from runner.watchdog import end_process
 def run(config: Mapping[str, Any], where: Provenance, command: Sequence[str], began: float) -> float:
     """One run from start to end; returns its final loss (eval, else train; NaN where neither was logged).
 
-    Or what is known of it before it starts (``run.preflight``), and NaN.
+    Or what is known of it before it starts (``preflight.mode``), and NaN.
 
     Args:
         began: when, in seconds since the epoch: ``run.max_time`` counts from there.
@@ -52,7 +52,7 @@ def run(config: Mapping[str, Any], where: Provenance, command: Sequence[str], be
         SystemExit: with code 0, where a signal has stopped it: of a sweep, no other job is to begin.
     """
     launch = Launch(config, where, command, began)
-    if launch.experiment.run.preflight != "check":
+    if launch.experiment.preflight.mode != "check":
         return look_ahead(launch.inspect(), launch.config, launch.experiment.run, where.point)
     if join.is_joined(os.environ):
         return launch.joined()
@@ -80,25 +80,27 @@ class Launch:
         self.began = time.time() if began is None else began
         self.experiment = build_experiment(config, where)
         self.console = terminal(self.experiment.logger)
-        if self.experiment.run.init_from is not None:  # ranks read the checkpoint that is the newest now
+        if (
+            self.experiment.checkpoint.init_from is not None
+        ):  # ranks read the checkpoint that is the newest now
             point = str(self.experiment.model.checkpoint)
             self.config = {**config, "run": {**config["run"], "init_from": point}}
         self.reference = resolve_reference(
             self.experiment.stage, self.experiment.model, self.experiment.adapter
         )
         run, joined = self.experiment.run, join.is_joined(os.environ)
-        preflight.check_modes(run.preflight, run.devices, run.device_name, joined=joined)
-        self.device = preflight.resolve_device(run.device, run.device_name)
+        preflight.check_modes(preflight.mode, preflight.devices, preflight.device_name, joined=joined)
+        self.device = preflight.resolve_device(run.device, preflight.device_name)
         gpus = torch.cuda.device_count() if self.device == "cuda" else 0
         self.world_size = self.experiment.parallelism.world_size(os.environ, gpus)
         self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        if run.preflight == "check":
+        if preflight.mode == "check":
             preflight.check_ranks(self.world_size, self.device, self.local_ranks)
         preflight.check_restarts(run.max_restarts, joined)
         preflight.check_shared_name(
-            run.resume, of_sweep=where.point is not None, named=where.given("run.name")
+            checkpoint.resume, of_sweep=where.point is not None, named=where.given("run.name")
         )
-        if run.preflight == "only" and not where.given("run.global_batch_size"):
+        if preflight.mode == "only" and not where.given("run.global_batch_size"):
             self.assume_batch()
 
     def assume_batch(self) -> None:
@@ -149,7 +151,7 @@ class Launch:
         data, resume, own = found.data, found.resume, self.own
         preflight.check_fits(found.case)
         survey = preflight.survey(found.case, self.config)
-        if own is None and run.resume == "auto" and resume is not None:
+        if own is None and checkpoint.resume == "auto" and resume is not None:
             own = resume.parent.parent
         if own is None:
             folder = create_run_folder(run.output_dir, run.name)
@@ -202,14 +204,14 @@ class Launch:
             data,
             world_size=self.world_size,
             kind=self.device,
-            local_ranks=self.experiment.run.devices or self.local_ranks,
+            local_ranks=self.experiment.preflight.devices or self.local_ranks,
         )
         return Inspected(data, identity, resume, case)
 
     def check_components(self) -> Any:
         """Each by itself and with the layout; returns the model, on the meta device."""
         run, experiment = self.experiment.run, self.experiment
-        if run.preflight != "plan":  # which looks for another layout
+        if preflight.mode != "plan":  # which looks for another layout
             data_size = experiment.parallelism.data_size(self.world_size)
             preflight.check_batch(run.global_batch_size, run.micro_batch_size, data_size)
         preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
@@ -219,8 +221,8 @@ class Launch:
         model = experiment.model.build(experiment.model.config())
         preflight.check_adapter(experiment.adapter, model, experiment.model.bias_rate)
         self.check_layout(model, experiment.adapter)
-        if run.verify and run.init_from is not None:
-            check_whole(experiment.model.checkpoint, checksums=True, option="run.init_from")
+        if checkpoint.verify and checkpoint.init_from is not None:
+            check_whole(experiment.model.checkpoint, checksums=True, option="checkpoint.init_from")
         experiment.model.weights(run.seed)  # opened only: what is missing shows before a rank starts
         if self.reference.other:
             with about_reference():
@@ -251,18 +253,22 @@ class Launch:
         run = self.experiment.run
         with log_to(None, self.console):
             saved = None if self.own is None else newest_undamaged(self.own / "checkpoints")
-            asked = Resume(str(saved or run.resume), verify=run.verify, force=run.resume_force)
+            asked = Resume(
+                str(saved or checkpoint.resume), verify=checkpoint.verify, force=checkpoint.allow_mismatch
+            )
             resume = asked.point(Path(run.output_dir), run.name, identity)
         # The same run was checked when it began; its export may be all that is left.
         if saved is not None:
             return resume
-        if run.resume != "auto":  # which begins with the weights where there is nothing to go on with
+        if checkpoint.resume != "auto":  # which begins with the weights where there is nothing to go on with
             preflight.check_start(self.config["run"]["init_from"], resume)
         preflight.check_length(run.eval_every, data.eval is not None, data.num_steps, resume)
-        preflight.check_early_stop(run.early_stop, run.metric_mode, run.patience, resume)
-        if run.profile:
+        preflight.check_early_stop(
+            early_stopping.metric, checkpoint.keep_best_mode, early_stopping.patience, resume
+        )
+        if profiler.enabled:
             left = data.num_steps - preflight.steps_done(resume)
-            preflight.check_profile(run.profile_steps[1], run.profile_ranks, left, self.world_size)
+            preflight.check_profile(profiler.steps[1], profiler.ranks, left, self.world_size)
         return resume
 
     def precomputed(self, data: Any) -> dict[str, Any] | None:
@@ -279,7 +285,7 @@ class Launch:
     def check_layout(self, model: Any, adapter: Any = None) -> None:
         """Whether the engine computes ``model``, which is on the meta device, in this layout."""
         run, experiment = self.experiment.run, self.experiment
-        if run.preflight == "plan":
+        if preflight.mode == "plan":
             return
         experiment.parallelism.check(
             model,

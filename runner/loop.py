@@ -65,11 +65,11 @@ def train(t: Training) -> None:
         t.state.owes_evaluation = due
         is_best = t.stop.agreed() is None and due and evaluate(t)
         over = step == last or t.stop.reason is not None or stalled(t)
-        if over or is_best or every(t.run.save_every, step) or epoch_ended(t, step):
+        if over or is_best or every(t.checkpoint.save_every, step) or epoch_ended(t, step):
             save(t)
     if stalled(t):
         since = "the start" if t.state.best_step is None else f"step {t.state.best_step}"
-        watched = t.run.early_stop
+        watched = t.early_stopping.metric
         log.info("stopped early at step %d: %s has not improved since %s", t.state.step, watched, since)
 
 
@@ -86,7 +86,7 @@ def train_step(t: Training) -> None:
     microbatches = t.loss.prepare(t.train_data.microbatches(step), t.engine)
     t.engine.begin_train_step(total_counts(t.loss, t.engine, microbatches))
     t.engine.train_microbatches(microbatches, t.loss, last=True)
-    max_loss = t.state.max_loss(t.run.spike_factor)
+    max_loss = t.state.max_loss(t.run.loss_spike_factor)
     result = t.engine.finish_train_step(t.lr(step), max_loss=max_loss)
     stats = t.train_data.stats(step)
     t.state.advance(
@@ -96,10 +96,11 @@ def train_step(t: Training) -> None:
     t.reporter.step(t.state, stats, result, lr=t.lr(step), epoch=epoch, seconds=seconds)
     if result.skipped:
         t.reporter.skipped(t.state.step, result, max_loss, t.train_data.sample_ids(step))
-    if t.state.skipped_in_a_row >= t.run.max_skips:
+    if t.state.skipped_in_a_row >= t.run.max_consecutive_skips:
         raise FinalError(
             f"step {t.state.step}: the update was skipped {t.state.skipped_in_a_row} steps in a row "
-            "(run.max_skips), as the log says; lower optimizer.lr, or look at the samples that it names."
+            "(run.max_consecutive_skips), as the log says; lower optimizer.lr, or look at the samples that "
+            "it names."
         )
 
 
@@ -118,12 +119,14 @@ def evaluate(t: Training) -> bool:
     t.reporter.evaluation(t.state, means)
     if t.state.step < t.train_data.num_steps:
         t.stop.evaluated(t.state.step, means["loss"])
-    watched = t.run.keep_best or t.run.early_stop
+    watched = t.checkpoint.keep_best or t.early_stopping.metric
     if watched is None:
         return False
     # Groups of ranks add up for themselves: a last bit must not have them decide differently.
     agreed = {name: t.engine.max_over_ranks(value) for name, value in means.items()}
-    return t.state.evaluated(agreed, watched, t.run.metric_mode) and t.run.keep_best is not None
+    return (
+        t.state.evaluated(agreed, watched, t.checkpoint.keep_best_mode) and t.checkpoint.keep_best is not None
+    )
 
 
 def eval_batches(t: Training, data: DataLoader) -> Iterator[Sequence[Batch]]:
@@ -135,9 +138,9 @@ def eval_batches(t: Training, data: DataLoader) -> Iterator[Sequence[Batch]]:
 
 
 def stalled(t: Training) -> bool:
-    """Whether what ``run.early_stop`` watches has not improved for long; the same on every rank."""
-    watched = f"{t.run.metric_mode} {t.run.early_stop}"
-    return t.state.best_of == watched and t.state.evals_since_best >= t.run.patience
+    """Whether what ``early_stopping.metric`` watches has not improved for long; the same on every rank."""
+    watched = f"{t.checkpoint.keep_best_mode} {t.early_stopping.metric}"
+    return t.state.best_of == watched and t.state.evals_since_best >= t.early_stopping.patience
 
 
 def save(t: Training) -> None:
@@ -158,6 +161,6 @@ def every(cadence: int, step: int) -> bool:
 
 
 def epoch_ended(t: Training, step: int) -> bool:
-    """Whether ``step`` completed an epoch after which ``run.save_epochs`` asks for a checkpoint."""
+    """Whether ``step`` completed an epoch after which ``checkpoint.save_every_epochs`` asks for a checkpoint."""
     done = int(t.train_data.epoch(step))
-    return done > int(t.train_data.epoch(step - 1)) and every(t.run.save_epochs, done)
+    return done > int(t.train_data.epoch(step - 1)) and every(t.checkpoint.save_every_epochs, done)

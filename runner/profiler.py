@@ -1,4 +1,4 @@
-"""Where the time of a few steps went: ``run.profile=true``."""
+"""Where the time of a few steps went: ``profiler.enabled=true``."""
 
 import logging
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ ROWS = 60
 
 
 class Profiler:
-    """Records steps ``run.profile_steps`` of this process on the ranks of ``run.profile_ranks``.
+    """Records steps ``profiler.steps`` of this process on the ranks of ``profiler.ranks``.
 
     Leaves ``step_S_rank_R.json``, a Chrome trace (chrome://tracing, https://ui.perfetto.dev), and a table of
     operators, ``step_S_rank_R.txt``, in ``folder``; S is the first of these steps.
@@ -25,14 +25,14 @@ class Profiler:
 
     def __init__(self, run: RunConfig, folder: Path, rank: int, device: torch.device) -> None:
         self.folder, self.rank, self.device = folder, rank, device
-        self.first, self.last = run.profile_steps
+        self.first, self.last = profiler.steps
         self.steps, self.recorder = 0, None
-        if run.profile and rank in run.profile_ranks:
+        if profiler.enabled and rank in profiler.ranks:
             self.recorder = profile(
                 activities=activities(device),
-                record_shapes=run.profile_shapes,
-                profile_memory=run.profile_memory,
-                with_stack=run.profile_stacks,
+                record_shapes=profiler.shapes,
+                profile_memory=profiler.memory,
+                with_stack=profiler.stacks,
             )
 
     @contextmanager

@@ -104,7 +104,7 @@ class Reporter:
         elif not math.isfinite(result.grad_norm):
             why = f"gradient norm is {result.grad_norm}"
         else:
-            why = f"loss is {result.loss:.4f}, over {max_loss:.4f} (run.spike_factor)"
+            why = f"loss is {result.loss:.4f}, over {max_loss:.4f} (run.loss_spike_factor)"
         named = ", ".join(samples[:NAMED_SAMPLES])
         more = len(samples) - NAMED_SAMPLES
         rest = f" and {more} more" if more > 0 else ""

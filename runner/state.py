@@ -56,7 +56,7 @@ class TrainState:
         named = {f"eval/{name}": value for name, value in means.items()}
         if metric not in named:
             raise FinalError(
-                f"{metric} (run.keep_best, run.early_stop): the evaluation has no such metric; "
+                f"{metric} (checkpoint.keep_best, early_stopping.metric): the evaluation has no such metric; "
                 f"use one of {', '.join(sorted(named))}."
             )
         if self.best_of != (watched := f"{mode} {metric}"):

@@ -62,9 +62,9 @@ def export_facts(experiment: Experiment, folder: Path) -> dict[str, str]:
     else:
         tokenizer = adapter.finish_export(model, export, base, run.seed, DTYPES[run.dtype])
     facts = {"export": str(export)}
-    if run.sample_tokens:
+    if run.final_sample_tokens:
         prompt = experiment.data.restore(read_facts(folder)["data"]).prompt()
-        answer = model.complete(export, prompt, run.sample_tokens)
+        answer = model.complete(export, prompt, run.final_sample_tokens)
         facts["prompt"] = repr(tokenizer.decode(prompt))
         facts["completion"] = repr(tokenizer.decode(answer))
     return facts
@@ -80,7 +80,7 @@ def say_stopped(
     """Where a run has stopped before its end, and how it goes on; returns whether it can.
 
     Raises:
-        TrainingError: nothing could be saved (``run.on_save_error=continue``).
+        TrainingError: nothing could be saved (``checkpoint.on_error=continue``).
     """
     words = f"stopped at step {stopped['step']} ({stopped['reason']})"
     saved = complete_checkpoints(folder / "checkpoints")
@@ -92,7 +92,7 @@ def say_stopped(
     if stopped["step"] == stopped["of"] and not owes_evaluation(saved[-1]):
         print(f"{words}, the last one, before its export; checkpoint: {checkpoint}")
         return False
-    if run.save_model_only:
+    if checkpoint.model_only:
         print(f"{words}; weights alone, from which nothing can resume: {checkpoint}")
         return False
     print(f"{words}; resume with: {resume_command(command, overrides, checkpoint)}")
@@ -100,7 +100,7 @@ def say_stopped(
 
 
 def resume_command(command: Sequence[str], overrides: Sequence[str], checkpoint: str) -> str:
-    """The user's own, or that of one job of a sweep, with another ``run.resume``."""
+    """The user's own, or that of one job of a sweep, with another ``checkpoint.resume``."""
     words = alone(overrides, command) if sweeps(command) else command[1:]
-    kept = [word for word in words if not word.startswith("run.resume=")]
-    return shlex.join(["python", "-m", "runner", *kept, f"run.resume={checkpoint}"])
+    kept = [word for word in words if not word.startswith("checkpoint.resume=")]
+    return shlex.join(["python", "-m", "runner", *kept, f"checkpoint.resume={checkpoint}"])

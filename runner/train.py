@@ -41,7 +41,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_process) -> None:
     """Trains, evaluates, saves and exports; every rank of the run calls it with the same folder.
 
-    ``give_up`` ends the process where nothing moves any more (``run.timeout``).
+    ``give_up`` ends the process where nothing moves any more (``run.hang_timeout_s``).
     """
     config, facts = read_config(folder), read_facts(folder)
     experiment = build_experiment(config, Provenance())
@@ -55,7 +55,7 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
     with (
         log_to(folder / "train.log" if main else None, console),
         deterministic(run.deterministic),
-        Watchdog(folder / "logs", rank, run.timeout, give_up, on_request=not alone) as watchdog,
+        Watchdog(folder / "logs", rank, run.hang_timeout_s, give_up, on_request=not alone) as watchdog,
         ExitStack() as handlers,
     ):
         if facts["reference"] is not None and facts["reference"]["compute"]:
@@ -113,10 +113,10 @@ def build(experiment: Experiment, device: Any, reference: Reference, reference_m
         dtype=DTYPES[run.dtype],
         device=device,
         reference=reference,
-        count_zeros=run.count_zeros,
+        count_zeros=run.log_num_zeros,
         compiled=run.compile,
         kernels=run.kernels,
-        timeout_s=run.timeout,
+        timeout_s=run.hang_timeout_s,
         adapter=experiment.adapter,
         reference_model=reference_model,
     )
@@ -177,11 +177,11 @@ def wire(
         checkpoints=CheckpointPolicy(
             folder / "checkpoints",
             identity=RunIdentity(**facts["identity"]),
-            keep_last=run.keep_last,
-            keep_best=run.keep_best is not None,
-            model_only=run.save_model_only,
-            on_error=run.on_save_error,
-            in_background=run.async_save,
+            keep_last=checkpoint.keep_last,
+            keep_best=checkpoint.keep_best is not None,
+            model_only=checkpoint.model_only,
+            on_error=checkpoint.on_error,
+            in_background=checkpoint.async_save,
             first_of_node=os.environ.get("LOCAL_RANK", "0") == "0",
             current=point,
         ),

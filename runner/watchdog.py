@@ -1,4 +1,4 @@
-"""Where every thread stands when a run has stopped making progress: ``run.timeout``."""
+"""Where every thread stands when a run has stopped making progress: ``run.hang_timeout_s``."""
 
 import faulthandler
 import os
@@ -80,7 +80,7 @@ class Watchdog:
 
     def _give_up(self) -> None:
         began = time.strftime("%H:%M:%S", time.localtime(time.time() + self.since - time.monotonic()))
-        what = f"no progress for {self.timeout:g} s (run.timeout), since {began}, {self.doing}"
+        what = f"no progress for {self.timeout:g} s (run.hang_timeout_s), since {began}, {self.doing}"
         self.file.write(f"{what}\n")
         self.file.flush()
         faulthandler.dump_traceback(self.file)

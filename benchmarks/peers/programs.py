@@ -155,8 +155,8 @@ def overrides(work: Work, data: Path, steps: int) -> list[str]:
         f"run.micro_batch_size={rows}",
         "run.device=cpu",
         "run.export=false",
-        "run.save_model_only=true",
-        "run.sample_tokens=0",
+        "checkpoint.model_only=true",
+        "run.final_sample_tokens=0",
     ]
     return [*options, "data.share_prompt=true"] if work.share_prompt else options
 

@@ -99,7 +99,7 @@ def peft_config(adapter: "LoRA", model: PreTrainedModel, spec: ModelSpec | None 
         modules_to_save=adapter.saved(model) or None,
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,
-        init_lora_weights=True if adapter.init != "gaussian" else "gaussian",
+        init_lora_weights=True if adapter.init_lora_weights != "gaussian" else "gaussian",
         task_type="CAUSAL_LM",
         base_model_name_or_path=None if spec is None else base_name(spec),
         revision=None if spec is None else spec.revision,

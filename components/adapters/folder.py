@@ -53,7 +53,7 @@ def adapter_file(path: str, name: str) -> Path:
 
 
 def read_settings(path: str) -> dict[str, Any]:
-    """``r``, ``alpha``, ``target``, ``rslora``, ``modules_to_save`` and ``dora`` of the adapter at ``path``.
+    """``r``, ``alpha``, ``target_modules``, ``rslora``, ``modules_to_save`` and ``dora`` of the adapter at ``path``.
 
     Raises:
         ConfigError: no LoRA, or one of a kind that our engines do not compute.
@@ -77,7 +77,7 @@ def read_settings(path: str) -> dict[str, Any]:
     return {
         "r": config.get("r", 8),  # peft's own defaults
         "alpha": config.get("lora_alpha", 8),
-        "target": tuple(sorted(target)),
+        "target_modules": tuple(sorted(target)),
         "rslora": bool(config.get("use_rslora")),
         "modules_to_save": tuple(config.get("modules_to_save") or ()),
         "dora": bool(config.get("use_dora")),

@@ -28,7 +28,7 @@ def merge_adapter(
     target = new_folder(output)
     spec = base_of(adapter, base)
     model = spec.build(spec.config())
-    described = LoRA(**read_settings(adapter), init=None, path=adapter)
+    described = LoRA(**read_settings(adapter), init_lora_weights=None, path=adapter)
     described.check(model)
     weights = spec.weights(0)
     merged = merged_weights(described, model, weights, described.weights(model, 0, weights))

@@ -18,11 +18,11 @@ def lora(
     path: str | None,
     r: int | None,
     alpha: float | None,
-    target: Targets | None,
+    target_modules: Targets | None,
     rslora: bool | None,
     modules_to_save: tuple[str, ...] | None,
     dropout: float,
-    init: Init | None,
+    init_lora_weights: Init | None,
     dora: bool,
     quantize: Literal["nf4"] | None,
 ) -> LoRA:
@@ -35,23 +35,24 @@ def lora(
     asked: dict[str, Any] = {
         "r": r,
         "alpha": alpha,
-        "target": target,
+        "target_modules": target_modules,
         "rslora": rslora,
         "modules_to_save": modules_to_save,
         "dora": dora,
     }
     if path is not None:
-        if init is not None:
+        if init_lora_weights is not None:
             raise ConfigError(
-                "adapter.init: is not read with adapter.path, which gives the values; leave it out."
+                "adapter.init_lora_weights: is not read with adapter.path, which gives the values; leave it "
+                "out."
             )
         asked = agreed(asked, read_settings(path), path)
     elif modules_to_save is None:
         asked["modules_to_save"] = ()
-    for name, value in (asked if path else asked | {"init": init}).items():
+    for name, value in (asked if path else asked | {"init_lora_weights": init_lora_weights}).items():
         if value is None:
             raise ConfigError(f"adapter.{name}: is null, and there is no adapter.path; set it.")
-    return LoRA(**asked, dropout=dropout, init=init, quantize=quantize, path=path)
+    return LoRA(**asked, dropout=dropout, init_lora_weights=init_lora_weights, quantize=quantize, path=path)
 
 
 def agreed(asked: Mapping[str, Any], stored: Mapping[str, Any], path: str) -> dict[str, Any]:

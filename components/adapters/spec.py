@@ -38,16 +38,16 @@ class LoRA:
 
     r: int
     alpha: float
-    target: Targets
+    target_modules: Targets
     """``all-linear`` (but the head), ``attention``, ``mlp``, or names that modules' own end with."""
     dropout: float = 0.0
     """Of the input of ``A``, in training passes only."""
     rslora: bool = False
     """Scale by alpha / sqrt(r) (Kalajdzievski, 2023)."""
-    init: Init | None = "kaiming"
+    init_lora_weights: Init | None = "kaiming"
     """``A`` uniform as torch draws a linear layer, or normal with deviation 1 / r; ``B`` 0. None: read."""
     modules_to_save: tuple[str, ...] = ()
-    """Modules that are trained whole beside the adapter, named like ``target``."""
+    """Modules that are trained whole beside the adapter, named like ``target_modules``."""
     dora: bool = False
     quantize: Literal["nf4"] | None = None
     path: str | None = None
@@ -82,8 +82,8 @@ class LoRA:
             )
         if further_layers(model):
             raise ConfigError(
-                "model.mtp_layers: predict further tokens where the whole model is trained; use 0 with an "
-                "adapter, or adapter=none."
+                "model.mtp.num_layers: predict further tokens where the whole model is trained; use 0 with "
+                "an adapter, or adapter=none."
             )
         shapes = self.shapes(model)
         check_experts(model, self.expert_targets(model), dropout=self.dropout, dora=self.dora)
@@ -94,9 +94,9 @@ class LoRA:
         """Names of the linear layers that are adapted, in the model's order.
 
         Raises:
-            ConfigError: a name of ``target`` matches nothing, or what is no linear layer.
+            ConfigError: a name of ``target_modules`` matches nothing, or what is no linear layer.
         """
-        return linear_targets(model, self.target)
+        return linear_targets(model, self.target_modules)
 
     def expert_targets(self, model: PreTrainedModel) -> list[str]:
         """Those of ``targets`` that are of experts, of which a token meets some."""
@@ -157,7 +157,7 @@ class LoRA:
         # As peft: Linear's own initial values, whose bound depends on the whole matrix.
         values = torch.empty(shape)
         with seeded(seed, name):
-            if self.init == "gaussian":
+            if self.init_lora_weights == "gaussian":
                 return nn.init.normal_(values, std=1 / self.r)
             return nn.init.kaiming_uniform_(values, a=math.sqrt(5))
 

@@ -35,12 +35,12 @@ def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
         found = [name for name in linears if name.rpartition(".")[2] in PARTS[target]]
     else:
         words = [our_name(word, model.config.model_type) for word in target]
-        found = alone(named_modules(model, words, "adapter.target"), words, beside_experts(model))
+        found = alone(named_modules(model, words, "adapter.target_modules"), words, beside_experts(model))
         for name in found:
             check_linear(model, name, linears)
     if not found:
         raise ConfigError(
-            f"adapter.target: {target or 'an empty list'} matches no linear layer of "
+            f"adapter.target_modules: {target or 'an empty list'} matches no linear layer of "
             f"{model.config.model_type}; name some of its own: "
             f"{', '.join(short_names(linears)) or 'it has none'}."
         )
@@ -74,8 +74,8 @@ def alone(found: Sequence[str], words: Sequence[str], beside: frozenset[str]) ->
     """
     if named := [word for word in words if word in beside]:
         raise ConfigError(
-            f"adapter.target: {named[0]} is of no expert, and in a model with experts peft adapts only those "
-            "by such a name; leave it out."
+            f"adapter.target_modules: {named[0]} is of no expert, and in a model with experts peft adapts "
+            "only those by such a name; leave it out."
         )
     return [name for name in found if name not in beside]
 
@@ -105,11 +105,11 @@ def check_linear(model: PreTrainedModel, name: str, linears: Sequence[str]) -> N
     module = model.get_submodule(name)
     if module is model.get_output_embeddings():
         raise ConfigError(
-            f"adapter.target: {name} is the head, which is computed with the loss; train it whole with "
-            f"adapter.modules_to_save=[{name}]."
+            f"adapter.target_modules: {name} is the head, which is computed with the loss; train it whole "
+            f"with adapter.modules_to_save=[{name}]."
         )
     raise ConfigError(
-        f"adapter.target: {name} is a {type(module).__name__}; only linear layers are adapted, like "
+        f"adapter.target_modules: {name} is a {type(module).__name__}; only linear layers are adapted, like "
         f"{', '.join(short_names(linears))}."
     )
 
@@ -140,7 +140,7 @@ def saved_modules(model: PreTrainedModel, wanted: Sequence[str], targets: Sequen
             why = "is adapted too" if name in targets else "is no single module with parameters"
             raise ConfigError(
                 f"adapter.modules_to_save: {name} {why}; name a norm, an embedding, the head or a linear "
-                "layer that adapter.target leaves out."
+                "layer that adapter.target_modules leaves out."
             )
     return found
 
@@ -157,14 +157,14 @@ def check_experts(model: PreTrainedModel, targets: Sequence[str], *, dropout: fl
     for key, value in {"dropout": dropout, "dora": dora}.items():
         if value:
             raise ConfigError(
-                f"adapter.{key}: is {value}, and peft has none for the experts that adapter.target has; "
-                "leave it out, or use adapter.target=attention."
+                f"adapter.{key}: is {value}, and peft has none for the experts that adapter.target_modules "
+                "has; leave it out, or use adapter.target_modules=attention."
             )
     if lacking := unlike(model, targets):
         raise ConfigError(
-            f"adapter.target: {lacking[0]} is adapted and {lacking[1]} is not, but peft adapts the gates and "
-            "ups of all experts of all layers or none, and so their downs; use gate_proj and up_proj, or "
-            "adapter.target=attention."
+            f"adapter.target_modules: {lacking[0]} is adapted and {lacking[1]} is not, but peft adapts the "
+            "gates and ups of all experts of all layers or none, and so their downs; use gate_proj and "
+            "up_proj, or adapter.target_modules=attention."
         )
 
 

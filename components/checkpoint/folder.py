@@ -92,7 +92,9 @@ def read_meta(folder: Path) -> CheckpointMeta:
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
         return CheckpointMeta(**content | {"files": files})
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"run.resume: {folder / META} is damaged; take another checkpoint.") from error
+        raise ConfigError(
+            f"checkpoint.resume: {folder / META} is damaged; take another checkpoint."
+        ) from error
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:

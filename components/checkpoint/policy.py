@@ -117,8 +117,8 @@ class CheckpointPolicy:
             free = shutil.disk_usage(nearest(self.folder)).free
             message = (
                 f"{self.folder}: the checkpoint could not be written: {error} ({free / 2**20:,.0f} MiB are "
-                "free here); earlier checkpoints are untouched. Free some space, or lower run.keep_last, and "
-                "resume; run.on_save_error=continue trains on without."
+                "free here); earlier checkpoints are untouched. Free some space, or lower "
+                "checkpoint.keep_last, and resume; checkpoint.on_error=continue trains on without."
             )
             if self.on_error == "stop" if stop is None else stop:
                 raise TrainingError(message) from error

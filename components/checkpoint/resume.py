@@ -1,4 +1,4 @@
-"""The checkpoint that ``run.resume`` means, and which run may continue from it."""
+"""The checkpoint that ``checkpoint.resume`` means, and which run may continue from it."""
 
 import logging
 from dataclasses import asdict, dataclass
@@ -41,7 +41,7 @@ class RunIdentity:
 REMEDIES = {
     "model": "model: the checkpoint is of another model; use the one it was written with",
     "optimizer": "set optimizer={theirs}",
-    "reference": "the reference model was {theirs}; set run.init_from, model.init, model.path, "
+    "reference": "the reference model was {theirs}; set checkpoint.init_from, model.init, model.path, "
     "model.revision and stage.reference_path to it",
     "trained": "adapter, model.freeze: other parameters were trained; use those of its run",
     "base": "model: the frozen weights are not those of its run (model.path has changed); use the same",
@@ -52,12 +52,12 @@ REMEDIES = {
 """In the order of asking: a seed changes the plan of the data too."""
 
 FORCED = ("seed", "global_batch_size", "data")
-"""What ``run.resume_force`` lets change: the step stays, and global batches from there on are others."""
+"""What ``checkpoint.allow_mismatch`` lets change: the step stays, and global batches from there on are others."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """``run.resume`` and the keys beside it."""
+    """``checkpoint.resume`` and the keys beside it."""
 
     how: str
     """``never``, ``auto``, a run folder or a checkpoint folder."""
@@ -73,7 +73,7 @@ class Resume:
         """
         if self.how == "never":
             return None
-        point = newest(output_dir / name) if self.how == "auto" else located("run.resume", self.how)
+        point = newest(output_dir / name) if self.how == "auto" else located("checkpoint.resume", self.how)
         if point is not None:
             meta = check_whole(point, checksums=self.verify)
             check_same_run(point, meta, identity, force=self.force)
@@ -119,7 +119,7 @@ def located(option: str, path: str) -> Path:
     return newest_one
 
 
-def check_whole(point: Path, *, checksums: bool, option: str = "run.resume") -> CheckpointMeta:
+def check_whole(point: Path, *, checksums: bool, option: str = "checkpoint.resume") -> CheckpointMeta:
     """
     Raises:
         ConfigError: (naming ``option``) a file is not as it was written; offers the newest whole checkpoint
@@ -159,7 +159,8 @@ def inspect(point: Path, *, checksums: bool) -> tuple[CheckpointMeta | None, str
 def check_same_run(point: Path, meta: CheckpointMeta, identity: RunIdentity, *, force: bool) -> None:
     if meta.model_only:
         raise ConfigError(
-            f"run.resume: {point} holds weights alone (run.save_model_only=true); nothing can resume from it."
+            f"checkpoint.resume: {point} holds weights alone (checkpoint.model_only=true); nothing can "
+            "resume from it."
         )
     ours = asdict(identity)
     for key, remedy in REMEDIES.items():
@@ -170,13 +171,17 @@ def check_same_run(point: Path, meta: CheckpointMeta, identity: RunIdentity, *, 
             remedy = "its run had no reference; set stage.reference=none"
         remedy = remedy.format(theirs=theirs)
         if key not in FORCED:
-            raise ConfigError(f"run.resume: {point}: {remedy}.")
+            raise ConfigError(f"checkpoint.resume: {point}: {remedy}.")
         if not force:
             raise ConfigError(
-                f"run.resume: {point}: {remedy}, or run.resume_force=true to go on all the same."
+                f"checkpoint.resume: {point}: {remedy}, or checkpoint.allow_mismatch=true to go on all the "
+                "same."
             )
         log.warning(
-            "run.resume_force: %s of %s differs and is let pass: %s", key, point, changed(key, theirs, ours)
+            "checkpoint.allow_mismatch: %s of %s differs and is let pass: %s",
+            key,
+            point,
+            changed(key, theirs, ours),
         )
 
 

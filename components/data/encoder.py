@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from components.data.chat import Encoded, encode
-from components.data.fit import Overlong, fit
+from components.data.fit import LongSamples, fit
 from components.data.formats import Format, normalize
 from components.data.samples import Sample, UnpairedSample
 from components.data.sources import Record
@@ -61,7 +61,7 @@ class Encoder:
     kind: SampleKind
     max_length: int | None
     """None: of any length."""
-    overlong: Overlong
+    long_samples: LongSamples
     train_on_prompt: bool
     format: Format | None = None
     """That of the records; None: the items are samples."""
@@ -113,9 +113,9 @@ class Encoder:
 
     def _fit(self, encoded: list[Encoded]) -> list[Encoded] | None:
         if self.kind != "unpaired":
-            return fit(encoded, self.max_length, self.overlong)
+            return fit(encoded, self.max_length, self.long_samples)
         # The length of a stranger's answer is no reason to cut or drop a sample.
-        answer = fit(encoded[:1], self.max_length, self.overlong, end_of_prompt=True)
+        answer = fit(encoded[:1], self.max_length, self.long_samples, end_of_prompt=True)
         mismatched = fit(encoded[1:], self.max_length, "truncate", end_of_prompt=True)
         return None if answer is None else answer + (mismatched or [])
 

@@ -5,11 +5,11 @@ from typing import Literal
 
 from components.data.chat import Encoded
 
-Overlong = Literal["truncate", "drop"]
+LongSamples = Literal["truncate", "drop"]
 
 
 def fit(
-    encoded: list[Encoded], max_length: int | None, overlong: Overlong, *, end_of_prompt: bool = False
+    encoded: list[Encoded], max_length: int | None, long_samples: LongSamples, *, end_of_prompt: bool = False
 ) -> list[Encoded] | None:
     """The sequences of one sample within ``max_length`` (the same list where they are); None: dropped.
 
@@ -19,7 +19,7 @@ def fit(
     """
     if max_length is None or all(len(one.input_ids) <= max_length for one in encoded):
         return encoded
-    if overlong == "drop":
+    if long_samples == "drop":
         return None
     if len(encoded) == 1 and not end_of_prompt:
         return [_cut(encoded[0], 0, max_length)]

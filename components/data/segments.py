@@ -26,19 +26,19 @@ class Part:
     """One source, in tokens."""
 
     name: str
-    weight: float
+    repeats: float
     identity: str
     files: StoreFiles
     tokens: Tokens
     outcome: Outcome
 
 
-def indexed_part(source: FileSource, prefix: Path, encoder: Encoder, cache: Path, weight: float) -> Part:
+def indexed_part(source: FileSource, prefix: Path, encoder: Encoder, cache: Path, repeats: float) -> Part:
     if encoder.kind != "text" or source.format not in ("auto", "text"):
         raise ConfigError(f"{source.name}: an indexed data set is text; use stage=pt and data.format=auto.")
     tokens = IndexedTokens.open(prefix, max_length=encoder.max_length)
     tokens.check_vocabulary(encoder.vocab_size())
-    outcome = tokens.outcome(drop=encoder.overlong == "drop")
+    outcome = tokens.outcome(drop=encoder.long_samples == "drop")
     if not outcome.kept.any():
         raise ConfigError(
             f"{source.name}: no sequence is left ({outcome.dropped} longer than data.max_length="
@@ -46,11 +46,11 @@ def indexed_part(source: FileSource, prefix: Path, encoder: Encoder, cache: Path
         )
     # A plan depends on the lengths alone, so there is no need to read a corpus through.
     index = file_digest(prefix.with_name(f"{prefix.name}.idx").resolve(), cache)
-    identity = digest([index, encoder.max_length, encoder.overlong])
+    identity = digest([index, encoder.max_length, encoder.long_samples])
     files = StoreFiles(
         str(prefix.absolute()), indexed=True, max_length=encoder.max_length, name=source.option
     )
-    return Part(source.name, weight, identity, files, tokens, outcome)
+    return Part(source.name, repeats, identity, files, tokens, outcome)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Split:
 
     @cached_property
     def identity(self) -> str:
-        sources = [[part.identity, part.weight] for part in self.parts]
+        sources = [[part.identity, part.repeats] for part in self.parts]
         chosen = digest(np.packbits(self.selected).tobytes().hex())
         sharing = ["share_prompt"] if self.share_prompt else []
         return digest([sources, chosen, self.packing, self.max_length, self.seed, self.shuffle, *sharing])
@@ -103,11 +103,11 @@ class Split:
 
     def _make_plan(self, epoch: int) -> Plan:
         counts = [len(part.outcome.kept) for part in self.parts]
-        weights = [1.0 if self.shuffle is None else part.weight for part in self.parts]
+        repeats = [1.0 if self.shuffle is None else part.repeats for part in self.parts]
         return plan_epoch(
             self.tokens.lengths,
             sequences_per_sample=self.tokens.sequences_per_sample,
-            repeats=np.repeat(weights, counts) * self.selected,
+            repeats=np.repeat(repeats, counts) * self.selected,
             seed=self.seed,
             epoch=epoch,
             max_length=self.max_length,

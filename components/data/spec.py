@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from components.data.audit import Audit, show_progress
 from components.data.encoder import Encoder
-from components.data.fit import Overlong
+from components.data.fit import LongSamples
 from components.data.formats import Format
 from components.data.indexed import indexed_prefix
 from components.data.loader import PreparedData, StoreFiles, count_steps
@@ -36,7 +36,7 @@ from runner.protocols import SampleKind
 log = logging.getLogger(__name__)
 
 _MAX_WORKERS = 8
-_SOURCE_KEYS = ("path", "weight", "format")
+_SOURCE_KEYS = ("path", "repeats", "format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Data(ABC):
     max_length: int = 1024
     packing: Literal["auto", "bfd", "concat", "none"] = "auto"
     shuffle: bool = True
-    overlong: Overlong = "truncate"
+    long_samples: LongSamples = "truncate"
     drop_last: bool = False
     train_on_prompt: bool = False
     share_prompt: bool = False
@@ -105,7 +105,7 @@ class Data(ABC):
         self._check_share_prompt(kind, packing)
         # A document that is cut across rows may be of any length.
         limit = None if packing == "concat" else self.max_length
-        encoder = Encoder(tokenizer, kind, limit, self.overlong, self.train_on_prompt)
+        encoder = Encoder(tokenizer, kind, limit, self.long_samples, self.train_on_prompt)
         train, held = self._train_split(encoder, cache, packing, seed)
         num_epochs, num_steps = self._plan_epochs(train, global_batch_size, max_steps, epochs)
         evaluated = self._eval_split(encoder, cache, packing, seed) if held is None else held
@@ -157,7 +157,7 @@ class Data(ABC):
         self, encoder: Encoder, cache: Path, packing: Packing, seed: int
     ) -> tuple[Split, Split | None]:
         """The samples to train on and those held out of them."""
-        parts = [self._part(source, encoder, cache, weight) for source, weight in self.train_sources()]
+        parts = [self._part(source, encoder, cache, repeats) for source, repeats in self.train_sources()]
         kept = np.concatenate([part.outcome.kept for part in parts])
         held = np.zeros_like(kept)
         held[kept] = hold_out(int(kept.sum()), self.held_out_fraction(), seed)
@@ -189,15 +189,15 @@ class Data(ABC):
     ) -> Split:
         return Split(parts, selected, cache, packing, self.max_length, seed, shuffle, self.share_prompt)
 
-    def _part(self, source: Source, encoder: Encoder, cache: Path, weight: float = 1.0) -> Part:
+    def _part(self, source: Source, encoder: Encoder, cache: Path, repeats: float = 1.0) -> Part:
         prefix = indexed_prefix(source.path) if isinstance(source, FileSource) else None
         if prefix is not None:
             assert isinstance(source, FileSource)
-            return indexed_part(source, prefix, encoder, cache, weight)
+            return indexed_part(source, prefix, encoder, cache, repeats)
         workers = self.num_workers or min(_MAX_WORKERS, os.cpu_count() or 1)
         store, identity = build_store(source, encoder, cache, workers)
         files = StoreFiles(str(store.path), name=source.option)
-        return Part(source.name, weight, identity, files, store, store.outcome())
+        return Part(source.name, repeats, identity, files, store, store.outcome())
 
     def _plan_epochs(
         self, train: Split, global_batch_size: int, max_steps: int | None, epochs: int | None
@@ -237,7 +237,7 @@ class FilesData(Data):
 
     train: str | None = None
     sources: list[dict[str, Any]] | None = None
-    """``{path, weight = 1, format = data.format}`` each."""
+    """``{path, repeats = 1, format = data.format}`` each."""
     eval: str | None = None
     eval_fraction: float = 0.0
     format: Literal["auto"] | Format = "auto"
@@ -264,7 +264,7 @@ class FilesData(Data):
         return [
             (
                 FileSource(f"data.sources[{i}]", source["path"], source.get("format", self.format)),
-                float(source.get("weight", 1.0)),
+                float(source.get("repeats", 1.0)),
             )
             for i, source in enumerate(self.sources or [])
         ]
@@ -283,9 +283,9 @@ def _check_source(where: str, source: dict[str, Any]) -> None:
             raise ConfigError(f"{where}.{key}: nothing reads this key; did you mean {near[0]}?")
     if not isinstance(source.get("path"), str):
         raise ConfigError(f"{where}.path: must be a path, got {source.get('path')!r}.")
-    weight = source.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < inf:
-        raise ConfigError(f"{where}.weight: must be a number above 0 (1: once per epoch), got {weight!r}.")
+    repeats = source.get("repeats", 1.0)
+    if isinstance(repeats, bool) or not isinstance(repeats, int | float) or not 0 < repeats < inf:
+        raise ConfigError(f"{where}.repeats: must be a number above 0 (1: once per epoch), got {repeats!r}.")
     known = ("auto", *get_args(Format))
     if source.get("format", "auto") not in known:
         raise ConfigError(f"{where}.format: {source['format']!r} is none of {', '.join(known)}.")
@@ -293,7 +293,9 @@ def _check_source(where: str, source: dict[str, Any]) -> None:
 
 def _no_step(num_rows: int, epoch: int, global_batch_size: int) -> ConfigError:
     if not num_rows:
-        return ConfigError(f"data.sources: no sample is drawn in epoch {epoch}; raise a weight, or add data.")
+        return ConfigError(
+            f"data.sources: no sample is drawn in epoch {epoch}; raise their repeats, or add data."
+        )
     return ConfigError(
         f"run.global_batch_size: {global_batch_size} is more than the {num_rows} row(s) of epoch {epoch}, "
         "and data.drop_last leaves out a smaller batch; lower it, or add data."

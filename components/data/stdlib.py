@@ -87,7 +87,7 @@ def _modules(split: Split) -> list[tuple[Path, str]]:
             modules.append((path, name))
     if not modules:
         raise ConfigError(
-            f"data=stdlib: no Python sources under {root} (a zipped or stripped Python). "
+            f"data=demo: no Python sources under {root} (a zipped or stripped Python). "
             "Use data=files data.train=PATH, or a Python that ships its library as .py files."
         )
     return [(path, name) for path, name in modules if _split(name) == split]

@@ -195,7 +195,7 @@ def build_store(source: Source, encoder: Encoder, cache: Path, num_workers: int)
 
     ConfigError: what is wrong with a record, a source of another kind, or one of which nothing is left.
     """
-    settings = [encoder.kind, encoder.max_length, encoder.overlong, encoder.train_on_prompt]
+    settings = [encoder.kind, encoder.max_length, encoder.long_samples, encoder.train_on_prompt]
     identity = digest([source.content(cache), _tokenizer_digest(encoder.tokenizer), settings])
     path = cache / "tokens" / digest([identity, _code()])
     path.parent.mkdir(parents=True, exist_ok=True)

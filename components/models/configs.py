@@ -17,10 +17,10 @@ INVALID = (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError
 """What transformers raises for configurations it cannot build."""
 
 ELSEWHERE = {
-    "output_router_logits": "model.aux_loss",
-    "router_aux_loss_coef": "model.aux_coef",
-    "num_mtp_layers": "model.mtp_layers",
-    "num_nextn_predict_layers": "model.mtp_layers",
+    "output_router_logits": "model.moe.aux_loss",
+    "router_aux_loss_coef": "model.moe.aux_loss_coef",
+    "num_mtp_layers": "model.mtp.num_layers",
+    "num_nextn_predict_layers": "model.mtp.num_layers",
 }
 """Fields of configurations that would be ignored, and what to use instead."""
 

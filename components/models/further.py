@@ -43,13 +43,13 @@ class FurtherTokens:
 
     def __post_init__(self) -> None:
         if self.layers < 0:
-            raise ConfigError(f"model.mtp_layers: must be at least 0, got {self.layers}.")
+            raise ConfigError(f"model.mtp.num_layers: must be at least 0, got {self.layers}.")
         if not 0 < self.coef < math.inf:
-            raise ConfigError(f"model.mtp_coef: must be a number above 0, got {self.coef}.")
+            raise ConfigError(f"model.mtp.loss_coef: must be a number above 0, got {self.coef}.")
         if self.coef != FurtherTokens.coef and not self.layers:
             raise ConfigError(
-                f"model.mtp_coef: is {self.coef}, but model.mtp_layers=0 leaves nothing to weigh; set that "
-                f"above 0, or use {FurtherTokens.coef}."
+                f"model.mtp.loss_coef: is {self.coef}, but model.mtp.num_layers=0 leaves nothing to weigh; "
+                f"set that above 0, or use {FurtherTokens.coef}."
             )
 
     @property
@@ -87,7 +87,7 @@ def append_layers(model: PreTrainedModel) -> None:
         return
     if kind not in FAMILIES:
         raise ConfigError(
-            f"model.mtp_layers: is {count}, but {kind} is not among the families with layers for further "
+            f"model.mtp.num_layers: is {count}, but {kind} is not among the families with layers for further "
             f"tokens: {', '.join(FAMILIES)}; use 0."
         )
     base: Any = model.base_model

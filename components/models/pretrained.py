@@ -75,7 +75,7 @@ def pretrained_weights(
 def completed(weights: WeightSource, drawn: WeightSource, lacking: set[str], folder: Path) -> WeightSource:
     """``weights``, and for the names ``lacking`` in ``folder`` those ``drawn``."""
     log.warning(
-        "%s: has no %s (%d lacking): these weights of the layers of model.mtp_layers begin at random.",
+        "%s: has no %s (%d lacking): these weights of the layers of model.mtp.num_layers begin at random.",
         folder,
         min(lacking),
         len(lacking),

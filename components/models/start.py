@@ -1,4 +1,4 @@
-"""A model whose initial weights are those of a checkpoint: ``run.init_from``."""
+"""A model whose initial weights are those of a checkpoint: ``checkpoint.init_from``."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from components.models.spec import ModelSpec
 from components.models.weights import WeightSource, named_shapes
 from runner.errors import ConfigError
 
-OPTION = "run.init_from"
+OPTION = "checkpoint.init_from"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,21 +17,21 @@ FIRST_LENGTH = "original_max_position_embeddings"
 
 
 def check_modes(mode: str, devices: int | None, device_name: str | None, *, joined: bool) -> None:
-    """``run.preflight`` and the keys that some of its values alone read."""
+    """``preflight.mode`` and the keys that some of its values alone read."""
     if devices is not None and mode != "plan":
         raise ConfigError(
-            f"run.devices: is {devices}, which run.preflight=plan alone reads; set that, or leave it out "
-            "(parallelism says how many ranks there are)."
+            f"preflight.devices: is {devices}, which preflight.mode=plan alone reads; set that, or leave it "
+            "out (parallelism says how many ranks there are)."
         )
     if device_name is not None and mode == "check":
         raise ConfigError(
-            f"run.device_name: is {device_name}, but this run takes the device that is here; leave it out, "
-            "or set run.preflight=only or plan."
+            f"preflight.device_name: is {device_name}, but this run takes the device that is here; leave it "
+            "out, or set preflight.mode=only or plan."
         )
     if joined and mode != "check":
         raise ConfigError(
-            f"run.preflight: is {mode}, which starts no rank, but a launcher has started this one; leave the "
-            "launcher out, or use run.preflight=check."
+            f"preflight.mode: is {mode}, which starts no rank, but a launcher has started this one; leave "
+            "the launcher out, or use preflight.mode=check."
         )
 
 
@@ -43,7 +43,9 @@ def resolve_device(device: Literal["auto", "cpu", "cuda"], name: str | None = No
     """
     if name is not None:
         if device == "cpu":
-            raise ConfigError(f"run.device_name: {name} is a GPU, and run.device=cpu; use run.device=auto.")
+            raise ConfigError(
+                f"preflight.device_name: {name} is a GPU, and run.device=cpu; use run.device=auto."
+            )
         return "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device: is cuda, but no CUDA device is visible; use run.device=auto or cpu.")
@@ -58,7 +60,8 @@ def check_ranks(world_size: int, device: str, local_ranks: int) -> None:
     if device == "cpu" and local_ranks > bearable:
         raise ConfigError(
             f"parallelism.dp: this layout takes {local_ranks} ranks (tp x pp x cp x dp) on a machine whose "
-            f"memory is enough for {bearable} processes; lower a size, or look at it with run.preflight=only."
+            f"memory is enough for {bearable} processes; lower a size, or look at it with "
+            "preflight.mode=only."
         )
     if device == "cuda" and local_ranks > torch.cuda.device_count():
         raise ConfigError(
@@ -73,7 +76,7 @@ def check_restarts(max_restarts: int, joined: bool) -> None:
     if max_restarts and joined:
         raise ConfigError(
             f"run.max_restarts: is {max_restarts}, but a launcher has started these ranks; use its option "
-            "(torchrun --max-restarts) with run.resume=auto, and run.max_restarts=0."
+            "(torchrun --max-restarts) with checkpoint.resume=auto, and run.max_restarts=0."
         )
 
 
@@ -81,8 +84,9 @@ def check_shared_name(resume: str, *, of_sweep: bool, named: bool) -> None:
     """Jobs of a sweep whose runs have one name would take each other's newest checkpoint for their own."""
     if resume == "auto" and of_sweep and not named:
         raise ConfigError(
-            "run.resume: is auto, and the jobs of a sweep share run.name: one would go on in the folder of "
-            "another; give each a name, such as 'run.name=lr_${optimizer.lr}', or use run.resume=never."
+            "checkpoint.resume: is auto, and the jobs of a sweep share run.name: one would go on in the "
+            "folder of another; give each a name, such as 'run.name=lr_${optimizer.lr}', or use "
+            "checkpoint.resume=never."
         )
 
 
@@ -153,8 +157,8 @@ def check_early_stop(metric: str | None, mode: str, patience: int, resume: Path 
     evaluations = state.get("evals_since_best", 0)
     if evaluations >= patience and state.get("best_of") == f"{mode} {metric}":
         raise ConfigError(
-            f"run.early_stop: in {resume}, {metric} has not improved for {evaluations} evaluations already; "
-            f"set run.patience above {evaluations}, or run.early_stop=null."
+            f"early_stopping.metric: in {resume}, {metric} has not improved for {evaluations} evaluations "
+            f"already; set early_stopping.patience above {evaluations}, or early_stopping.metric=null."
         )
 
 
@@ -166,8 +170,8 @@ def check_start(init_from: str | None, resume: Path | None) -> None:
     began = yaml.safe_load(config.read_text())["run"].get("init_from") if config.is_file() else None
     if began != init_from:
         raise ConfigError(
-            f"run.init_from: {resume} goes on with its own weights, and its run began with {began}; leave "
-            "run.init_from out, or use run.resume=never."
+            f"checkpoint.init_from: {resume} goes on with its own weights, and its run began with {began}; "
+            "leave checkpoint.init_from out, or use checkpoint.resume=never."
         )
 
 
@@ -175,14 +179,14 @@ def check_profile(last_step: int, ranks: Sequence[int], steps_left: int, world_s
     """Whether there will be such steps and such ranks to record."""
     if last_step > steps_left:
         raise ConfigError(
-            f"run.profile_steps: the last is {last_step}, and this run takes {steps_left} steps; "
+            f"profiler.steps: the last is {last_step}, and this run takes {steps_left} steps; "
             "choose earlier ones, or raise run.max_steps or run.epochs."
         )
     if not ranks:
-        raise ConfigError("run.profile_ranks: is empty, and nothing would be recorded; use [0].")
+        raise ConfigError("profiler.ranks: is empty, and nothing would be recorded; use [0].")
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise ConfigError(
-            f"run.profile_ranks: there is no rank {wrong[0]}; the run has {world_size}, choose from 0 on."
+            f"profiler.ranks: there is no rank {wrong[0]}; the run has {world_size}, choose from 0 on."
         )
 
 
@@ -205,8 +209,8 @@ def check_further_tokens(layers: int, kind: str) -> None:
     """``layers``: of the model, for further tokens; ``kind``: of a sample."""
     if layers and kind not in ("text", "chat"):
         raise ConfigError(
-            f"model.mtp_layers: is {layers}, but this stage compares answers and predicts no next token; use "
-            "0, or stage=pt or sft."
+            f"model.mtp.num_layers: is {layers}, but this stage compares answers and predicts no next token; "
+            "use 0, or stage=pt or sft."
         )
 
 
@@ -225,7 +229,7 @@ def check_adapter(adapter: Any, model: Any, bias_rate: float) -> None:
         return
     if bias_rate:
         raise ConfigError(
-            f"model.bias_rate: is {bias_rate}, but an adapter leaves the model's routers as they are; use "
-            "model.bias_rate=0, or adapter=none."
+            f"model.moe.bias_update_rate: is {bias_rate}, but an adapter leaves the model's routers as they "
+            "are; use model.moe.bias_update_rate=0, or adapter=none."
         )
     adapter.check(model)

@@ -118,7 +118,7 @@ def named(name: str, budget: int | None, dtype: torch.dtype) -> Device:
     if name not in GPUS:
         near = difflib.get_close_matches(name.upper(), GPUS, n=1)
         known = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(GPUS))}."
-        raise ConfigError(f"run.device_name: there is no data sheet of {name!r}; {known}")
+        raise ConfigError(f"preflight.device_name: there is no data sheet of {name!r}; {known}")
     gigabytes, link = GPUS[name]
     half, full = DENSE_PEAKS[name]
     flops = half if dtype == torch.bfloat16 else full
@@ -134,11 +134,11 @@ def parse_size(text: str) -> int:
     """Bytes: ``80GiB``, ``512MiB``, ``80GB``.
 
     Raises:
-        ConfigError: (about run.device_memory) anything else.
+        ConfigError: (about preflight.device_memory) anything else.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if found is None or found[2].upper() not in UNITS or float(found[1]) == 0:
-        raise ConfigError(f"run.device_memory: {text!r} is no size; write 80GiB, 512MiB or 80GB.")
+        raise ConfigError(f"preflight.device_memory: {text!r} is no size; write 80GiB, 512MiB or 80GB.")
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 

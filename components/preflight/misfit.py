@@ -46,16 +46,16 @@ def check_fits(case: Case) -> None:
     where = f"a rank of pipeline stage {most.stage}" if stages > 1 else "a rank"
     remedies = "; ".join(words(change, case, work) for change in cheapest(case, work))
     raise ConfigError(
-        f"run.device_memory: {where} needs {as_size(most.total)} and has {as_size(case.device.memory)} "
+        f"preflight.device_memory: {where} needs {as_size(most.total)} and has {as_size(case.device.memory)} "
         f"({case.device.name}); most of it are {part} ({as_size(most.parts[part])}). "
         + (f"What fits, the cheapest first: {remedies}; or set {REALLY}." if remedies else NOTHING)
     )
 
 
-REALLY = "run.device_memory to what there really is (fused kernels keep less than is estimated)"
+REALLY = "preflight.device_memory to what there really is (fused kernels keep less than is estimated)"
 NOTHING = (
     "No few changes of micro-batch, recomputation or layout make it fit; find a layout with "
-    f"run.preflight=plan run.devices=N, use a smaller model, or set {REALLY}."
+    f"preflight.mode=plan preflight.devices=N, use a smaller model, or set {REALLY}."
 )
 
 
@@ -131,5 +131,5 @@ def candidates(change: Change) -> Iterator[Change]:
         yield change.varied(adapted, {"adapter": "lora"}, alters=True)
 
 
-USUAL = LoRA(r=16, alpha=32.0, target="all-linear")
+USUAL = LoRA(r=16, alpha=32.0, target_modules="all-linear")
 """As conf/adapter/lora.yaml has it."""

@@ -1,4 +1,4 @@
-"""``run.preflight=plan``: layouts for a number of devices, by the time that a step is estimated to take."""
+"""``preflight.mode=plan``: layouts for a number of devices, by the time that a step is estimated to take."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -59,9 +59,9 @@ def search(case: Case, work: StepWork, devices: int) -> list[Found]:
             break
     if not found:
         raise ConfigError(
-            f"run.devices: no layout of {devices} device(s) with {as_size(case.device.memory)} each holds "
-            f"this run and divides run.global_batch_size={case.data.global_batch_size}; use more devices or "
-            "another global batch, lower data.max_length, or train an adapter (adapter=lora)."
+            f"preflight.devices: no layout of {devices} device(s) with {as_size(case.device.memory)} each "
+            f"holds this run and divides run.global_batch_size={case.data.global_batch_size}; use more "
+            "devices or another global batch, lower data.max_length, or train an adapter (adapter=lora)."
         )
     return list(found.values())
 

@@ -49,7 +49,9 @@ class SlurmJob:
         experiment = build_experiment(self.config, self.where)
         run, layout = experiment.run, experiment.parallelism
         world_size = layout.world_size({} if tasks is None else {"WORLD_SIZE": str(tasks)}, gpus)
-        preflight.check_modes(run.preflight, run.devices, run.device_name, joined=tasks is not None)
+        preflight.check_modes(
+            preflight.mode, preflight.devices, preflight.device_name, joined=tasks is not None
+        )
         preflight.check_restarts(run.max_restarts, tasks is not None)
         preflight.check_batch(run.global_batch_size, run.micro_batch_size, layout.data_size(world_size))
         preflight.check_shared_prompt(experiment.data.share_prompt, layout)

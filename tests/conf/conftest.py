@@ -30,7 +30,7 @@ def tokenised(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What the first run on a machine does once is not the time of a refusal."""
     folder = tmp_path_factory.mktemp("tokenised")
     for stage in ("pt", "sft", "dpo"):
-        assert call_here(f"stage={stage}", "run.preflight=only", f"run.output_dir={folder}") == 0
+        assert call_here(f"stage={stage}", "preflight.mode=only", f"run.output_dir={folder}") == 0
 
 
 @pytest.fixture

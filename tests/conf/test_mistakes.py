@@ -125,23 +125,23 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["stage=dpo", "data.share_prompt=true", "parallelism=tp2"],
         ["data.share_prompt", "Megatron", "use parallelism=fsdp2"],
     ),
-    "profile of nobody": (["run.profile=true", "run.profile_ranks=[]"], ["run.profile_ranks", "use [0]"]),
+    "profile of nobody": (["profiler.enabled=true", "profiler.ranks=[]"], ["profiler.ranks", "use [0]"]),
     "fused kernels without a GPU": (["run.kernels=liger"], ["run.kernels", "GPU", "run.kernels=auto"]),
     "fused kernels on Megatron": (
         ["run.kernels=liger", "parallelism=tp2"],
         ["run.kernels", "parallelism.transformer_impl"],
     ),
     "profile of no step": (
-        ["run.profile=true", "run.profile_steps=[4,3]"],
-        ["run.profile_steps", "use [3, 4]"],
+        ["profiler.enabled=true", "profiler.steps=[4,3]"],
+        ["profiler.steps", "use [3, 4]"],
     ),
     "profile after the end": (
-        ["run.profile=true", "run.max_steps=3"],
-        ["run.profile_steps", "3 steps", "run.max_steps"],
+        ["profiler.enabled=true", "run.max_steps=3"],
+        ["profiler.steps", "3 steps", "run.max_steps"],
     ),
     "profile of no rank": (
-        ["run.profile=true", "run.profile_ranks=[0,1]"],
-        ["run.profile_ranks", "no rank 1"],
+        ["profiler.enabled=true", "profiler.ranks=[0,1]"],
+        ["profiler.ranks", "no rank 1"],
     ),
     "compiled blocks of Megatron": (
         ["run.compile=true", "parallelism=tp2"],
@@ -300,14 +300,20 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "architecture key": (["+model.architecture.hiden_size=3"], ["hiden_size"]),
     "tokenizer folder": (["model.tokenizer={tmp}/nowhere"], ["model.tokenizer"]),
     # ---- adapters
-    "adapter target": (["adapter=lora", "adapter.target=[q_prj]"], ["adapter.target", "q_prj", "q_proj"]),
-    "adapter part": (["adapter=lora", "adapter.target=attn"], ["adapter.target", "'attn'", "'attention'"]),
+    "adapter target": (
+        ["adapter=lora", "adapter.target_modules=[q_prj]"],
+        ["adapter.target_modules", "q_prj", "q_proj"],
+    ),
+    "adapter part": (
+        ["adapter=lora", "adapter.target_modules=attn"],
+        ["adapter.target_modules", "'attn'", "'attention'"],
+    ),
     "adapter rank": (["adapter=lora", "adapter.r=129"], ["adapter.r: 129", "use at most 128"]),
     "adapter path": (["adapter=lora", "adapter.path={tmp}"], ["adapter.path", "adapter_config.json"]),
     "quantised": (["adapter=qlora"], ["adapter.quantize", "adapter=lora"]),
     "adapter of some experts": (
-        ["model=moe_tiny", "adapter=lora", "adapter.target=[gate_proj]"],
-        ["adapter.target", "up_proj"],
+        ["model=moe_tiny", "adapter=lora", "adapter.target_modules=[gate_proj]"],
+        ["adapter.target_modules", "up_proj"],
     ),
     "dropout on experts": (
         ["model=moe_tiny", "adapter=lora", "adapter.dropout=0.1"],
@@ -316,19 +322,19 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "adapter of a shared expert": (
         [
             "model=deepseek_tiny",
-            "model.bias_rate=0",
+            "model.moe.bias_update_rate=0",
             "adapter=lora",
-            "adapter.target=[model.layers.1.mlp.shared_experts.up_proj]",
+            "adapter.target_modules=[model.layers.1.mlp.shared_experts.up_proj]",
         ],
-        ["adapter.target", "of no expert"],
+        ["adapter.target_modules", "of no expert"],
     ),
     "biases under an adapter": (
         ["model=deepseek_tiny", "adapter=lora"],
-        ["model.bias_rate: is 0.001", "adapter=none"],
+        ["model.moe.bias_update_rate: is 0.001", "adapter=none"],
     ),
     "adapter of split experts": (
         ["model=moe_tiny", "adapter=lora", "parallelism=fsdp2_tp2"],
-        ["parallelism.tp: 2", "adapter.target=attention"],
+        ["parallelism.tp: 2", "adapter.target_modules=attention"],
     ),
     "key of another adapter": (["adapter.r=4"], ["adapter.r", "nothing reads"]),
     "dora on tp": (["adapter=dora", "parallelism=fsdp2_tp2"], ["adapter.dora", "parallelism.tp=1"]),
@@ -339,25 +345,28 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "freeze": (["model.freeze=[embed]"], ["model.freeze", "'embed'", "model.embed_tokens.weight"]),
     "freeze and adapter": (["adapter=lora", "model.freeze=['*mlp*']"], ["model.freeze", "adapter=none"]),
     # ---- resume and device
-    "resume path": (["run.resume={tmp}/nowhere"], ["run.resume", "nowhere"]),
-    "resume without a checkpoint": (["run.resume={tmp}"], ["run.resume"]),
-    "best of nothing": (["run.keep_best=eval/loss"], ["run.keep_best", "run.eval_every"]),
+    "resume path": (["checkpoint.resume={tmp}/nowhere"], ["checkpoint.resume", "nowhere"]),
+    "resume without a checkpoint": (["checkpoint.resume={tmp}"], ["checkpoint.resume"]),
+    "best of nothing": (["checkpoint.keep_best=eval/loss"], ["checkpoint.keep_best", "run.eval_every"]),
     "best of a train metric": (
-        ["run.keep_best=train/loss", "run.eval_every=1"],
-        ["run.keep_best", "eval/loss"],
+        ["checkpoint.keep_best=train/loss", "run.eval_every=1"],
+        ["checkpoint.keep_best", "eval/loss"],
     ),
-    "early stop without evaluations": (["run.early_stop=eval/loss"], ["run.early_stop", "run.eval_every"]),
+    "early stop without evaluations": (
+        ["early_stopping.metric=eval/loss"],
+        ["early_stopping.metric", "run.eval_every"],
+    ),
     "two metrics": (
-        ["run.keep_best=eval/loss", "run.early_stop=eval/accuracy", "run.eval_every=1"],
-        ["run.early_stop", "eval/accuracy", "name one"],
+        ["checkpoint.keep_best=eval/loss", "early_stopping.metric=eval/accuracy", "run.eval_every=1"],
+        ["early_stopping.metric", "eval/accuracy", "name one"],
     ),
     "best without evaluation data": (
-        ["run.keep_best=eval/loss", "run.eval_every=1", "data=files", "data.train={tmp}/chat.jsonl"],
+        ["checkpoint.keep_best=eval/loss", "run.eval_every=1", "data=files", "data.train={tmp}/chat.jsonl"],
         ["run.eval_every", "data.eval"],
     ),
-    "patience": (["run.patience=0"], ["run.patience"]),
-    "metric mode": (["run.metric_mode=best"], ["run.metric_mode", "min"]),
-    "save error": (["run.on_save_error=ignore"], ["run.on_save_error", "continue"]),
+    "patience": (["early_stopping.patience=0"], ["early_stopping.patience"]),
+    "metric mode": (["checkpoint.keep_best_mode=best"], ["checkpoint.keep_best_mode", "min"]),
+    "save error": (["checkpoint.on_error=ignore"], ["checkpoint.on_error", "continue"]),
     "cuda": (["run.device=cuda"], ["run.device", "cuda"]),
 }
 

@@ -16,9 +16,9 @@ from tests.e2e.commands import call_here
 DATA = {
     "finetune": ("chat", "model=tiny"),
     "pretrain_wsd": ("text", "data.eval_fraction=0.1"),
-    "chain_pt": ("text",),
-    "chain_sft": ("chat", "run.init_from=null"),
-    "chain_dpo": ("preference", "run.init_from=null"),
+    "pretrain_sft_dpo/1_pt": ("text",),
+    "pretrain_sft_dpo/2_sft": ("chat", "checkpoint.init_from=null"),
+    "pretrain_sft_dpo/3_dpo": ("preference", "checkpoint.init_from=null"),
 }
 """Of every experiment, and what is not there before a first run."""
 
@@ -61,4 +61,4 @@ def test_an_experiment_passes(experiment: str, bench: Bench, tmp_path: Path) -> 
     kind, *others = DATA[experiment]
     data = ["data=files", f"data.train={bench.root}/{kind}.jsonl", f"data.cache_dir={bench.root}/cache"]
     chosen = [f"experiment={experiment}", *data, "data.num_workers=1", *others]
-    assert call_here(*chosen, "run.preflight=only", f"run.output_dir={tmp_path}") == 0
+    assert call_here(*chosen, "preflight.mode=only", f"run.output_dir={tmp_path}") == 0

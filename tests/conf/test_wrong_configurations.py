@@ -7,7 +7,7 @@ import pytest
 
 from tests.conf.conftest import Refused
 
-BIG = ("model=llama3_70b", "run.preflight=only", "run.device_name=H100", "run.dtype=bf16")
+BIG = ("model=llama3_70b", "preflight.mode=only", "preflight.device_name=H100", "run.dtype=bf16")
 MANY = ("run.global_batch_size=64", "run.micro_batch_size=1")
 UNTIED = "model.architecture.tie_word_embeddings=false"
 ON = "parallelism="
@@ -61,7 +61,7 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "parallelism.pp: 3",
         "use 1 or 2",
     ),
-    "no end to a timeout": (("run.timeout=inf",), "run.timeout", "0 for off"),
+    "no end to a timeout": (("run.hang_timeout_s=inf",), "run.hang_timeout_s", "0 for off"),
     "a group taken away": (("~adapter",), "adapter", "choose one"),
     "first stage with all": (
         (ON + "pp2", "parallelism.first_stage_layers=4"),
@@ -207,7 +207,7 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     "a coefficient in the wrong place": (
         ("model=moe_tiny", "+model.architecture.router_aux_loss_coef=0.1"),
         "model.architecture.router_aux_loss_coef",
-        "use model.aux_coef",
+        "use model.moe.aux_loss_coef",
     ),
     "a router trained whole": (
         ("model=moe_tiny", "adapter=lora", "adapter.modules_to_save=[model.layers.1.mlp.gate]"),
@@ -242,16 +242,24 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "parallelism=fsdp2",
     ),
     # ---- memory
-    "small device": (("run.device_memory=60MiB",), "run.device_memory: a rank needs", "What fits"),
-    "70B on one H100": ((*BIG, ON + "fsdp2", "parallelism.dp=1"), "run.device_memory", "parallelism.dp="),
+    "small device": (
+        ("preflight.device_memory=60MiB",),
+        "preflight.device_memory: a rank needs",
+        "What fits",
+    ),
+    "70B on one H100": (
+        (*BIG, ON + "fsdp2", "parallelism.dp=1"),
+        "preflight.device_memory",
+        "parallelism.dp=",
+    ),
     "70B on 8 of Megatron": (
         (*BIG, ON + "megatron", "parallelism.tp=8", "run.micro_batch_size=1"),
-        "run.device_memory",
+        "preflight.device_memory",
         "parallelism.",
     ),
     "8B for fine-tuning on a 4090": (
-        ("model=llama3_8b", "run.preflight=only", "run.device_name=RTX 4090", "run.dtype=bf16"),
-        "run.device_memory",
+        ("model=llama3_8b", "preflight.mode=only", "preflight.device_name=RTX 4090", "run.dtype=bf16"),
+        "preflight.device_memory",
         "parallelism.cpu_offload=true",
     ),
     "ranks that a machine cannot hold": (
@@ -259,10 +267,10 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "parallelism.dp: this layout takes 512 ranks",
         "lower a size",
     ),
-    "memory without a unit": (("run.device_memory='80'",), "run.device_memory", "write 80GiB"),
-    "memory of another unit": (("run.device_memory=80Gb2",), "run.device_memory", "write 80GiB"),
-    "memory 0": (("run.device_memory=0GiB",), "run.device_memory", "write 80GiB"),
-    "memory as a number": (("run.device_memory=80",), "run.device_memory", "write 80GiB"),
+    "memory without a unit": (("preflight.device_memory='80'",), "preflight.device_memory", "write 80GiB"),
+    "memory of another unit": (("preflight.device_memory=80Gb2",), "preflight.device_memory", "write 80GiB"),
+    "memory 0": (("preflight.device_memory=0GiB",), "preflight.device_memory", "write 80GiB"),
+    "memory as a number": (("preflight.device_memory=80",), "preflight.device_memory", "write 80GiB"),
     # ---- latent attention
     "heads of latents that share keys": (
         ("model=deepseek_tiny", "model.architecture.num_key_value_heads=4"),
@@ -275,25 +283,33 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "parallelism=fsdp2",
     ),
     # ---- layers for further tokens
-    "negative layers": (("model.mtp_layers=-1",), "model.mtp_layers", "at least 0"),
-    "no weight": (("model.mtp_layers=1", "model.mtp_coef=0"), "model.mtp_coef", "above 0"),
-    "nothing to weigh": (("model.mtp_coef=0.1",), "model.mtp_coef", "model.mtp_layers=0"),
-    "further tokens of pairs": (("stage=dpo", "model.mtp_layers=1"), "model.mtp_layers", "stage=pt or sft"),
-    "further tokens of answers": (("stage=kto", "model.mtp_layers=1"), "model.mtp_layers", "use 0"),
-    "further tokens of an adapter": (("adapter=lora", "model.mtp_layers=1"), "model.mtp_layers", "use 0"),
+    "negative layers": (("model.mtp.num_layers=-1",), "model.mtp.num_layers", "at least 0"),
+    "no weight": (("model.mtp.num_layers=1", "model.mtp.loss_coef=0"), "model.mtp.loss_coef", "above 0"),
+    "nothing to weigh": (("model.mtp.loss_coef=0.1",), "model.mtp.loss_coef", "model.mtp.num_layers=0"),
+    "further tokens of pairs": (
+        ("stage=dpo", "model.mtp.num_layers=1"),
+        "model.mtp.num_layers",
+        "stage=pt or sft",
+    ),
+    "further tokens of answers": (("stage=kto", "model.mtp.num_layers=1"), "model.mtp.num_layers", "use 0"),
+    "further tokens of an adapter": (
+        ("adapter=lora", "model.mtp.num_layers=1"),
+        "model.mtp.num_layers",
+        "use 0",
+    ),
     "further tokens of GPT-2": (
         (
             "~model.architecture",
             "+model.architecture={model_type: gpt2, n_embd: 64, n_layer: 2, n_head: 2, vocab_size: 8192, "
             "bos_token_id: 0, eos_token_id: 0}",
-            "model.mtp_layers=1",
+            "model.mtp.num_layers=1",
         ),
-        "model.mtp_layers: is 1, but gpt2",
+        "model.mtp.num_layers: is 1, but gpt2",
         "qwen3",
     ),
-    "tied stages": ((ON + "pp2", "model.mtp_layers=1"), "model.mtp_layers", "parallelism.pp=1"),
+    "tied stages": ((ON + "pp2", "model.mtp.num_layers=1"), "model.mtp.num_layers", "parallelism.pp=1"),
     "a last stage without a layer": (
-        (ON + "pp2", UNTIED, "model.mtp_layers=1", "parallelism.pipeline_layout='Etttt|L'"),
+        (ON + "pp2", UNTIED, "model.mtp.num_layers=1", "parallelism.pipeline_layout='Etttt|L'"),
         "parallelism.pipeline_layout",
         "use one with a t before L",
     ),
@@ -326,27 +342,27 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "frozen routers whose biases move": (
         (ON + "fsdp2", "model=deepseek_tiny", "model.freeze=['*.mlp.gate.*']"),
-        "model.bias_rate",
-        "model.bias_rate=0",
+        "model.moe.bias_update_rate",
+        "model.moe.bias_update_rate=0",
     ),
     # ---- preflight's own keys
-    "mode": (("run.preflight=dry",), "run.preflight", "'only'"),
-    "devices of a run": (("run.devices=8",), "run.devices", "run.preflight=plan"),
-    "no devices": (("run.preflight=plan", "run.devices=0"), "run.devices", "at least 1"),
-    "device of a run": (("run.device_name=H100",), "run.device_name", "run.preflight=only"),
+    "mode": (("preflight.mode=dry",), "preflight.mode", "'only'"),
+    "devices of a run": (("preflight.devices=8",), "preflight.devices", "preflight.mode=plan"),
+    "no devices": (("preflight.mode=plan", "preflight.devices=0"), "preflight.devices", "at least 1"),
+    "device of a run": (("preflight.device_name=H100",), "preflight.device_name", "preflight.mode=only"),
     "device that is none": (
-        ("run.preflight=only", "run.device_name=H1000"),
-        "run.device_name",
+        ("preflight.mode=only", "preflight.device_name=H1000"),
+        "preflight.device_name",
         "did you mean 'H100'",
     ),
     "a GPU that is a CPU": (
-        ("run.preflight=only", "run.device_name=H100", "run.device=cpu"),
-        "run.device_name",
+        ("preflight.mode=only", "preflight.device_name=H100", "run.device=cpu"),
+        "preflight.device_name",
         "run.device=auto",
     ),
     "no layout that fits": (
-        ("model=llama3_70b", "run.preflight=plan", "run.devices=2", "run.device_memory=16GiB"),
-        "run.devices",
+        ("model=llama3_70b", "preflight.mode=plan", "preflight.devices=2", "preflight.device_memory=16GiB"),
+        "preflight.devices",
         "more devices",
     ),
 }

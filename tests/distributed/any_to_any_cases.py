@@ -113,12 +113,12 @@ class Matrix:
     def whole(self, work: str, layout: str) -> Run:
         """All steps, with a checkpoint at half of them; the second of a full or LoRA run is skipped."""
         if (work, layout) not in self.wholes:
-            self.wholes[work, layout] = self.run(work, layout, f"run.save_every={HALF}")
+            self.wholes[work, layout] = self.run(work, layout, f"checkpoint.save_every={HALF}")
         return self.wholes[work, layout]
 
     def resumed(self, work: str, layout: str, point: Path, *more: str) -> Run:
         """From ``point`` to the last step."""
-        return self.run(work, layout, f"run.resume={point}", *more)
+        return self.run(work, layout, f"checkpoint.resume={point}", *more)
 
     def run(self, work: str, layout: str, *more: str) -> Run:
         launch = self.launch(work, layout, *more)
@@ -141,8 +141,8 @@ class Matrix:
             "run.global_batch_size=8",
             "run.micro_batch_size=2",
             f"run.max_steps={STEPS}",
-            "run.save_model_only=false",
-            "run.keep_last=0",
+            "checkpoint.model_only=false",
+            "checkpoint.keep_last=0",
             "scheduler=cosine",
             "scheduler.warmup_steps=2",
         )

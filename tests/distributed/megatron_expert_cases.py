@@ -108,8 +108,8 @@ def routed(on: Megatron, family: str, padding: int) -> tuple[Tensor, Tensor, Ten
         chosen & (ids >= 0)[:, None],
         top_k,
         on.capacity_factor or 0.0,
-        on.drop_policy,
-        on.pad_to_capacity,
+        on.moe_token_drop_policy,
+        on.moe_pad_to_capacity,
     )
     engine.close()
     return weights.detach(), taken, *(tensor.detach() for tensor in expected)

@@ -42,7 +42,7 @@ class Warm(LoRA):
 
 
 def warm(target: Any = "all-linear", **settings: Any) -> Warm:
-    return Warm(r=3, alpha=4.0, target=target, **settings)
+    return Warm(r=3, alpha=4.0, target_modules=target, **settings)
 
 
 @dataclass

@@ -83,12 +83,12 @@ def test_the_same_layout_goes_on_bitwise(matrix: Matrix, work: str, layout: str)
 def test_a_chain_of_four_layouts(matrix: Matrix) -> None:
     run = matrix.whole("full", CHAIN[0])
     for step, layout in enumerate(CHAIN[1:], start=HALF):
-        run = assert_goes_on(matrix, "full", run, step, layout, "run.save_every=1")
+        run = assert_goes_on(matrix, "full", run, step, layout, "checkpoint.save_every=1")
 
 
 def test_a_run_begins_with_the_weights_of_another_layout(matrix: Matrix) -> None:
     """A rank reads its slices of them, twice: for what is trained and for the reference."""
-    begin = f"run.init_from={matrix.whole('full', 'pp2vpp2cp2').point(HALF)}"
+    begin = f"checkpoint.init_from={matrix.whole('full', 'pp2vpp2cp2').point(HALF)}"
     reference = matrix.run("dpo", "single", begin)
     assert reference.rows[0]["train/loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert reference.rows[0]["train/grad_norm"] != matrix.whole("dpo", "single").rows[0]["train/grad_norm"]

@@ -125,7 +125,7 @@ def test_a_checkpoint_holds_the_adapter_alone(plain: Plain, tmp_path: Path) -> N
     step(engine, batches, next_token())
     after = snapshot(engine)
     engine.close()
-    other = make_engine("llama", adapter=replace(continued(one), path=None, init="kaiming"))
+    other = make_engine("llama", adapter=replace(continued(one), path=None, init_lora_weights="kaiming"))
     other.load(tmp_path)
     step(other, batches, next_token())
     assert identical(snapshot(other), after)

@@ -23,7 +23,7 @@ NONE = RouterTerms()
 SP = {"tp": 2, "sequence_parallel": True}
 SHARDED = {"distributed_optimizer": True}
 FULL = {"activation_checkpointing": "full"}
-ALL = {"moe_dispatcher": "allgather"}
+ALL = {"moe_token_dispatcher": "allgather"}
 
 LAYOUTS: dict[str, tuple[Megatron, str, str]] = {
     "single": (megatron(dp=1), "qwen3_moe_mixed", "padded"),
@@ -126,7 +126,7 @@ def test_shared_experts_are_computed_while_tokens_travel(call: Call) -> None:
 @pytest.mark.parametrize("padding", [0, 9])
 @pytest.mark.parametrize(("policy", "pads"), [("probs", False), ("position", False), ("probs", True)])
 def test_capacity_is_megatrons(policy: str, pads: bool, padding: int) -> None:
-    on = megatron(dp=1, capacity_factor=0.75, drop_policy=policy, pad_to_capacity=pads)
+    on = megatron(dp=1, capacity_factor=0.75, moe_token_drop_policy=policy, moe_pad_to_capacity=pads)
     weights, taken, their_weights, their_taken = cases.routed(on, "qwen3_moe", padding)
     torch.testing.assert_close(weights, their_weights)
     assert torch.equal(taken, their_taken)
@@ -140,7 +140,7 @@ def test_what_pads_experts_adds_nothing(call: Call) -> None:
     """Both give the ranks rows of one length, which room is a share of."""
     on, done = replace(LAYOUTS["ep2"][0], capacity_factor=0.8), work("mixtral")
     (full, *_), (padded, *_) = (
-        call(run, replace(on, **changes), done) for changes in (ALL, {"pad_to_capacity": True})
+        call(run, replace(on, **changes), done) for changes in (ALL, {"moe_pad_to_capacity": True})
     )
     assert_same(padded.first, full.first)
     assert padded.results[0].metrics["moe/dropped"] == full.results[0].metrics["moe/dropped"] > 0.01

@@ -35,7 +35,7 @@ SMALL = (
     "run.max_steps=4",
     "run.log_every=1",
     "run.device=cpu",
-    "run.sample_tokens=4",
+    "run.final_sample_tokens=4",
 )
 """The default experiment, made small."""
 

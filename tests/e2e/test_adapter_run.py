@@ -20,7 +20,13 @@ LORA = (*SMALL, "adapter=lora", "adapter.r=4", "optimizer.lr=1e-2")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_here(tmp_path_factory.mktemp("run"), *LORA, "stage=dpo", "run.save_every=2", "run.keep_last=0")
+    return run_here(
+        tmp_path_factory.mktemp("run"),
+        *LORA,
+        "stage=dpo",
+        "checkpoint.save_every=2",
+        "checkpoint.keep_last=0",
+    )
 
 
 def test_the_export_is_an_adapter_over_the_base(run: Path, tmp_path: Path) -> None:
@@ -54,7 +60,7 @@ def test_a_checkpoint_is_exported_as_by_the_run(run: Path, tmp_path: Path) -> No
 def test_no_model_begins_with_an_adapter(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call_here(f"run.output_dir={tmp_path}", *SMALL, f"run.init_from={run}") == 2
+    assert call_here(f"run.output_dir={tmp_path}", *SMALL, f"checkpoint.init_from={run}") == 2
     assert "adapter.path=RUN/export" in capsys.readouterr().err.replace("\n", " ")
 
 
@@ -62,7 +68,7 @@ def test_it_resumes_and_only_on_its_base(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     half = run / "checkpoints" / "step_00000002"
-    rest = run_here(tmp_path / "rest", *LORA, "stage=dpo", f"run.resume={half}", "run.export=false")
+    rest = run_here(tmp_path / "rest", *LORA, "stage=dpo", f"checkpoint.resume={half}", "run.export=false")
     assert curve(rest) == curve(run)[2:]
     for change, words in (
         ("model.architecture.initializer_range=0.03", "the frozen weights are not those of its run"),
@@ -70,13 +76,15 @@ def test_it_resumes_and_only_on_its_base(
         ("adapter=none", "adapter, model.freeze: other parameters were trained"),
     ):
         options = [one for one in LORA if "none" not in change or not one.startswith("adapter")]
-        code = call_here(f"run.output_dir={tmp_path}", *options, "stage=dpo", f"run.resume={half}", change)
+        code = call_here(
+            f"run.output_dir={tmp_path}", *options, "stage=dpo", f"checkpoint.resume={half}", change
+        )
         assert code == 2
         assert words in capsys.readouterr().err
 
 
 def test_it_continues_as_another_run(run: Path, tmp_path: Path) -> None:
-    model = ("model=hf", f"model.path={run / 'base'}", "run.device=cpu", "run.sample_tokens=0")
+    model = ("model=hf", f"model.path={run / 'base'}", "run.device=cpu", "run.final_sample_tokens=0")
     stage = ("stage=dpo", "stage.reference=adapter_off")
     short = ("data.max_length=128", "run.max_steps=1", "optimizer.lr=0")
     more = run_here(tmp_path, *model, *stage, *short, "adapter=lora", f"adapter.path={run / 'export'}")

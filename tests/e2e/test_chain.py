@@ -1,4 +1,4 @@
-"""pt -> sft -> dpo by ``run.init_from``, and what ``runner.export`` makes of their checkpoints."""
+"""pt -> sft -> dpo by ``checkpoint.init_from``, and what ``runner.export`` makes of their checkpoints."""
 
 import math
 import shutil
@@ -19,9 +19,9 @@ from tests.e2e.commands import SMALL, call_here, curve, rows, run_here
 def chain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The three runs of conf/experiment/chain_*.yaml; the first one keeps weights alone."""
     folder = tmp_path_factory.mktemp("chain")
-    runs = {"pt": run_here(folder, "experiment=chain_pt", *SMALL, "run.save_model_only=true")}
-    runs["sft"] = run_here(folder, "experiment=chain_sft", *SMALL)
-    runs["dpo"] = run_here(folder, "experiment=chain_dpo", *SMALL, "run.save_every=2")
+    runs = {"pt": run_here(folder, "experiment=pretrain_sft_dpo/1_pt", *SMALL, "checkpoint.model_only=true")}
+    runs["sft"] = run_here(folder, "experiment=pretrain_sft_dpo/2_sft", *SMALL)
+    runs["dpo"] = run_here(folder, "experiment=pretrain_sft_dpo/3_dpo", *SMALL, "checkpoint.save_every=2")
     return runs
 
 
@@ -32,7 +32,7 @@ def test_a_stage_begins_with_the_weights_of_the_one_before(
     """Bitwise the run that reads the export of the one before: the reference too, but nothing else of it."""
     small = [option for option in SMALL if not option.startswith("model.")]
     export_of = ("model=hf", f"model.path={chain[before] / 'export'}")
-    other = run_here(tmp_path, f"experiment=chain_{after}", *export_of, *small, "run.init_from=null")
+    other = run_here(tmp_path, f"experiment=chain_{after}", *export_of, *small, "checkpoint.init_from=null")
     assert curve(other) == curve(chain[after])
     point = chain[before] / "checkpoints" / "step_00000004"
     assert yaml.safe_load((chain[after] / "config.yaml").read_text())["run"]["init_from"] == str(point)
@@ -42,29 +42,35 @@ def test_a_resumed_run_has_the_reference_that_it_began_with(
     chain: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     half = chain["dpo"] / "checkpoints" / "step_00000002"
-    same = (f"run.output_dir={tmp_path}", "stage=dpo", "optimizer.lr=1e-4", *SMALL, f"run.resume={half}")
+    same = (
+        f"run.output_dir={tmp_path}",
+        "stage=dpo",
+        "optimizer.lr=1e-4",
+        *SMALL,
+        f"checkpoint.resume={half}",
+    )
     assert call_here(*same) == 2
-    assert "the reference model was run.init_from=" in capsys.readouterr().err.replace("\n", " ")
-    assert call_here(*same, f"run.init_from={chain['pt']}") == 2
-    assert "run.init_from" in capsys.readouterr().err
-    rest = run_here(tmp_path / "rest", *same[1:], f"run.init_from={chain['sft']}")
+    assert "the reference model was checkpoint.init_from=" in capsys.readouterr().err.replace("\n", " ")
+    assert call_here(*same, f"checkpoint.init_from={chain['pt']}") == 2
+    assert "checkpoint.init_from" in capsys.readouterr().err
+    rest = run_here(tmp_path / "rest", *same[1:], f"checkpoint.init_from={chain['sft']}")
     assert curve(rest) == curve(chain["dpo"])[2:]
 
 
 def test_weights_that_would_not_be_read_are_refused(
     chain: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    longer = (f"run.output_dir={tmp_path}", *SMALL, "run.max_steps=6", f"run.resume={chain['sft']}")
-    assert call_here(*longer, "optimizer.lr=1e-3", f"run.init_from={chain['dpo']}") == 2
-    assert "leave run.init_from out" in capsys.readouterr().err.replace("\n", " ")
+    longer = (f"run.output_dir={tmp_path}", *SMALL, "run.max_steps=6", f"checkpoint.resume={chain['sft']}")
+    assert call_here(*longer, "optimizer.lr=1e-3", f"checkpoint.init_from={chain['dpo']}") == 2
+    assert "leave checkpoint.init_from out" in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("run.init_from={tmp}",), ["run.init_from: ", "holds no complete checkpoint"]),
-        (("run.init_from={pt}", "model.architecture.hidden_size=32"), ["model asks for [8192, 32]"]),
-        (("run.init_from={pt}", "model.architecture.num_hidden_layers=3"), ["lacks model.layers.2"]),
+        (("checkpoint.init_from={tmp}",), ["checkpoint.init_from: ", "holds no complete checkpoint"]),
+        (("checkpoint.init_from={pt}", "model.architecture.hidden_size=32"), ["model asks for [8192, 32]"]),
+        (("checkpoint.init_from={pt}", "model.architecture.num_hidden_layers=3"), ["lacks model.layers.2"]),
     ],
 )
 def test_other_checkpoints_are_refused(
@@ -89,9 +95,14 @@ def test_a_damaged_checkpoint_begins_nothing(
     stored = bytearray(file.read_bytes())
     stored[-1] ^= 1
     file.write_bytes(stored)
-    begin = (f"run.output_dir={tmp_path}/out", *SMALL, f"run.init_from={point}", "run.verify=true")
+    begin = (
+        f"run.output_dir={tmp_path}/out",
+        *SMALL,
+        f"checkpoint.init_from={point}",
+        "checkpoint.verify=true",
+    )
     assert call_here(*begin) == 2
-    assert "run.init_from: " in (message := capsys.readouterr().err)
+    assert "checkpoint.init_from: " in (message := capsys.readouterr().err)
     assert file.name in message
     file.write_bytes(stored[:-1])
     with pytest.raises(ConfigError, match=file.name):
@@ -120,7 +131,7 @@ def test_an_export_of_an_earlier_step_in_another_dtype(chain: dict[str, Path], t
 
 
 def test_a_part_of_a_model_is_completed_with_what_was_frozen(chain: dict[str, Path], tmp_path: Path) -> None:
-    frozen = ("model.freeze=[model.embed_tokens.*]", f"run.init_from={chain['pt']}", "run.max_steps=2")
+    frozen = ("model.freeze=[model.embed_tokens.*]", f"checkpoint.init_from={chain['pt']}", "run.max_steps=2")
     run = run_here(tmp_path, *SMALL, *frozen)
     export([f"checkpoint={run}", f"output={tmp_path / 'out'}"])
     assert_same_files(tmp_path / "out", run / "export")
@@ -154,9 +165,9 @@ def test_routers_biases_go_along(tmp_path: Path) -> None:
         "model=deepseek_tiny",
         *(option for option in SMALL if "head" not in option),
         "run.dtype=bf16",
-        "model.bias_rate=0.001",
+        "model.moe.bias_update_rate=0.001",
     )
-    run = run_here(tmp_path, *deepseek, "model.mtp_layers=1", "run.name=first")
+    run = run_here(tmp_path, *deepseek, "model.mtp.num_layers=1", "run.name=first")
     checkpoint = run / "checkpoints" / "step_00000004"
     export([f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}", "dtype=bf16"])
     assert_same_files(tmp_path / "out", run / "export")
@@ -164,5 +175,5 @@ def test_routers_biases_go_along(tmp_path: Path) -> None:
     bias = stored["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert bias.dtype == torch.float32
     assert bias.abs().max() > 0
-    after = run_here(tmp_path, *deepseek, "stage=dpo", f"run.init_from={run}", "run.max_steps=1")
+    after = run_here(tmp_path, *deepseek, "stage=dpo", f"checkpoint.init_from={run}", "run.max_steps=1")
     assert rows(after, "train/loss")[0]["train/lm_loss"] == pytest.approx(math.log(2), rel=1e-3)

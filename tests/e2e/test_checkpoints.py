@@ -41,47 +41,67 @@ def test_an_early_stop_keeps_the_best_and_is_not_resumed(
 ) -> None:
     """With max, the falling loss of the first evaluation is the best."""
     watched = (
-        "run.keep_best=eval/loss",
-        "run.early_stop=eval/loss",
-        "run.metric_mode=max",
-        "run.keep_last=1",
+        "checkpoint.keep_best=eval/loss",
+        "early_stopping.metric=eval/loss",
+        "checkpoint.keep_best_mode=max",
+        "checkpoint.keep_last=1",
     )
-    first = run_here(tmp_path, *few, *watched, "run.patience=2", "run.async_save=true")
+    first = run_here(tmp_path, *few, *watched, "early_stopping.patience=2", "checkpoint.async_save=true")
     assert "stopped early at step 3: eval/loss has not improved since step 1" in stderr_of(capsys)
     assert saved(first) == [1, 3]
-    again = (f"run.output_dir={tmp_path}", *few, *watched, "run.resume=auto")
-    assert call_here(*again, "run.patience=2") == 2
-    assert "has not improved for 2 evaluations already; set run.patience above 2" in stderr_of(capsys)
-    assert call_here(*again, "run.patience=4") == 0
+    again = (f"run.output_dir={tmp_path}", *few, *watched, "checkpoint.resume=auto")
+    assert call_here(*again, "early_stopping.patience=2") == 2
+    assert "has not improved for 2 evaluations already; set early_stopping.patience above 2" in stderr_of(
+        capsys
+    )
+    assert call_here(*again, "early_stopping.patience=4") == 0
     assert saved(first) == [1, 5], "the count went on"
 
 
 def test_an_unknown_metric_ends_the_run(
     tmp_path: Path, few: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call_here(f"run.output_dir={tmp_path}", *few, "run.keep_best=eval/bleu") == 1
-    assert "eval/bleu (run.keep_best, run.early_stop): the evaluation has no such metric" in stderr_of(capsys)
+    assert call_here(f"run.output_dir={tmp_path}", *few, "checkpoint.keep_best=eval/bleu") == 1
+    assert (
+        "eval/bleu (checkpoint.keep_best, early_stopping.metric): the evaluation has no such metric"
+        in stderr_of(capsys)
+    )
 
 
 def test_a_damaged_checkpoint_is_refused_and_data_may_be_forced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = (*QUICK, "run.eval_every=0", "run.save_every=2", "run.async_save=true", "run.keep_last=0")
+    options = (
+        *QUICK,
+        "run.eval_every=0",
+        "checkpoint.save_every=2",
+        "checkpoint.async_save=true",
+        "checkpoint.keep_last=0",
+    )
     ten = run_here(tmp_path / "ten", *options)
     half = ten / "checkpoints" / "step_00000004"
-    rest = run_here(tmp_path / "rest", *options, f"run.resume={half}", "run.verify=true")
+    rest = run_here(tmp_path / "rest", *options, f"checkpoint.resume={half}", "checkpoint.verify=true")
     assert curve(rest) == curve(ten)[4:]
     forced = run_here(
-        tmp_path / "forced", *options, f"run.resume={half}", "run.seed=1", "run.resume_force=true"
+        tmp_path / "forced",
+        *options,
+        f"checkpoint.resume={half}",
+        "run.seed=1",
+        "checkpoint.allow_mismatch=true",
     )
-    assert "run.resume_force: seed of" in stderr_of(capsys)
+    assert "checkpoint.allow_mismatch: seed of" in stderr_of(capsys)
     assert [row["step"] for row in curve(forced)] == [row["step"] for row in curve(rest)]
     assert curve(forced) != curve(rest)
     data = ten / "checkpoints" / "step_00000008" / "__0_0.distcp"
     flipped = bytearray(data.read_bytes())
     flipped[len(flipped) // 2] ^= 1
     data.write_bytes(flipped)
-    assert call_here(f"run.output_dir={tmp_path}", *options, f"run.resume={ten}", "run.verify=true") == 2
+    assert (
+        call_here(
+            f"run.output_dir={tmp_path}", *options, f"checkpoint.resume={ten}", "checkpoint.verify=true"
+        )
+        == 2
+    )
     message = stderr_of(capsys)
     assert "__0_0.distcp is damaged" in message
-    assert f"take run.resume={ten}/checkpoints/step_00000006" in message
+    assert f"take checkpoint.resume={ten}/checkpoints/step_00000006" in message

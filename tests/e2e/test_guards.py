@@ -11,7 +11,13 @@ BAD, COUNT = 17, 60
 NAN = ("stage._target_=tests.e2e.losses.Marked", "+stage.factor=nan")
 MENDED = ("stage._target_=tests.e2e.losses.Marked", "+stage.factor=1")
 SPIKE = ("stage._target_=tests.e2e.losses.Marked", "+stage.factor=50")
-GUARDED = (*SMALL, "run.export=false", "run.save_every=4", "run.keep_last=0", "data.packing=none")
+GUARDED = (
+    *SMALL,
+    "run.export=false",
+    "checkpoint.save_every=4",
+    "checkpoint.keep_last=0",
+    "data.packing=none",
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,36 +36,36 @@ def warnings(run: Path) -> list[str]:
     return [line for line in (run / "train.log").read_text().splitlines() if "skipped; samples" in line]
 
 
-@pytest.mark.parametrize(("how", "why"), [(NAN, "loss is nan"), (SPIKE, "(run.spike_factor)")])
+@pytest.mark.parametrize(("how", "why"), [(NAN, "loss is nan"), (SPIKE, "(run.loss_spike_factor)")])
 def test_a_step_is_skipped_and_its_samples_are_named(
     data: tuple[str, ...], tmp_path: Path, how: tuple[str, ...], why: str
 ) -> None:
     """The 17th sample is in the fifth batch of the first epoch, and in the 20th step of all."""
-    guarded = (*GUARDED, *data, *how, "run.spike_factor=3", "run.max_steps=20", "scheduler=constant")
+    guarded = (*GUARDED, *data, *how, "run.loss_spike_factor=3", "run.max_steps=20", "scheduler=constant")
     run = run_here(tmp_path, *guarded)
     skipped = [row["train/total_skipped"] for row in rows(run, "train/loss")]
     # A spike shows against ten steps before it; what is not finite always.
     assert skipped == [0] * 4 + [int(how is NAN)] * 15 + [1 + (how is NAN)]
     assert why in warnings(run)[-1]
     assert "samples data.train:17, data.train:18, data.train:19, data.train:20" in warnings(run)[-1]
-    rest = run_here(tmp_path / "rest", *guarded, f"run.resume={run}/checkpoints/step_00000012")
+    rest = run_here(tmp_path / "rest", *guarded, f"checkpoint.resume={run}/checkpoints/step_00000012")
     assert curve(rest) == curve(run)[12:]
 
 
 def test_a_run_that_was_stopped_goes_on_from_its_last_checkpoint(
     data: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bounded = (*GUARDED, *data, "run.max_skips=1", "run.max_steps=6")
+    bounded = (*GUARDED, *data, "run.max_consecutive_skips=1", "run.max_steps=6")
     assert call_here(f"run.output_dir={tmp_path}", *bounded, *NAN) == 1
-    assert "run.max_skips" in capsys.readouterr().err
+    assert "run.max_consecutive_skips" in capsys.readouterr().err
     stopped = newest(tmp_path)
     assert len(warnings(stopped)) == 1
-    rest = run_here(tmp_path / "rest", *bounded, *MENDED, f"run.resume={stopped}")
+    rest = run_here(tmp_path / "rest", *bounded, *MENDED, f"checkpoint.resume={stopped}")
     straight = run_here(tmp_path / "straight", *bounded, *MENDED)
     assert curve(rest) == curve(straight)[4:]
 
 
 @pytest.mark.parametrize("value", ["1", "0.5", "-3"])
 def test_a_factor_that_is_none(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call_here(*SMALL, f"run.spike_factor={value}") == 2
-    assert "run.spike_factor: must be above 1" in capsys.readouterr().err.replace("\n", " ")
+    assert call_here(*SMALL, f"run.loss_spike_factor={value}") == 2
+    assert "run.loss_spike_factor: must be above 1" in capsys.readouterr().err.replace("\n", " ")

@@ -74,8 +74,10 @@ def test_a_run_that_is_continued_finds_or_computes_the_same(
     tmp_path: Path, options: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The reference is the model before the first step, wherever the run goes on."""
-    whole = run_here(tmp_path / "whole", *options, PRECOMPUTED, "run.save_every=2", "run.keep_last=0")
-    resume = f"run.resume={whole}/checkpoints/step_00000002"
+    whole = run_here(
+        tmp_path / "whole", *options, PRECOMPUTED, "checkpoint.save_every=2", "checkpoint.keep_last=0"
+    )
+    resume = f"checkpoint.resume={whole}/checkpoints/step_00000002"
     found = run_here(tmp_path / "found", *options, PRECOMPUTED, resume)
     assert curve(found) == curve(whole)[4:]
     shutil.rmtree(tmp_path / "cache" / "reference")

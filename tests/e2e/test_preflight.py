@@ -1,4 +1,4 @@
-"""``run.preflight``: what is told before a run against the run, and the modes in which there is none."""
+"""``preflight.mode``: what is told before a run against the run, and the modes in which there is none."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from runner import cli
 from tests.e2e.commands import SMALL, call_here, rows, run_here
 
 LARGE = ["model=llama3_70b", "parallelism=megatron", *(f"parallelism.{n}" for n in ("tp=8", "pp=4", "dp=16"))]
-H100 = ["run.dtype=bf16", "run.device_name=H100"]
+H100 = ["run.dtype=bf16", "preflight.device_name=H100"]
 
 
 def forecast(folder: Path) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def test_the_forecast_is_what_happens(adapter: str, tmp_path: Path) -> None:
 
 
 def test_sections_are_scalars_or_tables(tmp_path: Path) -> None:
-    chosen = [*SMALL, "parallelism=tp2pp2", "run.preflight=only", f"run.output_dir={tmp_path}"]
+    chosen = [*SMALL, "parallelism=tp2pp2", "preflight.mode=only", f"run.output_dir={tmp_path}"]
     assert call_here(*chosen) == 0
     told = forecast(tmp_path)
     assert {"layout", "groups", "batch", "parameters", "device", "memory", "step", "keys"} == told.keys()
@@ -54,7 +54,7 @@ def test_sections_are_scalars_or_tables(tmp_path: Path) -> None:
 
 def test_nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.launch.run_rank", None)
-    assert call_here(*SMALL, "run.preflight=only", f"run.output_dir={tmp_path}") == 0
+    assert call_here(*SMALL, "preflight.mode=only", f"run.output_dir={tmp_path}") == 0
     assert [path.name for path in tmp_path.iterdir()] == ["preflight"]
     assert forecast(tmp_path)["batch"]["steps"] == 4
 
@@ -62,7 +62,7 @@ def test_nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_key_has_a_reader(tmp_path: Path) -> None:
     from hydra.utils import get_object
 
-    assert call_here(*SMALL, "run.preflight=only", f"run.output_dir={tmp_path}") == 0
+    assert call_here(*SMALL, "preflight.mode=only", f"run.output_dir={tmp_path}") == 0
     readers = {row["key"]: row["reader"] for row in forecast(tmp_path)["keys"]}
     assert readers["run.max_steps"] == "runner.schema.RunConfig"
     assert readers["optimizer.lr"] == "components.optimizers.AdamW"
@@ -73,7 +73,7 @@ def test_every_key_has_a_reader(tmp_path: Path) -> None:
 
 def test_512_ranks_on_a_laptop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without weights, a tokenizer of its own, or a GPU."""
-    assert call_here(*LARGE, "run.preflight=only", f"run.output_dir={tmp_path}") == 0
+    assert call_here(*LARGE, "preflight.mode=only", f"run.output_dir={tmp_path}") == 0
     told = forecast(tmp_path)
     assert told["layout"] == {"ranks": 512, "parallelism": "Megatron", "pp": 4, "dp": 16, "cp": 1, "tp": 8}
     assert told["batch"]["rows"] == 32  # as none was given
@@ -90,13 +90,13 @@ def test_what_would_not_fit_is_refused_and_what_is_offered_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = [*SMALL, "run.micro_batch_size=4", "parallelism=fsdp2", "run.global_batch_size=8"]
-    keys += ["run.preflight=only", f"run.output_dir={tmp_path}"]
+    keys += ["preflight.mode=only", f"run.output_dir={tmp_path}"]
     assert call_here(*keys) == 0
     (rank,) = forecast(tmp_path)["memory"]
-    tight = [*keys, f"run.device_memory={int(0.8 * rank['total'] / 2**20)}MiB"]
+    tight = [*keys, f"preflight.device_memory={int(0.8 * rank['total'] / 2**20)}MiB"]
     assert call_here(*tight) == cli.MISTAKE
     message = " ".join(capsys.readouterr().err.split())
-    assert "run.device_memory: a rank needs" in message
+    assert "preflight.device_memory: a rank needs" in message
     offered = re.findall(r"((?:[\w.]+=\S+ ?)+)\(", message.split("cheapest first:")[1])
     assert 1 <= len(offered) <= 3
     for overrides in offered:
@@ -105,13 +105,13 @@ def test_what_would_not_fit_is_refused_and_what_is_offered_fits(
 
 def test_a_plan_can_be_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = ["model=llama3_70b", *H100, "run.global_batch_size=64", f"run.output_dir={tmp_path}"]
-    assert call_here(*large, "run.preflight=plan", "run.devices=64") == 0
+    assert call_here(*large, "preflight.mode=plan", "preflight.devices=64") == 0
     best = forecast(tmp_path)["plan"]
     assert len(best) >= 3
     assert [row["seconds"] for row in best] == sorted(row["seconds"] for row in best)
     capsys.readouterr()
     first = best[0]
-    assert call_here(*large, *shlex.split(first["overrides"]), "run.preflight=only") == 0
+    assert call_here(*large, *shlex.split(first["overrides"]), "preflight.mode=only") == 0
     told = forecast(tmp_path)
     assert told["layout"]["ranks"] == 64
     assert max(row["total"] for row in told["memory"]) == first["memory"]
@@ -119,12 +119,18 @@ def test_a_plan_can_be_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_plan_on_what_is_here(tmp_path: Path) -> None:
-    assert call_here(*SMALL, "run.preflight=plan", "run.devices=4", f"run.output_dir={tmp_path}") == 0
+    assert call_here(*SMALL, "preflight.mode=plan", "preflight.devices=4", f"run.output_dir={tmp_path}") == 0
     engines = {row["overrides"].split()[0] for row in forecast(tmp_path)["plan"]}
     assert engines <= {"parallelism=fsdp2", "parallelism=megatron"}
 
 
 def test_a_sweep_of_forecasts(tmp_path: Path) -> None:
-    sweep = ["-m", *SMALL, "run.preflight=only", "parallelism=single,fsdp2,tp2", f"run.output_dir={tmp_path}"]
+    sweep = [
+        "-m",
+        *SMALL,
+        "preflight.mode=only",
+        "parallelism=single,fsdp2,tp2",
+        f"run.output_dir={tmp_path}",
+    ]
     assert call_here(*sweep) == 0
     assert len(list((tmp_path / "preflight").iterdir())) == 3

@@ -1,4 +1,4 @@
-"""``run.profile=true`` leaves a trace and a table of the steps that were asked for."""
+"""``profiler.enabled=true`` leaves a trace and a table of the steps that were asked for."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from tests.e2e.commands import SMALL, run_here
 
 
 def test_a_trace_and_a_table(tmp_path: Path) -> None:
-    options = ["run.profile=true", "run.profile_steps=[2,3]", "run.profile_shapes=true", "run.export=false"]
+    options = ["profiler.enabled=true", "profiler.steps=[2,3]", "profiler.shapes=true", "run.export=false"]
     run = run_here(tmp_path, *SMALL, *options)
     files = sorted(path.name for path in (run / "profile").iterdir())
     assert files == ["step_2_rank_0.json", "step_2_rank_0.txt"]

@@ -41,7 +41,7 @@ TRAIN_KEYS = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_here(tmp_path_factory.mktemp("run"), *SMALL, "run.eval_every=2", "run.save_every=2")
+    return run_here(tmp_path_factory.mktemp("run"), *SMALL, "run.eval_every=2", "checkpoint.save_every=2")
 
 
 def test_the_folder(run: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_export_is_the_trained_model(run: Path) -> None:
 
 
 def test_two_runs_in_one_process_are_as_if_alone(run: Path, tmp_path: Path) -> None:
-    again = run_here(tmp_path, *SMALL, "run.eval_every=2", "run.save_every=2")
+    again = run_here(tmp_path, *SMALL, "run.eval_every=2", "checkpoint.save_every=2")
     assert curve(again) == curve(run)
 
 
@@ -140,8 +140,8 @@ def test_zero_turns_every_cadence_off(tmp_path: Path) -> None:
     off = (
         "run.log_every=0",
         "run.eval_every=0",
-        "run.save_every=0",
-        "run.sample_tokens=0",
+        "checkpoint.save_every=0",
+        "run.final_sample_tokens=0",
         "run.export=false",
     )
     run = run_here(tmp_path, *SMALL, *off)
@@ -155,7 +155,7 @@ def test_epochs(tmp_path: Path) -> None:
     path.write_text(json.dumps(chats))
     data = ("data=files", f"data.train={path}", "data.packing=none", "data.eval_fraction=0")
     small = [override for override in SMALL if not override.startswith("run.max_steps")]
-    length = ("run.epochs=2", "run.save_epochs=1", "run.keep_last=0")
+    length = ("run.epochs=2", "checkpoint.save_every_epochs=1", "checkpoint.keep_last=0")
     run = run_here(tmp_path / "o", *small, *data, *length)
     # Ten samples in batches of four: the third batch of an epoch holds two.
     assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3, 4, 5, 6]
@@ -176,15 +176,15 @@ def test_skipped_steps_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture
         "optimizer.lr=1e30",
         "optimizer.max_grad_norm=null",
         "run.max_steps=20",
-        "run.max_skips=3",
+        "run.max_consecutive_skips=3",
     )
     assert code == 1
-    assert "run.max_skips" in capsys.readouterr().err
+    assert "run.max_consecutive_skips" in capsys.readouterr().err
     last = rows(newest(tmp_path), "train/loss")[-1]
     assert last["train/total_skipped"] == 3
     assert last["train/grad_norm"] is None
 
 
 def test_zeros_in_the_gradient_are_reported_where_asked(tmp_path: Path) -> None:
-    run = run_here(tmp_path, *SMALL, "run.count_zeros=true", "run.export=false")
+    run = run_here(tmp_path, *SMALL, "run.log_num_zeros=true", "run.export=false")
     assert all(row["train/num_zeros_in_grad"] >= 0 for row in rows(run, "train/loss"))

@@ -50,10 +50,10 @@ def test_in_a_step(
     assert stopped(first) == {"step": 3, "of": 6, "reason": number.name}
     said = capsys.readouterr().out
     assert f"stopped at step 3 ({number.name}); resume with: python -m runner " in said
-    assert f"run.resume={first}/checkpoints/step_00000003" in said
+    assert f"checkpoint.resume={first}/checkpoints/step_00000003" in said
     assert signal.getsignal(number) is before
     if number is signal.SIGTERM:
-        assert run_here(tmp_path, *SIX, "run.eval_every=4", "run.resume=auto") == first
+        assert run_here(tmp_path, *SIX, "run.eval_every=4", "checkpoint.resume=auto") == first
         assert curve(first) == curve(straight)
         assert stopped(first) is None
 
@@ -63,13 +63,13 @@ def test_in_an_evaluation_which_is_left_to_the_run_that_goes_on(tmp_path: Path) 
     run = run_here(tmp_path / "first", *SIX, *told)
     assert saved(run) == ["step_00000002"]
     assert not any("eval/loss" in row for row in curve(run))
-    rest = run_here(tmp_path / "rest", *SIX, "run.eval_every=2", f"run.resume={run}")
+    rest = run_here(tmp_path / "rest", *SIX, "run.eval_every=2", f"checkpoint.resume={run}")
     assert [row["step"] for row in rows(rest, "eval/loss")] == [2, 4, 6]
 
 
 def test_in_a_save_which_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CheckpointPolicy, "save", sending(CheckpointPolicy.save, signal.SIGTERM))
-    run = run_here(tmp_path, *SIX, "run.save_every=4")
+    run = run_here(tmp_path, *SIX, "checkpoint.save_every=4")
     assert saved(run) == ["step_00000004"]
     assert stopped(run) == {"step": 4, "of": 6, "reason": "SIGTERM"}
 
@@ -80,7 +80,7 @@ def test_in_the_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert saved(run) == ["step_00000006"]
     assert not (run / "export").exists()
     assert "stopped at step 6 (SIGTERM); resume with: " in capsys.readouterr().out
-    rest = run_here(tmp_path / "rest", *SIX, "run.export=true", f"run.resume={run}")
+    rest = run_here(tmp_path / "rest", *SIX, "run.export=true", f"checkpoint.resume={run}")
     assert [row["step"] for row in rows(rest)] == [6]
     assert (rest / "export").is_dir()
 
@@ -116,9 +116,12 @@ def test_a_sweep_ends_with_the_job_that_a_signal_stops(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ("run.max_time=soon", ["run.max_time", "HH:MM:SS"]),
-        ("run.timeout=-1", ["run.timeout"]),
+        ("run.hang_timeout_s=-1", ["run.hang_timeout_s"]),
         ("run.max_restarts=-1", ["run.max_restarts"]),
-        ("run.max_restarts=1,run.save_model_only=true", ["run.max_restarts", "run.save_model_only=false"]),
+        (
+            "run.max_restarts=1,checkpoint.model_only=true",
+            ["run.max_restarts", "checkpoint.model_only=false"],
+        ),
     ],
 )
 def test_mistakes(tmp_path: Path, change: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,7 +134,7 @@ def test_ranks_end_together_where_a_sweep_has_seen_enough(tmp_path: Path) -> Non
 def test_jobs_that_share_a_name_do_not_go_on_in_each_others_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sweep = ("-m", *SMALL, "run.resume=auto", f"run.output_dir={tmp_path}", "run.export=false")
+    sweep = ("-m", *SMALL, "checkpoint.resume=auto", f"run.output_dir={tmp_path}", "run.export=false")
     assert call_here(*sweep, "run.seed=0,1") == 2
     assert "the jobs of a sweep share run.name" in " ".join(capsys.readouterr().err.split())
     assert call_here(*sweep, "run.seed=0,1", "run.name=seed_${run.seed}", "run.max_steps=1") == 0

@@ -15,18 +15,18 @@ from tests.trackers import scalars, tags, wandb_runs
 
 def two_starts(*options: str) -> None:
     """A run that fails after step 5, and the same command again."""
-    arguments = [*SMALL, *options, "run.max_steps=6", "run.save_every=3", "run.eval_every=2"]
+    arguments = [*SMALL, *options, "run.max_steps=6", "checkpoint.save_every=3", "run.eval_every=2"]
     arguments += ["run.export=false"]
     train_step = loop.train_step
 
     def breaks(training: loop.Training) -> None:
         train_step(training)
-        if training.state.step == 5 and training.run.resume != "auto":
+        if training.state.step == 5 and training.checkpoint.resume != "auto":
             raise RuntimeError("in step 5")
 
     loop.train_step = breaks
     assert call_here(*arguments) == 1
-    assert call_here(*arguments, "run.resume=auto") == 0
+    assert call_here(*arguments, "checkpoint.resume=auto") == 0
 
 
 @pytest.fixture(scope="module")

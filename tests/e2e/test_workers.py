@@ -55,7 +55,7 @@ def test_a_second_signal_ends_what_a_hung_rank_holds_up(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_the_parent_has_all_ranks_save(tmp_path: Path) -> None:
-    started, ranks = start(tmp_path, "go on", "run.max_steps=100000", "run.save_every=0")
+    started, ranks = start(tmp_path, "go on", "run.max_steps=100000", "checkpoint.save_every=0")
     started.process.send_signal(signal.SIGUSR1)
     answer = started.finish()
     assert answer.returncode == 0, answer.stderr
@@ -65,15 +65,15 @@ def test_a_signal_to_the_parent_has_all_ranks_save(tmp_path: Path) -> None:
     assert (checkpoint / "complete").exists()
     said = answer.stdout + answer.stderr
     assert f"stopped at step {stopped['step']} (SIGUSR1); resume with: python -m runner " in said
-    assert f"run.resume={checkpoint}" in said
+    assert f"checkpoint.resume={checkpoint}" in said
     assert not left(ranks)
 
 
 def test_a_hung_rank_is_found_with_the_stacks_of_all(tmp_path: Path) -> None:
     limit = round(patience(1.5))
-    answer = run_forked(*arguments(tmp_path, "hang"), f"run.timeout={limit}", cwd=ROOT)
+    answer = run_forked(*arguments(tmp_path, "hang"), f"run.hang_timeout_s={limit}", cwd=ROOT)
     assert answer.returncode == 1
-    assert f"no progress for {limit} s (run.timeout), since " in answer.stderr
+    assert f"no progress for {limit} s (run.hang_timeout_s), since " in answer.stderr
     assert "in step 2" in answer.stderr
     logs = newest(tmp_path) / "logs"
     assert str(logs / "stacks_*.txt") in answer.stderr
@@ -82,7 +82,7 @@ def test_a_hung_rank_is_found_with_the_stacks_of_all(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_and_a_restart_make_the_same_curve(tmp_path: Path) -> None:
-    more = ("run.max_restarts=1", "+stage.once=true", "+stage.at=7", "run.save_every=2")
+    more = ("run.max_restarts=1", "+stage.once=true", "+stage.at=7", "checkpoint.save_every=2")
     answer = run_forked(*arguments(tmp_path, "kill"), *more, cwd=ROOT)
     assert answer.returncode == 0, answer.stderr
     assert "restart 1 of 1, from step 2: rank 1 was killed by SIGKILL" in answer.stderr

@@ -34,7 +34,7 @@ SWEEP = (
     *(word for word in SMALL if "num_hidden_layers" not in word),
     "run.max_steps=2",
     "run.export=false",
-    "run.save_model_only=true",
+    "checkpoint.model_only=true",
     "scheduler=constant",
     "scheduler._target_=tests.e2e.twelve_jobs.Breaks",
     *SWEPT,

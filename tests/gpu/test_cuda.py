@@ -38,9 +38,9 @@ def test_kto_reads_a_reference_from_the_host(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packing", ["bfd", "none"])
 def test_bf16_trains_and_resumes(tmp_path: Path, packing: str) -> None:
     same = (*SMALL, "run.device=cuda", "run.dtype=bf16", f"data.packing={packing}", "run.max_steps=6")
-    straight = run_here(tmp_path / "a", *same, "run.save_every=3", "run.keep_last=0")
+    straight = run_here(tmp_path / "a", *same, "checkpoint.save_every=3", "checkpoint.keep_last=0")
     half = straight / "checkpoints" / "step_00000003"
-    rest = run_here(tmp_path / "b", *same, f"run.resume={half}")
+    rest = run_here(tmp_path / "b", *same, f"checkpoint.resume={half}")
     for ours, theirs in zip(curve(rest), curve(straight)[3:], strict=True):
         for key, value in theirs.items():
             assert ours[key] == pytest.approx(value, rel=1e-3), key

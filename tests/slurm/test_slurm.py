@@ -199,7 +199,7 @@ def test_a_job_whose_time_is_up(limited: Sweep) -> None:
     assert facts["stopped"]["reason"] == "SIGUSR2"
     assert [row["step"] for row in curve(folder)] == list(range(1, second + 1))
     assert outcome.status == "failed"
-    assert f"run.resume={folder}" in str(outcome.error)
+    assert f"checkpoint.resume={folder}" in str(outcome.error)
 
 
 def step_of(checkpoint: Any) -> int:

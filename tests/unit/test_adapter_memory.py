@@ -46,7 +46,7 @@ def build(spec):
     return FSDP2(dp=1, default_dp=1, reshard_after_forward=True).build(
         spec, AdamW(), seed=0, dtype=torch.float32, device="cpu", count_zeros=False,
         reference="adapter_off" if adapted else "frozen",
-        adapter=LoRA(r=16, alpha=32.0, target="all-linear") if adapted else None,
+        adapter=LoRA(r=16, alpha=32.0, target_modules="all-linear") if adapted else None,
     )
 
 small = dict(node["architecture"], hidden_size=32, intermediate_size=32, num_hidden_layers=1)

@@ -20,15 +20,15 @@ SETTINGS: dict[str, Any] = {
     "path": None,
     "r": 4,
     "alpha": 8.0,
-    "target": "all-linear",
+    "target_modules": "all-linear",
     "rslora": False,
     "modules_to_save": None,
     "dropout": 0.0,
-    "init": "kaiming",
+    "init_lora_weights": "kaiming",
     "dora": False,
     "quantize": None,
 }
-READ = dict.fromkeys(("r", "alpha", "target", "rslora", "modules_to_save", "init"))
+READ = dict.fromkeys(("r", "alpha", "target_modules", "rslora", "modules_to_save", "init_lora_weights"))
 
 
 def described(**changes: Any) -> LoRA:
@@ -55,7 +55,7 @@ def trained_by_peft(model: nn.Module, config: LoraConfig) -> dict[str, torch.Siz
 )
 def test_what_is_adapted_is_what_peft_adapts(family: str, target: Any, words: Any) -> None:
     """Names, shapes and order; and the description written for peft means the same."""
-    description, here = spec(family), described(target=target)
+    description, here = spec(family), described(target_modules=target)
     ours = here.shapes(description.build(description.config()))
     config = LoraConfig(r=4, target_modules=words, task_type="CAUSAL_LM")
     model = description.build(description.config())
@@ -68,7 +68,7 @@ def test_what_is_adapted_is_what_peft_adapts(family: str, target: Any, words: An
 def test_modules_that_are_trained_whole() -> None:
     description = spec("llama")
     model = description.build(description.config())
-    adapter = described(target="attention", modules_to_save=("lm_head", "norm"))
+    adapter = described(target_modules="attention", modules_to_save=("lm_head", "norm"))
     ours = adapter.shapes(model)
     assert adapter.saved(model) == ["model.norm", "lm_head"]
     assert {name: shape for name, shape in ours.items() if "lora" not in name} == {
@@ -95,7 +95,7 @@ def test_initial_values_are_a_function_of_seed_and_name() -> None:
     assert not first(f"{name}.lora_B.weight").any()
     lengths = base(f"{name}.weight").norm(dim=1)
     torch.testing.assert_close(first(f"{name}.lora_magnitude_vector"), lengths)
-    spread = described(init="gaussian").weights(model, 3, base)(f"{name}.lora_A.weight").std()
+    spread = described(init_lora_weights="gaussian").weights(model, 3, base)(f"{name}.lora_A.weight").std()
     assert 0.15 < spread < 0.35  # 1 / r
 
 
@@ -108,7 +108,7 @@ def random_tensors(adapter: LoRA, description: ModelSpec) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("adapter")
-    adapter = described(target="attention", rslora=True)
+    adapter = described(target_modules="attention", rslora=True)
     export_adapter(adapter, spec("qwen3"), random_tensors(adapter, spec("qwen3")).items(), path)
     return path
 
@@ -126,8 +126,8 @@ def test_a_folder_is_read_as_it_was_written(folder: Path) -> None:
     for name, value in random_tensors(adapter, description).items():
         assert torch.equal(weights(name), value)
         assert torch.equal(weights(name, (slice(0, 2), slice(1, 3))), value[:2, 1:3])
-    assert adapter.signature(model) == described(target="attention", rslora=True).signature(model)
-    assert adapter.signature(model) != described(target="attention").signature(model)
+    assert adapter.signature(model) == described(target_modules="attention", rslora=True).signature(model)
+    assert adapter.signature(model) != described(target_modules="attention").signature(model)
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,19 @@ def test_a_folder_is_read_as_it_was_written(folder: Path) -> None:
         ({"r": None}, "adapter.r: is null, and there is no adapter.path"),
         ({"alpha": 0.0}, "adapter.alpha: must be above 0"),
         ({"dropout": 1.0}, "adapter.dropout: must be at least 0 and below 1"),
-        ({"target": ("q_prj",)}, "adapter.target: 'q_prj' matches no module of qwen3. Did you mean q_proj"),
         (
-            {"target": ()},
-            "adapter.target: an empty list matches no linear layer of qwen3; .* q_proj,",
+            {"target_modules": ("q_prj",)},
+            "adapter.target_modules: 'q_prj' matches no module of qwen3. Did you mean q_proj",
         ),
-        ({"target": ("norm",)}, "adapter.target: model.norm is a Qwen3RMSNorm; only linear layers"),
-        ({"target": ("lm_head",)}, "adapter.target: lm_head is the head, .*modules_to_save="),
+        (
+            {"target_modules": ()},
+            "adapter.target_modules: an empty list matches no linear layer of qwen3; .* q_proj,",
+        ),
+        (
+            {"target_modules": ("norm",)},
+            "adapter.target_modules: model.norm is a Qwen3RMSNorm; only linear layers",
+        ),
+        ({"target_modules": ("lm_head",)}, "adapter.target_modules: lm_head is the head, .*modules_to_save="),
         ({"modules_to_save": ("embed_tokens",)}, "modules_to_save: model.embed_tokens is tied"),
         ({"modules_to_save": ("q_proj",)}, "self_attn.q_proj is adapted too"),
         ({"modules_to_save": ("mlp",)}, "mlp is no single module"),
@@ -161,9 +167,9 @@ def test_what_does_not_fit_the_model_is_refused(changes: dict[str, Any], message
     ("changes", "message"),
     [
         ({"r": 8}, "adapter.r: is 8, but the adapter at adapter.path=.* has 4; leave it out"),
-        ({"target": "mlp"}, "adapter.target: is mlp, but"),
+        ({"target_modules": "mlp"}, "adapter.target_modules: is mlp, but"),
         ({"dora": True}, "adapter.dora: is True, .* has False; use adapter=lora"),
-        ({"init": "gaussian"}, "adapter.init: is not read with adapter.path"),
+        ({"init_lora_weights": "gaussian"}, "adapter.init_lora_weights: is not read with adapter.path"),
     ],
 )
 def test_settings_that_contradict_the_folder_are_refused(
@@ -174,8 +180,8 @@ def test_settings_that_contradict_the_folder_are_refused(
 
 
 def test_names_are_asked_for_in_any_order(folder: Path) -> None:
-    target = continued(folder).target
-    assert continued(folder, target=tuple(reversed(target))).target == target
+    target = continued(folder).target_modules
+    assert continued(folder, target_modules=tuple(reversed(target))).target_modules == target
 
 
 def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_failed_save_costs_no_earlier_checkpoint(tmp_path: Path, monkeypatch: 
         TrainingError, match=r"No space left on device \([\d,]+ MiB are free here\)"
     ) as caught:
         save(p, 2)
-    assert "run.on_save_error=continue" in str(caught.value)
+    assert "checkpoint.on_error=continue" in str(caught.value)
     assert steps(tmp_path) == folders(tmp_path) == [1]
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint that run.resume means, and which runs and folders it refuses."""
+"""The checkpoint that checkpoint.resume means, and which runs and folders it refuses."""
 
 import logging
 import re
@@ -202,7 +202,7 @@ def test_data_seed_and_batch_size_can_be_forced(
         resume(run, other)
     with caplog.at_level(logging.WARNING, logger="components"):
         assert resume(run, other, force=True) == point(run, 5)
-    assert f"run.resume_force: {key} of" in caplog.text
+    assert f"checkpoint.allow_mismatch: {key} of" in caplog.text
 
 
 def test_the_docs_list_what_may_not_change() -> None:
@@ -211,4 +211,6 @@ def test_the_docs_list_what_may_not_change() -> None:
     table = page.partition("| what a resumed run keeps |")[2].partition("\n\n")[0]
     rows = dict(re.findall(r"^\| ([a-z_]+): .* \| (.*) \|$", table, re.MULTILINE))
     assert rows.keys() == {field.name for field in fields(RunIdentity)} == REMEDIES.keys()
-    assert {key for key, forced in rows.items() if forced == "`run.resume_force=true`"} == set(FORCED)
+    assert {key for key, forced in rows.items() if forced == "`checkpoint.allow_mismatch=true`"} == set(
+        FORCED
+    )

@@ -116,9 +116,13 @@ def test_routers_have_biases_that_no_gradient_changes() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("qwen3_moe", {"aux_loss": "switch"}, "model.aux_coef: is 0"),
-        ("qwen3_moe", {"aux_coef": 0.1}, "model.aux_loss: is none"),
-        ("qwen3_moe", {"bias_rate": 0.1}, "model.bias_rate: the routers of qwen3_moe have no bias"),
+        ("qwen3_moe", {"aux_loss": "switch"}, "model.moe.aux_loss_coef: is 0"),
+        ("qwen3_moe", {"aux_coef": 0.1}, "model.moe.aux_loss: is none"),
+        (
+            "qwen3_moe",
+            {"bias_rate": 0.1},
+            "model.moe.bias_update_rate: the routers of qwen3_moe have no bias",
+        ),
     ],
 )
 def test_terms_that_would_do_nothing_are_refused(family: str, changes: Any, message: str) -> None:

@@ -81,11 +81,14 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"bucket_size": 1000}, ["parallelism.bucket_size", "parallelism.overlap_grad_reduce"]),
     ({"ep": 0}, ["parallelism.ep", "at least 1"]),
     ({"capacity_factor": 0.0}, ["parallelism.capacity_factor", "above 0"]),
-    ({"drop_policy": "position"}, ["parallelism.drop_policy", "parallelism.capacity_factor"]),
-    ({"pad_to_capacity": True}, ["parallelism.pad_to_capacity", "parallelism.capacity_factor"]),
     (
-        {"shared_expert_overlap": True, "moe_dispatcher": "allgather"},
-        ["parallelism.shared_expert_overlap", "moe_dispatcher=alltoall"],
+        {"moe_token_drop_policy": "position"},
+        ["parallelism.moe_token_drop_policy", "parallelism.capacity_factor"],
+    ),
+    ({"moe_pad_to_capacity": True}, ["parallelism.moe_pad_to_capacity", "parallelism.capacity_factor"]),
+    (
+        {"shared_expert_overlap": True, "moe_token_dispatcher": "allgather"},
+        ["parallelism.shared_expert_overlap", "moe_token_dispatcher=alltoall"],
     ),
     (
         {"overlap_param_gather": True, "overlap_grad_reduce": True},
@@ -315,7 +318,7 @@ TE_RUN: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
         ({"cp": 2}, "cp_comm_type=all_gather"),
         ({"shape": {"model_type": "mistral", "sliding_window": 16}}, "sliding window"),
         ({"shape": LATENT}, "the latent attention of deepseek_v3 is computed by local only"),
-        ({"adapter": LoRA(r=2, alpha=2.0, target="all-linear")}, "where an adapter needs its output"),
+        ({"adapter": LoRA(r=2, alpha=2.0, target_modules="all-linear")}, "where an adapter needs its output"),
     ],
     ids=str,
 )
@@ -479,10 +482,10 @@ SHARED: dict[str, Any] = {
     | {"moe_intermediate_size": 24, "n_shared_experts": 1},
 }
 DENSE: dict[str, Any] = {"shape": {"model_type": "qwen3"}}
-LORA = LoRA(r=2, alpha=2.0, target="mlp")
+LORA = LoRA(r=2, alpha=2.0, target_modules="mlp")
 EXPERTS: list[tuple[dict[str, Any], list[str]]] = [
     (DENSE | {"ep": 2, "ranks": 2}, ["parallelism.ep", "qwen3 has no experts"]),
-    (DENSE | {"moe_dispatcher": "allgather"}, ["parallelism.moe_dispatcher", "no experts"]),
+    (DENSE | {"moe_token_dispatcher": "allgather"}, ["parallelism.moe_token_dispatcher", "no experts"]),
     (DENSE | {"capacity_factor": 1.5}, ["parallelism.capacity_factor", "no experts"]),
     (QWEN_MOE | {"ep": 4, "ranks": 4}, ["parallelism.ep: 4", "use 1 or 2"]),
     (QWEN_MOE | {"etp": 5, "ranks": 5}, ["parallelism.etp: 5", "24; use 1"]),
@@ -490,10 +493,13 @@ EXPERTS: list[tuple[dict[str, Any], list[str]]] = [
     (QWEN_MOE | {"tp": 2, "ranks": 2}, ["parallelism.sequence_parallel", "sequence_parallel=true"]),
     (QWEN_MOE | {"shared_expert_overlap": True}, ["parallelism.shared_expert_overlap", "no shared"]),
     (
-        QWEN_MOE | {"capacity_factor": 3.5, "pad_to_capacity": True},
+        QWEN_MOE | {"capacity_factor": 3.5, "moe_pad_to_capacity": True},
         ["parallelism.capacity_factor", "at most 3"],
     ),
-    (QWEN_MOE | {"adapter": LORA, "etp": 2, "ranks": 2}, ["parallelism.etp: 2", "adapter.target=attention"]),
+    (
+        QWEN_MOE | {"adapter": LORA, "etp": 2, "ranks": 2},
+        ["parallelism.etp: 2", "adapter.target_modules=attention"],
+    ),
 ]
 
 
@@ -508,12 +514,12 @@ def test_what_experts_do_not_fit_is_refused(arguments: dict[str, Any], words: li
     "arguments",
     [
         QWEN_MOE | {"ep": 2, "etp": 2, "tp": 2, "sequence_parallel": True, "ranks": 4},
-        QWEN_MOE | {"ep": 3, "ranks": 6, "pp": 2, "capacity_factor": 3.0, "pad_to_capacity": True},
+        QWEN_MOE | {"ep": 3, "ranks": 6, "pp": 2, "capacity_factor": 3.0, "moe_pad_to_capacity": True},
         QWEN_MOE
-        | {"ep": 2, "ranks": 2, "moe_dispatcher": "allgather", "drop_policy": "position"}
+        | {"ep": 2, "ranks": 2, "moe_token_dispatcher": "allgather", "moe_token_drop_policy": "position"}
         | {"capacity_factor": 1.25},
         QWEN_MOE | {"adapter": LORA},
-        QWEN_MOE | {"adapter": replace(LORA, target="attention"), "etp": 2, "ranks": 2},
+        QWEN_MOE | {"adapter": replace(LORA, target_modules="attention"), "etp": 2, "ranks": 2},
         SHARED | {"ep": 4, "ranks": 4, "shared_expert_overlap": True},
     ],
     ids=str,

@@ -196,7 +196,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["80", "GiB", "80GiBs", "-1GiB", "0GiB", "80KiB"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"run.device_memory: .* write 80GiB"):
+    with pytest.raises(ConfigError, match=r"preflight.device_memory: .* write 80GiB"):
         parse_size(text)
 
 

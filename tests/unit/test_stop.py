@@ -147,12 +147,12 @@ def test_what_is_no_time(value: float | str) -> None:
 
 
 def test_the_command_that_resumes() -> None:
-    command = ["runner", "stage=pt", "run.resume=auto", "parallelism.pipeline_layout=Et|tL"]
+    command = ["runner", "stage=pt", "checkpoint.resume=auto", "parallelism.pipeline_layout=Et|tL"]
     told = resume_command(command, (), "outputs/a/checkpoints/step_00000003")
     layout = "'parallelism.pipeline_layout=Et|tL'"
-    assert told == f"python -m runner stage=pt {layout} run.resume=outputs/a/checkpoints/step_00000003"
+    assert told == f"python -m runner stage=pt {layout} checkpoint.resume=outputs/a/checkpoints/step_00000003"
     sweep = ["runner", "-m", "stage=pt,sft"]
-    assert resume_command(sweep, ("stage=sft",), "at") == "python -m runner stage=sft run.resume=at"
+    assert resume_command(sweep, ("stage=sft",), "at") == "python -m runner stage=sft checkpoint.resume=at"
     sweep = ["runner", "sweep=mine"]
     told = resume_command(sweep, ("sweep=mine", "stage=sft"), "at")
-    assert told == "python -m runner sweep=mine stage=sft hydra.mode=RUN run.resume=at"
+    assert told == "python -m runner sweep=mine stage=sft hydra.mode=RUN checkpoint.resume=at"

@@ -98,6 +98,6 @@ def test_tensors_of_another_model_are_named(
     stored: dict[str, torch.Size], words: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"run\.init_from: ") as caught:
-        check_shapes(tmp_path, stored, WANTED, "run.init_from")
+        check_shapes(tmp_path, stored, WANTED, "checkpoint.init_from")
     assert all(word in str(caught.value) for word in words)
-    check_shapes(tmp_path, WANTED, WANTED, "run.init_from")
+    check_shapes(tmp_path, WANTED, WANTED, "checkpoint.init_from")

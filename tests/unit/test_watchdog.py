@@ -32,7 +32,7 @@ def test_it_says_where_every_thread_is(tmp_path: Path) -> None:
     assert "hangs_in_here" in stacks
     assert "_watch" in stacks, "of every thread"
     (message,) = map(str, said)
-    assert "no progress for 0.2 s (run.timeout), since " in message
+    assert "no progress for 0.2 s (run.hang_timeout_s), since " in message
     assert "in step 12" in message
     assert str(tmp_path / "stacks_*.txt") in message
 

@@ -39,21 +39,21 @@ def check_adapter(
     """An adapter of experts, whose number on a rank may be no multiple of ``shards``."""
     if tp > 1:
         raise ConfigError(
-            f"parallelism.tp: {tp} ranks would split the experts that adapter.target has, which parallelism="
-            "fsdp2 does not adapt; use parallelism.tp=1 (parallelism.ep shares them out), or "
-            "adapter.target=attention."
+            f"parallelism.tp: {tp} ranks would split the experts that adapter.target_modules has, which "
+            "parallelism=fsdp2 does not adapt; use parallelism.tp=1 (parallelism.ep shares them out), or "
+            "adapter.target_modules=attention."
         )
     if adapter.modules_to_save and len(adapter.expert_targets(model)) == len(adapter.targets(model)):
         raise ConfigError(
-            "adapter.modules_to_save: is not read by parallelism=fsdp2 where adapter.target has experts "
-            "alone; use adapter.target=all-linear, or leave it out."
+            "adapter.modules_to_save: is not read by parallelism=fsdp2 where adapter.target_modules has "
+            "experts alone; use adapter.target_modules=all-linear, or leave it out."
         )
     rows = len(experts[0].gate_proj.weight)
     if rows % shards and len(experts) // ep % shards:
         raise ConfigError(
             f"parallelism.dp: {shards} ranks (dp / dp_replicate x cp / ep) cannot share out adapters of "
             f"experts of moe_intermediate_size = {rows}; let these be {nearest(shards, divisors(rows))}, or "
-            "use adapter.target=attention."
+            "use adapter.target_modules=attention."
         )
 
 

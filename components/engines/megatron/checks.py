@@ -80,11 +80,14 @@ def contradictions(layout: Layout) -> dict[str, str]:
             "no sequence is split; set parallelism.cp above 1, or leave it out",
         ),
         "bucket_size": (layout.bucket_size is not None and not layout.overlap_grad_reduce, overlapping),
-        "drop_policy": (layout.drop_policy != "probs" and layout.capacity_factor is None, unlimited),
-        "pad_to_capacity": (layout.pad_to_capacity and layout.capacity_factor is None, unlimited),
+        "moe_token_drop_policy": (
+            layout.moe_token_drop_policy != "probs" and layout.capacity_factor is None,
+            unlimited,
+        ),
+        "moe_pad_to_capacity": (layout.moe_pad_to_capacity and layout.capacity_factor is None, unlimited),
         "shared_expert_overlap": (
-            layout.shared_expert_overlap and layout.moe_dispatcher != "alltoall",
-            "Megatron overlaps them with parallelism.moe_dispatcher=alltoall only",
+            layout.shared_expert_overlap and layout.moe_token_dispatcher != "alltoall",
+            "Megatron overlaps them with parallelism.moe_token_dispatcher=alltoall only",
         ),
         "overlap_param_gather": (
             layout.overlap_param_gather and not (layout.distributed_optimizer and layout.overlap_grad_reduce),
@@ -139,13 +142,13 @@ def check_further(layout: Layout, config: PreTrainedConfig) -> None:
         return
     if config.tie_word_embeddings:
         raise ConfigError(
-            f"model.mtp_layers: is {count}, and this model ties embedding and head, which Megatron does not "
-            "do over stages; use parallelism.pp=1, or model.architecture.tie_word_embeddings=false."
+            f"model.mtp.num_layers: is {count}, and this model ties embedding and head, which Megatron does "
+            "not do over stages; use parallelism.pp=1, or model.architecture.tie_word_embeddings=false."
         )
     if "t" not in held(layout, config.num_hidden_layers)[-1][-1]:
         raise ConfigError(
             f"parallelism.pipeline_layout: {layout.pipeline_layout!r} ends without a layer, and those of "
-            f"model.mtp_layers={count} are like the last one there; use one with a t before L."
+            f"model.mtp.num_layers={count} are like the last one there; use one with a t before L."
         )
 
 
@@ -250,8 +253,8 @@ def check_adapter(adapter: LoRA, model: PreTrainedModel, etp: int) -> None:
         )
     if etp > 1 and adapter.expert_targets(model):
         raise ConfigError(
-            f"parallelism.etp: {etp} ranks would split the experts that adapter.target has; use "
-            "parallelism.etp=1, or adapter.target=attention."
+            f"parallelism.etp: {etp} ranks would split the experts that adapter.target_modules has; use "
+            "parallelism.etp=1, or adapter.target_modules=attention."
         )
 
 
@@ -290,7 +293,7 @@ def why_no_transformer_engine(
         "its linear layers hold the norm before them, where an adapter needs its output": adapter is not None,
         "its attention to packed sequences has no fp32 (run.dtype=bf16 has)": dtype == torch.float32,
         f"its attention to packed sequences has no cp_comm_type={layout.cp_comm_type}": layout.cp > 1,
-        "layers for further tokens (model.mtp_layers) are computed by local only": number(config) > 0,
+        "layers for further tokens (model.mtp.num_layers) are computed by local only": number(config) > 0,
         f"this {config.model_type} has a sliding window, which is computed by local only": window is not None,
         latent: has_latents(config),
         f"experts of {config.model_type} are computed by local only": experts_of(config) is not None,

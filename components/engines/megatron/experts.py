@@ -15,10 +15,10 @@ FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
 KEYS = (
     "ep",
     "etp",
-    "moe_dispatcher",
+    "moe_token_dispatcher",
     "capacity_factor",
-    "drop_policy",
-    "pad_to_capacity",
+    "moe_token_drop_policy",
+    "moe_pad_to_capacity",
     "shared_expert_overlap",
 )
 """Of a layout, that are about experts alone."""
@@ -137,9 +137,9 @@ def check_routing(layout: Layout, hf: PreTrainedConfig, experts: Experts) -> Non
         )
     most = experts.number / experts.top_k
     factor = layout.capacity_factor
-    if layout.pad_to_capacity and factor is not None and factor > most:
+    if layout.moe_pad_to_capacity and factor is not None and factor > most:
         raise ConfigError(
             f"parallelism.capacity_factor: with {factor:g} an expert has room for more tokens "
-            f"than there are, which pad_to_capacity cannot fill; use at most {most:g}, or "
-            "parallelism.pad_to_capacity=false."
+            f"than there are, which moe_pad_to_capacity cannot fill; use at most {most:g}, or "
+            "parallelism.moe_pad_to_capacity=false."
         )

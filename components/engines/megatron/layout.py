@@ -42,13 +42,13 @@ class Layout:
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """auto: transformer-engine where it is installed and can compute the run."""
     optimizer_cpu_offload: bool = False
-    moe_dispatcher: Literal["allgather", "alltoall"] = "alltoall"
+    moe_token_dispatcher: Literal["allgather", "alltoall"] = "alltoall"
     """How tokens get to their experts: all to every rank of ep x etp, or each to its own."""
     capacity_factor: float | None = None
     """An expert takes at most so many times its even share of a rank's tokens; None: all that chose it."""
-    drop_policy: Literal["probs", "position"] = "probs"
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
     """Which it takes where more chose it: those that weigh it most, or the first."""
-    pad_to_capacity: bool = False
+    moe_pad_to_capacity: bool = False
     """Every expert computes as many tokens as it has room for."""
     shared_expert_overlap: bool = False
     """Compute shared experts while tokens are under way."""

@@ -157,7 +157,7 @@ def test_shuffle_false_keeps_the_order_of_the_file(texts: str, tokenizer: PreTra
 
 def test_weights_are_repeats(tmp_path: Path, texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
     rare = write_texts(tmp_path / "rare.jsonl", 10, "rare")
-    data = FilesData(sources=[{"path": texts, "weight": 0.5}, {"path": rare, "weight": 3}], packing="none")
+    data = FilesData(sources=[{"path": texts, "repeats": 0.5}, {"path": rare, "repeats": 3}], packing="none")
     prepared = prepare(data, tokenizer, epochs=2)
     seen = documents(prepared, tokenizer)
     # An epoch: 20 of 40 and 3 x 10; 50 rows are 13 steps, the last one short.
@@ -234,7 +234,7 @@ def test_an_indexed_data_set(tmp_path: Path, tokenizer: PreTrainedTokenizerBase,
     prefix = write_indexed(tmp_path / "corpus", corpus, np.uint16)
     texts = write_texts(tmp_path / "more.jsonl", 5)
     data = FilesData(
-        sources=[{"path": f"{prefix}.bin", "weight": 2}, {"path": texts}],
+        sources=[{"path": f"{prefix}.bin", "repeats": 2}, {"path": texts}],
         max_length=16,
         packing=packing,
         shuffle=False,
@@ -288,7 +288,7 @@ def test_the_identity_follows_the_data_not_its_place(
         prepare(replace(data, shuffle=False), tokenizer),
         prepare(replace(data, eval_fraction=0.5), tokenizer),
         prepare(data, tokenizer, seed=1),
-        prepare(FilesData(sources=[{"path": texts, "weight": 2}]), tokenizer),
+        prepare(FilesData(sources=[{"path": texts, "repeats": 2}]), tokenizer),
         prepare(FilesData(train=write_texts(tmp_path / "other.jsonl", 41)), tokenizer),
     ]
     assert identity not in {other.identity for other in others}
@@ -317,11 +317,11 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             "data.eval_fraction: is not read where data.eval",
         ),
         ({"sources": []}, "data.sources: is empty"),
-        ({"sources": [{"path": "a", "wieght": 1}]}, r"data.sources\[0\].wieght: .*did you mean weight"),
-        ({"sources": [{"path": "a"}, {"weight": 1}]}, r"data.sources\[1\].path: must be a path, got None"),
-        ({"sources": [{"path": "a", "weight": 0}]}, r"data.sources\[0\].weight: .*got 0"),
-        ({"sources": [{"path": "a", "weight": "2"}]}, r"data.sources\[0\].weight: .*got '2'"),
-        ({"sources": [{"path": "a", "weight": float("inf")}]}, r"data.sources\[0\].weight"),
+        ({"sources": [{"path": "a", "repaets": 1}]}, r"data.sources\[0\].repaets: .*did you mean repeats"),
+        ({"sources": [{"path": "a"}, {"repeats": 1}]}, r"data.sources\[1\].path: must be a path, got None"),
+        ({"sources": [{"path": "a", "repeats": 0}]}, r"data.sources\[0\].repeats: .*got 0"),
+        ({"sources": [{"path": "a", "repeats": "2"}]}, r"data.sources\[0\].repeats: .*got '2'"),
+        ({"sources": [{"path": "a", "repeats": float("inf")}]}, r"data.sources\[0\].repeats"),
         (
             {"sources": [{"path": "a", "format": "xml"}]},
             r"data.sources\[0\].format: 'xml' is none of auto, text",
@@ -366,8 +366,8 @@ def test_mistakes_found_while_preparing(
 
 
 def test_an_epoch_without_a_sample_is_refused(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    data = FilesData(sources=[{"path": texts, "weight": 1e-6}])
-    with pytest.raises(ConfigError, match=r"data\.sources: no sample is drawn in epoch 0; raise a weight"):
+    data = FilesData(sources=[{"path": texts, "repeats": 1e-6}])
+    with pytest.raises(ConfigError, match=r"data\.sources: no sample is drawn in epoch 0; raise its repeats"):
         prepare(data, tokenizer)
 
 
@@ -393,7 +393,9 @@ def test_shared_prompts_make_another_plan(tmp_path: Path, tokenizer: PreTrainedT
     sides = {"chosen": "A number.", "rejected": "I do not know."}
     pairs = [{"prompt": "What is this? " * (i + 1), **sides} for i in range(40)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    data = FilesData(train=str(tmp_path / "pairs.jsonl"), eval_fraction=0.2, overlong="drop", max_length=256)
+    data = FilesData(
+        train=str(tmp_path / "pairs.jsonl"), eval_fraction=0.2, long_samples="drop", max_length=256
+    )
     whole, shared = (
         prepare(replace(data, share_prompt=on), tokenizer, "preference", global_batch_size=2)
         for on in (False, True)
@@ -429,7 +431,7 @@ def test_records_are_counted_over_chunks(tokenizer: PreTrainedTokenizerBase, tmp
     path = tmp_path / "long.jsonl"
     texts = ["word " * (200 if n % 7 == 0 else 3) for n in range(500)]
     path.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
-    data = FilesData(train=str(path), max_length=16, packing="none", overlong="drop", shuffle=False)
+    data = FilesData(train=str(path), max_length=16, packing="none", long_samples="drop", shuffle=False)
     loader = prepare(data, tokenizer).train_loader(**ONE_RANK)
     named = [name for step in range(loader.num_steps) for name in loader.sample_ids(step)]
     assert named == [f"data.train:{n + 1}" for n in range(500) if n % 7]

@@ -88,7 +88,7 @@ def test_a_chunk_counts_what_is_left_out(chat_encoder: Encoder) -> None:
     assert cut.truncated.tolist() == [False, True]
     assert cut.stop_trained.tolist() == [True, False]
     assert cut.lengths[1] == 64
-    dropped = replace(chat_encoder, overlong="drop")(items)
+    dropped = replace(chat_encoder, long_samples="drop")(items)
     assert (dropped.dropped, dropped.unsupervised, len(dropped.lengths)) == (2, 0, 1)
     every = replace(chat_encoder, train_on_prompt=True)(items)
     assert every.unsupervised == 0
@@ -212,7 +212,7 @@ def other_template(source: FileSource, encoder: Encoder) -> tuple[FileSource, En
         lambda source, encoder: (replace(source, format="text"), encoder),
         lambda source, encoder: (source, replace(encoder, max_length=17)),
         lambda source, encoder: (source, replace(encoder, max_length=None)),
-        lambda source, encoder: (source, replace(encoder, overlong="drop")),
+        lambda source, encoder: (source, replace(encoder, long_samples="drop")),
         lambda source, encoder: (source, replace(encoder, train_on_prompt=True)),
     ],
 )
@@ -293,17 +293,17 @@ def test_mistakes_in_a_file(
 
 
 @pytest.mark.parametrize(
-    ("max_length", "overlong", "message"),
+    ("max_length", "long_samples", "message"),
     [
         (8, "truncate", "0 longer .* 1 without a token"),
         (8, "drop", "1 longer than data.max_length=8, 0 without"),
     ],
 )
 def test_a_source_with_nothing_to_train_on_is_refused(
-    tmp_path: Path, chat_encoder: Encoder, max_length: int, overlong: Any, message: str
+    tmp_path: Path, chat_encoder: Encoder, max_length: int, long_samples: Any, message: str
 ) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"instruction": "many words that will not fit in at all", "output": "b"}\n')
-    encoder = replace(chat_encoder, max_length=max_length, overlong=overlong)
+    encoder = replace(chat_encoder, max_length=max_length, long_samples=long_samples)
     with pytest.raises(ConfigError, match=f"data.train=.*x.jsonl: no sample is left .*{message}"):
         build_store(FileSource("data.train", str(path), "auto"), encoder, tmp_path / "cache", 1)

@@ -140,13 +140,13 @@ def test_pairs_of_neighbours_do_not_depend_on_batches() -> None:
 
 def test_a_long_neighbour_cuts_nobody(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     long = {"prompt": "What is a gnu?", "completion": "A gnu " + "eats " * 99, "label": False}
-    for overlong, samples in (("truncate", 2), ("drop", 1)):
+    for long_samples, samples in (("truncate", 2), ("drop", 1)):
         prepared = prepare(
             tmp_path,
             [record("ant", True), long],
             "unpaired",
             max_length=40,
-            overlong=overlong,
+            long_samples=long_samples,
             packing="none",
         )
         [source] = prepared.audit.train.sources
@@ -218,10 +218,10 @@ def test_the_same_answer_twice_is_counted(tmp_path: Path, caplog: pytest.LogCapt
         prepare(tmp_path, [same, same], "preference", max_length=40)
 
 
-@pytest.mark.parametrize(("overlong", "kept"), [("truncate", 2), ("drop", 1)])
-def test_long_prompts_are_counted(tmp_path: Path, overlong: Any, kept: int) -> None:
+@pytest.mark.parametrize(("long_samples", "kept"), [("truncate", 2), ("drop", 1)])
+def test_long_prompts_are_counted(tmp_path: Path, long_samples: Any, kept: int) -> None:
     good = {"prompt": "What is a ant?", "chosen": "An insect.", "rejected": "A stone."}
     long = good | {"prompt": "Why? " * 60}
-    prepared = prepare(tmp_path, [good, long], "preference", max_length=40, overlong=overlong)
+    prepared = prepare(tmp_path, [good, long], "preference", max_length=40, long_samples=long_samples)
     [source] = prepared.audit.train.sources
     assert (source.samples, source.long_prompts) == (kept, 1)

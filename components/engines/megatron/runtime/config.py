@@ -89,10 +89,10 @@ def experts(hf: PreTrainedConfig, layout: Layout) -> dict[str, Any]:
         "moe_router_topk": found.top_k,
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": True,  # unread; without it one expert a token is refused
-        "moe_token_dispatcher_type": layout.moe_dispatcher,
+        "moe_token_dispatcher_type": layout.moe_token_dispatcher,
         "moe_expert_capacity_factor": layout.capacity_factor,
-        "moe_token_drop_policy": layout.drop_policy,
-        "moe_pad_expert_input_to_capacity": layout.pad_to_capacity,
+        "moe_token_drop_policy": layout.moe_token_drop_policy,
+        "moe_pad_expert_input_to_capacity": layout.moe_pad_to_capacity,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
     }

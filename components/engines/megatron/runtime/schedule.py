@@ -111,11 +111,11 @@ def make_items(
 ) -> list[Item]:
     """Rows on ``device``: of one length where stages send them to each other.
 
-    With moe_dispatcher=allgather or pad_to_capacity collective: ranks that exchange tokens have as many.
+    With moe_token_dispatcher=allgather or moe_pad_to_capacity collective: ranks that exchange tokens have as many.
     """
     multiple = layout.tp * layout.cp if layout.sequence_parallel else layout.cp
     lengths = [aligned_length(batch, cp=layout.cp, multiple=multiple) for batch in microbatches]
-    if layout.moe_dispatcher == "allgather" or layout.pad_to_capacity:
+    if layout.moe_token_dispatcher == "allgather" or layout.moe_pad_to_capacity:
         agreed = torch.tensor(lengths, device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
         lengths = agreed.tolist()
