@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.errors import ConfigError, FinalError, TrainingError
+from runner.errors import DONE, ConfigError, FinalError, TrainingError
 
 
 def report(folder: Path, error: BaseException, *, stalled: bool = False) -> None:
@@ -61,7 +61,7 @@ def blame(folder: Path, codes: Sequence[int | None]) -> TrainingError:
     found = reports(folder)
     # A rank that was killed, or left without a word, has no report and cannot be anyone's consequence.
     reported = {report["rank"] for report in found}
-    silent = [r for r, code in enumerate(codes) if code not in (None, 0) and r not in reported]
+    silent = [r for r, code in enumerate(codes) if code not in (None, DONE) and r not in reported]
     if reported:  # NCCL aborts the peers of a rank that failed
         silent = [r for r in silent if codes[r] != -signal.SIGABRT]
     if silent:

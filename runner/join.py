@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from runner.errors import ConfigError
+from runner.errors import MISTAKE, ConfigError
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 PATIENCE = timedelta(days=2)
@@ -67,7 +67,7 @@ def agree_on_folder(
         return publish(store, round_key, prepare)
     answer = fetch(store, round_key)
     if "error" in answer:
-        raise SystemExit(2)
+        raise SystemExit(MISTAKE)
     node_key = f"{round_key}/node/{environ.get('GROUP_RANK', '0')}"
     if environ.get("GROUP_RANK", "0") != "0":
         if environ.get("LOCAL_RANK") == "0":

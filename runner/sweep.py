@@ -19,12 +19,11 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from runner.errors import DONE, FAILED, MISTAKE
 from runner.folder import read_facts
 from runner.outcome import Outcome, Point, Status, best, read_outcome, read_outcomes
 from runner.stop import PRUNED
 from runner.sweep_table import show
-
-FAILED, MISTAKE = 1, 2
 
 
 def run_point(point: Point, task: Callable[[], float], explained: Callable[[Exception], int]) -> float:
@@ -84,9 +83,9 @@ def conclude(folder: Path, code: int) -> int:
     if not outcomes or code == MISTAKE:  # jobs never raise: it is the sweep itself that was refused
         return code
     counts = Counter(outcome.status for outcome in outcomes)
-    if code == 0 and (counts["failed"] or counts["running"]):
+    if code == DONE and (counts["failed"] or counts["running"]):
         code = FAILED
-    elif code == 0 and set(counts) == {"refused"}:
+    elif code == DONE and set(counts) == {"refused"}:
         code = MISTAKE
     winner = best(outcomes)
     facts = {"ended": now(), "exit_code": code, "jobs": len(outcomes), "counts": counts}

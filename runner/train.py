@@ -31,8 +31,10 @@ from runner.provenance import Provenance
 from runner.pruning import pruner_of
 from runner.reporter import Reporter
 from runner.results import Results
+from runner.schema import seconds
+from runner.signals import StopRequest, announce, handling
 from runner.state import TrainState
-from runner.stop import Stop, StopRequest, announce, handling, seconds
+from runner.stop import Stop
 from runner.watchdog import Watchdog, end_process
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

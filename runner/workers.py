@@ -13,9 +13,9 @@ from typing import IO
 import torch.distributed as dist
 
 from runner.blame import blame, forget_reports, has_stalled, rank_log
-from runner.errors import FinalError
+from runner.errors import DONE, FinalError
 from runner.jobs import CORES
-from runner.stop import REQUESTS, StopRequest, announce, handling
+from runner.signals import REQUESTS, StopRequest, announce, handling
 from runner.watchdog import discard_if_empty, stacks_path
 
 POLL_S = 0.05
@@ -85,9 +85,9 @@ def pass_on(number: int, ranks: Ranks) -> None:
 def wait(folder: Path, ranks: Ranks, request: StopRequest) -> None:
     while True:
         codes = [rank.poll() for rank in ranks]
-        if all(code == 0 for code in codes):
+        if all(code == DONE for code in codes):
             return
-        if any(code not in (None, 0) for code in codes):
+        if any(code not in (None, DONE) for code in codes):
             time.sleep(2 * POLL_S)  # peers of the first failure may be writing their own report
             break
         time.sleep(POLL_S)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from runner import slurm
-from runner.cli import FAILED, MISTAKE, exit_code, explained
+from runner.cli import exit_code, explained
+from runner.errors import DONE, FAILED, MISTAKE
 from runner.outcome import SWEEP_FOLDER, Point, read_outcome
 from runner.provenance import Provenance
 from runner.sweep import run_point
 from runner.worker import leave
 
-CODES = {"done": 0, "pruned": 0, "stopped": 0, "refused": MISTAKE}
+CODES = {"done": DONE, "pruned": DONE, "stopped": DONE, "refused": MISTAKE}
 
 
 @dataclass(frozen=True)
