@@ -19,6 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from components.rank_info import RankInfo
 from runner import slurm
 from runner.errors import DONE, FAILED, INTERRUPTED, MISTAKE, ConfigError, TrainingError
 from runner.outcome import SWEEP_FOLDER, Point
@@ -69,7 +70,7 @@ def as_typed(state: Any) -> tuple[str, ...]:
 def command() -> int:
     """What ``sys.argv`` asks for; returns the exit code."""
     os.environ.pop(SWEEP_FOLDER, None)
-    if "RANK" in os.environ and sweeps(sys.argv):
+    if sweeps(sys.argv) and RankInfo.read().launched:
         return explained(
             ConfigError(
                 "-m: a sweep cannot run under torchrun or srun; leave it out (the runner starts its own "
@@ -85,8 +86,8 @@ def main() -> None:
     # Hydra would print a stack and exit with 1 for every mistake; we want the exception itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     os.environ |= slurm.ranks(os.environ)
-    code = command()
-    if "RANK" in os.environ:
+    place, code = RankInfo.read(), command()
+    if place.launched:
         # A rank of torchrun or srun: see runner.worker.main.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from components.atomic_write import write_atomic
 from runner.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,19 +50,12 @@ def reopen_run_folder(folder: Path, step: int) -> Path:
         return folder
     rows = path.read_text().splitlines(keepends=True)
     kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= step]
-    replace_text(path, "".join(kept))
+    write_atomic(path, "".join(kept))
     return folder
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Killed at any instant, this leaves the old text or the new one."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    replace_text(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+    write_atomic(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -78,7 +72,7 @@ def write_facts(folder: Path, **facts: Any) -> None:
     """Merges ``facts`` into run.json."""
     path = folder / "run.json"
     known = read_facts(folder) if path.exists() else {}
-    replace_text(path, json.dumps(known | facts, indent=2) + "\n")
+    write_atomic(path, json.dumps(known | facts, indent=2) + "\n")
 
 
 @contextmanager

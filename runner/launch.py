@@ -13,6 +13,7 @@ import torch
 from components import preflight
 from components.checkpoint import Resume, RunIdentity, check_whole, newest_undamaged
 from components.loggers import terminal
+from components.rank_info import RankInfo, check_place
 from components.reference import about_reference, resolve_reference
 from runner import join, slurm
 from runner.blame import forget_reports, report, reporting
@@ -54,7 +55,8 @@ def run(config: Mapping[str, Any], where: Provenance, command: Sequence[str], be
     launch = Launch(config, where, command, began)
     if launch.experiment.run.preflight != "check":
         return look_ahead(launch.inspect(), launch.config, launch.experiment.run, where.point)
-    if join.is_joined(os.environ):
+    place = RankInfo.read()
+    if place.launched:
         return launch.joined()
     folder = launch.prepare()
     restarts = launch.experiment.run.max_restarts
@@ -86,15 +88,16 @@ class Launch:
         self.reference = resolve_reference(
             self.experiment.stage, self.experiment.model, self.experiment.adapter
         )
-        run, joined = self.experiment.run, join.is_joined(os.environ)
-        preflight.check_modes(run.preflight, run.devices, run.device_name, joined=joined)
+        check_place(os.environ)
+        run, place = self.experiment.run, RankInfo.read()
+        preflight.check_modes(run.preflight, run.devices, run.device_name, joined=place.launched)
         self.device = preflight.resolve_device(run.device, run.device_name)
         gpus = torch.cuda.device_count() if self.device == "cuda" else 0
         self.world_size = self.experiment.parallelism.world_size(os.environ, gpus)
-        self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        self.local_ranks = place.local_world_size if place.launched else self.world_size
         if run.preflight == "check":
             preflight.check_ranks(self.world_size, self.device, self.local_ranks)
-        preflight.check_restarts(run.max_restarts, joined)
+        preflight.check_restarts(run.max_restarts, place.launched)
         preflight.check_shared_name(
             run.resume, of_sweep=where.point is not None, named=where.given("run.name")
         )
@@ -121,7 +124,8 @@ class Launch:
             report(folder, error, stalled=True)
             end_process(error)
 
-        if os.environ["RANK"] != "0":
+        place = RankInfo.read()
+        if place.rank != 0:
             with reporting(folder):
                 run_rank(folder, give_up)
             return final_loss(folder)

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from components.atomic_write import write_atomic
 from runner.errors import DONE, FAILED, MISTAKE
 from runner.folder import read_facts
 from runner.outcome import Outcome, Point, Status, best, read_outcome, read_outcomes
@@ -106,9 +107,7 @@ def now() -> str:
 
 
 def write_json(path: Path, facts: Any) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(facts, indent=2) + "\n")
-    partial.replace(path)
+    write_atomic(path, json.dumps(facts, indent=2) + "\n")
 
 
 def about_best(winner: Outcome) -> dict[str, Any]:

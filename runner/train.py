@@ -17,6 +17,7 @@ from components.loggers.console import Terminal, terminal
 from components.metrics import matmul_sizes, peak_flops, train_flops
 from components.precompute import precompute
 from components.preflight import steps_done
+from components.rank_info import RankInfo
 from components.reference import resolve_reference
 from runner.build import Experiment, build_experiment
 from runner.determinism import deterministic
@@ -48,16 +49,17 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
     config, facts = read_config(folder), read_facts(folder)
     experiment = build_experiment(config, Provenance())
     # The one place where ranks differ: the first one speaks and writes the run's own files.
-    main = os.environ.get("RANK", "0") == "0"
+    place = RankInfo.read()
+    main = place.rank == 0
     console = terminal(experiment.logger) if main else None
-    run, rank, alone = experiment.run, int(os.environ.get("RANK", "0")), "RANK" not in os.environ
+    run = experiment.run
     requested = StopRequest(
-        announce if main and "RUNNER_PARENT" not in os.environ else str, patient=not alone
+        announce if main and "RUNNER_PARENT" not in os.environ else str, patient=place.launched
     )
     with (
         log_to(folder / "train.log" if main else None, console),
         deterministic(run.deterministic),
-        Watchdog(folder / "logs", rank, run.timeout, give_up, on_request=not alone) as watchdog,
+        Watchdog(folder / "logs", place.rank, run.timeout, give_up, on_request=place.launched) as watchdog,
         ExitStack() as handlers,
     ):
         if facts["reference"] is not None and facts["reference"]["compute"]:
@@ -140,7 +142,7 @@ def fill_reference(
         scratch=folder / "reference",
         micro_batch_size=experiment.run.micro_batch_size,
         writes=main,
-        merges=os.environ.get("LOCAL_RANK", "0") == "0",
+        merges=RankInfo.read().local_rank == 0,
         beat=partial(watchdog.beat, "computing the reference's log-probabilities"),
     )
 
@@ -155,7 +157,8 @@ def wire(
     watchdog: Watchdog,
 ) -> Training:
     """The loop's arguments, at the start of the run or where ``facts['resumed_from']`` left off."""
-    run, share = experiment.run, {"data_rank": engine.data_rank, "data_size": engine.data_size}
+    run, place = experiment.run, RankInfo.read()
+    share = {"data_rank": engine.data_rank, "data_size": engine.data_size}
     cache = None if facts["reference"] is None else Path(facts["reference"]["folder"])
     data = experiment.data.restore(facts["data"])
     rows = {"global_batch_size": run.global_batch_size, "micro_batch_size": run.micro_batch_size}
@@ -184,11 +187,11 @@ def wire(
             model_only=run.save_model_only,
             on_error=run.on_save_error,
             in_background=run.async_save,
-            first_of_node=os.environ.get("LOCAL_RANK", "0") == "0",
+            first_of_node=place.local_rank == 0,
             current=point,
         ),
         reporter=report,
-        profiler=Profiler(run, folder / "profile", int(os.environ.get("RANK", "0")), engine.device),
+        profiler=Profiler(run, folder / "profile", place.rank, engine.device),
         state=state,
         run=run,
         stop=Stop(
@@ -196,7 +199,7 @@ def wire(
             requested,
             deadline,
             save_s=save_seconds(engine),
-            prune=pruner_of(facts["sweep"]) if os.environ.get("RANK", "0") == "0" else None,
+            prune=pruner_of(facts["sweep"]) if place.rank == 0 else None,
         ),
         watchdog=watchdog,
     )

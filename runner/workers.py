@@ -12,6 +12,7 @@ from typing import IO
 
 import torch.distributed as dist
 
+from components.rank_info import RankInfo
 from runner.blame import blame, forget_reports, has_stalled, rank_log
 from runner.errors import DONE, FinalError
 from runner.jobs import CORES
@@ -54,19 +55,15 @@ def start(
     folder: Path, rank: int, world_size: int, port: int, output: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
     """One rank, in a session of its own, writing to ``output`` (None: where this process writes)."""
+    place = RankInfo(rank, world_size, rank, world_size, master_port=port)
     cores = os.environ.get(CORES)
     threads = {"OMP_NUM_THREADS": str(max(int(cores or os.cpu_count() or 1) // world_size, 1))}
     environ = (
         threads
         | dict(os.environ)
         | (threads if cores else {})  # over that of the job, which has all its cores
+        | place.variables()
         | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
             # Every rank is a client of the store at MASTER_PORT, as under torchrun.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "RUNNER_PARENT": str(os.getpid()),

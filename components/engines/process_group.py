@@ -1,6 +1,5 @@
 """Joining and leaving the process group of a run."""
 
-import os
 from collections import Counter
 from datetime import timedelta
 from typing import Literal
@@ -9,36 +8,37 @@ import torch
 import torch.distributed as dist
 
 from components.engines.host_memory import keep_freed_memory
+from components.rank_info import RankInfo
 
 PATIENCE_S = 1800.0
 GRACE_S = 120.0
 """By which a collective outlasts the run's own watchdog, which says more."""
 
-_joined: Counter[tuple[str, str]] = Counter()
+_joined: Counter[tuple[str, int]] = Counter()
 """Groups that this process has made, by where their ranks met."""
 
 
 def join(kind: Literal["cpu", "cuda"]) -> torch.device:
     """Makes the default process group and returns this rank's device; every rank calls it.
 
-    With WORLD_SIZE in the environment (the runner's own workers, torchrun) the ranks meet at
+    As a launched rank (one of the runner's own workers, or torchrun's) the ranks meet at
     MASTER_ADDR:MASTER_PORT, under other keys each time: those of a group that was left are still there.
-    Without it this process is the only rank and needs no network.
+    Otherwise this process is the only rank and needs no network.
     """
-    device = torch.device("cpu")
+    place, device = RankInfo.read(), torch.device("cpu")
     if kind == "cpu":
         keep_freed_memory()
     else:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    if "WORLD_SIZE" in os.environ:
+    if place.launched:
         store, rank, world_size = next(dist.rendezvous("env://"))
-        place = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        _joined[place] += 1
+        met_at = place.master_addr, place.master_port
+        _joined[met_at] += 1
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"group_{_joined[place]}", store),
+            store=dist.PrefixStore(f"group_{_joined[met_at]}", store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=PATIENCE_S),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from components.rank_info import RankInfo
 from runner import slurm
 from runner.cli import exit_code, explained
 from runner.errors import DONE, FAILED, MISTAKE
@@ -75,7 +76,7 @@ class SlurmJob:
         os.environ |= dict(self.environ)
         os.environ |= slurm.ranks(os.environ)
         os.environ[SWEEP_FOLDER] = str(self.point.sweep)
-        first = os.environ.get("RANK", "0") == "0"
+        first = RankInfo.read().rank == 0
         leave(exit_code(self.noted if first else self.run))
 
     def run(self) -> float:
