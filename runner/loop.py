@@ -61,11 +61,15 @@ def train(t: Training) -> None:
             train_step(t)
         t.checkpoints.poll(t.engine)
         t.stop.allow_for(t.checkpoints.last_write_s)
-        due = t.eval_data is not None and (step == last or every(t.run.eval_every, step))
-        t.state.owes_evaluation = due
-        is_best = t.stop.agreed() is None and due and evaluate(t)
-        over = step == last or t.stop.reason is not None or stalled(t)
-        if over or is_best or every(t.run.save_every, step) or epoch_ended(t, step):
+        t.stop.agreed()  # sets t.stop.reason, on all ranks alike
+
+        improved = False
+        t.state.owes_evaluation = t.eval_data is not None and (step == last or every(t.run.eval_every, step))
+        if t.state.owes_evaluation and t.stop.reason is None:
+            improved = evaluate(t)
+
+        ends_here = step == last or t.stop.reason is not None or stalled(t)
+        if ends_here or save_due(t, step) or (improved and t.run.keep_best is not None):
             save(t)
     if stalled(t):
         since = "the start" if t.state.best_step is None else f"step {t.state.best_step}"
@@ -103,9 +107,9 @@ def train_step(t: Training) -> None:
 
 
 def evaluate(t: Training) -> bool:
-    """Sums and counts over the whole evaluation set; whether this step's checkpoint is the best to keep.
+    """Evaluate on the whole evaluation set; return whether the watched metric is better than ever before.
 
-    Of a part of the set, where a stop cuts it short, nothing.
+    If a stop interrupts the evaluation, nothing is recorded.
     """
     if t.eval_data is None:
         return False
@@ -122,7 +126,7 @@ def evaluate(t: Training) -> bool:
         return False
     # Groups of ranks add up for themselves: a last bit must not have them decide differently.
     agreed = {name: t.engine.max_over_ranks(value) for name, value in means.items()}
-    return t.state.evaluated(agreed, watched, t.run.metric_mode) and t.run.keep_best is not None
+    return t.state.evaluated(agreed, watched, t.run.metric_mode)
 
 
 def eval_batches(t: Training, data: DataLoader) -> Iterator[Sequence[Batch]]:
@@ -156,7 +160,9 @@ def every(cadence: int, step: int) -> bool:
     return cadence > 0 and step % cadence == 0
 
 
-def epoch_ended(t: Training, step: int) -> bool:
-    """Whether ``step`` completed an epoch after which ``run.save_epochs`` asks for a checkpoint."""
-    done = int(t.train_data.epoch(step))
-    return done > int(t.train_data.epoch(step - 1)) and every(t.run.save_epochs, done)
+def save_due(t: Training, step: int) -> bool:
+    """Return whether ``run.save_every`` or ``run.save_epochs`` asks for a checkpoint after ``step``."""
+    if every(t.run.save_every, step):
+        return True
+    epochs = int(t.train_data.epoch(step))
+    return epochs > int(t.train_data.epoch(step - 1)) and every(t.run.save_epochs, epochs)
