@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from components.checkpoint import CheckpointPolicy
 from components.memory import naming_step
@@ -20,6 +19,7 @@ from runner.errors import FinalError
 from runner.profiler import Profiler
 from runner.protocols import Batch, DataLoader, Engine, Loss
 from runner.reporter import Reporter
+from runner.run_record import Stopped
 from runner.schema import RunConfig
 from runner.state import TrainState
 from runner.stop import Stop
@@ -77,11 +77,11 @@ def train(t: Training) -> None:
         log.info("stopped early at step %d: %s has not improved since %s", t.state.step, watched, since)
 
 
-def stopped(t: Training) -> dict[str, Any] | None:
-    """Of a run that has stopped before its end: the step, of how many, and why."""
+def stopped(t: Training) -> Stopped | None:
+    """Return where and why the run has stopped. None means that it has come to its end."""
     if t.stop.reason is None:
         return None
-    return {"step": t.state.step, "of": t.train_data.num_steps, "reason": t.stop.reason}
+    return Stopped(t.state.step, t.train_data.num_steps, t.stop.reason)
 
 
 def train_step(t: Training) -> None:

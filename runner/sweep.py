@@ -21,8 +21,8 @@ from rich.console import Console
 
 from components.atomic_write import write_atomic
 from runner.errors import DONE, FAILED, MISTAKE
-from runner.folder import read_facts
 from runner.outcome import Outcome, Point, Status, best, read_outcome, read_outcomes
+from runner.run_record import RunRecord
 from runner.stop import PRUNED
 from runner.sweep_table import show
 
@@ -61,10 +61,10 @@ def how_it_ended(point: Point) -> Status:
     folder = read_outcome(point.path).folder
     if folder is None or not Path(folder, "run.json").is_file():  # a forecast has none
         return "done"
-    stopped = read_facts(Path(folder))["stopped"]
+    stopped = RunRecord.read(Path(folder)).stopped
     if stopped is None:
         return "done"
-    return "pruned" if stopped["reason"] == PRUNED else "stopped"
+    return "pruned" if stopped.reason == PRUNED else "stopped"
 
 
 def begin(folder: Path, overrides: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ Nothing here needs more than the variables of the environment and, for the latte
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 from components.rank_info import RankInfo
 from runner.errors import ConfigError
@@ -32,14 +32,24 @@ def ranks(environ: Mapping[str, str]) -> dict[str, str]:
     return place.variables() | {"OMP_NUM_THREADS": threads}
 
 
-def job_facts(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Of the SLURM job around this process: its id as ``squeue`` shows it, and how often it was restarted."""
+@dataclass(frozen=True)
+class JobFacts:
+    """A SLURM job, as the run in it records it."""
+
+    job: str
+    """Id, as ``squeue`` shows it."""
+    restarts: int
+    """How often SLURM has started it again."""
+
+
+def job_facts(environ: Mapping[str, str]) -> JobFacts | None:
+    """Return the SLURM job around this process. None means that there is none."""
     if "SLURM_JOB_ID" not in environ:
         return None
     name = environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_TASK_ID" in environ:
         name = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    return {"job": name, "restarts": int(environ.get("SLURM_RESTART_COUNT", "0"))}
+    return JobFacts(name, restarts=int(environ.get("SLURM_RESTART_COUNT", "0")))
 
 
 def max_requeues(environ: Mapping[str, str]) -> int:
@@ -63,17 +73,17 @@ def queue_again(environ: Mapping[str, str]) -> bool:
         return False
     if place.rank != 0:
         return True
-    if job["restarts"] >= allowed:
-        print(f"not queued again: it was {job['restarts']} times already ({MAX_REQUEUES}={allowed})")
+    if job.restarts >= allowed:
+        print(f"not queued again: it was {job.restarts} times already ({MAX_REQUEUES}={allowed})")
         return False
-    shown = scontrol("show", "job", "--oneliner", job["job"])  # the bare number of a job may mean its array
+    shown = scontrol("show", "job", "--oneliner", job.job)  # the bare number of a job may mean its array
     if not shown.returncode and "JobState=RUNNING" not in shown.stdout:
         return False  # cancelled, or SLURM queues it again by itself
-    answer = shown if shown.returncode else scontrol("requeue", job["job"])
+    answer = shown if shown.returncode else scontrol("requeue", job.job)
     if answer.returncode:
         print(f"not queued again: scontrol: {answer.stderr.strip()}", file=sys.stderr)
         return False
-    print(f"queued again as job {job['job']} ({job['restarts'] + 1} of {allowed} times)", flush=True)
+    print(f"queued again as job {job.job} ({job.restarts + 1} of {allowed} times)", flush=True)
     return True
 
 
