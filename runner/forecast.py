@@ -26,6 +26,8 @@ class Inspected:
     identity: RunIdentity
     resume: Path | None
     """The checkpoint to go on from."""
+    own: Path | None
+    """The folder of an earlier start of this run, which SLURM starts again."""
     case: preflight.Case
 
 
