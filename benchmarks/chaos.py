@@ -1,8 +1,8 @@
 """A run of two ranks, killed over and over: ``python -m benchmarks.chaos [--kills 40]``.
 
 SIGKILL to a random rank or to the parent, at random instants, half of them while a checkpoint is being
-written. After each, ``checkpoint.resume=auto``. At the end the weights must be bitwise those of a run that was left
-alone, no process may be left, and every checkpoint that was marked must have been readable.
+written. After each, ``checkpoint.resume=auto``. At the end the weights must be bitwise those of a run that
+was left alone, no process may be left, and every checkpoint that was marked must have been readable.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from components.adapters import export_adapter
 from components.data.samples import ChatSample, PreferenceSample, Sample, TextSample, UnpairedSample
 from components.data.stdlib import stdlib_records
 from runner.build import build_experiment
-from runner.folder import read_facts
-from runner.launch import Launch
+from runner.launch_checks import check_launch
+from runner.launch_prepare import prepare
 from runner.protocols import SampleKind
 from runner.provenance import Provenance
+from runner.run_record import RunRecord
 from tests.ranks import Ranks
 
 BOUND = 1e-5
@@ -83,7 +84,7 @@ class Bench:
         gradients = pool.run(parity_ranks.first_gradients, folder, row.fault)[0]
         pool.run(parity_ranks.train, folder, row.fault)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        facts = read_facts(folder)
+        facts = RunRecord.read(folder).to_json()
         mesh = check_mesh(row, facts)
         losses, norms = (
             torch.tensor([r[f"train/{key}"] for r in rows], dtype=torch.float64)
@@ -93,10 +94,11 @@ class Bench:
 
     def prepare(self, row: Row, column: Column) -> Path:
         """The run folder, as the command line makes it before it starts ranks."""
-        launch = Launch(self.config(row, column), Provenance(), command=row.overrides + column.overrides)
+        launch = check_launch(
+            self.config(row, column), Provenance(), command=row.overrides + column.overrides
+        )
         assert launch.world_size == row.world_size, f"{row.name}: {launch.world_size} ranks"
-        launch.console = Console(quiet=True)
-        return launch.prepare()
+        return prepare(replace(launch, console=Console(quiet=True)))
 
     def config(self, row: Row, column: Column) -> dict[str, Any]:
         here = (

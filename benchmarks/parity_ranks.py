@@ -13,9 +13,10 @@ from torch import Tensor
 
 from benchmarks.parity_rows import Fault
 from runner.build import build_experiment
-from runner.folder import read_config, read_facts
+from runner.folder import read_config
 from runner.loop import total_counts
 from runner.provenance import Provenance
+from runner.run_record import RunRecord
 from runner.train import build_engine, run_rank
 from tests.distributed.gradients import capture
 
@@ -28,12 +29,12 @@ def train(folder: Path, fault: Fault | None) -> None:
 
 def first_gradients(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
     """Those of the run's first step, unclipped, whole, by Hugging Face name; on rank 0 (empty elsewhere)."""
-    experiment, facts = build_experiment(read_config(folder), Provenance()), read_facts(folder)
+    experiment, record = build_experiment(read_config(folder), Provenance()), RunRecord.read(folder)
     run, loss = experiment.run, experiment.stage
     unclipped = replace(experiment, optimizer=replace(experiment.optimizer, max_grad_norm=None))
     with silence(), broken(fault):
-        engine = build_engine(unclipped, facts["device"])
-        data = experiment.data.restore(facts["data"]).train_loader(
+        engine = build_engine(unclipped, record.device)
+        data = experiment.data.restore(record.data).train_loader(
             global_batch_size=run.global_batch_size,
             micro_batch_size=run.micro_batch_size,
             data_rank=engine.data_rank,

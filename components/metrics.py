@@ -112,11 +112,6 @@ def train_flops(
     return forward * (3 + forward_only_passes) - unneeded
 
 
-def mfu(flops: float, seconds: float, peak: float, world_size: int) -> float:
-    """Model FLOPs utilisation: ``flops`` over what ``world_size`` devices could do in ``seconds``."""
-    return flops / (seconds * peak * world_size)
-
-
 @cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s that one rank can reach: a data sheet's for known GPUs, else measured here, once.

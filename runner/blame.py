@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import time
 import traceback
@@ -10,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.errors import ConfigError, FinalError, TrainingError
+from components.atomic_write import write_atomic
+from components.rank_info import RankInfo
+from runner.errors import DONE, ConfigError, FinalError, TrainingError
 
 
 def report(folder: Path, error: BaseException, *, stalled: bool = False) -> None:
     """Leaves what this rank failed of, and when, where the parent looks for it."""
-    rank = int(os.environ["RANK"])
+    rank = RankInfo.read().rank
     said = isinstance(error, ConfigError | TrainingError)
     facts = {
         "rank": rank,
@@ -24,10 +25,7 @@ def report(folder: Path, error: BaseException, *, stalled: bool = False) -> None
         "final": isinstance(error, ConfigError | FinalError),
         "stalled": stalled,
     }
-    path = folder / "logs" / f"error_{rank}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(facts))
-    partial.replace(path)
+    write_atomic(folder / "logs" / f"error_{rank}.json", json.dumps(facts))
 
 
 @contextlib.contextmanager
@@ -61,7 +59,7 @@ def blame(folder: Path, codes: Sequence[int | None]) -> TrainingError:
     found = reports(folder)
     # A rank that was killed, or left without a word, has no report and cannot be anyone's consequence.
     reported = {report["rank"] for report in found}
-    silent = [r for r, code in enumerate(codes) if code not in (None, 0) and r not in reported]
+    silent = [r for r, code in enumerate(codes) if code not in (None, DONE) and r not in reported]
     if reported:  # NCCL aborts the peers of a rank that failed
         silent = [r for r in silent if codes[r] != -signal.SIGABRT]
     if silent:

@@ -4,7 +4,7 @@ import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from hydra.utils import get_object
@@ -14,9 +14,26 @@ from components.checkpoint import whole_checkpoint
 from runner.errors import ConfigError
 from runner.protocols import Loss, ParallelismSpec, SchedulerSpec
 from runner.provenance import Provenance, did_you_mean
-from runner.schema import RunConfig
+from runner.renamed_keys import check_renamed
+from runner.schema import (
+    CheckpointConfig,
+    EarlyStoppingConfig,
+    PreflightConfig,
+    ProfilerConfig,
+    RunConfig,
+    check_restarts,
+    watched_metric,
+)
 
 GROUPS = ("model", "adapter", "parallelism", "optimizer", "scheduler", "stage", "data")
+NODES: Mapping[str, type] = {
+    "run": RunConfig,
+    "checkpoint": CheckpointConfig,
+    "early_stopping": EarlyStoppingConfig,
+    "profiler": ProfilerConfig,
+    "preflight": PreflightConfig,
+}
+"""Top-level nodes that are not groups, and the classes that check them."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +41,10 @@ class Experiment:
     """Every component as its own checked description; nothing heavy has been built."""
 
     run: RunConfig
+    checkpoint: CheckpointConfig
+    early_stopping: EarlyStoppingConfig
+    profiler: ProfilerConfig
+    preflight: PreflightConfig
     model: Any
     adapter: Any
     """None: the model itself is trained."""
@@ -46,17 +67,19 @@ def build_experiment(config: Mapping[str, Any], where: Provenance) -> Experiment
     for key in config:
         if key not in known:
             raise ConfigError(f"{key} ({where.of(key)}): nothing reads this key; {did_you_mean(key, known)}")
-    for group in (*GROUPS, "logger", "run"):
+    for group in (*GROUPS, *NODES, "logger"):
         if group not in config:
             raise ConfigError(f"{group} (the command line): is missing; choose one of its options.")
     parts = {group: build_component(group, config[group], where) for group in GROUPS}
     parts["logger"] = build_loggers(config["logger"], where)
-    run = construct(RunConfig, "run", config["run"], where)
-    if checkpoint.init_from is not None:
-        parts["model"] = parts["model"].start_from(
-            whole_checkpoint("checkpoint.init_from", checkpoint.init_from)
-        )
-    return Experiment(run=run, **parts)
+    nodes = {name: construct(kind, name, config[name], where) for name, kind in NODES.items()}
+    experiment = Experiment(**nodes, **parts)
+    check_restarts(experiment.run, experiment.checkpoint)
+    watched_metric(experiment.run, experiment.checkpoint, experiment.early_stopping)
+    if (init_from := experiment.checkpoint.init_from) is not None:
+        checkpoint = whole_checkpoint("checkpoint.init_from", init_from)
+        return replace(experiment, model=experiment.model.start_from(checkpoint))
+    return experiment
 
 
 def build_loggers(nodes: Any, where: Provenance) -> dict[str, Any]:
@@ -99,6 +122,7 @@ def construct(target: Callable[..., Any], group: str, values: Mapping[str, Any],
     for key in values:
         if key not in parameters and not open_ended:
             name = f"{group}.{key}"
+            check_renamed(name, where.of(name))
             hint = did_you_mean(name, (f"{group}.{p}" for p in parameters))
             raise ConfigError(f"{name} ({where.of(name)}): nothing reads this key; {hint}")
     for key, parameter in parameters.items():
@@ -110,6 +134,8 @@ def construct(target: Callable[..., Any], group: str, values: Mapping[str, Any],
 
 def typed(name: str, value: Any, annotation: Any, where: Provenance) -> Any:
     """``value`` as ``annotation``: strictly (no text for a number), but a list may become a tuple."""
+    if is_dataclass(annotation):
+        return construct(annotation, name, value, where)
     try:
         return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:

@@ -19,14 +19,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from components.rank_info import RankInfo
 from runner import slurm
-from runner.errors import ConfigError, TrainingError
+from runner.errors import DONE, FAILED, INTERRUPTED, MISTAKE, ConfigError, TrainingError
 from runner.outcome import SWEEP_FOLDER, Point
 from runner.provenance import Provenance, did_you_mean
-from runner.stop import handling, interrupt
+from runner.renamed_keys import RENAMED
+from runner.signals import handling, interrupt
 from runner.sweep import conclude, run_point, sweeps
-
-FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 
 
 def config_dir() -> str:
@@ -71,7 +71,7 @@ def as_typed(state: Any) -> tuple[str, ...]:
 def command() -> int:
     """What ``sys.argv`` asks for; returns the exit code."""
     os.environ.pop(SWEEP_FOLDER, None)
-    if "RANK" in os.environ and sweeps(sys.argv):
+    if sweeps(sys.argv) and RankInfo.read().launched:
         return explained(
             ConfigError(
                 "-m: a sweep cannot run under torchrun or srun; leave it out (the runner starts its own "
@@ -83,12 +83,12 @@ def command() -> int:
 
 
 def main() -> None:
-    """Exit code 0: done; 1: failed while running; 2: a mistake in the configuration; 130: interrupted."""
+    """Ends the process with one of the exit codes of ``runner.errors``."""
     # Hydra would print a stack and exit with 1 for every mistake; we want the exception itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     os.environ |= slurm.ranks(os.environ)
-    code = command()
-    if "RANK" in os.environ:
+    place, code = RankInfo.read(), command()
+    if place.launched:
         # A rank of torchrun or srun: see runner.worker.main.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -106,14 +106,14 @@ def exit_code(task: Callable[[], Any]) -> int:
             task()
     except KeyboardInterrupt as request:
         if str(request) in slurm.NOTICES and slurm.queue_again(os.environ):
-            return 0
+            return DONE
         print("interrupted; nothing is left running.", file=sys.stderr)
         return INTERRUPTED
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else FAILED
     except Exception as error:  # noqa: BLE001  all of it is printed
         return explained(error)
-    return 0
+    return DONE
 
 
 def explained(error: Exception) -> int:
@@ -171,6 +171,8 @@ def in_short(error: Exception) -> str:
         ):
             return f"{group}.{name} (the command line): is not chosen; choose it: {group}=[jsonl,{name}]."
     if key := re.search(r"(?:Could not override|Key) '([^']+)'", text):
+        if key[1] in RENAMED:
+            return f"{key[1]} (the command line): is {RENAMED[key[1]]} now; use that name."
         return f"{key[1]} (the command line): nothing reads this key; {did_you_mean(key[1], known_keys())}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, OverrideParseException):

@@ -89,7 +89,9 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
         )
     config, target = read_config(run), new_folder(given["output"])
     model, adapter = (build_component(group, config[group], Provenance()) for group in ("model", "adapter"))
-    trained = Trained(model, adapter, point, run, config["run"]["seed"], config["run"].get("init_from"))
+    trained = Trained(
+        model, adapter, point, run, config["run"]["seed"], config["checkpoint"].get("init_from")
+    )
     stored = DTYPES[config["run"]["dtype"]]
     dtype = DTYPES[given["dtype"]] if "dtype" in given else None
     if adapter is None:

@@ -1,10 +1,9 @@
-"""The folder of a run and the facts written into it."""
+"""The folder of a run, and the source it ran from."""
 
 import json
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from datetime import datetime
 from importlib.metadata import version
 from itertools import count
@@ -13,7 +12,9 @@ from typing import Any
 
 import yaml
 
+from components.atomic_write import write_atomic
 from runner.errors import ConfigError
+from runner.renamed_keys import upgraded
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("runner", "torch", "transformers", "tokenizers", "datasets", "hydra-core", "omegaconf", "numpy")
@@ -49,59 +50,22 @@ def reopen_run_folder(folder: Path, step: int) -> Path:
         return folder
     rows = path.read_text().splitlines(keepends=True)
     kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= step]
-    replace_text(path, "".join(kept))
+    write_atomic(path, "".join(kept))
     return folder
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Killed at any instant, this leaves the old text or the new one."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    replace_text(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+    write_atomic(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
-    return config
+    """Return the composed config of the run in ``folder``, with the keys of today."""
+    return upgraded(yaml.safe_load((folder / "config.yaml").read_text()))
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((folder / "run.json").read_text())
-    return facts
-
-
-def write_facts(folder: Path, **facts: Any) -> None:
-    """Merges ``facts`` into run.json."""
-    path = folder / "run.json"
-    known = read_facts(folder) if path.exists() else {}
-    replace_text(path, json.dumps(known | facts, indent=2) + "\n")
-
-
-@contextmanager
-def recording_end(folder: Path) -> Iterator[None]:
-    """Writes into run.json how the run has ended, as ``ended``; none is there while it runs or was killed."""
-    try:
-        yield
-    except BaseException as error:
-        failed = isinstance(error, Exception)
-        with suppress(OSError):  # the disk may be what it has failed of
-            write_facts(folder, ended="failed" if failed else "stopped", error=str(error) if failed else None)
-        raise
-    write_facts(folder, ended="done" if read_facts(folder)["stopped"] is None else "stopped", error=None)
-
-
-def environment_facts(command: Sequence[str]) -> dict[str, Any]:
-    """Command line, versions and the commit of the source."""
-    return {
-        "command": list(command),
-        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
-        "git_commit": git_commit(),
-    }
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that a run depends on."""
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
 
 
 def write_code_diff(folder: Path) -> None:

@@ -14,7 +14,6 @@ from components.reference import ReferenceSource
 from runner.build import Experiment
 from runner.folder import create_run_folder, write_config
 from runner.outcome import Point
-from runner.schema import RunConfig
 from runner.train import DTYPES
 
 
@@ -26,6 +25,8 @@ class Inspected:
     identity: RunIdentity
     resume: Path | None
     """The checkpoint to go on from."""
+    own: Path | None
+    """The folder of an earlier start of this run, which SLURM starts again."""
     case: preflight.Case
 
 
@@ -40,9 +41,9 @@ def make_case(
     local_ranks: int,
 ) -> preflight.Case:
     """What ``model`` (on the meta device) and ``data`` ask of the ranks, and what these have."""
-    run, dtype = experiment.run, DTYPES[experiment.run.dtype]
+    run, dtype, ahead = experiment.run, DTYPES[experiment.run.dtype], experiment.preflight
     device = preflight.find_device(
-        kind, preflight.device_name, preflight.device_memory, local_ranks=local_ranks, dtype=dtype
+        kind, ahead.device_name, ahead.device_memory, local_ranks=local_ranks, dtype=dtype
     )
     return preflight.Case(
         layout=experiment.parallelism,
@@ -64,30 +65,32 @@ def make_case(
     )
 
 
-def look_ahead(found: Inspected, config: Mapping[str, Any], run: RunConfig, point: Point | None) -> float:
+def look_ahead(
+    found: Inspected, config: Mapping[str, Any], experiment: Experiment, point: Point | None
+) -> float:
     """Prints it and writes it into a folder of its own; NaN, as there is no loss.
 
     Raises:
         ConfigError: the run would not fit a device that is known (after all of that), or no layout does.
     """
-    case, console = found.case, Console()
-    if preflight.mode == "plan":
+    case, console, ahead = found.case, Console(), experiment.preflight
+    if ahead.mode == "plan":
         from components.preflight.search import plan  # here, as it takes every engine
 
-        report = plan(case, preflight.devices or case.world_size)
+        report = plan(case, ahead.devices or case.world_size)
     else:
         report = preflight.survey(case, config)
         console.print(found.data.audit.render())
     console.print(report.render_all())
-    folder = create_run_folder(run.output_dir, "preflight")
+    folder = create_run_folder(experiment.run.output_dir, "preflight")
     if point is not None:
         point.began(folder)
     write_config(folder, config)
     (folder / "preflight.json").write_text(report.to_json())
     console.print(f"preflight folder: {folder}", soft_wrap=True, highlight=False)
-    if preflight.mode == "only" and case.device.certain:
+    if ahead.mode == "only" and case.device.certain:
         preflight.check_fits(case)
-    elif preflight.mode == "only" and not case.fits():
+    elif ahead.mode == "only" and not case.fits():
         console.print(
             "It does not fit this machine; preflight.device_name=H100 tells of another.", highlight=False
         )

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.blame import how_it_ended, last_lines
+from runner.errors import DONE, INTERRUPTED
 from runner.outcome import Point, read_outcome
-from runner.stop import StopRequest, handling
+from runner.signals import StopRequest, handling
 
 CORES = "RUNNER_CORES"
 """In the environment of a job: how many cores of the machine are its own, for all its ranks together."""
 
-INTERRUPTED = 130
 POLL_S = 0.1
 GRACE_S = 5.0
 """For jobs to end their ranks, once a second signal has come."""
@@ -50,7 +50,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int) -> None:
     The first signal is passed on to those that run, which save and end, and no other begins.
 
     Raises:
-        SystemExit: a signal came. Its code is 0, or 130 where a job had nothing to save.
+        SystemExit: a signal came. Its code is DONE, or INTERRUPTED where a job had nothing to save.
         KeyboardInterrupt: it came twice; no job is left running.
     """
     SideBySide(jobs, min(at_once, len(jobs))).run()
@@ -77,7 +77,7 @@ class SideBySide:
         if self.request.number:
             if self.waiting:
                 tell(f"{len(self.waiting)} jobs have not begun.")
-            raise SystemExit(INTERRUPTED if self.interrupted else 0)
+            raise SystemExit(INTERRUPTED if self.interrupted else DONE)
 
     def fill(self) -> None:
         for place, environ in enumerate(self.shares):
@@ -92,7 +92,7 @@ class SideBySide:
             if running.process.poll() is not None:
                 del self.running[place]
                 stopping = self.request.number > 0
-                self.interrupted |= stopping and running.process.returncode != 0
+                self.interrupted |= stopping and running.process.returncode != DONE
                 close(running, stopping=stopping)
 
     def pass_on(self, number: int) -> None:

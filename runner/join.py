@@ -13,26 +13,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from runner.errors import ConfigError
+from components.rank_info import RankInfo
+from runner.errors import MISTAKE, ConfigError
 
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 PATIENCE = timedelta(days=2)
 """How long the other ranks wait for a corpus to be tokenised."""
-
-
-def is_joined(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher has set this process's place in the run.
-
-    Raises:
-        ConfigError: it has done so by half.
-    """
-    known = [name for name in PLACE if name in environ]
-    if known and len(known) < len(PLACE):
-        missing = ", ".join(sorted(set(PLACE) - set(known)))
-        raise ConfigError(
-            f"{known[0]}: is set in the environment, but {missing} is not; set all or unset it."
-        )
-    return bool(known)
 
 
 def meet(environ: Mapping[str, str]) -> dist.TCPStore:
@@ -41,10 +26,11 @@ def meet(environ: Mapping[str, str]) -> dist.TCPStore:
     Keep it alive: the process group meets at the same store.
     """
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    place = RankInfo.read(environ)
     store = dist.TCPStore(
-        environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
-        is_master=environ["RANK"] == "0" and not hosted,
+        place.master_addr,
+        place.master_port,
+        is_master=place.rank == 0 and not hosted,
         wait_for_workers=False,
     )
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -63,14 +49,15 @@ def agree_on_folder(
         ConfigError: on rank 0 what ``prepare`` raised; elsewhere SystemExit with the same exit code.
     """
     round_key = f"runner/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if environ["RANK"] == "0":
+    place = RankInfo.read(environ)
+    if place.rank == 0:
         return publish(store, round_key, prepare)
     answer = fetch(store, round_key)
     if "error" in answer:
-        raise SystemExit(2)
-    node_key = f"{round_key}/node/{environ.get('GROUP_RANK', '0')}"
-    if environ.get("GROUP_RANK", "0") != "0":
-        if environ.get("LOCAL_RANK") == "0":
+        raise SystemExit(MISTAKE)
+    if place.node:
+        node_key = f"{round_key}/node/{place.node}"
+        if place.local_rank == 0:
             prepare_data()
             store.set(node_key, "{}")
         fetch(store, node_key)

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from components.checkpoint import CheckpointPolicy
 from components.memory import naming_step
@@ -20,7 +19,8 @@ from runner.errors import FinalError
 from runner.profiler import Profiler
 from runner.protocols import Batch, DataLoader, Engine, Loss
 from runner.reporter import Reporter
-from runner.schema import RunConfig
+from runner.run_record import Stopped
+from runner.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig, watched_metric
 from runner.state import TrainState
 from runner.stop import Stop
 from runner.watchdog import Watchdog
@@ -42,6 +42,8 @@ class Training:
     profiler: Profiler
     state: TrainState
     run: RunConfig
+    checkpoint: CheckpointConfig
+    early_stopping: EarlyStoppingConfig
     stop: Stop
     watchdog: Watchdog
 
@@ -61,11 +63,15 @@ def train(t: Training) -> None:
             train_step(t)
         t.checkpoints.poll(t.engine)
         t.stop.allow_for(t.checkpoints.last_write_s)
-        due = t.eval_data is not None and (step == last or every(t.run.eval_every, step))
-        t.state.owes_evaluation = due
-        is_best = t.stop.agreed() is None and due and evaluate(t)
-        over = step == last or t.stop.reason is not None or stalled(t)
-        if over or is_best or every(t.checkpoint.save_every, step) or epoch_ended(t, step):
+        t.stop.agreed()  # sets t.stop.reason, on all ranks alike
+
+        improved = False
+        t.state.owes_evaluation = t.eval_data is not None and (step == last or every(t.run.eval_every, step))
+        if t.state.owes_evaluation and t.stop.reason is None:
+            improved = evaluate(t)
+
+        ends_here = step == last or t.stop.reason is not None or stalled(t)
+        if ends_here or save_due(t, step) or (improved and t.checkpoint.keep_best is not None):
             save(t)
     if stalled(t):
         since = "the start" if t.state.best_step is None else f"step {t.state.best_step}"
@@ -73,11 +79,11 @@ def train(t: Training) -> None:
         log.info("stopped early at step %d: %s has not improved since %s", t.state.step, watched, since)
 
 
-def stopped(t: Training) -> dict[str, Any] | None:
-    """Of a run that has stopped before its end: the step, of how many, and why."""
+def stopped(t: Training) -> Stopped | None:
+    """Return where and why the run has stopped. None means that it has come to its end."""
     if t.stop.reason is None:
         return None
-    return {"step": t.state.step, "of": t.train_data.num_steps, "reason": t.stop.reason}
+    return Stopped(t.state.step, t.train_data.num_steps, t.stop.reason)
 
 
 def train_step(t: Training) -> None:
@@ -105,9 +111,9 @@ def train_step(t: Training) -> None:
 
 
 def evaluate(t: Training) -> bool:
-    """Sums and counts over the whole evaluation set; whether this step's checkpoint is the best to keep.
+    """Evaluate on the whole evaluation set; return whether the watched metric is better than ever before.
 
-    Of a part of the set, where a stop cuts it short, nothing.
+    If a stop interrupts the evaluation, nothing is recorded.
     """
     if t.eval_data is None:
         return False
@@ -119,14 +125,12 @@ def evaluate(t: Training) -> bool:
     t.reporter.evaluation(t.state, means)
     if t.state.step < t.train_data.num_steps:
         t.stop.evaluated(t.state.step, means["loss"])
-    watched = t.checkpoint.keep_best or t.early_stopping.metric
+    watched = watched_metric(t.run, t.checkpoint, t.early_stopping)
     if watched is None:
         return False
     # Groups of ranks add up for themselves: a last bit must not have them decide differently.
     agreed = {name: t.engine.max_over_ranks(value) for name, value in means.items()}
-    return (
-        t.state.evaluated(agreed, watched, t.checkpoint.keep_best_mode) and t.checkpoint.keep_best is not None
-    )
+    return t.state.evaluated(agreed, watched.name, watched.mode)
 
 
 def eval_batches(t: Training, data: DataLoader) -> Iterator[Sequence[Batch]]:
@@ -139,7 +143,7 @@ def eval_batches(t: Training, data: DataLoader) -> Iterator[Sequence[Batch]]:
 
 def stalled(t: Training) -> bool:
     """Whether what ``early_stopping.metric`` watches has not improved for long; the same on every rank."""
-    watched = f"{t.checkpoint.keep_best_mode} {t.early_stopping.metric}"
+    watched = f"{t.early_stopping.mode} {t.early_stopping.metric}"
     return t.state.best_of == watched and t.state.evals_since_best >= t.early_stopping.patience
 
 
@@ -160,7 +164,9 @@ def every(cadence: int, step: int) -> bool:
     return cadence > 0 and step % cadence == 0
 
 
-def epoch_ended(t: Training, step: int) -> bool:
-    """Whether ``step`` completed an epoch after which ``checkpoint.save_every_epochs`` asks for a checkpoint."""
-    done = int(t.train_data.epoch(step))
-    return done > int(t.train_data.epoch(step - 1)) and every(t.checkpoint.save_every_epochs, done)
+def save_due(t: Training, step: int) -> bool:
+    """Return whether a checkpoint is due after ``step``, by steps or by epochs."""
+    if every(t.checkpoint.save_every, step):
+        return True
+    epochs = int(t.train_data.epoch(step))
+    return epochs > int(t.train_data.epoch(step - 1)) and every(t.checkpoint.save_every_epochs, epochs)

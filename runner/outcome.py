@@ -1,11 +1,12 @@
 """How each job of a sweep ended: one small JSON file a job, in ``<sweep folder>/jobs``."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+from components.atomic_write import write_atomic
 
 SWEEP_FOLDER = "RUNNER_SWEEP"
 """In the environment of every job of a sweep, on whatever machine it runs."""
@@ -42,9 +43,7 @@ class Point:
 
     def write(self, outcome: Outcome) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(asdict(outcome), indent=2) + "\n")
-        partial.replace(self.path)
+        write_atomic(self.path, json.dumps(asdict(outcome), indent=2) + "\n")
 
     def began(self, folder: Path | None = None) -> None:
         """The job runs, in ``folder`` where it has one already."""

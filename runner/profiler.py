@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from runner.schema import RunConfig
+from runner.schema import ProfilerConfig
 
 log = logging.getLogger("runner")
 
@@ -23,7 +23,7 @@ class Profiler:
     operators, ``step_S_rank_R.txt``, in ``folder``; S is the first of these steps.
     """
 
-    def __init__(self, run: RunConfig, folder: Path, rank: int, device: torch.device) -> None:
+    def __init__(self, profiler: ProfilerConfig, folder: Path, rank: int, device: torch.device) -> None:
         self.folder, self.rank, self.device = folder, rank, device
         self.first, self.last = profiler.steps
         self.steps, self.recorder = 0, None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from runner.run_record import SweepPlace
 from runner.stop import Pruner
 
 FILE = "pruner.json"
@@ -20,11 +21,11 @@ def leave_no_pruner(sweep: Path) -> None:
     (sweep / FILE).unlink(missing_ok=True)
 
 
-def pruner_of(sweep: Mapping[str, Any] | None) -> Pruner | None:
+def pruner_of(sweep: SweepPlace | None) -> Pruner | None:
     """Of a job, by its ``sweep`` in run.json; None where nobody asks about its evaluations."""
-    path = None if sweep is None else Path(sweep["folder"]) / FILE
+    path = None if sweep is None else Path(sweep.folder) / FILE
     if sweep is None or path is None or not path.exists():
         return None
     found = json.loads(path.read_text())
-    pruner: Pruner = pkgutil.resolve_name(found["target"])(number=sweep["number"], **found["options"])
+    pruner: Pruner = pkgutil.resolve_name(found["target"])(number=sweep.number, **found["options"])
     return pruner

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import psutil
 import torch
@@ -14,6 +14,7 @@ from rich.progress import Progress, TaskID
 from components.loggers import Ending, Loggers
 from runner.protocols import BatchStats, StepResult
 from runner.results import Results
+from runner.run_record import Stopped
 from runner.state import TrainState
 from runner.stop import PRUNED
 
@@ -49,8 +50,7 @@ class Reporter:
     loggers: Loggers | None = None
     progress: Progress | None = None
     results: Results = field(default_factory=Results)
-    stopped: Mapping[str, Any] | None = None
-    """Where and why the run has stopped before its end."""
+    stopped: Stopped | None = None
     window: Window = field(default_factory=Window)
     task: TaskID | None = None
 
@@ -134,8 +134,8 @@ class Reporter:
         if error is not None:
             return Ending("failed", last, f"{type(error).__name__}: {error}")
         if self.stopped is not None:
-            pruned = self.stopped["reason"] == PRUNED  # nobody will go on with it
-            return Ending("done" if pruned else "stopped", last, str(self.stopped["reason"]))
+            pruned = self.stopped.reason == PRUNED  # nobody will go on with it
+            return Ending("done" if pruned else "stopped", last, self.stopped.reason)
         return Ending("done", last)
 
 

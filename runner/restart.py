@@ -1,16 +1,17 @@
 """A run starts again in its own folder: after a failure (``run.max_restarts``), or with its SLURM job."""
 
-import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from components import preflight
 from components.checkpoint import newest_undamaged
 from runner.errors import FinalError, TrainingError
-from runner.folder import read_facts, reopen_run_folder, write_facts
+from runner.folder import reopen_run_folder
 from runner.logs import log_to
+from runner.run_record import RunRecord
 from runner.slurm import job_facts, max_requeues
 from runner.workers import run_workers
 
@@ -41,11 +42,12 @@ def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> None:
 
 def go_back(folder: Path, restarts: int) -> int:
     """Leaves ``folder`` as it was at its newest checkpoint, or where the run began; returns that step."""
-    began = read_facts(folder)["resumed_from"]
-    point = newest_undamaged(folder / "checkpoints") or (None if began is None else Path(began))
+    record = RunRecord.read(folder)
+    point = newest_undamaged(folder / "checkpoints") or record.checkpoint
     step = preflight.steps_done(point)
     reopen_run_folder(folder, step)
-    write_facts(folder, resumed_from=None if point is None else str(point), restarts=restarts)
+    resumed_from = None if point is None else str(point)
+    replace(record, resumed_from=resumed_from, restarts=restarts).write(folder)
     return step
 
 
@@ -56,11 +58,11 @@ def begun_by_this_job(runs: Path, command: Sequence[str], environ: Mapping[str, 
         ConfigError: RUNNER_MAX_REQUEUES, which says that the job is one run, is no number.
     """
     job, requeues = job_facts(environ), max_requeues(environ)
-    if job is None or not job["restarts"] or not requeues:
+    if job is None or not job.restarts or not requeues:
         return None
     newest_first = sorted(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in newest_first:
-        facts = json.loads(path.read_text())
-        if (facts.get("slurm") or {}).get("job") == job["job"] and facts["command"] == list(command):
+        record = RunRecord.read(path.parent)
+        if record.slurm is not None and record.slurm.job == job.job and record.command == list(command):
             return path.parent
     return None

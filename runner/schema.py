@@ -4,12 +4,12 @@ The comments of conf/config.yaml describe every key.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from runner.errors import ConfigError
 from runner.protocols import Kernels
-from runner.stop import seconds
 
 
 @dataclass(frozen=True)
@@ -195,3 +195,22 @@ def check_restarts(run: RunConfig, checkpoint: CheckpointConfig) -> None:
             "run.max_restarts: nothing starts again from weights only; set checkpoint.model_only=false or "
             "run.max_restarts=0."
         )
+
+
+def seconds(value: float | str) -> float:
+    """Parse ``run.max_time``: seconds, ``HH:MM:SS``, or ``3h30m``.
+
+    Raises:
+        ConfigError: it is none of these, or not above 0.
+    """
+    text = str(value)
+    clock = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", text)
+    units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
+    if found := clock or units:
+        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+        total = float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
+    else:
+        total = float(text) if re.fullmatch(r"\d+(\.\d*)?", text) else 0.0
+    if total <= 0:
+        raise ConfigError(f"run.max_time: {text!r} is no time; give seconds, HH:MM:SS, or 3h30m.")
+    return total

@@ -1,24 +1,16 @@
-"""Ending a run before its last step: signals, and the end of its time.
+"""Whether a run is to end before its last step: on a signal, at the end of its time, or by a pruner.
 
 Nothing here imports torch: the command line uses it from its first moment.
 """
 
 import math
-import os
-import re
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import NoReturn
 
-from runner.errors import ConfigError
-
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-IMPATIENT = (signal.SIGINT, signal.SIGTERM)
-"""Of which the second ends a run at once."""
+from runner.signals import StopRequest
 
 PRUNED = "pruned"
 """The reason of a run that is not worth going on with, as a sweep's optimiser finds."""
@@ -30,48 +22,7 @@ RECENT = 20
 MARGIN, EXIT_S = 1.5, 2.0
 """Steps and saves may take this much longer than any so far; leaving takes seconds too."""
 
-
-@contextmanager
-def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Every request goes to ``handler``, even where the shell had it ignored; for the main thread."""
-    before = {number: signal.signal(number, handler) for number in REQUESTS}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
-
-
-def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt(signal.Signals(number).name)
-
-
-def announce(number: int) -> None:
-    """From a signal handler, so without the buffers that it may have interrupted."""
-    name = signal.Signals(number).name
-    os.write(2, f"{name}: the run ends when what it is doing is whole; once more: at once\n".encode())
-
-
 Pruner = Callable[[int, float], bool]
-
-
-class StopRequest:
-    """What signals have asked for: the first one asks for a stop, and the run goes on to a step's end.
-
-    A second Ctrl-C or SIGTERM raises KeyboardInterrupt, but not with ``patient``: a rank with a parent is
-    ended by its parent, and may be told twice, by the parent and by a batch system.
-    """
-
-    def __init__(self, heard: Callable[[int], object], *, patient: bool = False) -> None:
-        self.number, self.heard, self.patient = 0, heard, patient
-
-    def __call__(self, number: int, frame: FrameType | None = None) -> None:
-        if number in IMPATIENT and self.number in IMPATIENT:
-            if not self.patient:
-                interrupt(number, frame)
-        elif not self.number or number in IMPATIENT:
-            self.number = number
-            self.heard(number)
 
 
 class Stop:
@@ -130,22 +81,3 @@ class Stop:
     def allow_for(self, save_s: float) -> None:
         """A save has taken, or may take, so many seconds."""
         self.longest_save = max(self.longest_save, save_s)
-
-
-def seconds(value: float | str) -> float:
-    """Of ``run.max_time``: seconds, ``HH:MM:SS``, or ``3h30m``.
-
-    Raises:
-        ConfigError: it is none of these, or not above 0.
-    """
-    text = str(value)
-    clock = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", text)
-    units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
-    if found := clock or units:
-        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
-        total = float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
-    else:
-        total = float(text) if re.fullmatch(r"\d+(\.\d*)?", text) else 0.0
-    if total <= 0:
-        raise ConfigError(f"run.max_time: {text!r} is no time; give seconds, HH:MM:SS, or 3h30m.")
-    return total

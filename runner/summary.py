@@ -1,34 +1,25 @@
 """The closing words of a run: where things are, how it went, and one completion."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from components.checkpoint import complete_checkpoints
 from components.checkpoint.folder import step_of
 from components.preflight import owes_evaluation
 from runner.build import Experiment
 from runner.errors import TrainingError
-from runner.folder import read_facts
 from runner.results import Results
-from runner.schema import RunConfig
+from runner.run_record import RunRecord, Stopped
+from runner.schema import CheckpointConfig
 from runner.sweep import alone, sweeps
 from runner.train import DTYPES
 
 
-def read_results(folder: Path) -> Results:
-    return Results(**read_facts(folder).get("results") or {})
-
-
-def final_loss(folder: Path) -> float:
-    """The last eval loss, else the last train loss; NaN where neither was logged."""
-    return read_results(folder).final_loss()
-
-
 def summarize(experiment: Experiment, folder: Path) -> None:
     """Finishes the export (the tokenizer belongs to it) and prints what a user wants to know, on stdout."""
-    facts = {"run folder": str(folder)} | checkpoint_facts(folder) | metric_facts(read_results(folder))
+    results = RunRecord.read(folder).results
+    facts = {"run folder": str(folder)} | checkpoint_facts(folder) | metric_facts(results)
     if (folder / "export").is_dir():
         facts |= export_facts(experiment, folder)
     print()
@@ -63,7 +54,7 @@ def export_facts(experiment: Experiment, folder: Path) -> dict[str, str]:
         tokenizer = adapter.finish_export(model, export, base, run.seed, DTYPES[run.dtype])
     facts = {"export": str(export)}
     if run.final_sample_tokens:
-        prompt = experiment.data.restore(read_facts(folder)["data"]).prompt()
+        prompt = experiment.data.restore(RunRecord.read(folder).data).prompt()
         answer = model.complete(export, prompt, run.final_sample_tokens)
         facts["prompt"] = repr(tokenizer.decode(prompt))
         facts["completion"] = repr(tokenizer.decode(answer))
@@ -71,9 +62,9 @@ def export_facts(experiment: Experiment, folder: Path) -> dict[str, str]:
 
 
 def say_stopped(
-    run: RunConfig,
+    config: CheckpointConfig,
     folder: Path,
-    stopped: Mapping[str, Any],
+    stopped: Stopped,
     command: Sequence[str],
     overrides: Sequence[str],
 ) -> bool:
@@ -82,17 +73,17 @@ def say_stopped(
     Raises:
         TrainingError: nothing could be saved (``checkpoint.on_error=continue``).
     """
-    words = f"stopped at step {stopped['step']} ({stopped['reason']})"
+    words = f"stopped at step {stopped.step} ({stopped.reason})"
     saved = complete_checkpoints(folder / "checkpoints")
     if not saved:
         raise TrainingError(f"{words}, and no checkpoint could be written.")
     checkpoint = str(saved[-1])
-    if step_of(saved[-1]) != stopped["step"]:
+    if step_of(saved[-1]) != stopped.step:
         words += f", whose checkpoint could not be written: the newest is of step {step_of(saved[-1])}"
-    if stopped["step"] == stopped["of"] and not owes_evaluation(saved[-1]):
+    if stopped.step == stopped.of and not owes_evaluation(saved[-1]):
         print(f"{words}, the last one, before its export; checkpoint: {checkpoint}")
         return False
-    if checkpoint.model_only:
+    if config.model_only:
         print(f"{words}; weights alone, from which nothing can resume: {checkpoint}")
         return False
     print(f"{words}; resume with: {resume_command(command, overrides, checkpoint)}")

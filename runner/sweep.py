@@ -19,12 +19,12 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from runner.folder import read_facts
+from components.atomic_write import write_atomic
+from runner.errors import DONE, FAILED, MISTAKE
 from runner.outcome import Outcome, Point, Status, best, read_outcome, read_outcomes
+from runner.run_record import RunRecord
 from runner.stop import PRUNED
 from runner.sweep_table import show
-
-FAILED, MISTAKE = 1, 2
 
 
 def run_point(point: Point, task: Callable[[], float], explained: Callable[[Exception], int]) -> float:
@@ -61,10 +61,10 @@ def how_it_ended(point: Point) -> Status:
     folder = read_outcome(point.path).folder
     if folder is None or not Path(folder, "run.json").is_file():  # a forecast has none
         return "done"
-    stopped = read_facts(Path(folder))["stopped"]
+    stopped = RunRecord.read(Path(folder)).stopped
     if stopped is None:
         return "done"
-    return "pruned" if stopped["reason"] == PRUNED else "stopped"
+    return "pruned" if stopped.reason == PRUNED else "stopped"
 
 
 def begin(folder: Path, overrides: Sequence[str]) -> None:
@@ -84,9 +84,9 @@ def conclude(folder: Path, code: int) -> int:
     if not outcomes or code == MISTAKE:  # jobs never raise: it is the sweep itself that was refused
         return code
     counts = Counter(outcome.status for outcome in outcomes)
-    if code == 0 and (counts["failed"] or counts["running"]):
+    if code == DONE and (counts["failed"] or counts["running"]):
         code = FAILED
-    elif code == 0 and set(counts) == {"refused"}:
+    elif code == DONE and set(counts) == {"refused"}:
         code = MISTAKE
     winner = best(outcomes)
     facts = {"ended": now(), "exit_code": code, "jobs": len(outcomes), "counts": counts}
@@ -107,9 +107,7 @@ def now() -> str:
 
 
 def write_json(path: Path, facts: Any) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(facts, indent=2) + "\n")
-    partial.replace(path)
+    write_atomic(path, json.dumps(facts, indent=2) + "\n")
 
 
 def about_best(winner: Outcome) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from components.loggers.console import Terminal, terminal
 from components.metrics import matmul_sizes, peak_flops, train_flops
 from components.precompute import precompute
 from components.preflight import steps_done
+from components.rank_info import RankInfo
 from components.reference import resolve_reference
 from runner.build import Experiment, build_experiment
 from runner.determinism import deterministic
 from runner.errors import TrainingError
-from runner.folder import read_config, read_facts, write_facts
+from runner.folder import read_config
 from runner.logs import log_to
 from runner.loop import Training, stopped, train
 from runner.prefetch import Prefetched
@@ -30,9 +31,11 @@ from runner.protocols import BatchStats, Engine, Reference
 from runner.provenance import Provenance
 from runner.pruning import pruner_of
 from runner.reporter import Reporter
-from runner.results import Results
+from runner.run_record import RunRecord
+from runner.schema import seconds
+from runner.signals import StopRequest, announce, handling
 from runner.state import TrainState
-from runner.stop import Stop, StopRequest, announce, handling, seconds
+from runner.stop import Stop
 from runner.watchdog import Watchdog, end_process
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -43,36 +46,40 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
 
     ``give_up`` ends the process where nothing moves any more (``run.hang_timeout_s``).
     """
-    config, facts = read_config(folder), read_facts(folder)
+    config, record = read_config(folder), RunRecord.read(folder)
     experiment = build_experiment(config, Provenance())
     # The one place where ranks differ: the first one speaks and writes the run's own files.
-    main = os.environ.get("RANK", "0") == "0"
+    place = RankInfo.read()
+    main = place.rank == 0
     console = terminal(experiment.logger) if main else None
-    run, rank, alone = experiment.run, int(os.environ.get("RANK", "0")), "RANK" not in os.environ
+    run = experiment.run
     requested = StopRequest(
-        announce if main and "RUNNER_PARENT" not in os.environ else str, patient=not alone
+        announce if main and "RUNNER_PARENT" not in os.environ else str, patient=place.launched
     )
     with (
         log_to(folder / "train.log" if main else None, console),
         deterministic(run.deterministic),
-        Watchdog(folder / "logs", rank, run.hang_timeout_s, give_up, on_request=not alone) as watchdog,
+        Watchdog(
+            folder / "logs", place.rank, run.hang_timeout_s, give_up, on_request=place.launched
+        ) as watchdog,
         ExitStack() as handlers,
     ):
-        if facts["reference"] is not None and facts["reference"]["compute"]:
-            with closing(build_reference(experiment, facts["device"]), facts["world_size"]) as engine:
-                fill_reference(experiment, engine, folder, facts, main, watchdog)
+        if record.reference is not None and record.reference.compute:
+            with closing(build_reference(experiment, record.device), record.world_size) as engine:
+                fill_reference(experiment, engine, folder, record, main, watchdog)
         watchdog.beat("building the engine")
-        with closing(build_engine(experiment, facts["device"]), facts["world_size"]) as engine:
+        with closing(build_engine(experiment, record.device), record.world_size) as engine:
+            record = replace(record, engine_facts=engine.describe())
             if main:
-                write_facts(folder, **engine.describe())
-            with reporter(experiment, engine, folder, console, config) as report:
-                training = wire(experiment, engine, folder, facts, report, requested, watchdog)
+                record.write(folder)
+            with reporter(experiment, engine, folder, console, config, record) as report:
+                training = wire(experiment, engine, folder, record, report, requested, watchdog)
                 handlers.enter_context(handling(requested))
                 with training.checkpoints:
                     train(training)
                 report.stopped = stopped(training)
                 if main:
-                    write_facts(folder, stopped=report.stopped, results=vars(report.results))
+                    replace(record, stopped=report.stopped, results=report.results).write(folder)
                 if run.export and report.stopped is None:
                     watchdog.beat("in the export")
                     engine.export(folder / "export")
@@ -126,19 +133,20 @@ def fill_reference(
     experiment: Experiment,
     engine: Engine,
     folder: Path,
-    facts: Mapping[str, Any],
+    record: RunRecord,
     main: bool,
     watchdog: Watchdog,
 ) -> None:
     """Computes with ``engine`` what the cache lacks of the reference's log-probabilities."""
+    assert record.reference is not None
     precompute(
         engine,
-        experiment.data.restore(facts["data"]),
-        Path(facts["reference"]["folder"]),
+        experiment.data.restore(record.data),
+        Path(record.reference.folder),
         scratch=folder / "reference",
         micro_batch_size=experiment.run.micro_batch_size,
         writes=main,
-        merges=os.environ.get("LOCAL_RANK", "0") == "0",
+        merges=RankInfo.read().local_rank == 0,
         beat=partial(watchdog.beat, "computing the reference's log-probabilities"),
     )
 
@@ -147,27 +155,28 @@ def wire(
     experiment: Experiment,
     engine: Engine,
     folder: Path,
-    facts: Mapping[str, Any],
+    record: RunRecord,
     report: Reporter,
     requested: StopRequest,
     watchdog: Watchdog,
 ) -> Training:
-    """The loop's arguments, at the start of the run or where ``facts['resumed_from']`` left off."""
-    run, share = experiment.run, {"data_rank": engine.data_rank, "data_size": engine.data_size}
-    cache = None if facts["reference"] is None else Path(facts["reference"]["folder"])
-    data = experiment.data.restore(facts["data"])
+    """The loop's arguments, at the start of the run or where ``record.checkpoint`` left off."""
+    run, saving, place = experiment.run, experiment.checkpoint, RankInfo.read()
+    share = {"data_rank": engine.data_rank, "data_size": engine.data_size}
+    cache = None if record.reference is None else Path(record.reference.folder)
+    data = experiment.data.restore(record.data)
     rows = {"global_batch_size": run.global_batch_size, "micro_batch_size": run.micro_batch_size}
     train_data = Prefetched(
         data.train_loader(**rows, **share, reference=cache), pin=engine.device.type == "cuda"
     )
     state = TrainState()
-    point = None if facts["resumed_from"] is None else Path(facts["resumed_from"])
+    point = record.checkpoint
     if point is not None:
         watchdog.beat(f"loading {point}")
         engine.load(point)
         state = TrainState(**read_meta(point).state)
     report.start(state, train_data.num_steps)
-    deadline = math.inf if run.max_time is None else facts["began"] + seconds(run.max_time)
+    deadline = math.inf if run.max_time is None else record.began + seconds(run.max_time)
     return Training(
         engine=engine,
         loss=experiment.stage,
@@ -176,25 +185,27 @@ def wire(
         lr=partial(experiment.scheduler.lr, peak=experiment.optimizer.lr, total_steps=train_data.num_steps),
         checkpoints=CheckpointPolicy(
             folder / "checkpoints",
-            identity=RunIdentity(**facts["identity"]),
-            keep_last=checkpoint.keep_last,
-            keep_best=checkpoint.keep_best is not None,
-            model_only=checkpoint.model_only,
-            on_error=checkpoint.on_error,
-            in_background=checkpoint.async_save,
-            first_of_node=os.environ.get("LOCAL_RANK", "0") == "0",
+            identity=RunIdentity(**record.identity),
+            keep_last=saving.keep_last,
+            keep_best=saving.keep_best is not None,
+            model_only=saving.model_only,
+            on_error=saving.on_error,
+            in_background=saving.async_save,
+            first_of_node=place.local_rank == 0,
             current=point,
         ),
         reporter=report,
-        profiler=Profiler(run, folder / "profile", int(os.environ.get("RANK", "0")), engine.device),
+        profiler=Profiler(experiment.profiler, folder / "profile", place.rank, engine.device),
         state=state,
         run=run,
+        checkpoint=saving,
+        early_stopping=experiment.early_stopping,
         stop=Stop(
             engine.max_over_ranks,
             requested,
             deadline,
             save_s=save_seconds(engine),
-            prune=pruner_of(facts["sweep"]) if os.environ.get("RANK", "0") == "0" else None,
+            prune=pruner_of(record.sweep) if place.rank == 0 else None,
         ),
         watchdog=watchdog,
     )
@@ -211,6 +222,7 @@ def reporter(
     folder: Path,
     console: Terminal | None,
     config: Mapping[str, Any],
+    record: RunRecord,
 ) -> Reporter:
     """Speaks and logs where there is a ``console``; silent on every other rank."""
     sizes = matmul_sizes(
@@ -229,15 +241,13 @@ def reporter(
 
     if console is None:
         return Reporter(experiment.run.log_every, flops, None, engine.max_over_ranks)
-    facts = read_facts(folder)
-    point = facts["resumed_from"]
-    begun = Start(folder, config, facts, steps_done(None if point is None else Path(point)))
+    begun = Start(folder, config, record.to_json(), steps_done(record.checkpoint))
     return Reporter(
         experiment.run.log_every,
         flops,
-        peak_flops(engine.device, DTYPES[experiment.run.dtype]) * facts["world_size"],
+        peak_flops(engine.device, DTYPES[experiment.run.dtype]) * record.world_size,
         engine.max_over_ranks,
         Loggers(experiment.logger, begun),
         console.progress_bar(),
-        Results(**facts.get("results") or {}),
+        record.results,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from runner.errors import TrainingError
+from runner.errors import FAILED, TrainingError
 
 GRACE_S = 10.0
 """After which the interpreter's own watchdog acts, where a thread that keeps its lock stops this one."""
@@ -91,7 +91,7 @@ class Watchdog:
 def end_process(error: TrainingError) -> None:
     """For a rank that runs in the user's own process: its main thread cannot be reached."""
     print(f"error: {error}", file=sys.stderr, flush=True)
-    os._exit(1)
+    os._exit(FAILED)
 
 
 def stacks_path(folder: Path, rank: int) -> Path:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from runner.blame import report
-from runner.errors import TrainingError
-from runner.stop import REQUESTS
+from runner.errors import DONE, FAILED, TrainingError
+from runner.signals import REQUESTS
 
 PR_SET_PDEATHSIG = 1
 
@@ -36,20 +36,20 @@ def main() -> None:
     """
     die_with_parent()
     expect_signals()
-    folder, code = Path(sys.argv[1]), 0
+    folder, code = Path(sys.argv[1]), DONE
 
     def give_up(error: TrainingError) -> None:
         try:
             report(folder, error, stalled=True)
         finally:
-            leave(1)
+            leave(FAILED)
 
     try:
         from runner.train import run_rank
 
         run_rank(folder, give_up)
     except BaseException as error:  # noqa: BLE001  the parent prints it; nothing is swallowed
-        code = 1
+        code = FAILED
         try:
             report(folder, error)
         except OSError:  # the disk that is full may be the run's own

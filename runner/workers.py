@@ -12,10 +12,11 @@ from typing import IO
 
 import torch.distributed as dist
 
+from components.rank_info import RankInfo
 from runner.blame import blame, forget_reports, has_stalled, rank_log
-from runner.errors import FinalError
+from runner.errors import DONE, FinalError
 from runner.jobs import CORES
-from runner.stop import REQUESTS, StopRequest, announce, handling
+from runner.signals import REQUESTS, StopRequest, announce, handling
 from runner.watchdog import discard_if_empty, stacks_path
 
 POLL_S = 0.05
@@ -54,19 +55,15 @@ def start(
     folder: Path, rank: int, world_size: int, port: int, output: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
     """One rank, in a session of its own, writing to ``output`` (None: where this process writes)."""
+    place = RankInfo(rank, world_size, rank, world_size, master_port=port)
     cores = os.environ.get(CORES)
     threads = {"OMP_NUM_THREADS": str(max(int(cores or os.cpu_count() or 1) // world_size, 1))}
     environ = (
         threads
         | dict(os.environ)
         | (threads if cores else {})  # over that of the job, which has all its cores
+        | place.variables()
         | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
             # Every rank is a client of the store at MASTER_PORT, as under torchrun.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "RUNNER_PARENT": str(os.getpid()),
@@ -85,9 +82,9 @@ def pass_on(number: int, ranks: Ranks) -> None:
 def wait(folder: Path, ranks: Ranks, request: StopRequest) -> None:
     while True:
         codes = [rank.poll() for rank in ranks]
-        if all(code == 0 for code in codes):
+        if all(code == DONE for code in codes):
             return
-        if any(code not in (None, 0) for code in codes):
+        if any(code not in (None, DONE) for code in codes):
             time.sleep(2 * POLL_S)  # peers of the first failure may be writing their own report
             break
         time.sleep(POLL_S)

@@ -1,6 +1,7 @@
 """The samples of every step as this runner deals them, for programs that can be told."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -8,10 +9,11 @@ from rich.console import Console
 from benchmarks.compose import composed
 from benchmarks.peers.programs import Work, overrides
 from runner.build import build_experiment
-from runner.folder import read_facts
-from runner.launch import Launch
+from runner.launch_checks import check_launch
+from runner.launch_prepare import prepare
 from runner.protocols import Batch
 from runner.provenance import Provenance
+from runner.run_record import RunRecord
 
 
 def write_order(work: Work, data: Path, steps: int, folder: Path) -> Path:
@@ -21,9 +23,8 @@ def write_order(work: Work, data: Path, steps: int, folder: Path) -> Path:
     A run is prepared in ``folder``, and never started.
     """
     config = composed([*overrides(work, data, steps), "run.name=order", f"run.output_dir={folder}"])
-    launch = Launch(config, Provenance(), command=["order"])
-    launch.console = Console(quiet=True)
-    prepared = read_facts(launch.prepare())["data"]
+    launch = check_launch(config, Provenance(), command=["order"])
+    prepared = RunRecord.read(prepare(replace(launch, console=Console(quiet=True)))).data
     run = launch.experiment.run
     loader = (
         build_experiment(config, Provenance())

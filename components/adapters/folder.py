@@ -53,7 +53,7 @@ def adapter_file(path: str, name: str) -> Path:
 
 
 def read_settings(path: str) -> dict[str, Any]:
-    """``r``, ``alpha``, ``target_modules``, ``rslora``, ``modules_to_save`` and ``dora`` of the adapter at ``path``.
+    """Read the settings of the adapter at ``path``: those of ``LoRA`` that its weights depend on.
 
     Raises:
         ConfigError: no LoRA, or one of a kind that our engines do not compute.

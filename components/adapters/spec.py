@@ -36,9 +36,9 @@ class LoRA:
     ``<module>.lora_magnitude_vector`` ``[out]``.
     """
 
-    r: int
-    alpha: float
-    target_modules: Targets
+    r: int = 16
+    alpha: float = 32.0
+    target_modules: Targets = "all-linear"
     """``all-linear`` (but the head), ``attention``, ``mlp``, or names that modules' own end with."""
     dropout: float = 0.0
     """Of the input of ``A``, in training passes only."""

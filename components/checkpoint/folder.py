@@ -2,13 +2,13 @@
 
 import contextlib
 import json
-import os
 import shutil
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from components.atomic_write import sync_folder, write_atomic
 from components.checkpoint.files import FileRecord
 from runner.errors import ConfigError
 
@@ -51,28 +51,9 @@ def commit(folder: Path, meta: CheckpointMeta) -> None:
     On the first rank of every node: each marks its own filesystem, or all of them the one that they share.
     """
     text = json.dumps(asdict(meta), indent=2).encode() + b"\n"
-    place(folder / META, text)
-    place(folder / MARKER, f"{zlib.crc32(text):08x}\n".encode())
-    sync(folder.parent)
-
-
-def place(path: Path, content: bytes) -> None:
-    """Whole or absent, and on disk; several processes may place the same."""
-    partial = path.with_name(f".{path.name}.{os.environ.get('RANK', '0')}")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_atomic(folder / META, text)
+    write_atomic(folder / MARKER, f"{zlib.crc32(text):08x}\n".encode())
+    sync_folder(folder.parent)
 
 
 def is_complete(folder: Path) -> bool:
@@ -132,7 +113,7 @@ def remove(checkpoint: Path) -> None:
         return
     unmark(checkpoint)
     with contextlib.suppress(FileNotFoundError):  # another node, on a filesystem that they share
-        sync(checkpoint)
+        sync_folder(checkpoint)
         shutil.rmtree(checkpoint)
 
 

@@ -52,7 +52,7 @@ REMEDIES = {
 """In the order of asking: a seed changes the plan of the data too."""
 
 FORCED = ("seed", "global_batch_size", "data")
-"""What ``checkpoint.allow_mismatch`` lets change: the step stays, and global batches from there on are others."""
+"""What ``checkpoint.allow_mismatch`` lets change: the step stays, and later global batches differ."""
 
 
 @dataclass(frozen=True)

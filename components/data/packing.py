@@ -1,22 +1,14 @@
-"""The order of samples and how they share rows: a pure function of the data and the seed, never of ranks.
-
-Below it, utilities over packed tensors: masks and position ids from tokens, boundaries, alignment.
-"""
+"""The order of samples and how they share rows: a pure function of the data and the seed, never of ranks."""
 
 import shutil
 import tempfile
 from bisect import bisect_left, insort
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from runner.protocols import IGNORE, Batch
 
 Ints = npt.NDArray[np.int64]
 Packing = Literal["bfd", "concat", "none"]
@@ -198,91 +190,3 @@ def _cut(lengths: Ints, order: Ints, max_length: int) -> Plan:
     before = (ends - lengths[order])[document]
     segments = np.stack([order[document], starts - before, stops - before], axis=1)
     return Plan(segments, np.append(0, np.searchsorted(stops, row_ends) + 1).astype(np.int64))
-
-
-# Utilities over packed tensors
-
-
-def ltr_masks_and_position_ids(
-    input_ids: Tensor,
-    eod: int,
-    *,
-    reset_position_ids: bool = False,
-    reset_attention_mask: bool = False,
-    eod_mask_loss: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What a left-to-right model needs beside the tokens; documents end with ``eod``, as Megatron has it.
-
-    Args:
-        input_ids: int64 ``[B, T]``.
-        reset_position_ids: count from 0 in every document.
-        reset_attention_mask: a document does not see those before it.
-        eod_mask_loss: no loss where the input is ``eod``.
-
-    Returns:
-        attention mask, bool ``[B, 1, T, T]``, True where row i may attend to column j (torch's convention;
-        Megatron's is the opposite); loss mask, float32 ``[B, T]``; position ids, int64 ``[B, T]``.
-    """
-    ends = input_ids == eod
-    documents = ends.long().cumsum(1) - ends.long()  # an eod belongs to the document that it ends
-    places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    attention = (places[:, :, None] >= places[:, None, :]).unsqueeze(1)
-    if reset_attention_mask:
-        attention = attention & (documents[:, :, None] == documents[:, None, :]).unsqueeze(1)
-    loss_mask = torch.ones_like(input_ids, dtype=torch.float32)
-    if eod_mask_loss:
-        loss_mask[ends] = 0
-    if not reset_position_ids:
-        return attention, loss_mask, places.clone()
-    after = F.pad(ends[:, :-1], (1, 0))
-    return attention, loss_mask, places - (places * after).cummax(1).values
-
-
-def cu_seqlens_from_packed_mask(mask: Tensor) -> tuple[Tensor, int]:
-    """Where sequences begin in the rows of ``mask`` laid end to end.
-
-    A sequence is a run of one value within one row; padding (0) is a run too, as it takes up positions.
-
-    Args:
-        mask: integers ``[B, T]``, such as ``[[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]]``.
-
-    Returns:
-        cu_seqlens, int32 ``[S + 1]`` (``[0, 2, 5, 6, 7, 9, 12]``), and the longest run (3).
-    """
-    begins = torch.ones_like(mask, dtype=torch.bool)
-    begins[:, 1:] = mask[:, 1:] != mask[:, :-1]
-    starts = begins.reshape(-1).nonzero().reshape(-1)
-    cu_seqlens = F.pad(starts, (0, 1), value=mask.numel()).int()
-    return cu_seqlens, int(cu_seqlens.diff().max())
-
-
-def align_sequences(batch: Batch, multiple: int, pad_id: int) -> Batch:
-    """Pads every sequence of a packed batch at its end, so that its span is a multiple of ``multiple``.
-
-    Padding has no label and a log-probability of 0; its positions count on. ``seqlens`` stay those of the
-    real tokens.
-    """
-    assert batch.cu_seqlens is not None, "only a packed batch has spans"
-    assert batch.prefix_lengths is None, "a prefix is not kept"
-    spans = batch.cu_seqlens.diff().long()
-    padded = (spans + multiple - 1) // multiple * multiple
-    cu_seqlens = F.pad(padded.cumsum(0), (1, 0))
-    shift = cu_seqlens[:-1] - batch.cu_seqlens[:-1]
-    total = int(cu_seqlens[-1])
-    places = torch.arange(batch.labels.numel(), device=batch.labels.device)
-    target = places + shift[batch.sequence_ids()[0]]
-
-    def spread(values: Tensor, fill: float) -> Tensor:
-        return values.new_full((1, total), fill).index_copy(1, target, values)
-
-    positions = torch.arange(total, device=target.device) - cu_seqlens[:-1].repeat_interleave(padded)
-    return replace(
-        batch,
-        input_ids=spread(batch.input_ids, pad_id),
-        labels=spread(batch.labels, IGNORE),
-        position_ids=positions[None],
-        cu_seqlens=cu_seqlens.int(),
-        max_seqlen=int(padded.max()),
-        ref_logps=None if batch.ref_logps is None else spread(batch.ref_logps, 0.0),
-        label_index=None,
-    )

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from filelock import FileLock
 
+from components.atomic_write import atomic_file
 from components.data.store import Bools, Ints
 from runner.errors import TrainingError
 from runner.protocols import IGNORE, Batch
@@ -90,12 +91,8 @@ class LogpsFile:
             for part in parts:
                 records = np.fromfile(part, RECORD)
                 values[records["place"]] = records["logp"]
-            temporary = self.path.with_suffix(".tmp")
-            with temporary.open("wb") as file:
+            with atomic_file(self.path) as file:
                 np.save(file, values)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
 
     def _places(self, segments: Ints) -> tuple[Ints, Bools]:
         """Of every position of the segments, end to end: where the token after it is, and if there is one."""

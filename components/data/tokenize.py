@@ -28,7 +28,7 @@ from components.data.samples import Sample
 from components.data.sources import Record, read_records
 from components.data.stdlib import Split, stdlib_records
 from components.data.store import Chunk, StoreWriter, TokenStore, TornStore, digest, file_digest
-from runner.errors import ConfigError
+from runner.errors import FAILED, ConfigError
 from runner.protocols import SampleKind
 
 STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "unpaired": "kto"}
@@ -180,7 +180,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)
+    os._exit(FAILED)
 
 
 def _encode_in_worker(batch: list[Item]) -> Chunk:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from transformers import PreTrainedConfig
 
+from components.rank_info import RankInfo
 from runner.errors import ConfigError
 
 
@@ -17,7 +18,8 @@ def world_size(
     Raises:
         ConfigError: the sizes do not fit WORLD_SIZE.
     """
-    joined = int(environ["WORLD_SIZE"]) if "WORLD_SIZE" in environ else None
+    place = RankInfo.read(environ)
+    joined = place.world_size if place.launched else None
     if dp is None:
         available = joined or num_gpus
         ranks = max(available // model_ranks, 1) * model_ranks if available else default_dp * model_ranks

@@ -1,6 +1,5 @@
 """Joining and leaving the process group of a run."""
 
-import os
 from datetime import timedelta
 from typing import Literal
 
@@ -8,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from components.engines.host_memory import keep_freed_memory
+from components.rank_info import RankInfo
 
 PATIENCE_S = 1800.0
 GRACE_S = 120.0
@@ -17,19 +17,19 @@ GRACE_S = 120.0
 def join(kind: Literal["cpu", "cuda"]) -> torch.device:
     """Makes the default process group and returns this rank's device; every rank calls it.
 
-    With WORLD_SIZE in the environment (the runner's own workers, torchrun) the ranks meet at
+    As a launched rank (one of the runner's own workers, or torchrun's) the ranks meet at
     MASTER_ADDR:MASTER_PORT. The store counts the groups that each rank has joined, and every group uses keys
     of its own: those of a group that was left are still there.
-    Without it this process is the only rank and needs no network.
+    Otherwise this process is the only rank and needs no network.
     """
-    device = torch.device("cpu")
+    place, device = RankInfo.read(), torch.device("cpu")
     if kind == "cpu":
         keep_freed_memory()
     else:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    if "WORLD_SIZE" in os.environ:
+    if place.launched:
         store, rank, world_size = next(dist.rendezvous("env://"))
         number = store.add(f"groups_of_rank_{rank}", 1)
         dist.init_process_group(

@@ -167,7 +167,8 @@ def check_start(init_from: str | None, resume: Path | None) -> None:
     if init_from is None or resume is None:
         return
     config = resume.absolute().parent.parent / "config.yaml"
-    began = yaml.safe_load(config.read_text())["run"].get("init_from") if config.is_file() else None
+    nodes = yaml.safe_load(config.read_text()) if config.is_file() else {}
+    began = nodes.get("checkpoint", nodes.get("run", {})).get("init_from")  # before 0.2.0 it was a key of run
     if began != init_from:
         raise ConfigError(
             f"checkpoint.init_from: {resume} goes on with its own weights, and its run began with {began}; "

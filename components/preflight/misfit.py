@@ -125,11 +125,7 @@ def candidates(change: Change) -> Iterator[Change]:
         shorter = {"data.max_length": case.max_length // (2 * case.cut)}
         yield change.varied(replace(case, cut=2 * case.cut), shorter, alters=True)
     if case.adapter is None and all(p.requires_grad for p in case.model.parameters()):
-        adapted = replace(case, adapter=USUAL)
+        adapted = replace(case, adapter=LoRA())
         if case.reference == "frozen" and case.reference_model is None:
             adapted = replace(adapted, reference="adapter_off")
         yield change.varied(adapted, {"adapter": "lora"}, alters=True)
-
-
-USUAL = LoRA(r=16, alpha=32.0, target_modules="all-linear")
-"""As conf/adapter/lora.yaml has it."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.layouts import layouts as fsdp2_layouts
+from components.engines.layout import RECOMPUTED_MORE
 from components.engines.megatron import Megatron
 from components.engines.megatron.layouts import layouts as megatron_layouts
 from components.models.experts import number_of_experts
@@ -23,7 +24,6 @@ DEFAULTS: Mapping[str, ParallelismSpec] = {
 }
 """``parallelism=NAME`` without further keys: what is varied here, and what need not be typed."""
 
-RECOMPUTED = ("none", "selective", "full")
 SHOWN = 6
 
 
@@ -93,7 +93,7 @@ def variants(base: Case) -> list[Case]:
     """Of one mesh, plainer ones first."""
     return [
         replace(base.relaid({"activation_checkpointing": kind}), micro_batch_size=size)
-        for kind in RECOMPUTED
+        for kind in RECOMPUTED_MORE
         for size in base.micro_batches
     ]
 

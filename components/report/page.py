@@ -114,7 +114,7 @@ def shown(run: Run, documents: list[Any]) -> dict[str, Any]:
         "command": None if words is None else shlex.join(["python", "-m", "runner", *words]),
         "facts": fact_tables(run.facts),
         "audit": kept(documents, audit_tables(run.audit)),
-        "preflight": kept(documents, preflight.mode),
+        "preflight": kept(documents, run.preflight),
         "logs": run.logs,
         "missing": run.missing,
     }

@@ -108,7 +108,7 @@ def read_run(entry: Entry, points: int) -> Run:
     run.facts = part("run.json", read_json) or {}
     run.config = dict(flat("", part("config.yaml", read_yaml) or {}))
     run.audit = part("audit.json", read_json)
-    preflight.mode = part("preflight.json", read_json)
+    run.preflight = part("preflight.json", read_json)
     run.curves = part("metrics.jsonl", partial(read_curves, count=points)) or {}
     if run.status != "done":
         run.logs = last_words(folder)

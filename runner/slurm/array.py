@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runner.blame import blame, last_lines, reports
-from runner.cli import INTERRUPTED
+from runner.errors import INTERRUPTED
 from runner.outcome import Outcome, Point, read_outcome
 
 OVER = frozenset(

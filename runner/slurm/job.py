@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from components.rank_info import RankInfo
 from runner import slurm
-from runner.cli import FAILED, MISTAKE, exit_code, explained
+from runner.cli import exit_code, explained
+from runner.errors import DONE, FAILED, MISTAKE
 from runner.outcome import SWEEP_FOLDER, Point, read_outcome
 from runner.provenance import Provenance
 from runner.sweep import run_point
 from runner.worker import leave
 
-CODES = {"done": 0, "pruned": 0, "stopped": 0, "refused": MISTAKE}
+CODES = {"done": DONE, "pruned": DONE, "stopped": DONE, "refused": MISTAKE}
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,8 @@ class SlurmJob:
         experiment = build_experiment(self.config, self.where)
         run, layout = experiment.run, experiment.parallelism
         world_size = layout.world_size({} if tasks is None else {"WORLD_SIZE": str(tasks)}, gpus)
-        preflight.check_modes(
-            preflight.mode, preflight.devices, preflight.device_name, joined=tasks is not None
-        )
+        ahead = experiment.preflight
+        preflight.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=tasks is not None)
         preflight.check_restarts(run.max_restarts, tasks is not None)
         preflight.check_batch(run.global_batch_size, run.micro_batch_size, layout.data_size(world_size))
         preflight.check_shared_prompt(experiment.data.share_prompt, layout)
@@ -76,7 +77,7 @@ class SlurmJob:
         os.environ |= dict(self.environ)
         os.environ |= slurm.ranks(os.environ)
         os.environ[SWEEP_FOLDER] = str(self.point.sweep)
-        first = os.environ.get("RANK", "0") == "0"
+        first = RankInfo.read().rank == 0
         leave(exit_code(self.noted if first else self.run))
 
     def run(self) -> float:

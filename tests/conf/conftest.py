@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from runner import cli, launch
+from runner import launch
+from runner.errors import MISTAKE
 from tests.e2e.commands import call_here
 from tests.patience import patience
 
@@ -45,7 +46,7 @@ def refused(
 
     def call(*arguments: str) -> str:
         began = time.process_time()
-        assert call_here(*arguments) == cli.MISTAKE
+        assert call_here(*arguments) == MISTAKE
         assert time.process_time() - began < patience(3)
         assert not dist.is_initialized()
         made = [path for path in tmp_path.glob("outputs/*/*") if path.parent.name != "preflight"]

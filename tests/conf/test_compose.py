@@ -13,6 +13,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from components.adapters.spec import LoRA
 from components.preflight.search import DEFAULTS
 from runner.build import build_component, build_loggers
 from runner.cli import config_dir
@@ -52,11 +53,19 @@ def test_an_option_composes_and_every_key_is_read(group: str, option: str) -> No
         build_component(group, node, Provenance())
 
 
-def layout_of(name: str) -> Any:
+def component_of(group: str, name: str) -> Any:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        node = OmegaConf.to_container(compose("config", [f"parallelism={name}"]).parallelism, resolve=True)
+        node = OmegaConf.to_container(compose("config", [f"{group}={name}"])[group], resolve=True)
     assert isinstance(node, dict)
-    return build_component("parallelism", node, Provenance())
+    return build_component(group, node, Provenance())
+
+
+def layout_of(name: str) -> Any:
+    return component_of("parallelism", name)
+
+
+def test_the_adapter_that_preflight_offers_is_the_usual_one() -> None:
+    assert component_of("adapter", "lora") == LoRA()
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,10 +23,11 @@ from components.checkpoint.format import load_tensors, save_tensors
 from components.losses import NextToken
 from runner import train
 from runner.build import build_experiment
-from runner.folder import read_facts
-from runner.launch import Launch
+from runner.launch_checks import Launch, check_launch
+from runner.launch_prepare import prepare
 from runner.protocols import Batch, LossOutput, TokenStats
 from runner.provenance import Provenance
+from runner.run_record import RunRecord
 from runner.train import run_rank
 from tests.ranks import Ranks
 
@@ -122,7 +123,7 @@ class Matrix:
 
     def run(self, work: str, layout: str, *more: str) -> Run:
         launch = self.launch(work, layout, *more)
-        run = Run(launch.prepare())
+        run = Run(prepare(launch))
         self.ranks.run(train_rank, run.folder, run.loaded, size=launch.world_size)
         return run
 
@@ -146,18 +147,17 @@ class Matrix:
             "scheduler=cosine",
             "scheduler.warmup_steps=2",
         )
-        launch = Launch(
+        launch = check_launch(
             composed([*MODELS.get(work, EXPERIMENT), *here, *chosen]), Provenance(), command=chosen
         )
-        launch.console = Console(quiet=True)
-        return launch
+        return replace(launch, console=Console(quiet=True))
 
     def first_tokens(self, step: int) -> int:
         """The sum of the token ids of the first micro-batch of ``step``."""
         self.unlucky = 0
         launch = self.launch("full", "single")
-        facts = read_facts(launch.prepare())
-        data = build_experiment(launch.config, Provenance()).data.restore(facts["data"])
+        record = RunRecord.read(prepare(launch))
+        data = build_experiment(launch.config, Provenance()).data.restore(record.data)
         loader = data.train_loader(global_batch_size=8, micro_batch_size=2, data_rank=0, data_size=1)
         return int(loader.microbatches(step)[0].input_ids.sum())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runner import cli
+from runner.errors import MISTAKE
 from tests.e2e.commands import SMALL, call_here, rows, run_here
 
 LARGE = ["model=llama3_70b", "parallelism=megatron", *(f"parallelism.{n}" for n in ("tp=8", "pp=4", "dp=16"))]
@@ -94,7 +94,7 @@ def test_what_would_not_fit_is_refused_and_what_is_offered_fits(
     assert call_here(*keys) == 0
     (rank,) = forecast(tmp_path)["memory"]
     tight = [*keys, f"preflight.device_memory={int(0.8 * rank['total'] / 2**20)}MiB"]
-    assert call_here(*tight) == cli.MISTAKE
+    assert call_here(*tight) == MISTAKE
     message = " ".join(capsys.readouterr().err.split())
     assert "preflight.device_memory: a rank needs" in message
     offered = re.findall(r"((?:[\w.]+=\S+ ?)+)\(", message.split("cheapest first:")[1])

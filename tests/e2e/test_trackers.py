@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runner import loop
-from runner.folder import read_facts
+from runner.run_record import RunRecord
 from tests.e2e.commands import SMALL, Command, call_here, curve, newest, rows, run_here
 from tests.trackers import scalars, tags, wandb_runs
 
@@ -80,11 +80,11 @@ def test_tensorboard_has_what_jsonl_has(run: Path) -> None:
 
 
 def test_run_json_has_the_results(run: Path) -> None:
-    facts = read_facts(run)
-    assert facts["ended"] == "done"
-    assert facts["error"] is None
-    assert facts["results"]["last"].items() >= finite(rows(run, "train/loss")[-1]).items()
-    assert facts["results"]["last"]["eval/loss"] == rows(run, "eval/loss")[-1]["eval/loss"]
+    record = RunRecord.read(run)
+    assert record.ended == "done"
+    assert record.error is None
+    assert record.results.last.items() >= finite(rows(run, "train/loss")[-1]).items()
+    assert record.results.last["eval/loss"] == rows(run, "eval/loss")[-1]["eval/loss"]
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,6 +104,6 @@ def test_a_run_without_loggers_is_quiet_and_has_results(
     assert f"{rows(loud, 'train/loss')[0]['train/loss']:.4f} at step 1" in shown.out
     assert "eval loss" in shown.out
     same = [key for key in curve(loud)[3] if key.startswith("train/")]
-    assert [read_facts(folder)["results"]["last"][key] for folder in (loud, quiet) for key in same] == [
+    assert [RunRecord.read(folder).results.last[key] for folder in (loud, quiet) for key in same] == [
         rows(loud, key)[-1][key] for key in same
     ] * 2

@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import components.metrics
-from components.metrics import data_sheet_peak, matmul_sizes, measure_peak, mfu, peak_flops, train_flops
+from components.metrics import data_sheet_peak, matmul_sizes, measure_peak, peak_flops, train_flops
+from runner.reporter import Window, performance
 
 BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -98,7 +99,9 @@ def test_only_layers_that_slide_have_a_window() -> None:
 
 
 def test_mfu() -> None:
-    assert mfu(flops=6e12, seconds=2.0, peak=1e12, world_size=4) == pytest.approx(0.75)
+    """Of four devices that reach 1e12 FLOP/s each."""
+    row = performance(Window(steps=1, tokens=8, flops=6e12, seconds=2.0), 4e12)
+    assert row["perf/mfu"] == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from components.preflight import Case
 from components.preflight.device import GPUS, Device, find_device, machine_memory, parse_size
 from components.preflight.step import StepWork, bandwidth, parameter_counts, step_time, step_work
 from runner.errors import ConfigError
-from runner.launch import Launch
+from runner.launch_checks import check_launch
 from runner.protocols import ModelSize, ParallelismSpec
 from runner.provenance import Provenance
 from tests.distributed.cases import fsdp2, megatron
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def case(folder: Path, *overrides: str, data: str = "text", small: Sequence[str] = SMALL) -> Case:
     here = [f"data.train={folder}/{data}.jsonl", f"data.cache_dir={folder}/cache", "data.num_workers=1"]
     keys = [*small, "stage=pt", "data=files", *here, f"run.output_dir={folder}/runs", "run.name=x"]
-    return Launch(composed([*keys, *overrides]), Provenance(), ()).inspect().case
+    return check_launch(composed([*keys, *overrides]), Provenance(), ()).inspect().case
 
 
 # ---- parameters

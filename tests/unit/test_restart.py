@@ -10,12 +10,12 @@ from components.checkpoint.files import FileRecord
 from components.checkpoint.folder import CheckpointMeta, commit, complete_checkpoints, step_folder
 from runner import restart
 from runner.errors import ConfigError, FinalError, TrainingError
-from runner.folder import read_facts, write_facts
+from runner.run_record import RunRecord
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_facts(tmp_path, resumed_from=None, restarts=0)
+    RunRecord().write(tmp_path)
     (tmp_path / "train.log").touch()
     return tmp_path
 
@@ -37,7 +37,7 @@ def world(monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> list[str 
     began: list[str | None] = []
 
     def start(folder: Path, world_size: int) -> None:
-        began.append(read_facts(folder)["resumed_from"])
+        began.append(RunRecord.read(folder).resumed_from)
         number = len(began)
         log_steps(folder, 2 * number - 1, 2 * number)
         if number > 1:
@@ -60,7 +60,7 @@ def test_it_passes_over_a_damaged_checkpoint(folder: Path) -> None:
     (step_folder(folder / "checkpoints", 4) / "weights").write_text("")
     assert restart.go_back(folder, 1) == 2
     whole = step_folder(folder / "checkpoints", 2)
-    assert read_facts(folder)["resumed_from"] == str(whole)
+    assert RunRecord.read(folder).resumed_from == str(whole)
     assert complete_checkpoints(folder / "checkpoints") == [whole], (
         "nor is it what pruning takes for the newest"
     )
@@ -75,7 +75,7 @@ def test_it_goes_on_from_the_newest_checkpoint(
     restart.run_with_restarts(folder, 2, max_restarts=3)
     assert began == [None, None, str(folder / "checkpoints" / "step_00000003")]
     assert logged(folder) == [3, 5, 6]
-    assert read_facts(folder)["restarts"] == 2
+    assert RunRecord.read(folder).restarts == 2
     assert capsys.readouterr().err.splitlines() == [
         "restart 1 of 3, from step 0: rank 1 was killed by SIGKILL",
         "restart 2 of 3, from step 3: rank 1 was killed by SIGKILL",

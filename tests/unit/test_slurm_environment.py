@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from components.rank_info import first_host
 from runner import slurm
 from runner.cli import exit_code
 from runner.errors import ConfigError
@@ -76,7 +77,7 @@ def test_jobs_and_steps_that_share_a_node_meet_at_ports_of_their_own() -> None:
     ],
 )
 def test_the_first_host(nodes: str, first: str) -> None:
-    assert environment.first_host(nodes) == first
+    assert first_host(nodes) == first
 
 
 ARRAY = {

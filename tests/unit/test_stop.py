@@ -5,7 +5,9 @@ import signal
 import pytest
 
 from runner.errors import ConfigError
-from runner.stop import REQUESTS, Stop, StopRequest, handling, interrupt, seconds
+from runner.schema import seconds
+from runner.signals import REQUESTS, StopRequest, handling, interrupt
+from runner.stop import Stop
 from runner.summary import resume_command
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1

@@ -1,22 +1,17 @@
-"""The plan of an epoch: nothing lost, nothing twice, nothing over, and the utilities over packed tensors."""
+"""The plan of an epoch: nothing lost, nothing twice, nothing over."""
 
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from components.data.packing import (
     WINDOW,
     Plan,
-    align_sequences,
     best_fit_decreasing,
-    cu_seqlens_from_packed_mask,
     hold_out,
-    ltr_masks_and_position_ids,
     plan_epoch,
 )
-from runner.protocols import IGNORE, Batch
 
 
 def lengths_of(count: int, longest: int = 64) -> np.ndarray:
@@ -184,103 +179,3 @@ def test_a_saved_plan_is_the_same(tmp_path) -> None:  # type: ignore[no-untyped-
     (tmp_path / "plans" / "epoch" / "segments.npy").write_bytes(b"\x93NUMPY")
     with pytest.raises((OSError, ValueError)):
         Plan.load(tmp_path / "plans" / "epoch")
-
-
-# Utilities
-
-
-def test_cu_seqlens_of_a_packed_mask() -> None:
-    mask = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]])
-    cu_seqlens, max_seqlen = cu_seqlens_from_packed_mask(mask)
-    assert cu_seqlens.tolist() == [0, 2, 5, 6, 7, 9, 12]
-    assert cu_seqlens.dtype == torch.int32
-    assert max_seqlen == 3
-
-
-@pytest.mark.parametrize(
-    ("mask", "expected"),
-    [
-        ([[1]], [0, 1]),
-        ([[1, 1], [1, 1]], [0, 2, 4]),
-        ([[1, 0, 0, 0]], [0, 1, 4]),
-        ([[0, 0], [0, 1]], [0, 2, 3, 4]),
-    ],
-)
-def test_cu_seqlens_at_the_edges(mask: list[list[int]], expected: list[int]) -> None:
-    cu_seqlens, max_seqlen = cu_seqlens_from_packed_mask(torch.tensor(mask))
-    assert cu_seqlens.tolist() == expected
-    assert max_seqlen == max(np.diff(expected))
-
-
-ROWS = [[5, 0, 6, 7, 0, 0, 8], [1, 2, 3, 4, 5, 6, 7], [0, 1, 1, 0, 2, 2, 0]]
-
-
-@pytest.mark.parametrize("reset_position_ids", [False, True])
-@pytest.mark.parametrize("reset_attention_mask", [False, True])
-@pytest.mark.parametrize("eod_mask_loss", [False, True])
-def test_ltr_masks_equal_megatrons(
-    reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
-) -> None:
-    megatron = pytest.importorskip("megatron.core.datasets.gpt_dataset")
-    attention, loss_mask, positions = ltr_masks_and_position_ids(
-        torch.tensor(ROWS),
-        0,
-        reset_position_ids=reset_position_ids,
-        reset_attention_mask=reset_attention_mask,
-        eod_mask_loss=eod_mask_loss,
-    )
-    for i, row in enumerate(ROWS):
-        theirs = megatron._get_ltor_masks_and_position_ids(
-            torch.tensor(row), 0, reset_position_ids, reset_attention_mask, eod_mask_loss, True
-        )
-        assert torch.equal(~attention[i], theirs[0])
-        assert torch.equal(loss_mask[i], theirs[1])
-        assert torch.equal(positions[i], theirs[2])
-
-
-def test_ltr_masks_by_hand() -> None:
-    attention, loss_mask, positions = ltr_masks_and_position_ids(
-        torch.tensor([[4, 0, 5]]), 0, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
-    )
-    assert attention.tolist() == [[[[True, False, False], [True, True, False], [False, False, True]]]]
-    assert loss_mask.tolist() == [[1, 0, 1]]
-    assert positions.tolist() == [[0, 1, 0]]
-
-
-def packed_batch() -> Batch:
-    return Batch(
-        input_ids=torch.tensor([[1, 2, 3, 4, 5, 6, 7]]),
-        labels=torch.tensor([[2, 3, IGNORE, 5, 6, 7, IGNORE]]),
-        position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]),
-        seqlens=torch.tensor([3, 4], dtype=torch.int32),
-        cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32),
-        max_seqlen=4,
-        ref_logps=torch.tensor([[-1, -2, 0, -3, -4, -5, 0.0]]),
-    )
-
-
-def test_align_sequences() -> None:
-    aligned = align_sequences(packed_batch(), 4, pad_id=9)
-    assert aligned.input_ids.tolist() == [[1, 2, 3, 9, 4, 5, 6, 7]]
-    assert aligned.labels.tolist() == [[2, 3, IGNORE, IGNORE, 5, 6, 7, IGNORE]]
-    assert aligned.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
-    assert aligned.ref_logps is not None
-    assert aligned.ref_logps.tolist() == [[-1, -2, 0, 0, -3, -4, -5, 0]]
-    assert aligned.cu_seqlens is not None
-    assert (aligned.cu_seqlens.tolist(), aligned.cu_seqlens.dtype) == ([0, 4, 8], torch.int32)
-    assert aligned.seqlens.tolist() == [3, 4]
-    assert aligned.max_seqlen == 4
-
-
-@pytest.mark.parametrize("multiple", [1, 2, 3, 8])
-def test_alignment_keeps_sequences_and_their_sums(multiple: int) -> None:
-    batch = packed_batch()
-    aligned = align_sequences(batch, multiple, pad_id=0)
-    assert aligned.cu_seqlens is not None
-    assert batch.ref_logps is not None
-    assert aligned.ref_logps is not None
-    assert (aligned.cu_seqlens % multiple == 0).all()
-    assert torch.equal(aligned.sum_per_sequence(aligned.ref_logps), batch.sum_per_sequence(batch.ref_logps))
-    assert aligned.input_ids.shape == aligned.labels.shape == aligned.position_ids.shape
-    if multiple == 1:
-        assert torch.equal(aligned.input_ids, batch.input_ids)

@@ -111,7 +111,8 @@ def make_items(
 ) -> list[Item]:
     """Rows on ``device``: of one length where stages send them to each other.
 
-    With moe_token_dispatcher=allgather or moe_pad_to_capacity collective: ranks that exchange tokens have as many.
+    Collective with moe_token_dispatcher=allgather or moe_pad_to_capacity, since ranks that exchange tokens
+    then need equally many.
     """
     multiple = layout.tp * layout.cp if layout.sequence_parallel else layout.cp
     lengths = [aligned_length(batch, cp=layout.cp, multiple=multiple) for batch in microbatches]

@@ -1,0 +1,108 @@
+"""The place of a process in its run: the one reader of torchrun's variables, and of SLURM's instead of them.
+
+Nothing here imports torch: the command line uses it from its first moment.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from runner.errors import ConfigError
+
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+FIRST_PORT, PORTS = 10_000, 20_000
+"""Below the ports that Linux hands out by itself."""
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """The place of one rank. The defaults are those of a process that nobody has launched as a rank."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    """Rank among those of its node."""
+    local_world_size: int = 1
+    """Number of ranks of its node."""
+    node: int = 0
+    """Number of its node, torchrun's GROUP_RANK."""
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29500
+    """Where ranks meet; torch has the same default."""
+    launched: bool = False
+    """Whether torchrun, srun or a parent process has launched this process as a rank."""
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Read torchrun's variables. None means those of this process."""
+        environ = os.environ if environ is None else environ
+        world_size = int(environ.get("WORLD_SIZE", cls.world_size))
+        return cls(
+            rank=int(environ.get("RANK", cls.rank)),
+            world_size=world_size,
+            local_rank=int(environ.get("LOCAL_RANK", cls.local_rank)),
+            local_world_size=int(environ.get("LOCAL_WORLD_SIZE", world_size)),
+            node=int(environ.get("GROUP_RANK", cls.node)),
+            master_addr=environ.get("MASTER_ADDR", cls.master_addr),
+            master_port=int(environ.get("MASTER_PORT", cls.master_port)),
+            launched=any(name in environ for name in PLACE),
+        )
+
+    @classmethod
+    def from_slurm(cls, environ: Mapping[str, str]) -> Self | None:
+        """Read the variables of a task of ``srun``. None means that SLURM launched no rank.
+
+        A task is a rank if its step has several. Batch scripts, shells of ``salloc`` and lone tasks start
+        the ranks themselves, as on any machine; what torchrun says counts more. Ranks meet at the first node
+        of the step, at a port that follows from job and step: array tasks that share a node differ.
+        MASTER_ADDR and MASTER_PORT stay if they are set.
+        """
+        size = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+        if size == 1 or "RANK" in environ:
+            return None
+        node, job, step = (int(environ[f"SLURM_{name}"]) for name in ("NODEID", "JOB_ID", "STEP_ID"))
+        return cls(
+            rank=int(environ["SLURM_PROCID"]),
+            world_size=size,
+            local_rank=int(environ["SLURM_LOCALID"]),
+            local_world_size=tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])[node],
+            node=node,
+            master_addr=environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]),
+            master_port=int(environ.get("MASTER_PORT") or FIRST_PORT + (31 * job + step) % PORTS),
+            launched=True,
+        )
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables from which ``read`` makes this place."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def check_place(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if a launcher has set only a part of this process's place."""
+    known = [name for name in PLACE if name in environ]
+    if known and len(known) < len(PLACE):
+        missing = ", ".join(sorted(set(PLACE) - set(known)))
+        raise ConfigError(
+            f"{known[0]}: is set in the environment, but {missing} is not; set all or unset it."
+        )
+
+
+def first_host(nodes: str) -> str:
+    """Expand the first name of a node list: ``gpu[03-05,9],login`` -> ``gpu03``."""
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]
+
+
+def tasks_per_node(counts: str) -> list[int]:
+    """Expand a list of counts: ``4(x2),1`` -> [4, 4, 1]."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
