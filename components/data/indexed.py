@@ -3,6 +3,10 @@
 The layout is that of ``megatron.core.datasets.indexed_dataset``: the index holds ``MMIDIDX``, a version, the
 type of a token, the number of sequences and of documents, then int32 lengths and int64 byte offsets.
 Every sequence is a document, as for Megatron's own GPT data.
+
+Megatron's own reader is not used. Importing it imports megatron.core into every process that reads data,
+also with FSDP2: 3.3 s of processor time, 68 MiB, and 16 more classes that ``torch.load`` trusts. It would
+replace few of these lines, because it refuses damaged files with bare asserts or not at all.
 """
 
 import struct

@@ -14,7 +14,6 @@ from typing import Any
 from components.report.runs import Entry, Run, fact_tables, read_run
 
 ASSETS = Path(__file__).parent
-SCRIPTS = ("chart.js", "tables.js", "page.js")
 FIRST_CHARTS = (
     "train/loss",
     "eval/loss",
@@ -50,17 +49,23 @@ def write_page(title: str, entries: Sequence[Entry], output: Path) -> list[Run]:
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The template with style, scripts and data; nothing in ``data`` can end its element."""
+    """The template with styles, scripts and data; nothing in ``data`` can end its element."""
     text = json.dumps(without_infinities(data), allow_nan=False, separators=(",", ":"))
     parts = {
-        "style": (ASSETS / "page.css").read_text(encoding="utf-8"),
-        "script": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "style": assets("uPlot.min.css", "page.css"),
+        "library": f"/*\n{assets('uPlot.LICENSE')}\n*/\n{assets('uPlot.iife.min.js')}",
+        "script": assets("chart.js", "tables.js", "page.js"),
         "data": text.replace("<", "\\u003c"),
     }
-    page = (ASSETS / "page.html").read_text(encoding="utf-8")
+    page = assets("page.html")
     for name, text in parts.items():  # data comes last: what it holds is not looked at again
         page = page.replace(f"{{{{{name}}}}}", text, 1)
     return page
+
+
+def assets(*names: str) -> str:
+    """Return files of this folder, one after the other."""
+    return "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in names)
 
 
 def without_infinities(data: Any) -> Any:
