@@ -88,6 +88,7 @@ class Launch:
         )
         run, joined = self.experiment.run, join.is_joined(os.environ)
         preflight.check_modes(run.preflight, run.devices, run.device_name, joined=joined)
+        preflight.check_forecast(run.preflight, self.experiment.parallelism)
         self.device = preflight.resolve_device(run.device, run.device_name)
         gpus = torch.cuda.device_count() if self.device == "cuda" else 0
         self.world_size = self.experiment.parallelism.world_size(os.environ, gpus)
@@ -147,7 +148,8 @@ class Launch:
         """Checks everything that can be checked here, prepares the data, and fills the run folder."""
         run, found = self.experiment.run, self.inspect()
         data, resume, own = found.data, found.resume, self.own
-        preflight.check_fits(found.case)
+        if found.case is not None:
+            preflight.check_fits(found.case)
         survey = preflight.survey(found.case, self.config)
         if own is None and run.resume == "auto" and resume is not None:
             own = resume.parent.parent
