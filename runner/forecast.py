@@ -10,6 +10,7 @@ from rich.console import Console
 
 from components import preflight
 from components.checkpoint import RunIdentity
+from components.preflight.search import plan
 from components.reference import ReferenceSource
 from runner.build import Experiment
 from runner.folder import create_run_folder, write_config
@@ -28,7 +29,8 @@ class Inspected:
     """The checkpoint to go on from."""
     own: Path | None
     """The folder of an earlier start of this run, which SLURM starts again."""
-    case: preflight.Case
+    case: preflight.Case | None
+    """None means that the layout has no forecast."""
 
 
 def make_case(
@@ -40,8 +42,13 @@ def make_case(
     world_size: int,
     kind: Literal["cpu", "cuda"],
     local_ranks: int,
-) -> preflight.Case:
-    """What ``model`` (on the meta device) and ``data`` ask of the ranks, and what these have."""
+) -> preflight.Case | None:
+    """What ``model`` (on the meta device) and ``data`` ask of the ranks, and what these have.
+
+    None: the layout has no forecast.
+    """
+    if not isinstance(experiment.parallelism, preflight.EngineLayout):
+        return None
     run, dtype = experiment.run, DTYPES[experiment.run.dtype]
     device = preflight.find_device(
         kind, run.device_name, run.device_memory, local_ranks=local_ranks, dtype=dtype
@@ -73,9 +80,8 @@ def look_ahead(found: Inspected, config: Mapping[str, Any], run: RunConfig, poin
         ConfigError: the run would not fit a device that is known (after all of that), or no layout does.
     """
     case, console = found.case, Console()
+    assert case is not None, "preflight.check_forecast has refused it"
     if run.preflight == "plan":
-        from components.preflight.search import plan  # here, as it takes every engine
-
         report = plan(case, run.devices or case.world_size)
     else:
         report = preflight.survey(case, config)

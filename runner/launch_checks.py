@@ -175,6 +175,7 @@ def check_launch(
     check_place(os.environ)
     place = RankInfo.read()
     preflight.check_modes(run.preflight, run.devices, run.device_name, joined=place.launched)
+    preflight.check_forecast(run.preflight, experiment.parallelism)
     device = preflight.resolve_device(run.device, run.device_name)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     world_size = experiment.parallelism.world_size(os.environ, gpus)

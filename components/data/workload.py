@@ -5,7 +5,8 @@ from functools import lru_cache
 import numpy as np
 
 from components.data.loader import PreparedData
-from runner.protocols import BatchStats, Workload
+from runner.estimates import Workload
+from runner.protocols import BatchStats
 
 LARGEST = 16
 """Micro-batches whose labels are counted."""

@@ -12,7 +12,9 @@ from components.data.workload import largest_microbatch
 from components.engines.layout import divisors
 from components.preflight.checks import check_batch, check_shared_prompt
 from components.preflight.device import Device
-from runner.protocols import Kernels, Loss, ParallelismSpec, RankMemory, Reference, TrainStep, Workload
+from components.preflight.engine_layouts import EngineLayout, memory
+from runner.estimates import RankMemory, TrainStep, Workload
+from runner.protocols import Kernels, Loss, Reference
 
 TOLERANCE = 0.15
 
@@ -21,7 +23,7 @@ TOLERANCE = 0.15
 class Case:
     """One experiment in one layout."""
 
-    layout: ParallelismSpec
+    layout: EngineLayout
     world_size: int
     model: Any
     """The transformers model on the meta device, without its adapter."""
@@ -70,7 +72,7 @@ class Case:
             reference_model=self.reference_model,
             adapter=self.adapter,
         )
-        return self.layout.memory(self.model, self.optimizer, step)
+        return memory(self.layout, self.model, self.optimizer, step)
 
     @property
     def largest(self) -> RankMemory:
@@ -115,6 +117,6 @@ class Case:
         Raises:
             ConfigError: the keys contradict each other.
         """
-        layout = replace(self.layout, **changes)  # type: ignore[type-var]
+        layout = replace(self.layout, **changes)
         ranks = layout.world_size({}, 0) if "dp" in changes else self.world_size
         return replace(self, layout=layout, world_size=ranks, device=self.device.shared_by(ranks))

@@ -9,6 +9,7 @@ import yaml
 
 from components.checkpoint import read_meta
 from components.preflight.device import PROGRAM, machine_memory
+from components.preflight.engine_layouts import EngineLayout
 from runner.errors import ConfigError
 from runner.protocols import ParallelismSpec
 
@@ -32,6 +33,15 @@ def check_modes(mode: str, devices: int | None, device_name: str | None, *, join
         raise ConfigError(
             f"run.preflight: is {mode}, which starts no rank, but a launcher has started this one; leave the "
             "launcher out, or use run.preflight=check."
+        )
+
+
+def check_forecast(mode: str, layout: ParallelismSpec) -> None:
+    """What replaces a run with its forecast needs a layout that has one."""
+    if mode != "check" and not isinstance(layout, EngineLayout):
+        raise ConfigError(
+            f"run.preflight: is {mode}, but only layouts of FSDP2 and Megatron have a forecast, and "
+            f"parallelism is a {type(layout).__name__}; use run.preflight=check, or another parallelism."
         )
 
 

@@ -12,13 +12,13 @@ from components.engines.megatron.layouts import layouts as megatron_layouts
 from components.models.experts import number_of_experts
 from components.optimizers import SGD
 from components.preflight.case import Case
+from components.preflight.engine_layouts import EngineLayout
 from components.preflight.report import Report, device_section
 from components.preflight.step import StepTime, StepWork, step_time, step_work
 from components.preflight.units import as_seconds, as_size
 from runner.errors import ConfigError
-from runner.protocols import ParallelismSpec
 
-DEFAULTS: Mapping[str, ParallelismSpec] = {
+DEFAULTS: Mapping[str, EngineLayout] = {
     "fsdp2": FSDP2(dp=None, default_dp=2, reshard_after_forward=True),
     "megatron": Megatron(),
 }

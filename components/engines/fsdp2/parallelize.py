@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from components.engines.fsdp2.experts import (
 )
 from components.engines.fsdp2.further import Further
 from components.engines.fsdp2.iteration import fsdp_modules
+from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.mesh import SHARD, TENSOR, data_mesh, expert_mesh, part, stored, weight_mesh
 from components.engines.fsdp2.names import Member, only_member
 from components.engines.fsdp2.routing import Routing
@@ -36,9 +37,6 @@ from components.engines.vocabulary import VocabularyShard
 from components.models import ModelSpec, WeightSource, materialize_buffers
 from runner.errors import ConfigError
 from runner.protocols import IGNORE, Batch, Kernels, TokenStats
-
-if TYPE_CHECKING:
-    from components.engines.fsdp2.spec import FSDP2
 
 
 class Scorer(nn.Module):
@@ -145,7 +143,7 @@ def build_scorer(
     spec: ModelSpec,
     weights: WeightSource,
     ranks: DeviceMesh,
-    layout: "FSDP2",
+    layout: FSDP2Layout,
     *,
     seed: int,
     context: Context,
@@ -203,7 +201,7 @@ def build_scorer(
 
 
 def shard(
-    scorer: Scorer, mesh: DeviceMesh, expert_mesh: DeviceMesh, layout: "FSDP2", dtype: torch.dtype
+    scorer: Scorer, mesh: DeviceMesh, expert_mesh: DeviceMesh, layout: FSDP2Layout, dtype: torch.dtype
 ) -> None:
     """``fully_shard`` on every block, then on the root, with gradients summed instead of averaged."""
     # Inputs are ids, labels and fp32 weights of labels: casting those would round the loss.
