@@ -3,17 +3,17 @@
 import json
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from runner.errors import ConfigError
+from runner.json_types import Config, Json
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("runner", "torch", "transformers", "tokenizers", "datasets", "hydra-core", "omegaconf", "numpy")
@@ -60,21 +60,21 @@ def replace_text(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+def write_config(folder: Path, config: Config) -> None:
     replace_text(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
+def read_config(folder: Path) -> Json:
+    config: Json = yaml.safe_load((folder / "config.yaml").read_text())
     return config
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((folder / "run.json").read_text())
+def read_facts(folder: Path) -> Json:
+    facts: Json = json.loads((folder / "run.json").read_text())
     return facts
 
 
-def write_facts(folder: Path, **facts: Any) -> None:
+def write_facts(folder: Path, **facts: object) -> None:
     """Merges ``facts`` into run.json."""
     path = folder / "run.json"
     known = read_facts(folder) if path.exists() else {}
@@ -94,7 +94,7 @@ def recording_end(folder: Path) -> Iterator[None]:
     write_facts(folder, ended="done" if read_facts(folder)["stopped"] is None else "stopped", error=None)
 
 
-def environment_facts(command: Sequence[str]) -> dict[str, Any]:
+def environment_facts(command: Sequence[str]) -> Json:
     """Command line, versions and the commit of the source."""
     return {
         "command": list(command),

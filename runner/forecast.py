@@ -1,18 +1,20 @@
 """What is known of a run before it starts; with ``run.preflight=only`` and ``plan``, and no run."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
+from torch import nn
 
 from components import preflight
 from components.checkpoint import RunIdentity
 from components.reference import ReferenceSource
 from runner.build import Experiment
+from runner.config_contracts import Prepared
 from runner.folder import create_run_folder, write_config
+from runner.json_types import Config
 from runner.outcome import Point
 from runner.schema import RunConfig
 from runner.train import DTYPES
@@ -22,7 +24,7 @@ from runner.train import DTYPES
 class Inspected:
     """A run that nothing speaks against, but perhaps its size."""
 
-    data: Any
+    data: Prepared
     identity: RunIdentity
     resume: Path | None
     """The checkpoint to go on from."""
@@ -32,8 +34,8 @@ class Inspected:
 def make_case(
     experiment: Experiment,
     reference: ReferenceSource,
-    model: Any,
-    data: Any,
+    model: nn.Module,
+    data: Prepared,
     *,
     world_size: int,
     kind: Literal["cpu", "cuda"],
@@ -52,7 +54,7 @@ def make_case(
         optimizer=experiment.optimizer,
         loss=experiment.stage,
         reference=reference.kept,
-        reference_model=reference.model.build(reference.model.config()) if reference.other else None,
+        reference_model=reference.model.meta_model if reference.other else None,
         data=data,
         micro_batch_size=run.micro_batch_size,
         dtype=dtype,
@@ -64,7 +66,7 @@ def make_case(
     )
 
 
-def look_ahead(found: Inspected, config: Mapping[str, Any], run: RunConfig, point: Point | None) -> float:
+def look_ahead(found: Inspected, config: Config, run: RunConfig, point: Point | None) -> float:
     """Prints it and writes it into a folder of its own; NaN, as there is no loss.
 
     Raises:

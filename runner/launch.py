@@ -3,12 +3,12 @@
 import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
 
 from components import preflight
 from components.checkpoint import Resume, RunIdentity, check_whole, newest_undamaged
@@ -17,6 +17,7 @@ from components.reference import about_reference, resolve_reference
 from runner import join, slurm
 from runner.blame import forget_reports, report, reporting
 from runner.build import build_experiment
+from runner.config_contracts import AdapterConfig, Prepared
 from runner.errors import TrainingError
 from runner.folder import (
     create_run_folder,
@@ -29,6 +30,7 @@ from runner.folder import (
     write_facts,
 )
 from runner.forecast import Inspected, look_ahead, make_case
+from runner.json_types import Config, Json
 from runner.logs import log_to
 from runner.provenance import Provenance
 from runner.restart import begun_by_this_job, run_with_restarts
@@ -38,7 +40,7 @@ from runner.train import DTYPES, run_rank
 from runner.watchdog import end_process
 
 
-def run(config: Mapping[str, Any], where: Provenance, command: Sequence[str], began: float) -> float:
+def run(config: Config, where: Provenance, command: Sequence[str], began: float) -> float:
     """One run from start to end; returns its final loss (eval, else train; NaN where neither was logged).
 
     Or what is known of it before it starts (``run.preflight``), and NaN.
@@ -71,7 +73,7 @@ class Launch:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        config: Config,
         where: Provenance,
         command: Sequence[str],
         began: float | None = None,
@@ -81,7 +83,7 @@ class Launch:
         self.experiment = build_experiment(config, where)
         self.console = terminal(self.experiment.logger)
         if self.experiment.run.init_from is not None:  # ranks read the checkpoint that is the newest now
-            point = str(self.experiment.model.checkpoint)
+            point = self.experiment.run.init_from
             self.config = {**config, "run": {**config["run"], "init_from": point}}
         self.reference = resolve_reference(
             self.experiment.stage, self.experiment.model, self.experiment.adapter
@@ -206,7 +208,7 @@ class Launch:
         )
         return Inspected(data, identity, resume, case)
 
-    def check_components(self) -> Any:
+    def check_components(self) -> nn.Module:
         """Each by itself and with the layout; returns the model, on the meta device."""
         run, experiment = self.experiment.run, self.experiment
         if run.preflight != "plan":  # which looks for another layout
@@ -216,19 +218,19 @@ class Launch:
         preflight.check_further_tokens(experiment.model.mtp_layers, experiment.stage.kind)
         for logger in experiment.logger.values():
             logger.check()
-        model = experiment.model.build(experiment.model.config())
+        model = experiment.model.meta_model
         preflight.check_adapter(experiment.adapter, model, experiment.model.bias_rate)
         self.check_layout(model, experiment.adapter)
         if run.verify and run.init_from is not None:
-            check_whole(experiment.model.checkpoint, checksums=True, option="run.init_from")
+            check_whole(Path(run.init_from), checksums=True, option="run.init_from")
         experiment.model.weights(run.seed)  # opened only: what is missing shows before a rank starts
         if self.reference.other:
             with about_reference():
-                self.check_layout(self.reference.model.build(self.reference.model.config()))
+                self.check_layout(self.reference.model.meta_model)
             self.reference.check(model.config, experiment.model.load_tokenizer())
         return model
 
-    def identity(self, model: Any, data: Any) -> RunIdentity:
+    def identity(self, model: nn.Module, data: Prepared) -> RunIdentity:
         run = self.experiment.run
         return RunIdentity(
             model=self.experiment.model.signature(model),
@@ -246,7 +248,7 @@ class Launch:
         run = self.experiment.run
         return begun_by_this_job(Path(run.output_dir, run.name), self.command, os.environ)
 
-    def resume_point(self, identity: RunIdentity, data: Any) -> Path | None:
+    def resume_point(self, identity: RunIdentity, data: Prepared) -> Path | None:
         """The checkpoint to go on from, where the run has steps left from there; None: a new run."""
         run = self.experiment.run
         with log_to(None, self.console):
@@ -265,7 +267,7 @@ class Launch:
             preflight.check_profile(run.profile_steps[1], run.profile_ranks, left, self.world_size)
         return resume
 
-    def precomputed(self, data: Any) -> dict[str, Any] | None:
+    def precomputed(self, data: Prepared) -> Json | None:
         """Where the log-probabilities of the reference are, and whether ranks have to compute some first."""
         run, source = self.experiment.run, self.reference
         if source.choice != "precomputed":
@@ -276,7 +278,7 @@ class Launch:
         self.console.print(f"reference: {how} {folder}", soft_wrap=True, highlight=False)
         return {"folder": str(folder), "compute": lacking}
 
-    def check_layout(self, model: Any, adapter: Any = None) -> None:
+    def check_layout(self, model: nn.Module, adapter: AdapterConfig | None = None) -> None:
         """Whether the engine computes ``model``, which is on the meta device, in this layout."""
         run, experiment = self.experiment.run, self.experiment
         if run.preflight == "plan":
@@ -292,7 +294,7 @@ class Launch:
             adapter=adapter,
         )
 
-    def frozen(self, model: Any) -> dict[str, str]:
+    def frozen(self, model: nn.Module) -> dict[str, str]:
         """The part of the run's identity that is there where a part of the model is not trained."""
         experiment = self.experiment
         if experiment.adapter is not None:
@@ -303,7 +305,7 @@ class Launch:
             return {}
         return {"trained": trained, "base": experiment.model.content()}
 
-    def prepare_data(self) -> Any:
+    def prepare_data(self) -> Prepared:
         """Tokens and plans in the cache of this machine's filesystem."""
         run, experiment = self.experiment.run, self.experiment
         stage, data = experiment.stage, experiment.data

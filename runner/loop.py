@@ -12,11 +12,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from components.checkpoint import CheckpointPolicy
 from components.memory import naming_step
 from runner.errors import FinalError
+from runner.json_types import Json
 from runner.profiler import Profiler
 from runner.protocols import Batch, DataLoader, Engine, Loss
 from runner.reporter import Reporter
@@ -73,7 +73,7 @@ def train(t: Training) -> None:
         log.info("stopped early at step %d: %s has not improved since %s", t.state.step, watched, since)
 
 
-def stopped(t: Training) -> dict[str, Any] | None:
+def stopped(t: Training) -> Json | None:
     """Of a run that has stopped before its end: the step, of how many, and why."""
     if t.stop.reason is None:
         return None

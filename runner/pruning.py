@@ -2,16 +2,15 @@
 
 import json
 import pkgutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from runner.json_types import Config
 from runner.stop import Pruner
 
 FILE = "pruner.json"
 
 
-def leave_pruner(sweep: Path, target: str, options: Mapping[str, Any]) -> None:
+def leave_pruner(sweep: Path, target: str, options: Config) -> None:
     """For every job of ``sweep``: ``target`` (module:class), called with the job's number and ``options``."""
     (sweep / FILE).write_text(json.dumps({"target": target, "options": dict(options)}) + "\n")
 
@@ -20,7 +19,7 @@ def leave_no_pruner(sweep: Path) -> None:
     (sweep / FILE).unlink(missing_ok=True)
 
 
-def pruner_of(sweep: Mapping[str, Any] | None) -> Pruner | None:
+def pruner_of(sweep: Config | None) -> Pruner | None:
     """Of a job, by its ``sweep`` in run.json; None where nobody asks about its evaluations."""
     path = None if sweep is None else Path(sweep["folder"]) / FILE
     if sweep is None or path is None or not path.exists():

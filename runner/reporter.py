@@ -5,13 +5,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import psutil
 import torch
 from rich.progress import Progress, TaskID
 
 from components.loggers import Ending, Loggers
+from runner.json_types import Config
 from runner.protocols import BatchStats, StepResult
 from runner.results import Results
 from runner.state import TrainState
@@ -47,7 +48,7 @@ class Reporter:
     loggers: Loggers | None = None
     progress: Progress | None = None
     results: Results = field(default_factory=Results)
-    stopped: Mapping[str, Any] | None = None
+    stopped: Config | None = None
     """Where and why the run has stopped before its end."""
     window: Window = field(default_factory=Window)
     task: TaskID | None = None

@@ -1,9 +1,8 @@
 """The closing words of a run: where things are, how it went, and one completion."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from components.checkpoint import complete_checkpoints
 from components.checkpoint.folder import step_of
@@ -11,6 +10,7 @@ from components.preflight import owes_evaluation
 from runner.build import Experiment
 from runner.errors import TrainingError
 from runner.folder import read_facts
+from runner.json_types import Config
 from runner.results import Results
 from runner.schema import RunConfig
 from runner.sweep import alone, sweeps
@@ -73,7 +73,7 @@ def export_facts(experiment: Experiment, folder: Path) -> dict[str, str]:
 def say_stopped(
     run: RunConfig,
     folder: Path,
-    stopped: Mapping[str, Any],
+    stopped: Config,
     command: Sequence[str],
     overrides: Sequence[str],
 ) -> bool:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ class FlatShard(Tensor):
         """The same part of the whole, with the values of ``flat``."""
         return FlatShard.of(flat, self.whole, self.boxes)
 
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self)
         return [
             WriteItem(

@@ -13,8 +13,9 @@ from components.preflight.groups import group_lines, group_rows
 from components.preflight.keys import key_rows
 from components.preflight.step import StepWork, parameter_counts, step_time, step_work
 from components.preflight.units import as_count, as_seconds, as_size
+from runner.json_types import Config
 
-Scalars = Mapping[str, Any]
+Scalars = Config
 Section = Scalars | Sequence[Scalars]
 
 
@@ -48,7 +49,7 @@ class Report:
 IN_A_LINE = ("groups", "keys", "plan")
 
 
-def survey(case: Case, config: Mapping[str, Any]) -> Report:
+def survey(case: Case, config: Config) -> Report:
     """Everything that is known of ``case`` before it runs, and who reads each key of ``config``."""
     work = step_work(case)
     sections: dict[str, Section] = {

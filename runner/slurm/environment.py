@@ -7,9 +7,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from runner.errors import ConfigError
+from runner.json_types import Json
 
 MAX_REQUEUES = "RUNNER_MAX_REQUEUES"
 """In the environment of a job that is one run: how often it may ask to be queued again."""
@@ -59,7 +59,7 @@ def tasks_per_node(counts: str) -> list[int]:
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
-def job_facts(environ: Mapping[str, str]) -> dict[str, Any] | None:
+def job_facts(environ: Mapping[str, str]) -> Json | None:
     """Of the SLURM job around this process: its id as ``squeue`` shows it, and how often it was restarted."""
     if "SLURM_JOB_ID" not in environ:
         return None

@@ -1,7 +1,6 @@
 """The ranks of a run as one mesh, and which of them holds what."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from runner.json_types import Json
 
 REPLICATE, SHARD, CONTEXT, EXPERT, TENSOR = "dp_replicate", "dp_shard", "cp", "ep", "tp"
 
@@ -39,7 +40,7 @@ def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=(REPLICATE, SHARD, EXPERT, TENSOR))
 
 
-def described(mesh: DeviceMesh) -> dict[str, Any]:
+def described(mesh: DeviceMesh) -> Json:
     """The size of every dimension, and the global rank at every place."""
     dims = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     return {"dims": dims, "ranks": mesh.mesh.tolist()}

@@ -35,6 +35,7 @@ from components.engines.logps import token_stats
 from components.engines.vocabulary import VocabularyShard
 from components.models import ModelSpec, WeightSource, materialize_buffers
 from runner.errors import ConfigError
+from runner.json_types import Json
 from runner.protocols import IGNORE, Batch, Kernels, TokenStats
 
 if TYPE_CHECKING:
@@ -208,14 +209,14 @@ def shard(
     """``fully_shard`` on every block, then on the root, with gradients summed instead of averaged."""
     # Inputs are ids, labels and fp32 weights of labels: casting those would round the loss.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options: dict[str, Any] = {"mesh": data_mesh(mesh), "mp_policy": policy}
+    options: Json = {"mesh": data_mesh(mesh), "mp_policy": policy}
     grouped = grouped_experts(scorer.lm).values()
     whole = {parameter: dim for module in grouped for parameter, dim in module.hidden_dimensions().items()}
     options["shard_placement_fn"] = partial(shard_dimension, shards=mesh[SHARD].size(), whole=whole)
     if layout.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     if layout.ep > 1:  # on other ranks than what is around them
-        there: dict[str, Any] = options | {"mesh": data_mesh(expert_mesh)}
+        there: Json = options | {"mesh": data_mesh(expert_mesh)}
         shards = expert_mesh[SHARD].size()
         there["shard_placement_fn"] = partial(shard_dimension, shards=shards, whole=whole)
         for experts in grouped:

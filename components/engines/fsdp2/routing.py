@@ -61,7 +61,7 @@ class Routing(RouterSteps):
 
     @torch.compiler.disable
     def _attach(
-        self, layer: int, gate: nn.Module, _: Any, routed: tuple[Tensor, Tensor, Tensor]
+        self, layer: int, gate: nn.Module, _: object, routed: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Of ``(logits, weights, chosen)``, as transformers' routers return them, other weights."""
         if not torch.is_grad_enabled():
