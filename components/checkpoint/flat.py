@@ -34,7 +34,7 @@ class FlatShard(Tensor):
     def of(flat: Tensor, whole: torch.Size, boxes: Sequence[Box]) -> "FlatShard":
         """Shares memory with ``flat``."""
         assert flat.dim() == 1, "a flat tensor"
-        made = Tensor._make_subclass(FlatShard, flat)
+        made = flat.detach().as_subclass(FlatShard)
         made.whole, made.boxes = whole, boxes
         return made
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,6 +11,7 @@ from components.adapters import LoRA
 from components.adapters.export import peft_config, shortest
 from components.adapters.targets import linear_names
 from components.models.experts import OF_EXPERT
+from components.models.hf_private import adapters_off
 from runner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,16 +71,10 @@ def name_on_disk(name: str) -> str:
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
     """The frozen model alone, without dropout, while the context lasts; without an adapter, the model."""
-    # peft's layers, and its modules that are trained whole.
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     training = model.training
     model.eval()
-    # Not by peft's own switch, which also makes them want no gradient: FSDP reads that at its first pass.
-    for layer in layers:
-        layer._disable_adapters = True
     try:
-        yield
+        with adapters_off(model):
+            yield
     finally:
-        for layer in layers:
-            layer._disable_adapters = False
         model.train(training)

@@ -6,10 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, debug
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from components.engines.shared.torch_private import (
+    DTensorSpec,
+    TensorMeta,
+    clear_dtensor_caches,
+    compute_local_shape_and_global_offset,
+    local_tensor,
+)
 from runner.json_types import Json
 
 REPLICATE, SHARD, CONTEXT, EXPERT, TENSOR = "dp_replicate", "dp_shard", "cp", "ep", "tp"
@@ -49,9 +54,7 @@ def described(mesh: DeviceMesh) -> Json:
 def forget_meshes() -> None:
     """Before process groups are destroyed: torch keeps results of DTensors with their meshes, and would hand
     them to the next mesh of the same ranks and names, whose groups are others."""
-    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
-        if hasattr(debug, name):  # what torch keeps, and where, differs from one release to the next
-            getattr(debug, name)()
+    clear_dtensor_caches()
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -61,7 +64,7 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def stored(tensor: Tensor) -> Tensor:
     """This rank's shard, which shares memory with ``tensor``; autograd does not see it."""
-    return getattr(tensor, "_local_tensor", tensor)
+    return local_tensor(tensor)
 
 
 def part(tensor: Tensor) -> tuple[slice, ...]:

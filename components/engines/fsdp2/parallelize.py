@@ -34,6 +34,7 @@ from components.engines.fsdp2.tensor_parallel import Enter, local, parallelize, 
 from components.engines.logps import token_stats
 from components.engines.vocabulary import VocabularyShard
 from components.models import ModelSpec, WeightSource, materialize_buffers
+from components.models.hf_private import block_names
 from runner.errors import ConfigError
 from runner.json_types import Json
 from runner.protocols import IGNORE, Batch, Kernels, TokenStats
@@ -270,7 +271,7 @@ def blocks(lm: PreTrainedModel) -> list[nn.Module]:
     Raises:
         ConfigError: it names none.
     """
-    names = set(lm._no_split_modules or ())
+    names = block_names(lm)
     found = [module for module in lm.modules() if type(module).__name__ in names]
     if not found:
         raise ConfigError(
@@ -295,4 +296,4 @@ def load_biases(lm: PreTrainedModel, weights: WeightSource, device: torch.device
         owner, _, leaf = name.rpartition(".")
         value = weights(name).to(device, torch.float32, copy=True)
         assert value.shape == lost.shape, name
-        lm.get_submodule(owner)._buffers[leaf] = value
+        setattr(lm.get_submodule(owner), leaf, value)

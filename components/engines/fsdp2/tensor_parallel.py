@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from components.engines.layout import check_tp, nearest
+from components.engines.shared.torch_private import compute_local_shape_and_global_offset, own_parameters
 from components.engines.vocabulary import VocabularyShard
 from runner.errors import ConfigError
 from runner.json_types import Json
@@ -201,12 +201,13 @@ def with_local_weight(module: Layer, gradient: Placement | None = None) -> Calla
     forward = module.forward
 
     def on_local(inputs: Tensor) -> Tensor:
-        own = dict(module._parameters)
-        module._parameters.update({name: local(parameter, gradient) for name, parameter in own.items()})
+        used = own_parameters(module)
+        own = dict(used)
+        used.update({name: local(parameter, gradient) for name, parameter in own.items()})
         try:
             return forward(inputs)
         finally:
-            module._parameters.update(own)
+            used.update(own)
 
     return on_local
 
