@@ -4,11 +4,11 @@ import os
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from components import preflight
 from runner import slurm
 from runner.blame import forget_reports
+from runner.config_contracts import Prepared
 from runner.folder import (
     create_run_folder,
     git_commit,
@@ -75,7 +75,7 @@ def open_folder(launch: Launch, found: Inspected) -> tuple[Path, RunRecord]:
     return folder, RunRecord.read(folder) if recorded else RunRecord()
 
 
-def reference_cache(launch: Launch, data: Any) -> ReferenceCache | None:
+def reference_cache(launch: Launch, data: Prepared) -> ReferenceCache | None:
     """Find the log-probabilities of the reference. None means that the run needs no cache of them."""
     run, source = launch.experiment.run, launch.reference
     if source.choice != "precomputed":

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from components.models.folder import read_json
 from components.models.pretrained import open_file
 from components.models.weights import WeightSource
 from runner.errors import ConfigError
+from runner.json_types import Json
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -52,7 +52,7 @@ def adapter_file(path: str, name: str) -> Path:
     return file
 
 
-def read_settings(path: str) -> dict[str, Any]:
+def read_settings(path: str) -> Json:
     """``r``, ``alpha``, ``target``, ``rslora``, ``modules_to_save`` and ``dora`` of the adapter at ``path``.
 
     Raises:

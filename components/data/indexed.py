@@ -12,7 +12,7 @@ replace few of these lines, because it refuses damaged files with bare asserts o
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -131,7 +131,7 @@ def _read_header(path: Path) -> tuple[int, int, int]:
     """Type code, number of sequences, and where the lengths begin."""
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
-    fields: tuple[Any, ...] = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0, 0, 0)
+    fields = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0, 0, 0)
     magic, version, code, count, _ = fields
     if magic != _MAGIC or version != 1:
         _fail(path, "is no index of Megatron's IndexedDataset, version 1", "Check data.train.")

@@ -1,19 +1,22 @@
 """What is about to run, as far as its size, its time and its memory depend on it; and variations of it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import torch
+from transformers import PreTrainedModel
 
-from components.data.loader import PreparedData
+from components.adapters import LoRA
 from components.data.workload import largest_microbatch
 from components.engines.layout import divisors
+from components.optimizers import Optimizer
 from components.preflight.checks import check_batch, check_shared_prompt
 from components.preflight.device import Device
 from components.preflight.engine_layouts import EngineLayout, memory
+from runner.config_contracts import Prepared
 from runner.estimates import RankMemory, TrainStep, Workload
+from runner.json_types import Config
 from runner.protocols import Kernels, Loss, Reference
 
 TOLERANCE = 0.15
@@ -25,16 +28,16 @@ class Case:
 
     layout: EngineLayout
     world_size: int
-    model: Any
+    model: PreTrainedModel
     """The transformers model on the meta device, without its adapter."""
-    adapter: Any
-    optimizer: Any
+    adapter: LoRA | None
+    optimizer: Optimizer
     loss: Loss
     reference: Reference
     """What the engine keeps for reference passes."""
-    reference_model: Any
+    reference_model: PreTrainedModel | None
     """On the meta device; None: of the same shape as ``model``."""
-    data: PreparedData
+    data: Prepared
     micro_batch_size: int
     dtype: torch.dtype
     device: Device
@@ -111,7 +114,7 @@ class Case:
         if self.adapter is not None:
             self.adapter.check(self.model)
 
-    def relaid(self, changes: Mapping[str, Any]) -> Self:
+    def relaid(self, changes: Config) -> Self:
         """With other keys of the layout, and as many ranks as it then takes.
 
         Raises:

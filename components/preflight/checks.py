@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import yaml
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from components.checkpoint import read_meta
 from components.preflight.device import PROGRAM, machine_memory
 from components.preflight.engine_layouts import EngineLayout
+from runner.config_contracts import AdapterConfig
 from runner.errors import ConfigError
 from runner.protocols import ParallelismSpec
 
@@ -113,7 +115,9 @@ def next_batch(global_batch_size: int, unit: int) -> int:
     return -(-global_batch_size // unit) * unit
 
 
-def check_model_fits_data(config: Any, tokenizer: Any, max_length: int) -> None:
+def check_model_fits_data(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> None:
     """Positions and vocabulary of the model against the data's."""
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
@@ -229,7 +233,7 @@ def check_normalisation(normalize: str | None, packing: str) -> None:
         )
 
 
-def check_adapter(adapter: Any, model: Any, bias_rate: float) -> None:
+def check_adapter(adapter: AdapterConfig | None, model: PreTrainedModel, bias_rate: float) -> None:
     """Under an adapter, if there is one, the model stays what it is, the biases of its routers too."""
     if adapter is None:
         return

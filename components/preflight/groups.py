@@ -3,11 +3,11 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from components.preflight.engine_layouts import EngineLayout, mesh_info
+from runner.json_types import Config, Json
 
 
 def groups(layout: EngineLayout, world_size: int) -> dict[str, list[list[int]]]:
@@ -28,7 +28,7 @@ def groups(layout: EngineLayout, world_size: int) -> dict[str, list[list[int]]]:
     return {label: members for label, members in found.items() if len(members[0]) > 1}
 
 
-def along(mesh: Mapping[str, Any], members: Sequence[str]) -> list[list[int]]:
+def along(mesh: Config, members: Sequence[str]) -> list[list[int]]:
     """The ranks that differ in the dimensions ``members`` alone."""
     dims: Mapping[str, int] = mesh["dims"]
     ranks, names = torch.tensor(mesh["ranks"]).view(*dims.values()), list(dims)
@@ -49,7 +49,7 @@ def in_short(ranks: Sequence[int]) -> str:
     return " ".join(map(str, ranks))
 
 
-def group_rows(layout: EngineLayout, world_size: int) -> list[dict[str, Any]]:
+def group_rows(layout: EngineLayout, world_size: int) -> list[Json]:
     """A row a group, for preflight.json."""
     return [
         {"dimension": label, "group": number, "size": len(ranks), "ranks": " ".join(map(str, ranks))}

@@ -14,8 +14,9 @@ from components.preflight.groups import group_lines, group_rows
 from components.preflight.keys import key_rows
 from components.preflight.step import StepWork, parameter_counts, step_time, step_work
 from components.preflight.units import as_count, as_seconds, as_size
+from runner.json_types import Config
 
-Scalars = Mapping[str, Any]
+Scalars = Config
 Section = Scalars | Sequence[Scalars]
 
 
@@ -51,7 +52,7 @@ NO_FORECAST = "none of memory and time, which take a layout of FSDP2 or Megatron
 IN_A_LINE = ("groups", "keys", "plan")
 
 
-def survey(case: Case | None, config: Mapping[str, Any]) -> Report:
+def survey(case: Case | None, config: Config) -> Report:
     """Everything that is known of ``case`` before it runs, and who reads each key of ``config``.
 
     None: a layout of neither engine, of which only the keys are known.

@@ -210,7 +210,8 @@ def group_experts(model: PreTrainedModel, mesh: DeviceMesh, adapter: LoRA | None
             )
         block.experts = found
     for module in model.modules():
-        if isinstance(bias := module._parameters.pop(BIAS, None), nn.Parameter):
+        if isinstance(bias := getattr(module, BIAS, None), nn.Parameter):
+            delattr(module, BIAS)
             module.register_buffer(BIAS, bias.detach())
 
 

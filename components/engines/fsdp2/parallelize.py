@@ -35,7 +35,9 @@ from components.engines.fsdp2.tensor_parallel import Enter, local, parallelize, 
 from components.engines.logps import token_stats
 from components.engines.vocabulary import VocabularyShard
 from components.models import ModelSpec, WeightSource, materialize_buffers
+from components.models.hf_private import block_names
 from runner.errors import ConfigError
+from runner.json_types import Json
 from runner.protocols import IGNORE, Batch, Kernels, TokenStats
 
 
@@ -206,14 +208,14 @@ def shard(
     """``fully_shard`` on every block, then on the root, with gradients summed instead of averaged."""
     # Inputs are ids, labels and fp32 weights of labels: casting those would round the loss.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options: dict[str, Any] = {"mesh": data_mesh(mesh), "mp_policy": policy}
+    options: Json = {"mesh": data_mesh(mesh), "mp_policy": policy}
     grouped = grouped_experts(scorer.lm).values()
     whole = {parameter: dim for module in grouped for parameter, dim in module.hidden_dimensions().items()}
     options["shard_placement_fn"] = partial(shard_dimension, shards=mesh[SHARD].size(), whole=whole)
     if layout.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     if layout.ep > 1:  # on other ranks than what is around them
-        there: dict[str, Any] = options | {"mesh": data_mesh(expert_mesh)}
+        there: Json = options | {"mesh": data_mesh(expert_mesh)}
         shards = expert_mesh[SHARD].size()
         there["shard_placement_fn"] = partial(shard_dimension, shards=shards, whole=whole)
         for experts in grouped:
@@ -267,7 +269,7 @@ def blocks(lm: PreTrainedModel) -> list[nn.Module]:
     Raises:
         ConfigError: it names none.
     """
-    names = set(lm._no_split_modules or ())
+    names = block_names(lm)
     found = [module for module in lm.modules() if type(module).__name__ in names]
     if not found:
         raise ConfigError(
@@ -292,4 +294,4 @@ def load_biases(lm: PreTrainedModel, weights: WeightSource, device: torch.device
         owner, _, leaf = name.rpartition(".")
         value = weights(name).to(device, torch.float32, copy=True)
         assert value.shape == lost.shape, name
-        lm.get_submodule(owner)._buffers[leaf] = value
+        setattr(lm.get_submodule(owner), leaf, value)
