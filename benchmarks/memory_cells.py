@@ -6,9 +6,11 @@ from typing import Any, Literal
 
 from benchmarks.compose import composed
 from benchmarks.memory_ranks import measure
+from components.preflight import EngineLayout
+from components.preflight.engine_layouts import memory
 from components.reference import resolve_reference
 from runner.build import Experiment, build_experiment
-from runner.protocols import RankMemory, TrainStep, Workload
+from runner.estimates import RankMemory, TrainStep, Workload
 from runner.provenance import Provenance
 from runner.train import DTYPES
 from tests.ranks import Ranks
@@ -161,4 +163,5 @@ def estimated(
         adapter=experiment.adapter,
     )
     model = experiment.model.build(experiment.model.config())
-    return experiment.parallelism.memory(model, experiment.optimizer, step)
+    assert isinstance(experiment.parallelism, EngineLayout)
+    return memory(experiment.parallelism, model, experiment.optimizer, step)

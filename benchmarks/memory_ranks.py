@@ -13,8 +13,9 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from runner.build import Experiment, build_experiment
+from runner.estimates import Workload
 from runner.loop import total_counts
-from runner.protocols import IGNORE, Batch, Engine, Workload
+from runner.protocols import IGNORE, Batch, Engine
 from runner.provenance import Provenance
 from runner.train import build_engine
 

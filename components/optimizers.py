@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -80,10 +80,10 @@ def torch_optimizer(
     Its groups share one learning rate, which the engine sets at every step.
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-    groups: list[dict[str, Any]] = []
+    groups: list[dict[str, object]] = []
     for decayed in (True, False):
         # torch updates parameters of one mesh at once, and experts may lie on another one.
-        by_mesh: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+        by_mesh: dict[object, list[tuple[str, nn.Parameter]]] = {}
         for name, p in named:
             if decays(name, p.ndim) is decayed:
                 by_mesh.setdefault(getattr(p, "device_mesh", None), []).append((name, p))
@@ -92,7 +92,7 @@ def torch_optimizer(
     return realise(description, groups)
 
 
-def realise(description: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def realise(description: Optimizer, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
     if isinstance(description, AdamW):
         return torch.optim.AdamW(
             groups, lr=description.lr, betas=description.betas, eps=description.eps, fused=True

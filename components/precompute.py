@@ -10,12 +10,13 @@ import numpy as np
 from components.data.audit import show_progress
 from components.data.loader import DataLoader, PreparedData
 from components.data.reference import LogpsFile, part_file
+from runner.config_contracts import Prepared
 from runner.protocols import Engine
 
 
 def precompute(
     engine: Engine,
-    data: PreparedData,
+    data: Prepared,
     folder: Path,
     *,
     scratch: Path,
@@ -36,6 +37,7 @@ def precompute(
         beat: is called before every batch.
         merges: on one rank of every filesystem that ``folder`` may be on.
     """
+    assert isinstance(data, PreparedData)
     if writes:
         shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed here
     engine.barrier()

@@ -5,12 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from components.data.store import digest
 from components.models import ModelSpec, named_shapes
+from runner.config_contracts import AdapterConfig, ModelConfig
 from runner.errors import ConfigError
 from runner.protocols import Loss, Reference
 
@@ -22,7 +23,7 @@ class ReferenceSource:
     """What the two options come to in one experiment."""
 
     choice: Literal["none", "frozen", "adapter_off", "precomputed"]
-    model: ModelSpec
+    model: ModelConfig
     """What the log-probabilities are of, without an adapter."""
     other: bool
     """Whether this is another model than the one that is trained."""
@@ -44,13 +45,13 @@ class ReferenceSource:
             return None
         return f"{OPTION}={self.model.path}" if self.other else self.model.origin
 
-    def to_ask(self) -> ModelSpec:
+    def to_ask(self) -> ModelConfig:
         """For an engine that never trains it: frozen, without gradients, moments or master weights.
 
         But for its vectors, because an engine trains something; nothing is frozen of a model without any.
         """
         model = replace(self.model, freeze=())
-        shapes = named_shapes(model.build(model.config()))
+        shapes = named_shapes(model.meta_model)
         matrices = tuple(name for name, shape in shapes.items() if len(shape) > 1)
         return replace(model, freeze=matrices if len(matrices) < len(shapes) else ())
 
@@ -86,7 +87,9 @@ class ReferenceSource:
             )
 
 
-def resolve_reference(stage: Loss, model: ModelSpec, adapter: Any = None) -> ReferenceSource:
+def resolve_reference(
+    stage: Loss, model: ModelConfig, adapter: AdapterConfig | None = None
+) -> ReferenceSource:
     """
     Args:
         adapter: None, or the adapter that is trained.

@@ -15,6 +15,10 @@ UNDESIRABLE, DESIRABLE, MISMATCHED = 0, 1, 2
 """What ``Batch.sequence_labels`` says of a sequence."""
 
 
+Fields = dict[str, Any]
+"""Arguments of ``dataclasses.replace``, by name."""
+
+
 @dataclass
 class Batch:
     """One micro-batch. Packed: every sequence end to end in one row. Padded: one sequence a row.
@@ -59,13 +63,13 @@ class Batch:
         From page-locked memory the host does not wait for the copy.
         """
         tensors = self._tensors() | {"label_index": self.labelled()}
-        moved: dict[str, Any] = {k: tensor.to(device, non_blocking=True) for k, tensor in tensors.items()}
+        moved: Fields = {k: tensor.to(device, non_blocking=True) for k, tensor in tensors.items()}
         read_here = {"pair_index": self.pair_index, "sequence_labels": self.sequence_labels}
         return replace(self, **moved | read_here)
 
     def pin_memory(self) -> Self:
         """The same micro-batch in page-locked memory."""
-        pinned: dict[str, Any] = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
+        pinned: Fields = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
         return replace(self, **pinned)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -110,7 +114,7 @@ class Batch:
         def shifted(values: Tensor, fill: int) -> Tensor:
             return F.pad(values[:, steps:], (0, beyond), value=fill).where(inside, fill)
 
-        found: dict[str, Any] = {
+        found: Fields = {
             "input_ids": shifted(self.input_ids, 0),
             "labels": shifted(self.labels, IGNORE),
         }
@@ -148,12 +152,12 @@ class Batch:
             label_index=None,
         )
 
-    def _by_position(self) -> dict[str, Any]:
+    def _by_position(self) -> Fields:
         """The tensors like ``labels``."""
         names = ("input_ids", "labels", "position_ids", "ref_logps")
         return {name: values for name in names if (values := getattr(self, name)) is not None}
 
-    def _by_sequence(self, keep: Tensor) -> dict[str, Any]:
+    def _by_sequence(self, keep: Tensor) -> Fields:
         """The kept part of the tensors ``[S]``."""
         names = ("seqlens", "pair_index", "sequence_labels")
         return {name: values[keep] for name in names if (values := getattr(self, name)) is not None}

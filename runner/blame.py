@@ -7,11 +7,11 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from components.atomic_write import write_atomic
 from components.rank_info import RankInfo
 from runner.errors import DONE, ConfigError, FinalError, TrainingError
+from runner.json_types import Json
 
 
 def report(folder: Path, error: BaseException, *, stalled: bool = False) -> None:
@@ -39,7 +39,7 @@ def reporting(folder: Path) -> Iterator[None]:
         raise
 
 
-def reports(folder: Path) -> list[dict[str, Any]]:
+def reports(folder: Path) -> list[Json]:
     return [json.loads(path.read_text()) for path in folder.glob("logs/error_*.json")]
 
 

@@ -5,13 +5,16 @@ import json
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.utils import get_object
 from pydantic import TypeAdapter, ValidationError
 
 from components.checkpoint import whole_checkpoint
+from components.loggers import LoggerSpec
+from runner.config_contracts import AdapterConfig, DataConfig, ModelConfig, OptimizerConfig
 from runner.errors import ConfigError
+from runner.json_types import Config, Json
 from runner.protocols import Loss, ParallelismSpec, SchedulerSpec
 from runner.provenance import Provenance, did_you_mean
 from runner.renamed_keys import check_renamed
@@ -24,6 +27,8 @@ from runner.schema import (
     check_restarts,
     watched_metric,
 )
+
+T = TypeVar("T")
 
 GROUPS = ("model", "adapter", "parallelism", "optimizer", "scheduler", "stage", "data")
 NODES: Mapping[str, type] = {
@@ -45,19 +50,19 @@ class Experiment:
     early_stopping: EarlyStoppingConfig
     profiler: ProfilerConfig
     preflight: PreflightConfig
-    model: Any
-    adapter: Any
+    model: ModelConfig
+    adapter: AdapterConfig | None
     """None: the model itself is trained."""
     parallelism: ParallelismSpec
-    optimizer: Any
+    optimizer: OptimizerConfig
     scheduler: SchedulerSpec
     stage: Loss
-    data: Any
-    logger: Mapping[str, Any]
+    data: DataConfig
+    logger: Mapping[str, LoggerSpec]
     """By name, any number of them."""
 
 
-def build_experiment(config: Mapping[str, Any], where: Provenance) -> Experiment:
+def build_experiment(config: Config, where: Provenance) -> Experiment:
     """Builds the descriptions of all groups.
 
     Raises:
@@ -70,19 +75,23 @@ def build_experiment(config: Mapping[str, Any], where: Provenance) -> Experiment
     for group in (*GROUPS, *NODES, "logger"):
         if group not in config:
             raise ConfigError(f"{group} (the command line): is missing; choose one of its options.")
-    parts = {group: build_component(group, config[group], where) for group in GROUPS}
+    parts: Json = {group: build_component(group, config[group], where) for group in GROUPS}
     parts["logger"] = build_loggers(config["logger"], where)
-    nodes = {name: construct(kind, name, config[name], where) for name, kind in NODES.items()}
+    nodes: Json = {name: construct(kind, name, config[name], where) for name, kind in NODES.items()}
     experiment = Experiment(**nodes, **parts)
     check_restarts(experiment.run, experiment.checkpoint)
     watched_metric(experiment.run, experiment.checkpoint, experiment.early_stopping)
-    if (init_from := experiment.checkpoint.init_from) is not None:
-        checkpoint = whole_checkpoint("checkpoint.init_from", init_from)
-        return replace(experiment, model=experiment.model.start_from(checkpoint))
-    return experiment
+    if experiment.checkpoint.init_from is None:
+        return experiment
+    point = whole_checkpoint("checkpoint.init_from", experiment.checkpoint.init_from)  # the newest now
+    return replace(
+        experiment,
+        checkpoint=replace(experiment.checkpoint, init_from=str(point)),
+        model=experiment.model.start_from(point),
+    )
 
 
-def build_loggers(nodes: Any, where: Provenance) -> dict[str, Any]:
+def build_loggers(nodes: object, where: Provenance) -> dict[str, LoggerSpec]:
     """Each by its name, ``logger.NAME``."""
     if not isinstance(nodes, Mapping):
         raise ConfigError(
@@ -97,7 +106,7 @@ def build_loggers(nodes: Any, where: Provenance) -> dict[str, Any]:
     return {name: build_component(f"logger.{name}", node, where) for name, node in nodes.items()}
 
 
-def build_component(group: str, node: Mapping[str, Any], where: Provenance) -> Any:
+def build_component(group: str, node: Config, where: Provenance) -> Any:
     """The object that ``node['_target_']`` names, called with the other keys."""
     path = node.get("_target_") if isinstance(node, Mapping) else None
     if not isinstance(path, str):
@@ -112,7 +121,7 @@ def build_component(group: str, node: Mapping[str, Any], where: Provenance) -> A
     return construct(target, group, {k: v for k, v in node.items() if k != "_target_"}, where)
 
 
-def construct(target: Callable[..., Any], group: str, values: Mapping[str, Any], where: Provenance) -> Any:
+def construct(target: Callable[..., T], group: str, values: Config, where: Provenance) -> T:
     """``target(**values)`` after binding and type-checking every value against the signature."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{group} ({where.of(group)}): must be a mapping of keys, got {values!r}.")
@@ -129,10 +138,10 @@ def construct(target: Callable[..., Any], group: str, values: Mapping[str, Any],
         required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
         if required and key not in values:
             raise ConfigError(f"{group}.{key} ({where.of(group)}): is missing; set {group}.{key}=VALUE.")
-    return target(**{k: typed(f"{group}.{k}", v, hints.get(k, Any), where) for k, v in values.items()})
+    return target(**{k: typed(f"{group}.{k}", v, hints.get(k, object), where) for k, v in values.items()})
 
 
-def typed(name: str, value: Any, annotation: Any, where: Provenance) -> Any:
+def typed(name: str, value: object, annotation: Any, where: Provenance) -> Any:
     """``value`` as ``annotation``: strictly (no text for a number), but a list may become a tuple."""
     if is_dataclass(annotation):
         return construct(annotation, name, value, where)

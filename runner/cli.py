@@ -8,7 +8,6 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import hydra
 import yaml
@@ -22,6 +21,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from components.rank_info import RankInfo
 from runner import slurm
 from runner.errors import DONE, FAILED, INTERRUPTED, MISTAKE, ConfigError, TrainingError
+from runner.json_types import Json
 from runner.outcome import SWEEP_FOLDER, Point
 from runner.provenance import Provenance, did_you_mean
 from runner.renamed_keys import RENAMED
@@ -62,10 +62,9 @@ def sweep_point() -> Point:
     return Point(Path(os.environ[SWEEP_FOLDER]), int(state.job.num), as_typed(state))
 
 
-def as_typed(state: Any) -> tuple[str, ...]:
+def as_typed(state: DictConfig) -> tuple[str, ...]:
     """The overrides in a ``hydra`` node, with the interpolations in them."""
-    words: Any = OmegaConf.to_container(state.overrides.task)
-    return tuple(words)
+    return tuple(str(word) for word in state.overrides.task)
 
 
 def command() -> int:
@@ -96,7 +95,7 @@ def main() -> None:
     sys.exit(code)
 
 
-def exit_code(task: Callable[[], Any]) -> int:
+def exit_code(task: Callable[[], object]) -> int:
     """Runs ``task`` and prints what a user should read about its failure.
 
     A signal ends it at once, but for the time in which a run has something to save.
@@ -141,7 +140,7 @@ def provenance() -> Provenance:
     return Provenance(choices, as_typed(state), folders, point)
 
 
-def unless(other: Any, value: Any, instead: Any = None) -> Any:
+def unless(other: object, value: object, instead: object = None) -> object:
     """``${unless:OTHER,VALUE,INSTEAD}``: a default that gives way where OTHER is set."""
     return value if other is None else instead
 
@@ -149,7 +148,7 @@ def unless(other: Any, value: Any, instead: Any = None) -> Any:
 OmegaConf.register_new_resolver("unless", unless, replace=True)
 
 
-def resolved(config: DictConfig, where: Provenance) -> dict[str, Any]:
+def resolved(config: DictConfig, where: Provenance) -> Json:
     """The config with every interpolation replaced."""
     try:
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
@@ -213,7 +212,7 @@ def is_choice(argument: str) -> bool:
     return all(path.is_file() for path in files)
 
 
-def leaves(prefix: str, node: Any) -> list[str]:
+def leaves(prefix: str, node: object) -> list[str]:
     if not isinstance(node, dict):
         return [prefix.rstrip(".")]
     return [leaf for key, value in node.items() for leaf in leaves(f"{prefix}{key}.", value)]

@@ -1,11 +1,12 @@
-"""What is estimated of a run before it starts: what it asks of a rank, what that holds and sends.
-
-Components import these names from ``runner.protocols``.
-"""
+"""What is estimated of a run before it starts: what it asks of a rank, what that holds and sends."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import torch
+
+from runner.protocols import Loss, Reference
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,21 @@ class Workload:
     """Labelled positions in it, at most."""
     num_microbatches: int
     """Of one step, on one data rank."""
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """What the memory of a train step depends on, beside model, optimizer and layout."""
+
+    world_size: int
+    dtype: torch.dtype
+    device: Literal["cpu", "cuda"]
+    workload: Workload
+    loss: Loss
+    reference: Reference
+    reference_model: Any = None
+    """Of ``frozen``, the model of the second copy, on the meta device; None: it is the same."""
+    adapter: Any = None
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,16 @@
 import json
 import platform
 import subprocess
-from collections.abc import Mapping
 from datetime import datetime
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from components.atomic_write import write_atomic
 from runner.errors import ConfigError
+from runner.json_types import Config, Json
 from runner.renamed_keys import upgraded
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,11 +53,11 @@ def reopen_run_folder(folder: Path, step: int) -> Path:
     return folder
 
 
-def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+def write_config(folder: Path, config: Config) -> None:
     write_atomic(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> Json:
     """Return the composed config of the run in ``folder``, with the keys of today."""
     return upgraded(yaml.safe_load((folder / "config.yaml").read_text()))
 

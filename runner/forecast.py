@@ -1,18 +1,23 @@
 """What is known of a run before it starts; with ``preflight.mode=only`` and ``plan``, and no run."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
+from torch import nn
 
 from components import preflight
+from components.adapters import LoRA
 from components.checkpoint import RunIdentity
+from components.optimizers import Optimizer
+from components.preflight.search import plan
 from components.reference import ReferenceSource
 from runner.build import Experiment
+from runner.config_contracts import Prepared
 from runner.folder import create_run_folder, write_config
+from runner.json_types import Config
 from runner.outcome import Point
 from runner.train import DTYPES
 
@@ -21,39 +26,50 @@ from runner.train import DTYPES
 class Inspected:
     """A run that nothing speaks against, but perhaps its size."""
 
-    data: Any
+    data: Prepared
     identity: RunIdentity
     resume: Path | None
     """The checkpoint to go on from."""
     own: Path | None
     """The folder of an earlier start of this run, which SLURM starts again."""
-    case: preflight.Case
+    case: preflight.Case | None
+    """None means that the layout has no forecast."""
 
 
 def make_case(
     experiment: Experiment,
     reference: ReferenceSource,
-    model: Any,
-    data: Any,
+    model: nn.Module,
+    data: Prepared,
     *,
     world_size: int,
     kind: Literal["cpu", "cuda"],
     local_ranks: int,
-) -> preflight.Case:
-    """What ``model`` (on the meta device) and ``data`` ask of the ranks, and what these have."""
+) -> preflight.Case | None:
+    """What ``model`` (on the meta device) and ``data`` ask of the ranks, and what these have.
+
+    None means that there is no forecast: not for a layout, an optimizer or an adapter of the user's own.
+    """
+    layout, optimizer, adapter = experiment.parallelism, experiment.optimizer, experiment.adapter
+    if not (
+        isinstance(layout, preflight.EngineLayout)
+        and isinstance(optimizer, Optimizer)
+        and isinstance(adapter, LoRA | None)
+    ):
+        return None
     run, dtype, ahead = experiment.run, DTYPES[experiment.run.dtype], experiment.preflight
     device = preflight.find_device(
         kind, ahead.device_name, ahead.device_memory, local_ranks=local_ranks, dtype=dtype
     )
     return preflight.Case(
-        layout=experiment.parallelism,
+        layout=layout,
         world_size=world_size,
         model=model,
-        adapter=experiment.adapter,
-        optimizer=experiment.optimizer,
+        adapter=adapter,
+        optimizer=optimizer,
         loss=experiment.stage,
         reference=reference.kept,
-        reference_model=reference.model.build(reference.model.config()) if reference.other else None,
+        reference_model=reference.model.meta_model if reference.other else None,
         data=data,
         micro_batch_size=run.micro_batch_size,
         dtype=dtype,
@@ -65,18 +81,15 @@ def make_case(
     )
 
 
-def look_ahead(
-    found: Inspected, config: Mapping[str, Any], experiment: Experiment, point: Point | None
-) -> float:
+def look_ahead(found: Inspected, config: Config, experiment: Experiment, point: Point | None) -> float:
     """Prints it and writes it into a folder of its own; NaN, as there is no loss.
 
     Raises:
         ConfigError: the run would not fit a device that is known (after all of that), or no layout does.
     """
     case, console, ahead = found.case, Console(), experiment.preflight
+    assert case is not None, "preflight.check_forecast has refused it"
     if ahead.mode == "plan":
-        from components.preflight.search import plan  # here, as it takes every engine
-
         report = plan(case, ahead.devices or case.world_size)
     else:
         report = preflight.survey(case, config)

@@ -1,16 +1,16 @@
 """Third part of a launch: the ranks, and how the run is concluded."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from components.rank_info import RankInfo
 from runner import join, slurm
 from runner.blame import report, reporting
 from runner.errors import DONE, TrainingError
 from runner.forecast import look_ahead
+from runner.json_types import Config
 from runner.launch_checks import Launch, check_launch
 from runner.launch_prepare import prepare
 from runner.provenance import Provenance
@@ -22,7 +22,7 @@ from runner.train import run_rank
 from runner.watchdog import end_process
 
 
-def run(config: Mapping[str, Any], where: Provenance, command: Sequence[str], began: float) -> float:
+def run(config: Config, where: Provenance, command: Sequence[str], began: float) -> float:
     """Run an experiment from start to end; return its final loss: eval, else train, NaN if none was logged.
 
     Unless ``preflight.mode`` is ``check``, only print what is known of it before it starts, and return NaN.

@@ -2,13 +2,14 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from components import preflight
 from components.checkpoint import Resume, RunIdentity, check_whole, newest_undamaged
@@ -16,7 +17,9 @@ from components.loggers import terminal
 from components.rank_info import RankInfo, check_place
 from components.reference import ReferenceSource, about_reference, resolve_reference
 from runner.build import Experiment, build_experiment
+from runner.config_contracts import AdapterConfig, Prepared
 from runner.forecast import Inspected, make_case
+from runner.json_types import Config
 from runner.logs import log_to
 from runner.provenance import Provenance
 from runner.restart import begun_by_this_job
@@ -27,7 +30,7 @@ from runner.train import DTYPES
 class Launch:
     """A composed experiment, its device and its number of ranks."""
 
-    config: Mapping[str, Any]
+    config: Config
     where: Provenance
     command: Sequence[str]
     began: float
@@ -62,7 +65,7 @@ class Launch:
         )
         return Inspected(data, identity, resume, own, case)
 
-    def check_components(self) -> Any:
+    def check_components(self) -> nn.Module:
         """Each by itself and with the layout; returns the model, on the meta device."""
         run, experiment = self.experiment.run, self.experiment
         if experiment.preflight.mode != "plan":  # which looks for another layout
@@ -72,19 +75,19 @@ class Launch:
         preflight.check_further_tokens(experiment.model.mtp_layers, experiment.stage.kind)
         for logger in experiment.logger.values():
             logger.check()
-        model = experiment.model.build(experiment.model.config())
+        model = experiment.model.meta_model
         preflight.check_adapter(experiment.adapter, model, experiment.model.bias_rate)
         self.check_layout(model, experiment.adapter)
-        if experiment.checkpoint.verify and experiment.checkpoint.init_from is not None:
-            check_whole(experiment.model.checkpoint, checksums=True, option="checkpoint.init_from")
+        if (init_from := experiment.checkpoint.init_from) is not None and experiment.checkpoint.verify:
+            check_whole(Path(init_from), checksums=True, option="checkpoint.init_from")
         experiment.model.weights(run.seed)  # opened only: what is missing shows before a rank starts
         if self.reference.other:
             with about_reference():
-                self.check_layout(self.reference.model.build(self.reference.model.config()))
+                self.check_layout(self.reference.model.meta_model)
             self.reference.check(model.config, experiment.model.load_tokenizer())
         return model
 
-    def check_layout(self, model: Any, adapter: Any = None) -> None:
+    def check_layout(self, model: nn.Module, adapter: AdapterConfig | None = None) -> None:
         """Whether the engine computes ``model``, which is on the meta device, in this layout."""
         run, experiment = self.experiment.run, self.experiment
         if experiment.preflight.mode == "plan":
@@ -100,7 +103,7 @@ class Launch:
             adapter=adapter,
         )
 
-    def identity(self, model: Any, data: Any) -> RunIdentity:
+    def identity(self, model: nn.Module, data: Prepared) -> RunIdentity:
         run = self.experiment.run
         return RunIdentity(
             model=self.experiment.model.signature(model),
@@ -112,7 +115,7 @@ class Launch:
             **self.frozen(model),
         )
 
-    def frozen(self, model: Any) -> dict[str, str]:
+    def frozen(self, model: nn.Module) -> dict[str, str]:
         """The part of the run's identity that is there where a part of the model is not trained."""
         experiment = self.experiment
         if experiment.adapter is not None:
@@ -123,7 +126,7 @@ class Launch:
             return {}
         return {"trained": trained, "base": experiment.model.content()}
 
-    def resume_point(self, own: Path | None, identity: RunIdentity, data: Any) -> Path | None:
+    def resume_point(self, own: Path | None, identity: RunIdentity, data: Prepared) -> Path | None:
         """The checkpoint to go on from, where the run has steps left from there; None: a new run."""
         experiment, run, checkpoint = self.experiment, self.experiment.run, self.experiment.checkpoint
         with log_to(None, self.console):
@@ -145,7 +148,7 @@ class Launch:
             preflight.check_profile(profiler.steps[1], profiler.ranks, left, self.world_size)
         return resume
 
-    def prepare_data(self) -> Any:
+    def prepare_data(self) -> Prepared:
         """Tokens and plans in the cache of this machine's filesystem."""
         run, experiment = self.experiment.run, self.experiment
         stage, data = experiment.stage, experiment.data
@@ -163,7 +166,7 @@ class Launch:
 
 
 def check_launch(
-    config: Mapping[str, Any], where: Provenance, command: Sequence[str], began: float | None = None
+    config: Config, where: Provenance, command: Sequence[str], began: float | None = None
 ) -> Launch:
     """Build the experiment of ``config`` and check the options that concern no component of it.
 
@@ -173,12 +176,12 @@ def check_launch(
     experiment = build_experiment(config, where)
     run, ahead, checkpoint = experiment.run, experiment.preflight, experiment.checkpoint
     if checkpoint.init_from is not None:  # ranks read the checkpoint that is the newest now
-        point = str(experiment.model.checkpoint)
-        config = {**config, "checkpoint": {**config["checkpoint"], "init_from": point}}
+        config = {**config, "checkpoint": {**config["checkpoint"], "init_from": checkpoint.init_from}}
     reference = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     check_place(os.environ)
     place = RankInfo.read()
     preflight.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=place.launched)
+    preflight.check_forecast(ahead.mode, experiment.parallelism)
     device = preflight.resolve_device(run.device, ahead.device_name)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     world_size = experiment.parallelism.world_size(os.environ, gpus)

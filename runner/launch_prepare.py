@@ -4,11 +4,11 @@ import os
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from components import preflight
 from runner import slurm
 from runner.blame import forget_reports
+from runner.config_contracts import Prepared
 from runner.folder import (
     create_run_folder,
     git_commit,
@@ -25,7 +25,8 @@ from runner.run_record import ReferenceCache, RunRecord, SweepPlace
 def prepare(launch: Launch) -> Path:
     """Check everything that can be checked here, prepare the data, and fill the run folder."""
     found, point, console = launch.inspect(), launch.where.point, launch.console
-    preflight.check_fits(found.case)
+    if found.case is not None:
+        preflight.check_fits(found.case)
     survey = preflight.survey(found.case, launch.config)
     folder, record = open_folder(launch, found)
     if point is not None:
@@ -70,10 +71,11 @@ def open_folder(launch: Launch, found: Inspected) -> tuple[Path, RunRecord]:
         return create_run_folder(run.output_dir, run.name), RunRecord()
     folder = reopen_run_folder(own.absolute(), preflight.steps_done(found.resume))
     forget_reports(folder)
-    return folder, RunRecord.read(folder)
+    recorded = (folder / "run.json").exists()  # perhaps only its checkpoints were copied
+    return folder, RunRecord.read(folder) if recorded else RunRecord()
 
 
-def reference_cache(launch: Launch, data: Any) -> ReferenceCache | None:
+def reference_cache(launch: Launch, data: Prepared) -> ReferenceCache | None:
     """Find the log-probabilities of the reference. None means that the run needs no cache of them."""
     run, source = launch.experiment.run, launch.reference
     if source.choice != "precomputed":

@@ -1,8 +1,8 @@
 """The contracts between the loop and its components.
 
-Everything an engine, a loss or a data loader must agree on is on this page, and in ``batch`` and
-``estimates``, whose names it has too. Components import nothing else from ``runner`` (but for
-``runner.errors``).
+Everything an engine, a loss or a data loader must agree on is on this page, and in ``batch``, whose names
+it has too. Components import nothing else from ``runner`` (but for ``runner.errors``, and preflight
+``runner.estimates``).
 """
 
 import math
@@ -19,11 +19,6 @@ from runner.batch import IGNORE as IGNORE
 from runner.batch import MISMATCHED as MISMATCHED
 from runner.batch import UNDESIRABLE as UNDESIRABLE
 from runner.batch import Batch as Batch
-from runner.estimates import ModelSize as ModelSize
-from runner.estimates import RankMemory as RankMemory
-from runner.estimates import Sent as Sent
-from runner.estimates import StepCost as StepCost
-from runner.estimates import Workload as Workload
 
 Kernels = Literal["auto", "torch", "liger"]
 """What computes norms and MLPs: torch, liger-kernel, or whichever suits the device."""
@@ -224,23 +219,11 @@ class Engine(Protocol):
         """Leaves every process group; the process may build another engine afterwards."""
 
 
-@dataclass(frozen=True)
-class TrainStep:
-    """What the memory of a train step depends on, beside model, optimizer and layout."""
-
-    world_size: int
-    dtype: torch.dtype
-    device: Literal["cpu", "cuda"]
-    workload: Workload
-    loss: Loss
-    reference: Reference
-    reference_model: Any = None
-    """Of ``frozen``, the model of the second copy, on the meta device; None: it is the same."""
-    adapter: Any = None
-
-
 class ParallelismSpec(Protocol):
-    """The ``parallelism`` group: a layout, and how to build its engine."""
+    """The ``parallelism`` group: a layout, and how to build its engine.
+
+    ``components.preflight`` forecasts the memory and the time of those that it knows by their type.
+    """
 
     computes_prefixes: ClassVar[bool]
     """Whether its engine takes a ``Batch`` with ``prefix_lengths``."""
@@ -250,23 +233,6 @@ class ParallelismSpec(Protocol):
 
     def data_size(self, world_size: int) -> int:
         """Into how many shares a global batch is split."""
-
-    def mesh(self, world_size: int) -> dict[str, Any]:
-        """Sizes by dimension, and the global rank at every place, as ``Engine.describe`` will tell them."""
-
-    def cost(
-        self,
-        size: ModelSize,
-        *,
-        world_size: int,
-        dtype: torch.dtype,
-        tokens: float,
-        num_microbatches: int,
-    ) -> StepCost:
-        """``tokens``: of one data rank in one step, which takes them in so many micro-batches."""
-
-    def leaner(self, world_size: int) -> Sequence[Mapping[str, Any]]:
-        """Changes of keys, each of which may have a rank hold less; not all of them fit every model."""
 
     def check(
         self,
@@ -281,12 +247,6 @@ class ParallelismSpec(Protocol):
         adapter: Any = None,
     ) -> None:
         """Raises ConfigError where the layout does not fit the run; called once, before any rank starts.
-
-        ``model`` is the transformers model on the meta device, without its adapter.
-        """
-
-    def memory(self, model: Any, optimizer: Any, step: TrainStep) -> list[RankMemory]:
-        """What a rank of every pipeline stage will need, in the order of the stages; builds nothing.
 
         ``model`` is the transformers model on the meta device, without its adapter.
         """

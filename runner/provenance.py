@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -53,7 +52,7 @@ def name_of(override: str) -> str:
     return override.split("=", maxsplit=1)[0].lstrip("+~")
 
 
-def contains(node: Any, path: list[str]) -> bool:
+def contains(node: object, path: list[str]) -> bool:
     if not path:
         return True
     return isinstance(node, Mapping) and path[0] in node and contains(node[path[0]], path[1:])

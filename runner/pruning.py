@@ -2,17 +2,16 @@
 
 import json
 import pkgutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from runner.json_types import Config
 from runner.run_record import SweepPlace
 from runner.stop import Pruner
 
 FILE = "pruner.json"
 
 
-def leave_pruner(sweep: Path, target: str, options: Mapping[str, Any]) -> None:
+def leave_pruner(sweep: Path, target: str, options: Config) -> None:
     """For every job of ``sweep``: ``target`` (module:class), called with the job's number and ``options``."""
     (sweep / FILE).write_text(json.dumps({"target": target, "options": dict(options)}) + "\n")
 

@@ -1,9 +1,9 @@
 """Keys of versions before 0.2.0: on a command line they are refused by name, in run folders they are read."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from runner.errors import ConfigError
+from runner.json_types import Config, Json
 
 RENAMED: Mapping[str, str] = {
     "run.save_every": "checkpoint.save_every",
@@ -56,11 +56,9 @@ def check_renamed(key: str, source: str) -> None:
         raise ConfigError(f"{key} ({source}): is {RENAMED[key]} now; use that name.")
 
 
-def upgraded(config: Mapping[str, Any]) -> dict[str, Any]:
+def upgraded(config: Config) -> Json:
     """Return the composed config of an older run folder with the names of today."""
-    found: dict[str, Any] = {
-        group: dict(node) if isinstance(node, Mapping) else node for group, node in config.items()
-    }
+    found: Json = {group: dict(node) if isinstance(node, Mapping) else node for group, node in config.items()}
     for old, new in RENAMED.items():
         group, key = old.split(".")
         if isinstance(found.get(group), dict) and key in found[group]:

@@ -11,8 +11,6 @@ from components.atomic_write import write_atomic
 from runner.results import Results
 from runner.slurm.environment import JobFacts
 
-FILE = "run.json"
-
 
 @dataclass(frozen=True)
 class Stopped:
@@ -77,7 +75,7 @@ class RunRecord:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Read the record of the run in ``folder``."""
-        return cls.from_json(json.loads((folder / FILE).read_text()))
+        return cls.from_json(json.loads((folder / "run.json").read_text()))
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
@@ -98,7 +96,7 @@ class RunRecord:
 
     def write(self, folder: Path) -> None:
         """Replace the run.json of ``folder``."""
-        write_atomic(folder / FILE, json.dumps(self.to_json(), indent=2) + "\n")
+        write_atomic(folder / "run.json", json.dumps(self.to_json(), indent=2) + "\n")
 
     @property
     def checkpoint(self) -> Path | None:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import yaml
 from rich.console import Console
 
 from components.atomic_write import write_atomic
 from runner.errors import DONE, FAILED, MISTAKE
+from runner.json_types import Json
 from runner.outcome import Outcome, Point, Status, best, read_outcome, read_outcomes
 from runner.run_record import RunRecord
 from runner.stop import PRUNED
@@ -38,7 +38,7 @@ def run_point(point: Point, task: Callable[[], float], explained: Callable[[Exce
     point.began()
     began, loss = time.monotonic(), math.nan
 
-    def ended(status: Any, error: str | None = None) -> None:
+    def ended(status: Status, error: str | None = None) -> None:
         known = None if math.isnan(loss) else loss
         point.ended(status, loss=known, error=error, seconds=time.monotonic() - began)
 
@@ -106,11 +106,11 @@ def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def write_json(path: Path, facts: Any) -> None:
+def write_json(path: Path, facts: object) -> None:
     write_atomic(path, json.dumps(facts, indent=2) + "\n")
 
 
-def about_best(winner: Outcome) -> dict[str, Any]:
+def about_best(winner: Outcome) -> Json:
     words = alone(winner.overrides, sys.argv)
     return {
         "job": winner.number,

@@ -2,12 +2,12 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 
@@ -20,9 +20,11 @@ from components.preflight import steps_done
 from components.rank_info import RankInfo
 from components.reference import resolve_reference
 from runner.build import Experiment, build_experiment
+from runner.config_contracts import ModelConfig
 from runner.determinism import deterministic
 from runner.errors import TrainingError
 from runner.folder import read_config
+from runner.json_types import Config
 from runner.logs import log_to
 from runner.loop import Training, stopped, train
 from runner.prefetch import Prefetched
@@ -38,6 +40,7 @@ from runner.state import TrainState
 from runner.stop import Stop
 from runner.watchdog import Watchdog, end_process
 
+Device = Literal["cpu", "cuda"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -98,20 +101,25 @@ def closing(engine: Engine, world_size: int) -> Iterator[Engine]:
     engine.close()
 
 
-def build_engine(experiment: Experiment, device: Any) -> Engine:
+def build_engine(experiment: Experiment, device: Device) -> Engine:
     """The engine that trains, with what it keeps for reference passes."""
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     return build(experiment, device, source.kept, source.model if source.other else None)
 
 
-def build_reference(experiment: Experiment, device: Any) -> Engine:
+def build_reference(experiment: Experiment, device: Device) -> Engine:
     """An engine that is only asked what the reference says."""
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     # Its reference is the model itself, without dropout.
     return build(replace(experiment, model=source.to_ask(), adapter=None), device, "adapter_off", None)
 
 
-def build(experiment: Experiment, device: Any, reference: Reference, reference_model: Any) -> Engine:
+def build(
+    experiment: Experiment,
+    device: Device,
+    reference: Reference,
+    reference_model: ModelConfig | None,
+) -> Engine:
     run = experiment.run
     return experiment.parallelism.build(
         experiment.model,
@@ -221,13 +229,11 @@ def reporter(
     engine: Engine,
     folder: Path,
     console: Terminal | None,
-    config: Mapping[str, Any],
+    config: Config,
     record: RunRecord,
 ) -> Reporter:
     """Speaks and logs where there is a ``console``; silent on every other rank."""
-    sizes = matmul_sizes(
-        experiment.model.build(experiment.model.config()), adapted=experiment.adapter is not None
-    )
+    sizes = matmul_sizes(experiment.model.meta_model, adapted=experiment.adapter is not None)
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
 
     def flops(stats: BatchStats) -> float:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from components.models.disk import file_names, module_name
 from components.models.export import SHARD_BYTES, gather, rank, write_shards
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+
     from components.adapters.spec import LoRA
 
 BASE, REVISION = "base_model_name_or_path", "revision"
@@ -83,7 +85,7 @@ def base_name(spec: ModelSpec) -> str | None:
     return str(folder.absolute()) if folder.is_dir() else spec.path
 
 
-def peft_config(adapter: "LoRA", model: PreTrainedModel, spec: ModelSpec | None = None) -> Any:
+def peft_config(adapter: "LoRA", model: PreTrainedModel, spec: ModelSpec | None = None) -> "LoraConfig":
     """peft's own description, which adapts the same modules of ``model``."""
     from peft import LoraConfig  # here, because it takes seconds
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +51,7 @@ def adapter_file(path: str, name: str) -> Path:
     return file
 
 
-def read_settings(path: str) -> dict[str, Any]:
+def read_settings(path: str) -> Json:
     """Read the settings of the adapter at ``path``: those of ``LoRA`` that its weights depend on.
 
     Raises:

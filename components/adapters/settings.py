@@ -1,12 +1,12 @@
 """From the settings of the ``adapter`` group to a description; a folder's own settings fill the gaps."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from components.adapters.folder import read_settings
 from components.adapters.spec import Init, LoRA
 from components.adapters.targets import Targets
 from runner.errors import ConfigError
+from runner.json_types import Config, Json
 
 
 def none() -> None:
@@ -32,7 +32,7 @@ def lora(
         ConfigError: a setting is missing, out of range, or not that of the folder; or the folder cannot be
             read.
     """
-    asked: dict[str, Any] = {
+    asked: Json = {
         "r": r,
         "alpha": alpha,
         "target_modules": target_modules,
@@ -55,7 +55,7 @@ def lora(
     return LoRA(**asked, dropout=dropout, init_lora_weights=init_lora_weights, quantize=quantize, path=path)
 
 
-def agreed(asked: Mapping[str, Any], stored: Mapping[str, Any], path: str) -> dict[str, Any]:
+def agreed(asked: Config, stored: Config, path: str) -> Json:
     """``stored``, with which everything that was asked for agrees."""
     for name, value in asked.items():
         same = sorted(value) == sorted(stored[name]) if isinstance(value, tuple) else value == stored[name]

@@ -16,7 +16,9 @@ import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from torch.utils.serialization import config
 
 CHUNK = 1 << 22
@@ -94,12 +96,12 @@ class MeasuredWriter(FileSystemWriter):
         super().__init__(path, sync_files=False, per_thread_copy_ahead=0)
         self.fs: MeasuredFiles = MeasuredFiles()
 
-    def write_data(self, *args: Any) -> Any:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Raises OSError where the disk refuses; torch asks every rank, and tells all of them."""
         # Each tensor is a zip archive with a checksum of its own, which would cost as much as ours.
         with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             try:
-                return super().write_data(*args)
+                return super().write_data(plan, planner)
             except RuntimeError:
                 if self.fs.refusal is not None:
                     raise self.fs.refusal from None
@@ -109,7 +111,7 @@ class MeasuredWriter(FileSystemWriter):
 class AliasPlanner(DefaultSavePlanner):
     """Has torch write a part of a tensor from where it lies: it would make a copy, and keep all copies."""
 
-    def resolve_data(self, write_item: WriteItem) -> Any:
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         data = super().resolve_data(write_item)
         if isinstance(data, Tensor) and data.is_cpu and data.is_contiguous():
             return torch.from_numpy(data.detach().numpy())  # its storage ends where it does

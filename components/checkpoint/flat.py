@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ class FlatShard(Tensor):
     def of(flat: Tensor, whole: torch.Size, boxes: Sequence[Box]) -> "FlatShard":
         """Shares memory with ``flat``."""
         assert flat.dim() == 1, "a flat tensor"
-        made = Tensor._make_subclass(FlatShard, flat)
+        made = flat.detach().as_subclass(FlatShard)
         made.whole, made.boxes = whole, boxes
         return made
 
@@ -43,7 +42,7 @@ class FlatShard(Tensor):
         """The same part of the whole, with the values of ``flat``."""
         return FlatShard.of(flat, self.whole, self.boxes)
 
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self)
         return [
             WriteItem(

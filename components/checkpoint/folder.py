@@ -6,11 +6,11 @@ import shutil
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from components.atomic_write import sync_folder, write_atomic
 from components.checkpoint.files import FileRecord
 from runner.errors import ConfigError
+from runner.json_types import Json
 
 MARKER = "complete"
 """Holds the checksum of meta.json: it vouches for no other."""
@@ -23,9 +23,9 @@ META = "meta.json"
 class CheckpointMeta:
     """meta.json, written after the tensors."""
 
-    state: dict[str, Any]
+    state: Json
     """Counters of the run: ``runner.state.TrainState``."""
-    identity: dict[str, Any]
+    identity: Json
     model_only: bool
     files: dict[str, FileRecord]
     """All that ranks have written, by name."""

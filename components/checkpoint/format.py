@@ -7,7 +7,7 @@ Megatron's ``rng_<device>_<name>/<rank>``. Weights and moments are fp32.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from components.checkpoint.files import AliasPlanner, FileRecord, MeasuredWriter
 from runner.errors import TrainingError
+
+T = TypeVar("T")
 
 
 def save_tensors(
@@ -64,7 +66,7 @@ def saved_keys(path: Path) -> set[str]:
     return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
-def share(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def share(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """The picklable value that each rank passes, by rank, on all ranks; collective where there is a group."""
     if not dist.is_initialized():
         return [value]

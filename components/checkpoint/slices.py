@@ -1,7 +1,6 @@
 """Parts of a checkpoint's tensors, read one at a time by a process that needs no other."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -54,5 +53,5 @@ class Into(dcp.DefaultLoadPlanner):
         super().__init__()
         self.part = part
 
-    def lookup_tensor(self, index: MetadataIndex) -> Any:  # noqa: ARG002
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:  # noqa: ARG002
         return self.part

@@ -1,7 +1,6 @@
 """Prompts with their answers: pairs, and single completions with a label."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from components.data.messages import (
     alpaca_prompt,
@@ -16,7 +15,7 @@ from components.data.messages import (
 from components.data.samples import Message, PreferenceSample, UnpairedSample
 
 
-def read_preference(record: Mapping[str, Any], origin: str) -> PreferenceSample:
+def read_preference(record: Mapping[str, object], origin: str) -> PreferenceSample:
     chosen, rejected = (_completion(record, key, origin) for key in ("chosen", "rejected"))
     prompt = _explicit_prompt(record, origin)
     if prompt is None or chosen[0]["role"] != "assistant":
@@ -28,7 +27,7 @@ def read_preference(record: Mapping[str, Any], origin: str) -> PreferenceSample:
     return PreferenceSample(prompt, chosen, rejected, read_tools(record, origin))
 
 
-def read_unpaired(record: Mapping[str, Any], origin: str) -> UnpairedSample:
+def read_unpaired(record: Mapping[str, object], origin: str) -> UnpairedSample:
     """A ``completion`` beside its prompt, or the last turn of a conversation or of an alpaca record."""
     desirable = _label(record, origin)
     if record.get("completion") is not None:
@@ -41,7 +40,7 @@ def read_unpaired(record: Mapping[str, Any], origin: str) -> UnpairedSample:
     return UnpairedSample(prompt, completion, desirable, read_tools(record, origin), mismatched=completion)
 
 
-def _label(record: Mapping[str, Any], origin: str) -> bool:
+def _label(record: Mapping[str, object], origin: str) -> bool:
     key = "kto_tag" if record.get("label") is None and "kto_tag" in record else "label"
     value = record.get(key)
     remedy = "Write true for a completion to follow, false for one to avoid."
@@ -52,7 +51,7 @@ def _label(record: Mapping[str, Any], origin: str) -> bool:
     return bool(value)
 
 
-def _last_turn(record: Mapping[str, Any], origin: str) -> tuple[list[Message], list[Message]]:
+def _last_turn(record: Mapping[str, object], origin: str) -> tuple[list[Message], list[Message]]:
     if record.get("output") is not None:
         answer = {"role": "assistant", "content": read_string(record, "output", origin)}
         return alpaca_prompt(record, origin), [answer]
@@ -69,7 +68,7 @@ def _check_answer(prompt: list[Message], answer: list[Message], origin: str) -> 
         fail(origin, f"an answer begins with a {answer[0]['role']} turn", "Begin it with the assistant's.")
 
 
-def _completion(record: Mapping[str, Any], key: str, origin: str) -> list[Message]:
+def _completion(record: Mapping[str, object], key: str, origin: str) -> list[Message]:
     """An answer as a string, one message, or a list of messages (with the prompt or without)."""
     value = record.get(key)
     if value == []:
@@ -81,7 +80,7 @@ def _completion(record: Mapping[str, Any], key: str, origin: str) -> list[Messag
     return [{"role": "assistant", "content": read_string(record, key, origin)}]
 
 
-def _explicit_prompt(record: Mapping[str, Any], origin: str) -> list[Message] | None:
+def _explicit_prompt(record: Mapping[str, object], origin: str) -> list[Message] | None:
     if isinstance(record.get("prompt"), str):
         question = {"role": "user", "content": read_string(record, "prompt", origin)}
         return [*system_turn(record, origin), question]

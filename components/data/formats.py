@@ -1,7 +1,7 @@
 """Records as users have them, brought to four kinds of sample. Every mistake names the record's origin."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from components.data.answers import read_preference, read_unpaired
 from components.data.messages import alpaca_prompt, checked, read_string, read_tools, read_turns
@@ -33,7 +33,7 @@ _MARKS: tuple[tuple[Format, tuple[str, ...]], ...] = (
 """The keys a format is recognised by; the first that are all there decide."""
 
 
-def detect(record: Mapping[str, Any], origin: str) -> Format:
+def detect(record: Mapping[str, object], origin: str) -> Format:
     """Names the format by the fields that are there. ConfigError: none of the known ones."""
     for name, keys in _MARKS:
         if all(record.get(key) is not None for key in keys):
@@ -45,7 +45,7 @@ def detect(record: Mapping[str, Any], origin: str) -> Format:
     )
 
 
-def normalize(record: Mapping[str, Any], format: Format, origin: str) -> Sample:
+def normalize(record: Mapping[str, object], format: Format, origin: str) -> Sample:
     """Turns one record into a sample. ConfigError: a missing field, a wrong type, roles out of order."""
     assert format in get_args(Format), format
     if format == "text":

@@ -3,12 +3,16 @@
 The layout is that of ``megatron.core.datasets.indexed_dataset``: the index holds ``MMIDIDX``, a version, the
 type of a token, the number of sequences and of documents, then int32 lengths and int64 byte offsets.
 Every sequence is a document, as for Megatron's own GPT data.
+
+Megatron's own reader is not used. Importing it imports megatron.core into every process that reads data,
+also with FSDP2: 3.3 s of processor time, 68 MiB, and 16 more classes that ``torch.load`` trusts. It would
+replace few of these lines, because it refuses damaged files with bare asserts or not at all.
 """
 
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -127,7 +131,7 @@ def _read_header(path: Path) -> tuple[int, int, int]:
     """Type code, number of sequences, and where the lengths begin."""
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
-    fields: tuple[Any, ...] = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0, 0, 0)
+    fields = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0, 0, 0)
     magic, version, code, count, _ = fields
     if magic != _MAGIC or version != 1:
         _fail(path, "is no index of Megatron's IndexedDataset, version 1", "Check data.train.")

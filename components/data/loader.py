@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -17,6 +17,7 @@ from components.data.joined import JoinedTokens
 from components.data.packing import Ints, Plan
 from components.data.reference import LogpsFile
 from components.data.store import Tokens, TokenStore, digest
+from runner.json_types import Json
 from runner.protocols import Batch, BatchStats
 
 
@@ -291,10 +292,10 @@ class PreparedData:
         length = min(32, stop // 2) if mask[0] else int(mask.argmax())
         return [int(token) for token in tokens.tokens(sequence, 0, length)]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
+    def from_json(cls, value: Json) -> Self:
         prepared: Self = TypeAdapter(cls).validate_python(value)
         return prepared

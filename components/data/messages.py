@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from components.data.samples import Message
+from components.data.samples import Message, Tool
 from runner.errors import ConfigError
 
 _SHAREGPT_ROLES = {
@@ -28,7 +28,7 @@ def fail(origin: str, what: str, remedy: str) -> NoReturn:
     raise ConfigError(f"{origin}: {what}. {remedy}")
 
 
-def read_string(record: Mapping[str, Any], key: str, origin: str, *, optional: bool = False) -> str:
+def read_string(record: Mapping[str, object], key: str, origin: str, *, optional: bool = False) -> str:
     value = record.get(key)
     if value is None and optional:
         return ""
@@ -51,7 +51,7 @@ def _json(text: str, key: str, origin: str) -> Any:
 # Prompts
 
 
-def alpaca_prompt(record: Mapping[str, Any], origin: str) -> list[Message]:
+def alpaca_prompt(record: Mapping[str, object], origin: str) -> list[Message]:
     question, extra = (
         read_string(record, "instruction", origin),
         read_string(record, "input", origin, optional=True),
@@ -65,12 +65,12 @@ def alpaca_prompt(record: Mapping[str, Any], origin: str) -> list[Message]:
     return [*messages, {"role": "user", "content": f"{question}\n{extra}" if extra else question}]
 
 
-def system_turn(record: Mapping[str, Any], origin: str) -> list[Message]:
+def system_turn(record: Mapping[str, object], origin: str) -> list[Message]:
     text = read_string(record, "system", origin, optional=True)
     return [{"role": "system", "content": text}] if text else []
 
 
-def read_turns(record: Mapping[str, Any], key: str, origin: str) -> list[Message]:
+def read_turns(record: Mapping[str, object], key: str, origin: str) -> list[Message]:
     """The list of messages under ``key``, after a system turn from the record's own ``system``."""
     turns = record.get(key)
     if not isinstance(turns, list) or not turns:
@@ -84,7 +84,7 @@ def read_turns(record: Mapping[str, Any], key: str, origin: str) -> list[Message
 # Messages, in the spelling of sharegpt (from, value) or OpenAI (role, content)
 
 
-def read_message(raw: Any, where: str, origin: str) -> Message:
+def read_message(raw: object, where: str, origin: str) -> Message:
     if not isinstance(raw, dict):
         fail(
             origin,
@@ -109,7 +109,7 @@ def read_message(raw: Any, where: str, origin: str) -> Message:
     return message
 
 
-def _content(value: Any, where: str, origin: str) -> str:
+def _content(value: object, where: str, origin: str) -> str:
     """A string, or the joined text of OpenAI's list of parts; None is empty (a turn of tool calls only)."""
     if isinstance(value, list):
         texts = [
@@ -123,7 +123,7 @@ def _content(value: Any, where: str, origin: str) -> str:
     return value or ""
 
 
-def _calls(raw: Any, where: str, origin: str) -> list[dict[str, Any]]:
+def _calls(raw: Any, where: str, origin: str) -> list[Tool]:
     """One call or several, bare ``{name, arguments}`` or wrapped; arguments end up as an object."""
     calls = []
     for call in raw if isinstance(raw, list) else [raw]:
@@ -140,7 +140,7 @@ def _calls(raw: Any, where: str, origin: str) -> list[dict[str, Any]]:
     return calls
 
 
-def read_tools(record: Mapping[str, Any], origin: str) -> list[dict[str, Any]] | None:
+def read_tools(record: Mapping[str, object], origin: str) -> list[Tool] | None:
     """Function definitions from a list or a JSON string, each as ``{"type": "function", "function"}``."""
     tools = record.get("tools")
     if isinstance(tools, str):

@@ -7,6 +7,9 @@ calls functions, ``"tool_calls"``.
 from dataclasses import dataclass
 from typing import Any
 
+Tool = dict[str, Any]
+"""The JSON schema of a function that a model may call."""
+
 Message = dict[str, Any]
 
 
@@ -22,7 +25,7 @@ class ChatSample:
     """A conversation that ends with the assistant."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] | None
+    tools: list[Tool] | None
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class PreferenceSample:
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
-    tools: list[dict[str, Any]] | None
+    tools: list[Tool] | None
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class UnpairedSample:
     prompt: list[Message]
     completion: list[Message]
     desirable: bool
-    tools: list[dict[str, Any]] | None
+    tools: list[Tool] | None
     mismatched: list[Message]
     """The completion of another prompt."""
 

@@ -105,13 +105,13 @@ def _malformed(origin: str, error: json.JSONDecodeError) -> ConfigError:
     return ConfigError(f"{origin}: malformed JSON ({error.msg}, column {error.colno}). Correct this line.")
 
 
-def _object(record: Any, origin: str) -> Record:
+def _object(record: object, origin: str) -> Record:
     if not isinstance(record, dict):
         raise ConfigError(f"{origin}: is a JSON {_kind(record)}, not an object. Write one {{...}} a record.")
     return record
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return {dict: "object", list: "list", str: "string", type(None): "null"}.get(
         type(value), type(value).__name__
     )

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from itertools import count
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +31,7 @@ from components.data.tokenize import (
     build_store,
 )
 from runner.errors import ConfigError
+from runner.json_types import Json
 from runner.protocols import SampleKind
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class Data(ABC):
                 "set one of the two to false."
             )
 
-    def restore(self, prepared: dict[str, Any]) -> PreparedData:
+    def restore(self, prepared: Json) -> PreparedData:
         """What ``prepare`` returned, from its ``to_json``."""
         return PreparedData.from_json(prepared)
 
@@ -236,7 +237,7 @@ class FilesData(Data):
     """A user's files. Either ``train`` or ``sources``."""
 
     train: str | None = None
-    sources: list[dict[str, Any]] | None = None
+    sources: list[Json] | None = None
     """``{path, repeats = 1, format = data.format}`` each."""
     eval: str | None = None
     eval_fraction: float = 0.0
@@ -276,7 +277,7 @@ class FilesData(Data):
         return self.eval_fraction
 
 
-def _check_source(where: str, source: dict[str, Any]) -> None:
+def _check_source(where: str, source: Json) -> None:
     for key in source:
         if key not in _SOURCE_KEYS:
             near = get_close_matches(key, _SOURCE_KEYS, n=1) or [", ".join(_SOURCE_KEYS)]

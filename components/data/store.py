@@ -300,7 +300,7 @@ class TokenStore:
         return np.asarray(np.memmap(self.path / name, dtype=kind, mode="r"))
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """A short name for anything that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -16,13 +16,12 @@ import re
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from components.data.samples import ChatSample, Message, PreferenceSample, UnpairedSample
+from components.data.samples import ChatSample, Message, PreferenceSample, Tool, UnpairedSample
 from runner.errors import ConfigError
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -37,7 +36,7 @@ class Template:
     """A tokenizer's chat template at work on one record."""
 
     tokenizer: PreTrainedTokenizerBase
-    tools: list[dict[str, Any]] | None
+    tools: list[Tool] | None
     source: str
     stop_ids: frozenset[int]
     """Tokens that can end a turn: the special ones, among them the end-of-sequence token."""

@@ -5,19 +5,22 @@ from functools import lru_cache
 import numpy as np
 
 from components.data.loader import PreparedData
-from runner.protocols import BatchStats, Workload
+from runner.config_contracts import Prepared
+from runner.estimates import Workload
+from runner.protocols import BatchStats
 
 LARGEST = 16
 """Micro-batches whose labels are counted."""
 
 
 @lru_cache(maxsize=64)
-def largest_microbatch(data: PreparedData, micro_batch_size: int, data_size: int) -> Workload:
+def largest_microbatch(data: Prepared, micro_batch_size: int, data_size: int) -> Workload:
     """The micro-batch with the most tokens of the first epoch.
 
     Of padded rows a sample is as many lines as it has sequences. Labels are the most that one of the
     ``LARGEST`` has.
     """
+    assert isinstance(data, PreparedData)
     tokens, plans = data.train.open()
     plan, packed = plans[0], data.packing != "none"
     spans = plan.segments[:, 2] - plan.segments[:, 1]
@@ -40,7 +43,7 @@ def largest_microbatch(data: PreparedData, micro_batch_size: int, data_size: int
 
 
 @lru_cache(maxsize=4)
-def first_steps(data: PreparedData, count: int = 8) -> tuple[BatchStats, ...]:
+def first_steps(data: Prepared, count: int = 8) -> tuple[BatchStats, ...]:
     """The global batches of the first ``count`` steps, or of as many as there are."""
     loader = data.train_loader(
         global_batch_size=data.global_batch_size, micro_batch_size=1, data_rank=0, data_size=1

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from components.engines.context_parallel import trade_heads, trade_positions
 from components.engines.sdpa import causal_sdpa, packed_sdpa
 from runner.errors import ConfigError
+from runner.json_types import Json
 from runner.protocols import Batch
 
 ATTENTION = "runner_varlen"
@@ -37,7 +38,7 @@ HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_
 """What models pass down to every attention layer and what does not change causal attention."""
 
 
-def attention_kwargs(batch: Batch) -> dict[str, Any]:
+def attention_kwargs(batch: Batch) -> Json:
     """What to pass to ``model(...)`` beside input_ids, position_ids and ``use_cache=False``.
 
     Where ranks hold a share of every row, ``context_group`` too, and ``batch`` has the whole rows.
@@ -89,7 +90,7 @@ def attention(
     key_index: Tensor | None = None,
     padded: bool = False,
     is_causal: bool | None = None,
-    **others: Any,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface.
 
@@ -114,7 +115,7 @@ def attention(
     assert attention_mask is None or not attention_mask.numel(), (
         "pass no attention_mask: boundaries are cu_seq_lens_q or padded=True"
     )
-    options: dict[str, Any] = {"scale": scaling, "window": sliding_window}
+    options: Json = {"scale": scaling, "window": sliding_window}
     if padded:
         assert cu_seq_lens_q is None, "padded=True and cu_seq_lens_q contradict each other"
         return causal_sdpa(query, key, value, dropout=dropout, **options), None
@@ -163,7 +164,7 @@ def over_ranks(
     return trade_heads(out, context_group, heads=2, positions=1), None
 
 
-def refuse(module: nn.Module, is_causal: bool | None, others: dict[str, Any]) -> None:
+def refuse(module: nn.Module, is_causal: bool | None, others: dict[str, object]) -> None:
     """Raises where the model asks for something that would be left out of the result."""
     kind = type(module).__name__
     if is_causal is False or getattr(module, "is_causal", True) is False:
@@ -200,7 +201,7 @@ def varlen(
     if missing:
         value = F.pad(value, (0, missing))
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    options: dict[str, Any] = {"enable_gqa": True} if takes_enable_gqa() and q.shape[1] != k.shape[1] else {}
+    options: Json = {"enable_gqa": True} if takes_enable_gqa() and q.shape[1] != k.shape[1] else {}
     # Window (left, right) around every token: (-1, 0) is plain causal.
     size = (-1 if window is None else window - 1, 0)
     ends = (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
@@ -216,7 +217,7 @@ def takes_enable_gqa() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
+def no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> None:
     """transformers' mask interface: without one of our own it drops the caller's mask without a word."""
     assert attention_mask is None, "pass no attention_mask: boundaries are cu_seq_lens_q or padded=True"
 

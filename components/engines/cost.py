@@ -4,7 +4,7 @@ Rings and pairwise exchanges: of a tensor of ``n`` bytes over ``p`` ranks, an al
 ``2 (p - 1) / p * n``, a gather, a scatter and an all-to-all half of that (Thakur et al., 2005).
 """
 
-from runner.protocols import ModelSize, Sent
+from runner.estimates import ModelSize, Sent
 
 FP32 = 4
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from components.engines.host_memory import keep_freed_memory
+from components.engines.shared.torch_private import set_group_timeouts
 from components.rank_info import RankInfo
 
 PATIENCE_S = 1800.0
@@ -50,8 +51,7 @@ def outlast(timeout_s: float) -> None:
     Groups that libraries have made start with ten minutes on NCCL, whatever the default group has.
     """
     patience = timedelta(seconds=max(PATIENCE_S, timeout_s + GRACE_S))
-    for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(patience, group)
+    set_group_timeouts(patience)
 
 
 def leave_alone() -> None:

@@ -28,28 +28,39 @@ def packed_sdpa(
     return torch.cat([causal_sdpa(*piece, **options) for piece in pieces], dim=1)
 
 
-def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, *, window: int | None, **options: Any) -> Tensor:
+def causal_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None, dropout: float
+) -> Tensor:
     """``[B, heads, T, D]`` to ``[B, T, heads, D]``, every row one sequence.
 
     Where there are more keys than queries, the queries are the last tokens of the sequence.
     """
     length, num_keys = query.shape[2], key.shape[2]
     if num_keys > length or (window is not None and window < length):
-        out = sdpa(query, key, value, causal_mask(length, num_keys, window, query.device), **options)
+        out = sdpa(
+            query,
+            key,
+            value,
+            causal_mask(length, num_keys, window, query.device),
+            scale=scale,
+            dropout=dropout,
+        )
     elif query.is_cpu and length > (rows := CPU_ROWS[query.element_size()]):
-        out = by_rows(query, key, value, rows, **options)
+        out = by_rows(query, key, value, rows, scale=scale, dropout=dropout)
     else:
-        out = sdpa(query, key, value, None, **options)
+        out = sdpa(query, key, value, None, scale=scale, dropout=dropout)
     return out.transpose(1, 2)
 
 
-def by_rows(query: Tensor, key: Tensor, value: Tensor, rows: int, **options: Any) -> Tensor:
+def by_rows(
+    query: Tensor, key: Tensor, value: Tensor, rows: int, *, scale: float | None, dropout: float
+) -> Tensor:
     """Causal attention, ``rows`` queries at a time with the keys up to theirs."""
     out, begin = [], 0
     for some in query.split(rows, dim=2):
         end = begin + some.shape[2]
         mask = causal_mask(end - begin, end, None, query.device) if begin else None
-        out.append(sdpa(some, key[:, :, :end], value[:, :, :end], mask, **options))
+        out.append(sdpa(some, key[:, :, :end], value[:, :, :end], mask, scale=scale, dropout=dropout))
         begin = end
     return torch.cat(out, dim=2)
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from components.engines.shared.torch_private import assert_async
+
 
 @dataclass(frozen=True)
 class WholeVocabulary:
@@ -72,9 +74,7 @@ class VocabularyShard:
         rows = logits.shape[1]
         assert not rows or self.start + rows <= self.size, "a padded row of the head takes part"
         # No rank would have such a label, and its logit would pass for 0. On a GPU this does not wait.
-        torch._assert_async(
-            ((targets >= 0) & (targets < self.size)).all(), "a label is not in the vocabulary"
-        )
+        assert_async(((targets >= 0) & (targets < self.size)).all(), "a label is not in the vocabulary")
         column, here = self.locate(logits, targets)
         return logits.gather(1, column).where(here, 0).sum(-1)
 

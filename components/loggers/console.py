@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -35,6 +34,6 @@ class Terminal(rich.console.Console):
         return Progress(*columns, console=self, transient=True) if self.has_bar else None
 
 
-def terminal(loggers: Mapping[str, Any]) -> Terminal:
+def terminal(loggers: Mapping[str, object]) -> Terminal:
     """As the chosen ``loggers`` want it."""
     return Terminal(next((spec for spec in loggers.values() if isinstance(spec, Console)), None))

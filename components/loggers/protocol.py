@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from runner.errors import ConfigError
+from runner.json_types import Config
 
 Row = Mapping[str, float | int | None]
 """None: asked for, but there is no value. ``step`` is always there."""
@@ -18,8 +19,8 @@ class Start:
 
     folder: Path
     """Of the run, with config.yaml, run.json, audit.json and what else was known before its first step."""
-    config: Mapping[str, Any]
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    config: Config
+    facts: Config = field(default_factory=dict)
     """run.json"""
     step: int = 0
     """Steps done before. What an earlier start of this run has logged of later ones does not count."""

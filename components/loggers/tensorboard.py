@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from components.loggers.protocol import Ending, Row, Start, require
 from runner.errors import ConfigError
@@ -58,7 +57,7 @@ class Tensorboard:
         return TensorboardLogger(start, self.flush_secs)
 
 
-def leaves(prefix: str, node: Any) -> Iterator[tuple[str, str | float | int | bool]]:
+def leaves(prefix: str, node: object) -> Iterator[tuple[str, str | float | int | bool]]:
     """``optimizer.lr`` and its value, for every key; what is no number and no text as JSON."""
     if isinstance(node, Mapping):
         for key, value in node.items():

@@ -1,13 +1,13 @@
 """Weights & Biases."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Literal
+from typing import Literal
 
 from components.loggers.protocol import Ending, Row, Start, require
 from runner.errors import ConfigError
+from runner.json_types import Config, Json
 
 DOCUMENTS = ("config.yaml", "run.json", "audit.json", "preflight.json", "code.diff")
 """Of the run folder, kept as one artifact of the run, as far as they are there."""
@@ -17,7 +17,7 @@ EXIT_CODES = {"done": 0, "stopped": 1, "failed": 1}
 class WandbLogger:
     """One run of Weights & Biases, which a run that goes on in its folder continues."""
 
-    def __init__(self, start: Start, settings: Mapping[str, Any]) -> None:
+    def __init__(self, start: Start, settings: Config) -> None:
         import wandb  # slow to import
 
         online = settings["mode"] == "online"
@@ -99,6 +99,6 @@ def run_id(folder: Path) -> str:
     return path.read_text()
 
 
-def code_state(facts: Mapping[str, Any]) -> dict[str, Any]:
+def code_state(facts: Config) -> Json:
     """Which code ran: ``code.diff`` of the artifact is what its commit lacks."""
     return {key: facts.get(key) for key in ("git_commit", "versions", "command")}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from components.models.experts import biases, routed
+from components.models.hf_private import uses_attention_interface
 from components.models.routing import RouterTerms
 from runner.errors import ConfigError
 
@@ -98,7 +99,7 @@ def check_model(model: PreTrainedModel) -> None:
     if not all(getattr(module, "is_causal", True) for module in model.modules()):
         raise not_causal(kind)
     layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if not model._supports_attention_backend or model._is_stateful or layers - ATTENTION_LAYERS:
+    if not uses_attention_interface(model) or layers - ATTENTION_LAYERS:
         raise ConfigError(
             f"model: {kind} mixes tokens outside of transformers' attention interface, which our engines use "
             "to keep packed sequences apart."

@@ -3,10 +3,9 @@
 import json
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, logging
 
 
@@ -28,7 +27,7 @@ def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     amend(folder / GENERATION_CONFIG_NAME, ids | brought | {"eos_token_id": ends})
 
 
-def amend(path: Path, fields: dict[str, Any]) -> None:
+def amend(path: Path, fields: dict[str, object]) -> None:
     """Not through transformers, which refuses to write some files that it reads."""
     path.write_text(json.dumps(json.loads(path.read_text()) | fields, indent=2) + "\n")
 
@@ -45,7 +44,7 @@ def complete(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remo
     return continuation
 
 
-def load(folder: Path, trust_remote_code: bool) -> Any:
+def load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """The model in ``folder``, or the one that the adapter in it names, with it."""
     if not (folder / ADAPTER_CONFIG_NAME).is_file():
         return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -54,12 +53,12 @@ def load(folder: Path, trust_remote_code: bool) -> Any:
         return load_adapted(folder, trust_remote_code)
 
 
-def load_adapted(folder: Path, trust_remote_code: bool) -> Any:
+def load_adapted(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """By peft: transformers alone leaves the magnitudes of DoRA where they lie (5.23)."""
     from peft import PeftModel  # here, because it takes seconds
 
     named = json.loads((folder / ADAPTER_CONFIG_NAME).read_text())
-    base: Any = AutoModelForCausalLM.from_pretrained(
+    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         named["base_model_name_or_path"], revision=named["revision"], trust_remote_code=trust_remote_code
     )
     return PeftModel.from_pretrained(base, folder)

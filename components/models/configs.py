@@ -2,9 +2,8 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
@@ -12,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from components.models.folder import one_line, read_json
 from runner.errors import ConfigError
+from runner.json_types import Config
 
 INVALID = (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError)
 """What transformers raises for configurations it cannot build."""
@@ -28,7 +28,7 @@ UNDECLARED = {"qwen3_moe": {"head_dim"}}
 """What a model reads of its configuration, and files have, but transformers declares no field for."""
 
 
-def make_config(architecture: Mapping[str, Any]) -> PreTrainedConfig:
+def make_config(architecture: Config) -> PreTrainedConfig:
     """The configuration that ``model.architecture`` describes: ``model_type`` and transformers' own keys.
 
     Raises:
@@ -86,7 +86,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
         raise ConfigError(f"model.path: {path}: {one_line(error)}") from error
 
 
-def check_same(architecture: Mapping[str, Any], config: PreTrainedConfig, path: str) -> None:
+def check_same(architecture: Config, config: PreTrainedConfig, path: str) -> None:
     """A named shape loaded from elsewhere must be that shape, or an override of it would be ignored."""
     made = make_config(architecture)
     if made.model_type != config.model_type:

@@ -57,7 +57,9 @@ def separate(model: PreTrainedModel) -> None:
         if isinstance(getattr(stacked, "gate_up_proj", None), nn.Parameter):
             number, hidden, intermediate = stacked.down_proj.shape
             block.experts = Experts(Expert(hidden, intermediate) for _ in range(number))
-        if isinstance(bias := block._buffers.pop(BIAS, None), Tensor):
+        if BIAS in dict(block.named_buffers(recurse=False)):
+            bias = block.get_buffer(BIAS)
+            delattr(block, BIAS)
             block.register_parameter(BIAS, nn.Parameter(bias, requires_grad=False))
 
 

@@ -3,7 +3,6 @@
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -15,6 +14,7 @@ from huggingface_hub.errors import (
 )
 
 from runner.errors import ConfigError
+from runner.json_types import Json
 
 DESCRIPTION = ("*.json", "*.py", "*.txt", "*.jinja", "*.model")
 SAFETENSORS, BIN = "*.safetensors", "*.bin"
@@ -71,7 +71,7 @@ def fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> P
     return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """The object in a JSON file; ConfigError names the file, and the line where it is malformed."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -90,7 +90,7 @@ def append_layers(model: PreTrainedModel) -> None:
             f"model.mtp.num_layers: is {count}, but {kind} is not among the families with layers for further "
             f"tokens: {', '.join(FAMILIES)}; use 0."
         )
-    base: Any = model.base_model
+    base = model.base_model
     first, hidden = len(base.layers), model.config.hidden_size
     for index in range(first, first + count):
         layer = copy.deepcopy(base.layers[first - 1])
@@ -105,7 +105,7 @@ def append_layers(model: PreTrainedModel) -> None:
 def further_layers(model: PreTrainedModel) -> list[Any]:
     """By depth."""
     count = number(model.config)
-    base: Any = model.base_model
+    base = model.base_model
     return list(base.layers[-count:]) if count else []
 
 

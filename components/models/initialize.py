@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
+from components.models.hf_private import computed_buffers, init_weights, initialized
 from components.models.weights import WeightSource
 from runner.errors import ConfigError
 
@@ -32,7 +33,7 @@ def random_weights(model: PreTrainedModel, seed: int) -> WeightSource:
         owner, _, leaf = name.rpartition(".")
         with real_parameter(model.get_submodule(owner), leaf) as tensor, seeded(seed, name):
             for rules, module in initializers(model, owner):
-                rules._init_weights(module)
+                init_weights(rules, module)
         if tensor.isnan().any():
             raise ConfigError(
                 f"model.init=random: transformers has no initial value for {name} of {type(model).__name__}; "
@@ -56,15 +57,14 @@ def initializers(model: PreTrainedModel, path: str) -> list[tuple[PreTrainedMode
 @contextmanager
 def real_parameter(owner: nn.Module, leaf: str) -> Iterator[Tensor]:
     """The parameter ``leaf`` of ``owner`` as a CPU tensor full of NaN, while the context lasts."""
-    virtual = owner._parameters[leaf]
-    assert virtual is not None, leaf
+    virtual = owner.get_parameter(leaf)
     assert virtual.is_meta, f"{leaf}: the model that random weights are drawn from must stay on meta"
     real = torch.full(virtual.shape, torch.nan, dtype=torch.float32, device="cpu")
-    owner._parameters[leaf] = nn.Parameter(real, requires_grad=False)
+    setattr(owner, leaf, nn.Parameter(real, requires_grad=False))
     try:
         yield real
     finally:
-        owner._parameters[leaf] = virtual
+        setattr(owner, leaf, virtual)
 
 
 @contextmanager
@@ -92,15 +92,16 @@ def materialize_buffers(model: PreTrainedModel, device: torch.device) -> None:
         owner, _, leaf = tied.rpartition(".")
         setattr(model.get_submodule(owner), leaf, model.get_parameter(source))
     for path, module in model.named_modules():
-        buffers = {name: module._buffers[name] for name in sorted(module._non_persistent_buffers_set)}
+        buffers = {name: getattr(module, name) for name in computed_buffers(module)}
         if not any(buffer is not None for buffer in buffers.values()):
             continue
-        module._buffers.update({name: blank(buffer, device) for name, buffer in buffers.items()})
+        for name, buffer in buffers.items():
+            setattr(module, name, blank(buffer, device))
         rules, _ = initializers(model, path)[0]
-        with parameters_kept(module):
-            rules._init_weights(module)
+        with initialized(module.parameters()), guard_torch_init_functions():
+            init_weights(rules, module)
         for name in buffers:
-            if is_blank(module._buffers[name]):
+            if is_blank(getattr(module, name)):
                 raise ConfigError(
                     f"model: transformers does not say how to compute the buffer {path}.{name}."
                 )
@@ -115,17 +116,3 @@ def blank(buffer: Tensor | None, device: torch.device) -> Tensor | None:
 
 def is_blank(buffer: Tensor | None) -> bool:
     return buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().any())
-
-
-@contextmanager
-def parameters_kept(module: nn.Module) -> Iterator[None]:
-    """transformers' initialisers skip the parameters of ``module`` while the context lasts."""
-    parameters = list(module.parameters())
-    for parameter in parameters:
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    try:
-        with guard_torch_init_functions():
-            yield
-    finally:
-        for parameter in parameters:
-            del parameter._is_hf_initialized  # type: ignore[attr-defined]

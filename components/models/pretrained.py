@@ -201,7 +201,7 @@ def persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
-def check_shape(folder: Path, name: str, stored: Any, wanted: torch.Size) -> None:
+def check_shape(folder: Path, name: str, stored: Iterable[int], wanted: torch.Size) -> None:
     if tuple(stored) != tuple(wanted):
         raise ConfigError(
             f"model.path: {folder}: {name} is {list(stored)}, but its config.json asks for {list(wanted)}."

@@ -1,11 +1,13 @@
 """The ``model`` group: one description from which every process builds the same model."""
 
 import copy
+import dataclasses
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import (
@@ -29,6 +31,7 @@ from components.models.pretrained import content, pretrained_weights
 from components.models.routing import Balance, RouterTerms
 from components.models.weights import WeightSource, signature
 from runner.errors import ConfigError
+from runner.json_types import Json
 from runner.protocols import Batch
 
 
@@ -42,7 +45,7 @@ class ModelSpec:
 
     path: str | None = None
     """A folder, or an id of the Hugging Face hub."""
-    architecture: dict[str, Any] | None = None
+    architecture: Json | None = None
     """``model_type`` and fields of its transformers configuration."""
     init: Literal["random", "pretrained"] = "random"
     revision: str | None = None
@@ -124,6 +127,15 @@ class ModelSpec:
         if self.mtp_layers or hasattr(config, FIELD):
             setattr(config, FIELD, self.mtp_layers)
         return config
+
+    @functools.cached_property
+    def meta_model(self) -> PreTrainedModel:
+        """The model of ``build(config())``, made once. It is only read: who changes it builds its own."""
+        return self.build(self.config())
+
+    def __getstate__(self) -> Json:
+        """The description, without what was made of it."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def build(self, config: PreTrainedConfig, *, attention: str = "eager") -> PreTrainedModel:
         """The model on the meta device, float32, tied weights tied; ``attention`` as transformers knows it.

@@ -2,15 +2,17 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub.constants import SAFETENSORS_WEIGHTS_FILE_PATTERN
 from torch import Tensor
 
 from components.models.disk import file_names
 from components.models.experts import stored_dtype
-from components.models.export import SHARD_BYTES, Sizes, finish_folder
+from components.models.export import SHARD_BYTES, finish_folder
 from components.models.spec import ModelSpec
 from components.models.weights import WeightSource
 
@@ -28,37 +30,29 @@ def stream_folder(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """As ``export_folder`` in one process, but that it holds one of the tensors ``shapes`` at a time."""
+    """Write what ``export_folder`` writes, in one process that holds one tensor of ``shapes`` at a time."""
     path.mkdir(parents=True, exist_ok=True)
     rename = file_names(spec.config().model_type)
     ours = {rename(name): name for name in shapes}
+    sizes = {name: size_of(shapes[ours[name]], stored_dtype(name, dtype)) for name in ours}
+    split = split_state_dict_into_shards_factory(
+        sizes,
+        get_storage_size=int,
+        filename_pattern=SAFETENSORS_WEIGHTS_FILE_PATTERN,
+        max_shard_size=shard_bytes,
+    )
     written = []
-    for number, names in enumerate(split({n: shapes[ours[n]] for n in ours}, dtype, shard_bytes)):
-        file = path / f".shard-0-{number}"
-        stored = {name: shapes[ours[name]] for name in names}
-        written.append((file, stream_file(file, stored, lambda name: source(ours[name]), dtype)))
+    for file, names in split.filename_to_tensors.items():
+        unfinished, stored = path / f".{file}", {name: shapes[ours[name]] for name in names}
+        stream_file(unfinished, stored, lambda name: source(ours[name]), dtype)
+        written.append((unfinished, {name: sizes[name] for name in names}))
     finish_folder(spec, path, dtype, written)
-
-
-def split(shapes: Mapping[str, torch.Size], dtype: torch.dtype, limit: int) -> Iterator[list[str]]:
-    """Names of the tensors of every file, none of which is larger than ``limit`` (or holds one tensor)."""
-    names: list[str] = []
-    size = 0
-    for name, shape in shapes.items():
-        needed = size_of(shape, stored_dtype(name, dtype))
-        if names and size + needed > limit:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += needed
-    if names:
-        yield names
 
 
 def stream_file(
     path: Path, shapes: Mapping[str, torch.Size], source: Callable[[str], Tensor], dtype: torch.dtype
-) -> Sizes:
-    """Writes the tensors in the order of their dtypes and names; their sizes in bytes."""
+) -> None:
+    """Write the tensors in the order of their dtypes and names."""
     dtypes = {name: stored_dtype(name, dtype) for name in shapes}
     sizes = {name: size_of(shape, dtypes[name]) for name, shape in shapes.items()}
     names = sorted(sizes, key=lambda name: (-dtypes[name].itemsize, name))
@@ -79,7 +73,6 @@ def stream_file(
             tensor = source(name).to(dtypes[name]).contiguous()
             assert tensor.shape == shapes[name], name
             file.write(tensor.flatten().view(torch.uint8).numpy().data)
-    return sizes
 
 
 def size_of(shape: torch.Size, dtype: torch.dtype) -> int:

@@ -5,6 +5,7 @@ from components.preflight.checks import (
     check_adapter,
     check_batch,
     check_early_stop,
+    check_forecast,
     check_further_tokens,
     check_length,
     check_model_fits_data,
@@ -22,17 +23,20 @@ from components.preflight.checks import (
     steps_done,
 )
 from components.preflight.device import Device, find_device
+from components.preflight.engine_layouts import EngineLayout
 from components.preflight.misfit import check_fits
 from components.preflight.report import Report, survey
 
 __all__ = [
     "Case",
     "Device",
+    "EngineLayout",
     "Report",
     "check_adapter",
     "check_batch",
     "check_early_stop",
     "check_fits",
+    "check_forecast",
     "check_further_tokens",
     "check_length",
     "check_model_fits_data",

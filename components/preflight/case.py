@@ -1,18 +1,23 @@
 """What is about to run, as far as its size, its time and its memory depend on it; and variations of it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import torch
+from transformers import PreTrainedModel
 
-from components.data.loader import PreparedData
+from components.adapters import LoRA
 from components.data.workload import largest_microbatch
 from components.engines.layout import divisors
+from components.optimizers import Optimizer
 from components.preflight.checks import check_batch, check_shared_prompt
 from components.preflight.device import Device
-from runner.protocols import Kernels, Loss, ParallelismSpec, RankMemory, Reference, TrainStep, Workload
+from components.preflight.engine_layouts import EngineLayout, memory
+from runner.config_contracts import Prepared
+from runner.estimates import RankMemory, TrainStep, Workload
+from runner.json_types import Config
+from runner.protocols import Kernels, Loss, Reference
 
 TOLERANCE = 0.15
 
@@ -21,18 +26,18 @@ TOLERANCE = 0.15
 class Case:
     """One experiment in one layout."""
 
-    layout: ParallelismSpec
+    layout: EngineLayout
     world_size: int
-    model: Any
+    model: PreTrainedModel
     """The transformers model on the meta device, without its adapter."""
-    adapter: Any
-    optimizer: Any
+    adapter: LoRA | None
+    optimizer: Optimizer
     loss: Loss
     reference: Reference
     """What the engine keeps for reference passes."""
-    reference_model: Any
+    reference_model: PreTrainedModel | None
     """On the meta device; None: of the same shape as ``model``."""
-    data: PreparedData
+    data: Prepared
     micro_batch_size: int
     dtype: torch.dtype
     device: Device
@@ -70,7 +75,7 @@ class Case:
             reference_model=self.reference_model,
             adapter=self.adapter,
         )
-        return self.layout.memory(self.model, self.optimizer, step)
+        return memory(self.layout, self.model, self.optimizer, step)
 
     @property
     def largest(self) -> RankMemory:
@@ -109,12 +114,12 @@ class Case:
         if self.adapter is not None:
             self.adapter.check(self.model)
 
-    def relaid(self, changes: Mapping[str, Any]) -> Self:
+    def relaid(self, changes: Config) -> Self:
         """With other keys of the layout, and as many ranks as it then takes.
 
         Raises:
             ConfigError: the keys contradict each other.
         """
-        layout = replace(self.layout, **changes)  # type: ignore[type-var]
+        layout = replace(self.layout, **changes)
         ranks = layout.world_size({}, 0) if "dp" in changes else self.world_size
         return replace(self, layout=layout, world_size=ranks, device=self.device.shared_by(ranks))

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import yaml
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from components.checkpoint import read_meta
 from components.preflight.device import PROGRAM, machine_memory
+from components.preflight.engine_layouts import EngineLayout
+from runner.config_contracts import AdapterConfig
 from runner.errors import ConfigError
 from runner.protocols import ParallelismSpec
 
@@ -32,6 +35,15 @@ def check_modes(mode: str, devices: int | None, device_name: str | None, *, join
         raise ConfigError(
             f"preflight.mode: is {mode}, which starts no rank, but a launcher has started this one; leave "
             "the launcher out, or use preflight.mode=check."
+        )
+
+
+def check_forecast(mode: str, layout: ParallelismSpec) -> None:
+    """What replaces a run with its forecast needs a layout that has one."""
+    if mode != "check" and not isinstance(layout, EngineLayout):
+        raise ConfigError(
+            f"preflight.mode: is {mode}, but only layouts of FSDP2 and Megatron have a forecast, and "
+            f"parallelism is a {type(layout).__name__}; use preflight.mode=check, or another parallelism."
         )
 
 
@@ -107,7 +119,9 @@ def next_batch(global_batch_size: int, unit: int) -> int:
     return -(-global_batch_size // unit) * unit
 
 
-def check_model_fits_data(config: Any, tokenizer: Any, max_length: int) -> None:
+def check_model_fits_data(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> None:
     """Positions and vocabulary of the model against the data's."""
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
@@ -224,7 +238,7 @@ def check_normalisation(normalize: str | None, packing: str) -> None:
         )
 
 
-def check_adapter(adapter: Any, model: Any, bias_rate: float) -> None:
+def check_adapter(adapter: AdapterConfig | None, model: PreTrainedModel, bias_rate: float) -> None:
     """Under an adapter, if there is one, the model stays what it is, the biases of its routers too."""
     if adapter is None:
         return

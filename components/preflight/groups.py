@@ -3,20 +3,20 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
-from runner.protocols import ParallelismSpec
+from components.preflight.engine_layouts import EngineLayout, mesh_info
+from runner.json_types import Config, Json
 
 
-def groups(layout: ParallelismSpec, world_size: int) -> dict[str, list[list[int]]]:
+def groups(layout: EngineLayout, world_size: int) -> dict[str, list[list[int]]]:
     """dimension -> its groups, each its global ranks in order, for dimensions of more than one rank.
 
     ``dp x cp``, ``dp_shard x cp``: where sequences are split, these add up gradients, share what is sharded.
     ``ep``, ``etp``: the same ranks once more, as they share experts out and split them.
     """
-    mesh = layout.mesh(world_size)
+    mesh = mesh_info(layout, world_size)
     dims: Mapping[str, int] = mesh["dims"]
     names = list(dims)
     wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
@@ -28,7 +28,7 @@ def groups(layout: ParallelismSpec, world_size: int) -> dict[str, list[list[int]
     return {label: members for label, members in found.items() if len(members[0]) > 1}
 
 
-def along(mesh: Mapping[str, Any], members: Sequence[str]) -> list[list[int]]:
+def along(mesh: Config, members: Sequence[str]) -> list[list[int]]:
     """The ranks that differ in the dimensions ``members`` alone."""
     dims: Mapping[str, int] = mesh["dims"]
     ranks, names = torch.tensor(mesh["ranks"]).view(*dims.values()), list(dims)
@@ -49,7 +49,7 @@ def in_short(ranks: Sequence[int]) -> str:
     return " ".join(map(str, ranks))
 
 
-def group_rows(layout: ParallelismSpec, world_size: int) -> list[dict[str, Any]]:
+def group_rows(layout: EngineLayout, world_size: int) -> list[Json]:
     """A row a group, for preflight.json."""
     return [
         {"dimension": label, "group": number, "size": len(ranks), "ranks": " ".join(map(str, ranks))}
@@ -58,7 +58,7 @@ def group_rows(layout: ParallelismSpec, world_size: int) -> list[dict[str, Any]]
     ]
 
 
-def group_lines(layout: ParallelismSpec, world_size: int) -> list[str]:
+def group_lines(layout: EngineLayout, world_size: int) -> list[str]:
     """``tp 8: 0-7, ..., 504-511``: a text a dimension, with its first and its last group."""
     texts = []
     for label, members in groups(layout, world_size).items():

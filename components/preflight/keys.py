@@ -1,18 +1,19 @@
 """Every key of the composed config and who reads it."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+
+from runner.json_types import Config, Json
 
 RUN = "runner.schema.RunConfig"
 
 
-def key_rows(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def key_rows(config: Config) -> list[Json]:
     """A row a key: whatever is below a ``_target_`` is an argument of that class (a key that it does not take
     has been refused), and the rest is read by the runner itself."""
     return [{"key": key, "value": value, "reader": reader} for key, value, reader in leaves("", config, RUN)]
 
 
-def leaves(prefix: str, node: Any, reader: str) -> Iterator[tuple[str, Any, str]]:
+def leaves(prefix: str, node: object, reader: str) -> Iterator[tuple[str, object, str]]:
     if not isinstance(node, Mapping) or not node:
         scalar = node is None or isinstance(node, bool | int | float | str)
         yield prefix, node if scalar else str(node), reader

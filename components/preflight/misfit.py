@@ -7,6 +7,7 @@ import torch
 
 from components.adapters import LoRA
 from components.preflight.case import Case
+from components.preflight.engine_layouts import memory_savers
 from components.preflight.step import StepWork, step_time, step_work
 from components.preflight.units import as_share, as_size
 from runner.errors import ConfigError
@@ -111,7 +112,7 @@ def candidates(change: Change) -> Iterator[Change]:
     for size in case.micro_batches:  # larger ones too: with one a step, gradients need not be added up
         if size != case.micro_batch_size:
             yield change.varied(replace(case, micro_batch_size=size), {"run.micro_batch_size": size})
-    for keys in case.layout.leaner(case.world_size):
+    for keys in memory_savers(case.layout, case.world_size):
         try:
             relaid = case.relaid(keys)
         except ConfigError:

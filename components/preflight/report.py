@@ -9,12 +9,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from components.preflight.case import Case
+from components.preflight.engine_layouts import mesh_info
 from components.preflight.groups import group_lines, group_rows
 from components.preflight.keys import key_rows
 from components.preflight.step import StepWork, parameter_counts, step_time, step_work
 from components.preflight.units import as_count, as_seconds, as_size
+from runner.json_types import Config
 
-Scalars = Mapping[str, Any]
+Scalars = Config
 Section = Scalars | Sequence[Scalars]
 
 
@@ -45,11 +47,18 @@ class Report:
         return Group(*(tabulate(name, self.sections[name]) for name in whole), short)
 
 
+NO_FORECAST = "none of memory and time, which take a layout of FSDP2 or Megatron"
+
 IN_A_LINE = ("groups", "keys", "plan")
 
 
-def survey(case: Case, config: Mapping[str, Any]) -> Report:
-    """Everything that is known of ``case`` before it runs, and who reads each key of ``config``."""
+def survey(case: Case | None, config: Config) -> Report:
+    """Everything that is known of ``case`` before it runs, and who reads each key of ``config``.
+
+    None: a layout of neither engine, of which only the keys are known.
+    """
+    if case is None:
+        return Report({"keys": key_rows(config)}, {"forecast": NO_FORECAST})
     work = step_work(case)
     sections: dict[str, Section] = {
         "layout": layout_section(case),
@@ -68,7 +77,7 @@ def survey(case: Case, config: Mapping[str, Any]) -> Report:
 
 def layout_section(case: Case) -> Scalars:
     """Ranks, and the sizes of the mesh, outermost first."""
-    dims = case.layout.mesh(case.world_size)["dims"]
+    dims = mesh_info(case.layout, case.world_size)["dims"]
     return {"ranks": case.world_size, "parallelism": type(case.layout).__name__, **dims}
 
 
@@ -135,7 +144,7 @@ def lines(case: Case, work: StepWork, sections: Mapping[str, Section]) -> dict[s
     """The same for people, a line a section."""
     time, workload, device = step_time(case, work), case.workload, case.device
     counts, most = parameter_counts(case), case.largest
-    dims = case.layout.mesh(case.world_size)["dims"]
+    dims = mesh_info(case.layout, case.world_size)["dims"]
     mesh = " x ".join(f"{name} {size}" for name, size in dims.items() if size > 1)
     trained = "all" if counts["trainable"] == counts["total"] else as_count(counts["trainable"])
     active = f"{as_count(counts['active'])} active, " if counts["active"] < counts["total"] else ""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.layouts import layouts as fsdp2_layouts
@@ -12,13 +11,14 @@ from components.engines.megatron.layouts import layouts as megatron_layouts
 from components.models.experts import number_of_experts
 from components.optimizers import SGD
 from components.preflight.case import Case
+from components.preflight.engine_layouts import EngineLayout
 from components.preflight.report import Report, device_section
 from components.preflight.step import StepTime, StepWork, step_time, step_work
 from components.preflight.units import as_seconds, as_size
 from runner.errors import ConfigError
-from runner.protocols import ParallelismSpec
+from runner.json_types import Config
 
-DEFAULTS: Mapping[str, ParallelismSpec] = {
+DEFAULTS: Mapping[str, EngineLayout] = {
     "fsdp2": FSDP2(dp=None, default_dp=2, reshard_after_forward=True),
     "megatron": Megatron(),
 }
@@ -66,7 +66,7 @@ def search(case: Case, work: StepWork, devices: int) -> list[Found]:
     return list(found.values())
 
 
-def meshes(case: Case, devices: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def meshes(case: Case, devices: int) -> Iterator[tuple[str, Config]]:
     """Engine and keys of every way to share the devices."""
     layers, per_node = case.model.config.get_text_config().num_hidden_layers, case.device.per_node
     sharded = not isinstance(case.optimizer, SGD)
@@ -78,7 +78,7 @@ def meshes(case: Case, devices: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     )
 
 
-def relaid(mesh: tuple[str, Mapping[str, Any]], case: Case) -> tuple[str, Case] | None:
+def relaid(mesh: tuple[str, Config], case: Case) -> tuple[str, Case] | None:
     """``case`` on a mesh of an engine, with its smallest micro-batch; None: there is none."""
     engine, keys = mesh
     try:
@@ -129,7 +129,7 @@ def plan(case: Case, devices: int) -> Report:
     """
     work = step_work(case)
     found = search(case, work, devices)
-    rows: list[Mapping[str, Any]] = [
+    rows: list[Config] = [
         {
             "overrides": " ".join(each.overrides),
             "memory": each.case.largest.total,

@@ -12,7 +12,9 @@ from components.models.further import number
 from components.models.widths import heads
 from components.preflight.case import Case
 from components.preflight.device import HOST, Device
-from runner.protocols import BatchStats, ModelSize
+from components.preflight.engine_layouts import comm_cost, mesh_info
+from runner.estimates import ModelSize
+from runner.protocols import BatchStats
 
 
 def parameter_counts(case: Case) -> dict[str, int]:
@@ -109,7 +111,8 @@ class StepTime:
 def step_time(case: Case, work: StepWork) -> StepTime:
     """``work`` over the ranks, and what ``case.layout`` adds: see ``StepCost``."""
     device = case.device
-    cost = case.layout.cost(
+    cost = comm_cost(
+        case.layout,
         work.size,
         world_size=case.world_size,
         dtype=case.dtype,
@@ -118,7 +121,7 @@ def step_time(case: Case, work: StepWork) -> StepTime:
     )
     again = {"none": 0.0, "full": work.forward, "selective": work.attention}[cost.recomputed]
     compute = (work.flops + again) / (case.world_size * device.flops * device.mfu)
-    dims = case.layout.mesh(case.world_size)["dims"]
+    dims = mesh_info(case.layout, case.world_size)["dims"]
     seconds = dict.fromkeys(("within", "behind", "after"), 0.0)
     for sent in cost.sent:
         seconds[sent.when] += sent.num_bytes / bandwidth(device, dims, sent.dimension, sent.span)

@@ -10,7 +10,7 @@ const at = (id) => document.getElementById(id);
 /** What is selected and pointed at; every change is drawn once per frame. */
 const state = {
   selected: new Set(),
-  pointer: { step: null, run: null, part: null },
+  pointed: null, // a run
   zoom: null,
   smoothing: 0,
   extremes: false,
@@ -41,12 +41,11 @@ const state = {
   },
   zoomTo(part) {
     state.zoom = part;
-    state.pointer.part = null;
     at("reset").hidden = part === null;
     state.refresh();
   },
-  point(step, run, part) {
-    state.pointer = { step, run, part };
+  point(run) {
+    state.pointed = run;
     state.draw("overlay");
   },
   refresh() {

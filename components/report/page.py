@@ -4,17 +4,16 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from components.report.runs import Entry, Run, fact_tables, read_run
+from runner.json_types import Config, Json
 
 ASSETS = Path(__file__).parent
-SCRIPTS = ("chart.js", "tables.js", "page.js")
 FIRST_CHARTS = (
     "train/loss",
     "eval/loss",
@@ -49,27 +48,33 @@ def write_page(title: str, entries: Sequence[Entry], output: Path) -> list[Run]:
     return runs
 
 
-def render(data: Mapping[str, Any]) -> str:
-    """The template with style, scripts and data; nothing in ``data`` can end its element."""
+def render(data: Config) -> str:
+    """The template with styles, scripts and data; nothing in ``data`` can end its element."""
     text = json.dumps(without_infinities(data), allow_nan=False, separators=(",", ":"))
     parts = {
-        "style": (ASSETS / "page.css").read_text(encoding="utf-8"),
-        "script": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "style": assets("uPlot.min.css", "page.css"),
+        "library": f"/*\n{assets('uPlot.LICENSE')}\n*/\n{assets('uPlot.iife.min.js')}",
+        "script": assets("chart.js", "tables.js", "page.js"),
         "data": text.replace("<", "\\u003c"),
     }
-    page = (ASSETS / "page.html").read_text(encoding="utf-8")
+    page = assets("page.html")
     for name, text in parts.items():  # data comes last: what it holds is not looked at again
         page = page.replace(f"{{{{{name}}}}}", text, 1)
     return page
 
 
-def without_infinities(data: Any) -> Any:
+def assets(*names: str) -> str:
+    """Return files of this folder, one after the other."""
+    return "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in names)
+
+
+def without_infinities(data: object) -> object:
     """As JSON has it: a setting may be infinite, which is a word there."""
     return json.loads(json.dumps(data), parse_constant=str)
 
 
-def page_data(title: str, runs: Sequence[Run]) -> dict[str, Any]:
-    documents: list[Any] = []
+def page_data(title: str, runs: Sequence[Run]) -> Json:
+    documents: list[object] = []
     keys = chart_keys(runs)
     common, differing = split_configs(runs)
     return {
@@ -97,7 +102,7 @@ def page_data(title: str, runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def shown(run: Run, documents: list[Any]) -> dict[str, Any]:
+def shown(run: Run, documents: list[object]) -> Json:
     """One run; long tables that runs share are in ``documents``, once."""
     entry, results, words = run.entry, run.results, run.facts.get("overrides")
     loss = results.get("eval/loss", results.get("train/loss")) if entry.loss is None else entry.loss
@@ -124,7 +129,7 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def kept(documents: list[Any], document: Any) -> int | None:
+def kept(documents: list[object], document: object) -> int | None:
     """Its place in ``documents``."""
     if not document:
         return None
@@ -140,7 +145,7 @@ def chart_keys(runs: Sequence[Run]) -> list[str]:
     return [key for key in FIRST_CHARTS if key in logged] + sorted(logged - {*FIRST_CHARTS})
 
 
-def varied(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
+def varied(mappings: Sequence[Config]) -> list[str]:
     """Keys that do not have one value everywhere; of a single mapping, all."""
     keys = list(dict.fromkeys(key for mapping in mappings for key in mapping))
     if len(mappings) == 1:
@@ -148,7 +153,7 @@ def varied(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if len({json.dumps(mapping.get(key)) for mapping in mappings}) > 1]
 
 
-def split_configs(runs: Iterable[Run]) -> tuple[dict[str, Any], list[str]]:
+def split_configs(runs: Iterable[Run]) -> tuple[Json, list[str]]:
     """What every config has in common, and the keys in which configs differ."""
     configs = [run.config for run in runs if run.config]
     if len(configs) < 2:
@@ -157,7 +162,7 @@ def split_configs(runs: Iterable[Run]) -> tuple[dict[str, Any], list[str]]:
     return {key: value for key, value in configs[0].items() if key not in set(differing)}, differing
 
 
-def audit_tables(audit: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def audit_tables(audit: Config | None) -> Json | None:
     """audit.json as tables: a column for every source."""
     if audit is None:
         return None

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from components.report.curves import Curve, current_name, read_curves
+from runner.json_types import Json
 
 LAST_LINES = 20
 TAIL_BYTES = 16384
@@ -42,11 +43,11 @@ class Run:
     """What the page shows of one run; ``missing`` says what could not be read, and why."""
 
     entry: Entry
-    facts: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
+    facts: Json = field(default_factory=dict)
+    config: Json = field(default_factory=dict)
     """Flat: ``optimizer.lr`` -> value."""
-    audit: dict[str, Any] | None = None
-    preflight: dict[str, Any] | None = None
+    audit: Json | None = None
+    preflight: Json | None = None
     curves: dict[str, Curve] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)
     """Of a run that is not done: file -> last lines."""
@@ -115,28 +116,28 @@ def read_run(entry: Entry, points: int) -> Run:
     return run
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     found = json.loads(path.read_text())
     if not isinstance(found, dict):
         raise ValueError("holds no object")
     return found
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> Json:
     found = yaml.load(path.read_text(), Loader=LOADER)
     if not isinstance(found, dict):
         raise ValueError("holds no mapping")
     return found
 
 
-def flat(prefix: str, node: Any) -> list[tuple[str, Any]]:
+def flat(prefix: str, node: object) -> list[tuple[str, object]]:
     """Dotted keys with their values; a list is a value."""
     if not isinstance(node, Mapping) or not node:
         return [(prefix, node)] if prefix else []
     return [pair for key, value in node.items() for pair in flat(f"{prefix}.{key}".lstrip("."), value)]
 
 
-def fact_tables(facts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def fact_tables(facts: Json) -> dict[str, Json]:
     """run.json as tables of two columns, without what is too long for one."""
     kept = {key: value for key, value in facts.items() if key not in LONG_FACTS and value is not None}
     short = {key: value for key, value in flat("", kept) if len(json.dumps(value)) <= MOST_LETTERS}

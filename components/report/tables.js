@@ -143,8 +143,8 @@ class RunTable {
       return td;
     });
     const tr = make("tr", { className: chosen ? "selected" : "", onclick: () => this.state.toggle(index) }, ...cells);
-    tr.onmouseenter = () => this.state.point(null, index, null);
-    tr.onmouseleave = () => this.state.point(null, null, null);
+    tr.onmouseenter = () => this.state.point(index);
+    tr.onmouseleave = () => this.state.point(null);
     tr.dataset.run = index;
     return tr;
   }

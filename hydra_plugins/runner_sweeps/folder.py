@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
@@ -16,7 +15,7 @@ from runner.sweep import begin
 class SweepFolder(Callback):
     """Makes the folder of the sweep known to its jobs, wherever they run."""
 
-    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+    def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         from runner.cli import as_typed, explained
 
         folder = Path(config.hydra.sweep.dir).absolute()

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.plugins.launcher import Launcher
@@ -24,7 +23,7 @@ class LocalLauncher(Launcher):
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs
 
-    def setup(self, *, hydra_context: HydraContext, config: DictConfig, **_: Any) -> None:
+    def setup(self, *, hydra_context: HydraContext, config: DictConfig, **_: object) -> None:
         """
         Raises:
             ConfigError: ``hydra.launcher.jobs`` is not a number of jobs.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
@@ -35,9 +35,9 @@ class OptunaSweeper(Sweeper):
         n_trials: int,
         n_jobs: int,
         sampler: str,
-        sampler_options: Mapping[str, Any] | None,
+        sampler_options: Mapping[str, object] | None,
         pruner: str,
-        pruner_options: Mapping[str, Any] | None,
+        pruner_options: Mapping[str, object] | None,
         seed: int,
         study_name: str,
         params: Mapping[str, str] | None,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class SlurmLauncher(Launcher):
     """Composes and checks every job where the sweep is started: what is refused never gets into the queue."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         self.options = options
 
     def setup(  # Hydra's signature

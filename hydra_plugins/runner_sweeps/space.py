@@ -1,7 +1,7 @@
 """What a sweep varies, from Hydra's own syntax to an optimiser's distributions."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ class Space:
         fixed = (str(override.input_line) for key, override in last.items() if key not in swept)
         return cls(tuple(fixed), swept)
 
-    def overrides(self, values: Mapping[str, Any]) -> list[str]:
+    def overrides(self, values: Mapping[str, object]) -> list[str]:
         """Those of one job."""
         return [*self.fixed, *(f"{key}={values[key]}" for key in self.swept)]
 
@@ -114,7 +114,7 @@ def distribution(override: Override) -> "BaseDistribution":
         if not numbers:
             raise ConfigError(f"{words}: is empty; a range(first, end, step) comes to its end before `end`.")
         whole = all(isinstance(number, int) for number in numbers)
-        kind: Any = IntDistribution if whole else FloatDistribution
+        kind: Callable[..., BaseDistribution] = IntDistribution if whole else FloatDistribution
         step = abs(sweep.step)
         last = numbers[-1] if whole else round(numbers[0] + step * (len(numbers) - 1), 12)
         return kind(numbers[0], last, step=step)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from hydra_plugins.runner_sweeps.space import Space
 from runner.errors import ConfigError
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
     from optuna.storages import JournalStorage
     from optuna.trial import FrozenTrial
+
+T = TypeVar("T")
 
 JOURNAL, NAME = "study.journal", "sweep"
 SEARCHES = "searches"
@@ -80,7 +82,7 @@ def tell(study: "Study", trial: "FrozenTrial", outcome: Outcome | None) -> bool:
 
 
 def make_sampler(
-    name: str, options: Mapping[str, Any] | None, seed: int, number: int, space: Space
+    name: str, options: Mapping[str, object] | None, seed: int, number: int, space: Space
 ) -> "BaseSampler":
     """For trial ``number`` alone, such that a search that was interrupted draws what it would have drawn.
 
@@ -97,7 +99,7 @@ def make_sampler(
     return made("sampler", name, kinds, options)
 
 
-def make_pruner(name: str, options: Mapping[str, Any] | None) -> "BasePruner | None":
+def make_pruner(name: str, options: Mapping[str, object] | None) -> "BasePruner | None":
     """None where there is to be none.
 
     Raises:
@@ -114,8 +116,8 @@ def make_pruner(name: str, options: Mapping[str, Any] | None) -> "BasePruner | N
 
 
 def made(
-    key: str, name: str, kinds: Mapping[str, Callable[..., Any]], options: Mapping[str, Any] | None
-) -> Any:
+    key: str, name: str, kinds: Mapping[str, Callable[..., T]], options: Mapping[str, object] | None
+) -> T:
     if name not in kinds:
         raise ConfigError(f"hydra.sweeper.{key}: there is no {name}; {did_you_mean(str(name), kinds)}")
     try:
@@ -130,7 +132,7 @@ class TrialPruner:
     """In a job: reports its evaluations to the study, and asks whether it is worth going on with."""
 
     def __init__(
-        self, number: int, sweep: str, pruner: str, pruner_options: Mapping[str, Any] | None
+        self, number: int, sweep: str, pruner: str, pruner_options: Mapping[str, object] | None
     ) -> None:
         import optuna
 

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from runner.errors import ConfigError
+from runner.json_types import Json
 from runner.slurm.environment import MAX_REQUEUES
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Allocation:
         tasks = self.nodes * self.tasks_per_node
         return None if tasks == 1 else tasks
 
-    def parameters(self) -> dict[str, Any]:
+    def parameters(self) -> Json:
         """What submitit makes a script of; names are sbatch's."""
         return {
             "job_name": self.name,

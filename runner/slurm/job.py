@@ -4,12 +4,13 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from components.rank_info import RankInfo
 from runner import slurm
 from runner.cli import exit_code, explained
 from runner.errors import DONE, FAILED, MISTAKE
+from runner.json_types import Config
 from runner.outcome import SWEEP_FOLDER, Point, read_outcome
 from runner.provenance import Provenance
 from runner.sweep import run_point
@@ -22,7 +23,7 @@ CODES = {"done": DONE, "pruned": DONE, "stopped": DONE, "refused": MISTAKE}
 class SlurmJob:
     """A composed config without anything of Hydra; every rank that the batch system starts calls it."""
 
-    config: Mapping[str, Any]
+    config: Config
     where: Provenance
     command: tuple[str, ...]
     """Of the sweep."""
@@ -58,7 +59,7 @@ class SlurmJob:
         preflight.check_shared_prompt(experiment.data.share_prompt, layout)
         for logger in experiment.logger.values():
             logger.check()
-        model = experiment.model.build(experiment.model.config())
+        model = experiment.model.meta_model
         if experiment.adapter is not None:
             experiment.adapter.check(model)
         layout.check(

@@ -4,6 +4,7 @@ import pytest
 
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
+from components.preflight.engine_layouts import mesh_info
 from components.preflight.groups import groups
 from tests.distributed.cases import fsdp2, megatron
 from tests.distributed.group_cases import engine_groups
@@ -34,6 +35,6 @@ def test_groups_are_those_of_four_ranks(on: FSDP2 | Megatron, megatron_ranks: Ra
     found = megatron_ranks.run(engine_groups, on)
     told = groups(on, 4)
     for rank, (own, mesh) in enumerate(found):
-        assert mesh == on.mesh(4)
+        assert mesh == mesh_info(on, 4)
         assert own == {name: next(g for g in each if rank in g) for name, each in told.items()}
     assert told, "four ranks, and no group"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runner.errors import MISTAKE
-from tests.e2e.commands import SMALL, call_here, rows, run_here
+from tests.e2e.commands import SMALL, call_here, newest, rows, run_here
 
 LARGE = ["model=llama3_70b", "parallelism=megatron", *(f"parallelism.{n}" for n in ("tp=8", "pp=4", "dp=16"))]
 H100 = ["run.dtype=bf16", "preflight.device_name=H100"]
@@ -134,3 +134,19 @@ def test_a_sweep_of_forecasts(tmp_path: Path) -> None:
     ]
     assert call_here(*sweep) == 0
     assert len(list((tmp_path / "preflight").iterdir())) == 3
+
+
+@pytest.mark.parametrize("mode", ["check", "only", "plan"])
+def test_a_layout_of_ones_own_has_no_forecast(
+    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["~parallelism", "+parallelism._target_=tests.e2e.own_layout.OneRank", f"preflight.mode={mode}"]
+    code = call_here(*SMALL, *own, "run.export=false", f"run.output_dir={tmp_path}")
+    shown = capsys.readouterr()
+    if mode == "check":
+        assert code == 0
+        assert "forecast  none of memory and time" in shown.out + shown.err
+        assert json.loads((newest(tmp_path) / "preflight.json").read_text()).keys() == {"keys"}
+    else:
+        assert code == MISTAKE
+        assert f"preflight.mode: is {mode}, but only layouts of FSDP2 and Megatron" in shown.err

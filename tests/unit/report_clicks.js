@@ -2,16 +2,16 @@
 const numbers = () => [...document.querySelectorAll("#runs tbody tr")].map((row) => Number(row.dataset.run));
 const head = (title) => [...document.querySelectorAll("#runs th")].find((th) => th.textContent === title);
 const frame = () => new Promise((go) => setTimeout(go, 20));
-const inked = (chart) => {
-  const { width, height } = chart.base;
-  return chart.base.getContext("2d").getImageData(0, 0, width, height).data.some((value) => value);
+const inked = (canvas) =>
+  canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value);
+const mouse = (chart, kind, x, y) => {
+  const { over } = chart.uplot, { left, top } = over.getBoundingClientRect();
+  over.dispatchEvent(new MouseEvent(kind, { clientX: left + x, clientY: top + y, movementX: 1, bubbles: true }));
 };
-const mouse = (canvas, kind, x, y) => canvas.dispatchEvent(
-  new MouseEvent(kind, { clientX: canvas.getBoundingClientRect().x + x, clientY: canvas.getBoundingClientRect().y + y }));
 (async () => {
   const found = { by_loss: numbers() };
   await frame();
-  found.inked = state.charts.map(inked);
+  found.inked = state.charts.map((chart) => inked(chart.uplot.ctx.canvas));
   head("optimizer.lr").click();
   found.by_lr = numbers();
   head("optimizer.lr").click();
@@ -27,13 +27,21 @@ const mouse = (canvas, kind, x, y) => canvas.dispatchEvent(
   found.filtered = numbers();
   filter.value = "";
   filter.oninput({ target: filter });
-  const plot = state.charts[0].over;
-  mouse(plot, "mousemove", 100, 100);
-  found.tip = state.charts[0].tip.textContent;
-  mouse(plot, "mousedown", 100, 100);
-  mouse(plot, "mouseup", 250, 100);
-  found.zoomed = state.zoom !== null;
+  document.querySelector('#runs tr[data-run="1"]').click();
   await frame();
+  const [chart, other] = state.charts;
+  mouse(chart, "mousemove", 30, 100);
+  found.tip = chart.tip.textContent;
+  await frame();
+  found.highlighted = state.charts.map((one) => inked(one.over));
+  mouse(chart, "mousedown", 100, 100);
+  mouse(chart, "mousemove", 200, 100);
+  found.marked_elsewhere = other.uplot.select.width > 0;
+  mouse(chart, "mousemove", 250, 100);
+  mouse(chart, "mouseup", 250, 100);
+  found.zoomed = state.zoom;
+  await frame();
+  found.scales = state.charts.map(({ uplot }) => [uplot.scales.x.min, uplot.scales.x.max]);
   document.getElementById("reset").click();
   document.getElementById("smoothing").value = 0.9;
   document.getElementById("smoothing").oninput({ target: { value: "0.9" } });
@@ -41,6 +49,11 @@ const mouse = (canvas, kind, x, y) => canvas.dispatchEvent(
   document.querySelectorAll(".chart button").forEach((button) => button.click());
   document.getElementById("theme").click();
   await frame();
+  found.scales_of_y = state.charts.map(({ uplot }) => uplot.scales.y.distr);
+  chart.curves.forEach((curve) => curve.means.fill(-1)); // which have no logarithm
+  chart.draw();
+  await frame();
+  found.without_logarithms = inked(chart.uplot.ctx.canvas);
   document.getElementById("none").click();
   document.getElementById("best").click();
   found.best = [...state.selected].sort();

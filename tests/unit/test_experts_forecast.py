@@ -14,8 +14,10 @@ from components.engines.megatron import Megatron, stages
 from components.metrics import matmul_sizes, train_flops
 from components.models import ModelSpec
 from components.optimizers import AdamW
+from components.preflight import engine_layouts
+from components.preflight.engine_layouts import comm_cost, memory_savers
 from runner.build import Experiment, build_experiment
-from runner.protocols import ModelSize, RankMemory, TrainStep, Workload
+from runner.estimates import ModelSize, RankMemory, TrainStep, Workload
 from runner.provenance import Provenance
 from tests.distributed.cases import fsdp2, megatron
 
@@ -110,7 +112,7 @@ def memory(layout: FSDP2 | Megatron, world_size: int, found: tuple[Experiment, A
         loss=found[0].stage,
         reference="none",
     )
-    return layout.memory(found[1], AdamW(lr=1e-3, weight_decay=0.0), step)
+    return engine_layouts.memory(layout, found[1], AdamW(lr=1e-3, weight_decay=0.0), step)
 
 
 TOTAL, OF_EXPERTS = 30_532_122_624, 48 * 128 * 3 * 2048 * 768
@@ -157,7 +159,7 @@ def test_stages_have_layers_of_their_own_kind() -> None:
         loss=large()[0].stage,
         reference="none",
     )
-    first, last = megatron(pp=2).memory(model, AdamW(lr=1e-3, weight_decay=0.0), step)
+    first, last = engine_layouts.memory(megatron(pp=2), model, AdamW(lr=1e-3, weight_decay=0.0), step)
     numel = {n: sum(p.numel() for p in layer.parameters()) for n, layer in enumerate(model.model.layers)}
     ends = 96 * 32
     assert first.parts["weights"] == 4 * (numel[0] + numel[1] + ends)
@@ -192,7 +194,9 @@ SIZE = ModelSize(
 
 
 def sent(layout: FSDP2 | Megatron, world_size: int) -> dict[str, float]:
-    cost = layout.cost(SIZE, world_size=world_size, dtype=torch.bfloat16, tokens=512.0, num_microbatches=3)
+    cost = comm_cost(
+        layout, SIZE, world_size=world_size, dtype=torch.bfloat16, tokens=512.0, num_microbatches=3
+    )
     return {each.dimension: each.num_bytes for each in cost.sent}
 
 
@@ -218,7 +222,7 @@ def test_gradients_are_added_up_where_experts_are_the_same() -> None:
 
 
 def test_what_is_proposed_deals_out_experts() -> None:
-    assert {"ep": 4} in fsdp2(8, ep=2).leaner(8)
-    assert {"ep": 16} not in fsdp2(8, ep=8).leaner(8)
-    assert {"ep": 4} in megatron(dp=8, ep=2).leaner(8)
-    assert not any(keys.get("dp") == 4 and "pp" in keys for keys in megatron(dp=8, ep=8).leaner(8))
+    assert {"ep": 4} in memory_savers(fsdp2(8, ep=2), 8)
+    assert {"ep": 16} not in memory_savers(fsdp2(8, ep=8), 8)
+    assert {"ep": 4} in memory_savers(megatron(dp=8, ep=2), 8)
+    assert not any(keys.get("dp") == 4 and "pp" in keys for keys in memory_savers(megatron(dp=8, ep=8), 8))

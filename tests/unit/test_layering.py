@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RUNNER = sorted((ROOT / "runner").rglob("*.py"))
 COMPONENTS = sorted((ROOT / "components").rglob("*.py"))
+ENGINES = [path for path in COMPONENTS if path.is_relative_to(ROOT / "components" / "engines")]
 PLUGINS = sorted((ROOT / "hydra_plugins").rglob("*.py"))
 HYDRA = {"runner/cli.py", "runner/build.py"}
+CONTRACTS = {"config_contracts", "errors", "json_types", "protocols"}
 CONCRETE = {"engines", "losses", "data", "models", "optimizers", "schedulers", "adapters"}
 
 
@@ -50,7 +53,28 @@ def test_components_know_only_the_contracts(path: Path) -> None:
         top = imported.split(".")[0]
         assert top not in {"hydra", "omegaconf", "tests"}
         if top == "runner":
-            assert imported.split(".")[1] in {"protocols", "errors"}, imported
+            assert imported.split(".")[1] in CONTRACTS | {"estimates"}, imported
+
+
+FORECASTS = {"cost", "census", "estimate", "layouts", "shape"}
+"""What preflight takes from below ``components/engines``: an engine can do without."""
+
+
+@pytest.mark.parametrize("path", [p for p in ENGINES if p.stem not in FORECASTS], ids=name)
+def test_engines_know_no_forecast(path: Path) -> None:
+    for imported in imports(path):
+        *_, last = imported.split(".")
+        assert not imported.startswith("runner.estimates")
+        assert last not in FORECASTS or not imported.startswith("components.engines."), imported
+
+
+def test_engines_import_each_other_in_one_direction() -> None:
+    """For type checkers too."""
+    files = {name(path).removesuffix(".py").replace("/", "."): path for path in ENGINES}
+    try:
+        TopologicalSorter({file: set(imports(path)) & files.keys() for file, path in files.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 @pytest.mark.parametrize("path", RUNNER, ids=name)

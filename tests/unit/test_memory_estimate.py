@@ -9,8 +9,10 @@ from benchmarks.compose import composed
 from components.engines.estimate import CPU_ROWS, Run, masks
 from components.engines.megatron import stages
 from components.engines.sdpa import causal_mask
+from components.preflight import EngineLayout
+from components.preflight.engine_layouts import memory
 from runner.build import Experiment, build_experiment
-from runner.protocols import RankMemory, TrainStep, Workload
+from runner.estimates import RankMemory, TrainStep, Workload
 from runner.provenance import Provenance
 from tests.distributed.cases import megatron
 
@@ -32,7 +34,8 @@ def estimate(*overrides: str, **options: Any) -> list[RankMemory]:
         loss=made.stage,
         **asked | options,
     )
-    return made.parallelism.memory(made.model.build(made.model.config()), made.optimizer, step)
+    assert isinstance(made.parallelism, EngineLayout)
+    return memory(made.parallelism, made.model.build(made.model.config()), made.optimizer, step)
 
 
 def test_stages_hold_the_model_between_them() -> None:

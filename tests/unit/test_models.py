@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import components.models.folder
@@ -19,7 +20,7 @@ from components.data.tokenizer import PATH
 from components.models import ModelSpec, named_shapes
 from runner.errors import ConfigError
 
-CONF = Path(__file__).parents[2] / "conf" / "model"
+CONF = Path(__file__).parents[2] / "conf"
 TINY = {
     "model_type": "qwen3",
     "vocab_size": 64,
@@ -33,8 +34,14 @@ TINY = {
 }
 
 
+def composed(group: str, option: str) -> Any:
+    """One option of a group by itself, with those that it is derived from."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return OmegaConf.to_container(compose(f"{group}/{option}")[group])
+
+
 def from_yaml(name: str, **changes: Any) -> ModelSpec:
-    values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    values = composed("model", name)
     assert values.pop("_target_") == "components.models.ModelSpec"
     return ModelSpec(**(values | changes))
 
@@ -155,10 +162,10 @@ def test_the_shape_of_a_folder_with_random_weights(saved: Path) -> None:
 @pytest.mark.parametrize("group", ["model", "optimizer", "scheduler", "logger"])
 def test_yaml_files_list_every_key_of_their_class(group: str) -> None:
     """A key that a YAML file leaves out cannot be set on the command line."""
-    files = sorted((CONF.parent / group).glob("*.yaml"))
+    files = sorted((CONF / group).glob("*.yaml"))
     assert files
     for file in files:
-        values = yaml.safe_load(file.read_text())
+        values = composed(group, file.stem)
         values = values.get(file.stem, values)  # loggers stand side by side, each under its name
         module, _, name = values.pop("_target_").rpartition(".")
         fields = {f.name: f for f in dataclasses.fields(getattr(importlib.import_module(module), name))}

@@ -15,10 +15,11 @@ from components.engines.megatron import Megatron
 from components.metrics import DENSE_PEAKS
 from components.preflight import Case
 from components.preflight.device import GPUS, Device, find_device, machine_memory, parse_size
+from components.preflight.engine_layouts import comm_cost, mesh_info
 from components.preflight.step import StepWork, bandwidth, parameter_counts, step_time, step_work
 from runner.errors import ConfigError
+from runner.estimates import ModelSize
 from runner.launch_checks import check_launch
-from runner.protocols import ModelSize, ParallelismSpec
 from runner.provenance import Provenance
 from tests.distributed.cases import fsdp2, megatron
 from tests.e2e.commands import SMALL
@@ -42,7 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def case(folder: Path, *overrides: str, data: str = "text", small: Sequence[str] = SMALL) -> Case:
     here = [f"data.train={folder}/{data}.jsonl", f"data.cache_dir={folder}/cache", "data.num_workers=1"]
     keys = [*small, "stage=pt", "data=files", *here, f"run.output_dir={folder}/runs", "run.name=x"]
-    return check_launch(composed([*keys, *overrides]), Provenance(), ()).inspect().case
+    found = check_launch(composed([*keys, *overrides]), Provenance(), ()).inspect().case
+    assert found is not None
+    return found
 
 
 # ---- parameters
@@ -115,9 +118,9 @@ def test_the_arithmetic_of_a_step(folder: Path) -> None:
 # ---- what layouts send
 
 
-def sent(layout: ParallelismSpec, world_size: int, **changes: Any) -> dict[str, float]:
+def sent(layout: FSDP2 | Megatron, world_size: int, **changes: Any) -> dict[str, float]:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "tokens": 512.0, "num_microbatches": 3} | changes
-    cost = layout.cost(SIZE, world_size=world_size, **options)
+    cost = comm_cost(layout, SIZE, world_size=world_size, **options)
     return {each.dimension: each.num_bytes for each in cost.sent}
 
 
@@ -155,17 +158,17 @@ def test_what_megatron_sends() -> None:
 
 def test_the_bubble_of_a_pipeline() -> None:
     options: dict[str, Any] = {"dtype": torch.float32, "tokens": 8.0}
-    plain = megatron(pp=4).cost(SIZE, world_size=4, num_microbatches=12, **options)
+    plain = comm_cost(megatron(pp=4), SIZE, world_size=4, num_microbatches=12, **options)
     assert plain.bubble == pytest.approx(3 / 15)
-    chunked = megatron(pp=4, vpp=2).cost(SIZE, world_size=4, num_microbatches=12, **options)
+    chunked = comm_cost(megatron(pp=4, vpp=2), SIZE, world_size=4, num_microbatches=12, **options)
     assert chunked.bubble == pytest.approx(3 / 27)
 
 
 def test_a_link_is_chosen_by_the_ranks_it_joins() -> None:
-    dims = megatron(tp=4, pp=2, dp=4).mesh(32)["dims"]
+    dims = mesh_info(megatron(tp=4, pp=2, dp=4), 32)["dims"]
     assert bandwidth(DEVICE, dims, "tp") == DEVICE.link
     assert bandwidth(DEVICE, dims, "dp") == DEVICE.network
-    assert bandwidth(DEVICE, fsdp2(2, tp=4).mesh(8)["dims"], "dp_shard") == DEVICE.link
+    assert bandwidth(DEVICE, mesh_info(fsdp2(2, tp=4), 8)["dims"], "dp_shard") == DEVICE.link
 
 
 def timed(layout: FSDP2 | Megatron, folder: Path, world_size: int) -> Any:

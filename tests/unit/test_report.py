@@ -209,9 +209,10 @@ def test_no_text_of_a_run_becomes_an_element(tmp_path: Path) -> None:
     sweep = a_sweep(tmp_path)
     report([str(sweep)])
     page = Page(sweep / "report.html")
-    assert page.tags.count("script") == 2
+    assert page.tags.count("script") == 3
     assert "img" not in page.tags
     assert HOSTILE in page.data["runs"][2]["error"]
+    assert "The MIT License" in page.text  # of uPlot, which the page holds
     assert "http" not in page.text.replace(json.dumps(page.data), "").split('id="data"')[0]
 
 

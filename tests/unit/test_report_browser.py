@@ -87,7 +87,20 @@ def test_rows_select_and_filter(found: dict[str, Any]) -> None:
 def test_the_mouse_shows_values_and_zooms(found: dict[str, Any]) -> None:
     assert found["tip"].startswith("step 1")
     assert "lr=0" in found["tip"]
-    assert found["zoomed"]
+    low, high = found["zoomed"]
+    assert 1 < low < high < 3
+    assert found["scales"] == [[low, high]] * 3
+
+
+def test_the_mouse_is_seen_in_every_chart(found: dict[str, Any]) -> None:
+    assert found["marked_elsewhere"]
+    assert found["highlighted"] == [True, True, True]
+
+
+def test_logarithms(found: dict[str, Any]) -> None:
+    logarithmic = 3  # uPlot's name of it
+    assert found["scales_of_y"] == [logarithmic] * 3
+    assert found["without_logarithms"]  # the axes
 
 
 def test_the_words_of_a_run_are_shown(found: dict[str, Any]) -> None:

@@ -2,13 +2,13 @@
 
 import math
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
 from components.loggers import Ending, Row
 from runner.reporter import Reporter
 from runner.results import Results
+from runner.run_record import Stopped
 from runner.state import TrainState
 
 
@@ -26,7 +26,7 @@ class Kept:
         self.endings.append(ending)
 
 
-def ending_of(stopped: dict[str, Any] | None = None, error: BaseException | None = None) -> Ending:
+def ending_of(stopped: Stopped | None = None, error: BaseException | None = None) -> Ending:
     kept = Kept()
     reporter = Reporter(1, lambda _: 0.0, None, float, kept)  # type: ignore[arg-type]
     with suppress(RuntimeError, KeyboardInterrupt), reporter:
@@ -42,7 +42,7 @@ def ending_of(stopped: dict[str, Any] | None = None, error: BaseException | None
 def test_loggers_are_told_how_it_ended() -> None:
     last = {"eval/loss": 2.5}
     assert ending_of() == Ending("done", last)
-    assert ending_of({"step": 7, "of": 9, "reason": "SIGTERM"}) == Ending("stopped", last, "SIGTERM")
+    assert ending_of(Stopped(7, 9, "SIGTERM")) == Ending("stopped", last, "SIGTERM")
     assert ending_of(error=KeyboardInterrupt()) == Ending("stopped", last, "interrupted")
     assert ending_of(error=RuntimeError("4711")) == Ending("failed", last, "RuntimeError: 4711")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,7 +11,11 @@ from components.adapters import LoRA
 from components.adapters.export import peft_config, shortest
 from components.adapters.targets import linear_names
 from components.models.experts import OF_EXPERT
+from components.models.hf_private import adapters_off
 from runner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 ADDED = (".modules_to_save.default", ".original_module", ".base_layer", ".default")
 """What peft puts into the names of parameters; the magnitudes are a module to it, a tensor on disk."""
@@ -36,7 +40,7 @@ def check(adapter: LoRA | None, tp: int) -> None:
         )
 
 
-def describe(adapter: LoRA, model: PreTrainedModel) -> Any:
+def describe(adapter: LoRA, model: PreTrainedModel) -> "LoraConfig":
     """peft's description of what ``adapter`` adapts of ``model`` but for experts, whose layers are ours."""
     config = peft_config(adapter, model)
     others = [name for name in linear_names(model) if not OF_EXPERT.match(name)]
@@ -45,7 +49,7 @@ def describe(adapter: LoRA, model: PreTrainedModel) -> Any:
     return config
 
 
-def inject(model: PreTrainedModel, config: Any) -> None:
+def inject(model: PreTrainedModel, config: "LoraConfig") -> None:
     """Puts the adapter beside the layers of ``model`` (on the meta device), which is frozen."""
     from peft import inject_adapter_in_model  # here, because it takes seconds
 
@@ -67,16 +71,10 @@ def name_on_disk(name: str) -> str:
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
     """The frozen model alone, without dropout, while the context lasts; without an adapter, the model."""
-    # peft's layers, and its modules that are trained whole.
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     training = model.training
     model.eval()
-    # Not by peft's own switch, which also makes them want no gradient: FSDP reads that at its first pass.
-    for layer in layers:
-        layer._disable_adapters = True
     try:
-        yield
+        with adapters_off(model):
+            yield
     finally:
-        for layer in layers:
-            layer._disable_adapters = False
         model.train(training)

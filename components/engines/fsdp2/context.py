@@ -1,7 +1,7 @@
 """Context parallelism: a rank holds one run of consecutive positions of every row, as long as the others'."""
 
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import overload
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from components.engines.attention import attention_kwargs
 from components.engines.context_parallel import GatherShares, share
 from components.engines.layout import check_cp
 from runner.errors import ConfigError
+from runner.json_types import Json
 from runner.protocols import Batch
 
 BY_LENGTH = ("dynamic", "longrope")
@@ -71,7 +72,7 @@ class Context:
         gathered: Tensor = GatherShares.apply(values, self.group)
         return gathered[:, :length].clone()  # FSDP hangs hooks on it, which views may lose
 
-    def attention_kwargs(self, batch: Batch) -> dict[str, Any]:
+    def attention_kwargs(self, batch: Batch) -> Json:
         """What to pass to the model beside this rank's positions: where sequences begin in whole rows."""
         if self.cp == 1:
             return attention_kwargs(batch)

@@ -4,7 +4,7 @@ import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from components.engines.fsdp2.adapter import without_adapter
 from components.engines.fsdp2.context import Context
 from components.engines.fsdp2.experts import bias_buffers, grouped_experts
 from components.engines.fsdp2.iteration import discard_iteration, fsdp_modules, release
+from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.mesh import (
     CONTEXT,
     REPLICATE,
@@ -38,9 +39,6 @@ from components.models.experts import stored_dtype
 from components.optimizers import Optimizer, torch_optimizer
 from runner.protocols import Batch, Kernels, Loss, Reference, StepResult, TokenStats
 
-if TYPE_CHECKING:
-    from components.engines.fsdp2.spec import FSDP2
-
 
 class FSDP2Engine:
     """Implements ``runner.protocols.Engine`` over ``torch.distributed.fsdp.fully_shard``.
@@ -55,7 +53,7 @@ class FSDP2Engine:
         self,
         model: ModelSpec,
         optimizer: Optimizer,
-        layout: "FSDP2",
+        layout: FSDP2Layout,
         *,
         seed: int,
         dtype: torch.dtype,

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
@@ -12,6 +11,7 @@ from components.adapters import LoRA
 from components.engines.bins import MAX_TOKENS, largest_number
 from components.engines.census import Cuts, Parameter, parameters
 from components.engines.estimate import FP32, Block, Bytes, Run, dense, head, largest, masks, together
+from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.parallelize import blocks
 from components.engines.shape import (
     experts,
@@ -22,10 +22,7 @@ from components.engines.shape import (
 )
 from components.models.widths import heads
 from components.optimizers import Optimizer
-from runner.protocols import RankMemory, TrainStep, Workload
-
-if TYPE_CHECKING:
-    from components.engines.fsdp2.spec import FSDP2
+from runner.estimates import RankMemory, TrainStep, Workload
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class Weights:
 
 
 def memory(
-    layout: "FSDP2", model: PreTrainedModel, optimizer: Optimizer, step: TrainStep
+    layout: FSDP2Layout, model: PreTrainedModel, optimizer: Optimizer, step: TrainStep
 ) -> list[RankMemory]:
     """Of the one pipeline stage that there is."""
     run = Run(step.dtype, step.device, layout.activation_checkpointing)
@@ -246,7 +243,7 @@ class Step:
         return self.run.size
 
 
-def weigh(model: PreTrainedModel, layout: "FSDP2", adapter: LoRA | None = None) -> Weights:
+def weigh(model: PreTrainedModel, layout: FSDP2Layout, adapter: LoRA | None = None) -> Weights:
     """Counts the parameters of one tensor-parallel rank."""
     every = blocks(model)
     names = {id(module): f"{name}." for name, module in model.named_modules()}
@@ -274,7 +271,7 @@ def part_of(found: Sequence[Parameter], ep: int) -> Part:
 
 
 def blocks_of(
-    model: PreTrainedModel, layout: "FSDP2", run: Run, workload: Workload, adapter: LoRA | None
+    model: PreTrainedModel, layout: FSDP2Layout, run: Run, workload: Workload, adapter: LoRA | None
 ) -> tuple[Block, ...]:
     """In the order of the model; those with experts are alike, and so are the others."""
     config, of = model.config.get_text_config(), heads(model.config)

@@ -7,6 +7,7 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from components.engines.fsdp2.experts import grouped_experts
+from components.engines.shared.torch_private import has_cpp_compiler
 from runner.errors import ConfigError
 from runner.protocols import Kernels
 
@@ -25,15 +26,11 @@ def check(
 
 
 def check_compiler() -> None:
-    from torch._inductor import cpp_builder, exc  # here, because it takes seconds
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as error:
+    if not has_cpp_compiler():
         raise ConfigError(
             "run.compile: needs a C++ compiler on the CPU and finds none; install g++ or clang, set CXX, "
             "or use run.compile=false."
-        ) from error
+        )
 
 
 def check_liger(model: PreTrainedModel, device: Literal["cpu", "cuda"]) -> None:

@@ -2,18 +2,15 @@
 
 from collections.abc import Collection, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from components.adapters import LoRA
 from components.engines.fsdp2.mesh import REPLICATE, SHARD, distributed, part, stored
 from components.engines.fsdp2.names import Member
-
-if TYPE_CHECKING:
-    from components.engines.fsdp2.experts import GroupedExperts
 
 KINDS = ("gate_proj", "up_proj", "down_proj")
 
@@ -30,13 +27,26 @@ class ExpertAdapter(nn.Module):
     Sharded with the experts, which it is a part of; ``tp`` does not split it.
     """
 
-    def __init__(self, experts: "GroupedExperts", kinds: Collection[str], adapter: LoRA) -> None:
+    def __init__(
+        self,
+        kinds: Collection[str],
+        adapter: LoRA,
+        *,
+        name: str,
+        mesh: DeviceMesh,
+        first: int,
+        down_shape: torch.Size,
+    ) -> None:
+        """Adds to the experts called ``name``, of which ``first`` is this rank's first.
+
+        ``down_shape`` is that of their ``down_proj``.
+        """
         super().__init__()
         self.kinds, self.scaling = kinds, adapter.scaling
-        self.name, self.mesh, self.first = experts.name, experts.mesh, experts.first
+        self.name, self.mesh, self.first = name, mesh, first
         self._disable_adapters = False
         """As peft's layers have it: see ``adapter.without_adapter``."""
-        number, hidden, rows = experts.down_proj.shape
+        number, hidden, rows = down_shape
         for kind in kinds:
             out, inside = (hidden, rows) if kind == "down_proj" else (rows, hidden)
             for name, shape in {"lora_A": (adapter.r, inside), "lora_B": (out, adapter.r)}.items():

@@ -200,10 +200,18 @@ def group_experts(model: PreTrainedModel, mesh: DeviceMesh, adapter: LoRA | None
         experts: Any = block.experts
         found = GroupedExperts(experts, mesh, f"{name}.experts", model.config.hidden_act)
         if adapter is not None and (kinds := adapted_kinds(found.name, targets)):
-            found.adapter = ExpertAdapter(found, kinds, adapter)
+            found.adapter = ExpertAdapter(
+                kinds,
+                adapter,
+                name=found.name,
+                mesh=mesh,
+                first=found.first,
+                down_shape=found.down_proj.shape,
+            )
         block.experts = found
     for module in model.modules():
-        if isinstance(bias := module._parameters.pop(BIAS, None), nn.Parameter):
+        if isinstance(bias := getattr(module, BIAS, None), nn.Parameter):
+            delattr(module, BIAS)
             module.register_buffer(BIAS, bias.detach())
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from components.models.further import further_layers
+from runner.json_types import Json
 
 
 class Further:
@@ -19,9 +20,9 @@ class Further:
 
     def __init__(self, lm: PreTrainedModel) -> None:
         self.layers = further_layers(lm)
-        self.seen: dict[str, Any] = {}
+        self.seen: Json = {}
         """What the last of the other layers was called with beside hidden states: masks, positions."""
-        base: Any = lm.base_model
+        base = lm.base_model
         for layer in self.layers:
             layer.forward = joining(layer)
         if self.layers:
@@ -42,7 +43,7 @@ class Further:
             hidden = layer(hidden, embed(tokens), **seen)
             yield hidden
 
-    def _see(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _see(self, _: nn.Module, __: tuple[object, ...], kwargs: Json) -> None:
         self.seen = {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
@@ -50,7 +51,7 @@ def joining(layer: Any) -> Callable[..., Tensor]:
     """A forward pass of ``layer`` that begins with the further tokens and ends with the norm."""
     own = layer.forward
 
-    def forward(hidden: Tensor, embedded: Tensor, **others: Any) -> Tensor:
+    def forward(hidden: Tensor, embedded: Tensor, **others: object) -> Tensor:
         joined = torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], -1)
         normed: Tensor = layer.shared_head.norm(own(layer.eh_proj(joined), **others))
         return normed

@@ -2,19 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from components.engines.cost import FP32, all_reduced, gathered, tensor_parallel, traded_heads, traded_tokens
+from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.layout import RECOMPUTED_MORE, divisors
-from runner.protocols import ModelSize, Sent, StepCost
-
-if TYPE_CHECKING:
-    from components.engines.fsdp2.spec import FSDP2
+from runner.estimates import ModelSize, Sent, StepCost
 
 
-def mesh(layout: "FSDP2", world_size: int) -> dict[str, Any]:
+def mesh(layout: FSDP2Layout, world_size: int) -> dict[str, Any]:
     """As ``components.engines.fsdp2.mesh.make_mesh`` cuts the ranks."""
     replicate, cp, tp = layout.dp_replicate, layout.cp, layout.tp
     dims = {
@@ -37,7 +35,7 @@ def mesh(layout: "FSDP2", world_size: int) -> dict[str, Any]:
 
 
 def cost(
-    layout: "FSDP2",
+    layout: FSDP2Layout,
     size: ModelSize,
     *,
     world_size: int,
@@ -84,7 +82,7 @@ def cost(
     return StepCost(sent, bubble=0.0, recomputed=layout.activation_checkpointing)
 
 
-def leaner(layout: "FSDP2", world_size: int) -> list[dict[str, Any]]:
+def leaner(layout: FSDP2Layout, world_size: int) -> list[dict[str, Any]]:
     """On the same ranks; then on more."""
     dp = layout.data_size(world_size)
     found: list[dict[str, Any]] = [

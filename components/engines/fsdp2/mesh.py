@@ -1,15 +1,21 @@
 """The ranks of a run as one mesh, and which of them holds what."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, debug
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from components.engines.shared.torch_private import (
+    DTensorSpec,
+    TensorMeta,
+    clear_dtensor_caches,
+    compute_local_shape_and_global_offset,
+    local_tensor,
+)
+from runner.json_types import Json
 
 REPLICATE, SHARD, CONTEXT, EXPERT, TENSOR = "dp_replicate", "dp_shard", "cp", "ep", "tp"
 
@@ -39,7 +45,7 @@ def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=(REPLICATE, SHARD, EXPERT, TENSOR))
 
 
-def described(mesh: DeviceMesh) -> dict[str, Any]:
+def described(mesh: DeviceMesh) -> Json:
     """The size of every dimension, and the global rank at every place."""
     dims = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     return {"dims": dims, "ranks": mesh.mesh.tolist()}
@@ -48,9 +54,7 @@ def described(mesh: DeviceMesh) -> dict[str, Any]:
 def forget_meshes() -> None:
     """Before process groups are destroyed: torch keeps results of DTensors with their meshes, and would hand
     them to the next mesh of the same ranks and names, whose groups are others."""
-    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
-        if hasattr(debug, name):  # what torch keeps, and where, differs from one release to the next
-            getattr(debug, name)()
+    clear_dtensor_caches()
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -60,7 +64,7 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def stored(tensor: Tensor) -> Tensor:
     """This rank's shard, which shares memory with ``tensor``; autograd does not see it."""
-    return getattr(tensor, "_local_tensor", tensor)
+    return local_tensor(tensor)
 
 
 def part(tensor: Tensor) -> tuple[slice, ...]:

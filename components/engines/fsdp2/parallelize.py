@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from components.engines.fsdp2.experts import (
 )
 from components.engines.fsdp2.further import Further
 from components.engines.fsdp2.iteration import fsdp_modules
+from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.mesh import SHARD, TENSOR, data_mesh, expert_mesh, part, stored, weight_mesh
 from components.engines.fsdp2.names import Member, only_member
 from components.engines.fsdp2.routing import Routing
@@ -34,11 +35,10 @@ from components.engines.fsdp2.tensor_parallel import Enter, local, parallelize, 
 from components.engines.logps import token_stats
 from components.engines.vocabulary import VocabularyShard
 from components.models import ModelSpec, WeightSource, materialize_buffers
+from components.models.hf_private import block_names
 from runner.errors import ConfigError
+from runner.json_types import Json
 from runner.protocols import IGNORE, Batch, Kernels, TokenStats
-
-if TYPE_CHECKING:
-    from components.engines.fsdp2.spec import FSDP2
 
 
 class Scorer(nn.Module):
@@ -145,7 +145,7 @@ def build_scorer(
     spec: ModelSpec,
     weights: WeightSource,
     ranks: DeviceMesh,
-    layout: "FSDP2",
+    layout: FSDP2Layout,
     *,
     seed: int,
     context: Context,
@@ -203,19 +203,19 @@ def build_scorer(
 
 
 def shard(
-    scorer: Scorer, mesh: DeviceMesh, expert_mesh: DeviceMesh, layout: "FSDP2", dtype: torch.dtype
+    scorer: Scorer, mesh: DeviceMesh, expert_mesh: DeviceMesh, layout: FSDP2Layout, dtype: torch.dtype
 ) -> None:
     """``fully_shard`` on every block, then on the root, with gradients summed instead of averaged."""
     # Inputs are ids, labels and fp32 weights of labels: casting those would round the loss.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options: dict[str, Any] = {"mesh": data_mesh(mesh), "mp_policy": policy}
+    options: Json = {"mesh": data_mesh(mesh), "mp_policy": policy}
     grouped = grouped_experts(scorer.lm).values()
     whole = {parameter: dim for module in grouped for parameter, dim in module.hidden_dimensions().items()}
     options["shard_placement_fn"] = partial(shard_dimension, shards=mesh[SHARD].size(), whole=whole)
     if layout.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     if layout.ep > 1:  # on other ranks than what is around them
-        there: dict[str, Any] = options | {"mesh": data_mesh(expert_mesh)}
+        there: Json = options | {"mesh": data_mesh(expert_mesh)}
         shards = expert_mesh[SHARD].size()
         there["shard_placement_fn"] = partial(shard_dimension, shards=shards, whole=whole)
         for experts in grouped:
@@ -269,7 +269,7 @@ def blocks(lm: PreTrainedModel) -> list[nn.Module]:
     Raises:
         ConfigError: it names none.
     """
-    names = set(lm._no_split_modules or ())
+    names = block_names(lm)
     found = [module for module in lm.modules() if type(module).__name__ in names]
     if not found:
         raise ConfigError(
@@ -294,4 +294,4 @@ def load_biases(lm: PreTrainedModel, weights: WeightSource, device: torch.device
         owner, _, leaf = name.rpartition(".")
         value = weights(name).to(device, torch.float32, copy=True)
         assert value.shape == lost.shape, name
-        lm.get_submodule(owner)._buffers[leaf] = value
+        setattr(lm.get_submodule(owner), leaf, value)

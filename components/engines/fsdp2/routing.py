@@ -14,6 +14,7 @@ from components.engines.fsdp2.experts import grouped_experts
 from components.engines.fsdp2.mesh import CONTEXT, REPLICATE, SHARD, TENSOR
 from components.engines.router_steps import RouterSteps
 from components.engines.routers import Routed, Routers, Tokens, normalized
+from components.engines.shared.torch_private import flattened
 from components.models.experts import BIAS
 from components.models.routing import RouterTerms
 from runner.protocols import Batch
@@ -61,7 +62,7 @@ class Routing(RouterSteps):
 
     @torch.compiler.disable
     def _attach(
-        self, layer: int, gate: nn.Module, _: Any, routed: tuple[Tensor, Tensor, Tensor]
+        self, layer: int, gate: nn.Module, _: object, routed: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Of ``(logits, weights, chosen)``, as transformers' routers return them, other weights."""
         if not torch.is_grad_enabled():
@@ -83,11 +84,11 @@ def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
 
 def scores(gate: nn.Module, logits: Tensor) -> Tensor:
     """float32 ``[T, E]``, 1 for each token; DeepSeek's routers, which have biases, use sigmoids."""
-    if BIAS not in gate._buffers:
+    if not hasattr(gate, BIAS):
         return logits.softmax(-1, dtype=torch.float32)
     return normalized(logits.float().sigmoid())
 
 
 def same_batch(ranks: DeviceMesh) -> dist.ProcessGroup:
     """Those that see other tokens of the same global batch; every rank makes the groups together."""
-    return ranks[REPLICATE, SHARD, CONTEXT]._flatten("dp_cp").get_group()
+    return flattened(ranks[REPLICATE, SHARD, CONTEXT], "dp_cp").get_group()

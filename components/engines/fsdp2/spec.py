@@ -1,61 +1,31 @@
 """``parallelism=single``, ``fsdp2``, ``hsdp``, ``fsdp2_tp2``, ``fsdp2_cp2`` and ``fsdp2_tp2cp2``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.engines import process_group
-from components.engines.fsdp2 import (
-    context,
-    estimate,
-    execution,
-    expert_checks,
-    layouts,
-    tensor_parallel,
-)
+from components.engines.fsdp2 import context, execution, expert_checks, tensor_parallel
 from components.engines.fsdp2.adapter import check as adapter_check
 from components.engines.fsdp2.engine import FSDP2Engine
+from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.parallelize import blocks
 from components.engines.layout import nearest, world_size
 from components.models import ModelSpec
 from components.optimizers import Optimizer
 from runner.errors import ConfigError
-from runner.protocols import Kernels, ModelSize, RankMemory, Reference, StepCost, TrainStep
-
-ActivationCheckpointing = Literal["none", "full", "selective"]
+from runner.protocols import Kernels, Reference
 
 
 @dataclass(frozen=True)
-class FSDP2:
-    """``dp`` ranks share a global batch, and every parameter is sharded over them.
-
-    With ``dp_replicate`` copies (hybrid sharding) a parameter is sharded over ``dp / dp_replicate`` ranks.
-    """
+class FSDP2(FSDP2Layout):
+    """Sharded data, tensor, context and expert parallelism over any transformers causal language model."""
 
     computes_prefixes: ClassVar[bool] = True
-
-    dp: int | None
-    """Data-parallel ranks; None: WORLD_SIZE, else the visible GPUs, else ``default_dp``."""
-    default_dp: int
-    """Where it is no multiple of ``dp_replicate``, the next one."""
-    reshard_after_forward: bool
-    """Free the gathered weights of a block between its forward and its backward."""
-    activation_checkpointing: ActivationCheckpointing = "none"
-    """What the backward computes again: nothing, every block, or attention alone."""
-    dp_replicate: int = 1
-    """Groups of ranks that hold a copy of every parameter each: gradients alone cross between them."""
-    cp: int = 1
-    """Ranks that split every row of a batch by position, and shard every parameter too."""
-    tp: int = 1
-    """Ranks that split every matrix and the vocabulary, and work on the same rows of a batch."""
-    cpu_offload: bool = False
-    """Shards, gradients and optimizer state live in host memory, and the optimizer runs there."""
-    ep: int = 1
-    """Neighbours among the ``dp / dp_replicate * cp`` ranks of a copy that have other experts each."""
 
     def __post_init__(self) -> None:
         for key in ("dp", "default_dp", "dp_replicate", "cp", "tp", "ep"):
@@ -77,37 +47,6 @@ class FSDP2:
             environ=environ,
             num_gpus=num_gpus,
         )
-
-    def data_size(self, world_size: int) -> int:
-        """Into how many shares a global batch is split."""
-        return world_size // (self.cp * self.tp)
-
-    def mesh(self, world_size: int) -> dict[str, Any]:
-        """Sizes by dimension, and the global rank at every place."""
-        return layouts.mesh(self, world_size)
-
-    def cost(
-        self,
-        size: ModelSize,
-        *,
-        world_size: int,
-        dtype: torch.dtype,
-        tokens: float,
-        num_microbatches: int,
-    ) -> StepCost:
-        """What this layout adds to the arithmetic of a step; ``tokens`` are those of one data rank."""
-        return layouts.cost(
-            self,
-            size,
-            world_size=world_size,
-            dtype=dtype,
-            tokens=tokens,
-            num_microbatches=num_microbatches,
-        )
-
-    def leaner(self, world_size: int) -> Sequence[Mapping[str, Any]]:
-        """Changes of keys, each of which may have a rank hold less."""
-        return layouts.leaner(self, world_size)
 
     def check(
         self,
@@ -134,10 +73,6 @@ class FSDP2:
         context.check(model, self.cp, self.tp)
         adapter_check(adapter, self.tp)
         execution.check(model, device, compiled=compiled, kernels=kernels)
-
-    def memory(self, model: PreTrainedModel, optimizer: Optimizer, step: TrainStep) -> list[RankMemory]:
-        """What a rank of every pipeline stage will need at the peak of a train step."""
-        return estimate.memory(self, model, optimizer, step)
 
     def build(
         self,

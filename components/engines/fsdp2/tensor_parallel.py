@@ -18,12 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from components.engines.layout import check_tp, nearest
+from components.engines.shared.torch_private import compute_local_shape_and_global_offset, own_parameters
 from components.engines.vocabulary import VocabularyShard
 from runner.errors import ConfigError
+from runner.json_types import Json
+
+Layer = Any
+"""A module with a weight, which peft may have wrapped; torch does not know the types of attributes."""
 
 PRE_NORM = re.compile(r".*\.(input|post_attention)_layernorm|model\.norm|.*\.shared_head\.norm")
 FOUR_NORMS = re.compile(r".*\.(input|pre_feedforward)_layernorm|model\.norm|.*\.shared_head\.norm")
@@ -141,13 +145,13 @@ def cut_by_input(module: Any, mesh: DeviceMesh) -> None:
         a.forward, b.forward = by_input(a, group), with_local_weight(b, Replicate())
 
 
-def keep_whole(module: Any, mesh: DeviceMesh) -> None:
+def keep_whole(module: Layer, mesh: DeviceMesh) -> None:
     """A part of attention that no rank lacks anything of, though each has heads of its own behind it."""
     distribute(module, mesh, weight=Replicate(), bias=Replicate())
     module.forward = with_local_weight(module, Partial())
 
 
-def linears(module: Any) -> list[nn.Module]:
+def linears(module: Layer) -> list[nn.Module]:
     """A linear layer, or those that peft's is made of."""
     if not hasattr(module, "base_layer"):
         return [module]
@@ -162,7 +166,7 @@ def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> 
             continue
         shape, _ = compute_local_shape_and_global_offset(whole.shape, mesh, [placement])
         local = torch.empty(shape, dtype=whole.dtype, device=whole.device)
-        options: dict[str, Any] = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+        options: Json = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
         cut = DTensor.from_local(local, mesh, [placement], **options)
         setattr(module, name, nn.Parameter(cut, requires_grad=whole.requires_grad))
 
@@ -174,11 +178,11 @@ def local(parameter: Any, gradient: Placement | None = None) -> Any:
     return parameter.to_local(grad_placements=None if gradient is None else [gradient])
 
 
-def by_output(linear: Any) -> Callable[[Tensor], Tensor]:
+def by_output(linear: Layer) -> Callable[[Tensor], Tensor]:
     return lambda inputs: F.linear(inputs, local(linear.weight), local(linear.bias))
 
 
-def by_input(linear: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+def by_input(linear: Layer, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     def forward(inputs: Tensor) -> Tensor:
         total: Tensor = AddUp.apply(F.linear(inputs, local(linear.weight)), group)
         return total if linear.bias is None else total + local(linear.bias)
@@ -186,28 +190,29 @@ def by_input(linear: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor
     return forward
 
 
-def by_own_input(linear: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+def by_own_input(linear: Layer, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     """As ``by_input``, of an input that every rank has all of."""
     forward = by_input(linear, group)
     return lambda inputs: forward(inputs.chunk(group.size(), -1)[group.rank()])
 
 
-def with_local_weight(module: Any, gradient: Placement | None = None) -> Callable[[Tensor], Tensor]:
+def with_local_weight(module: Layer, gradient: Placement | None = None) -> Callable[[Tensor], Tensor]:
     """The module's own forward, on plain parameters; ``gradient`` as in ``local``."""
     forward = module.forward
 
-    def on_local(inputs: Tensor) -> Any:
-        own = dict(module._parameters)
-        module._parameters.update({name: local(parameter, gradient) for name, parameter in own.items()})
+    def on_local(inputs: Tensor) -> Tensor:
+        used = own_parameters(module)
+        own = dict(used)
+        used.update({name: local(parameter, gradient) for name, parameter in own.items()})
         try:
             return forward(inputs)
         finally:
-            module._parameters.update(own)
+            used.update(own)
 
     return on_local
 
 
-def looked_up(embedding: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+def looked_up(embedding: Layer, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     """Each rank looks up the tokens among its rows, in the module's own way (Gemma scales); others are 0."""
     start, rows = first_row(embedding.num_embeddings, group), len(local(embedding.weight))
     if embedding.padding_idx is not None:

@@ -44,8 +44,8 @@ def import_uncompiled() -> None:
     during(torch, "compile", leave_eager)(import_module)("megatron.core.jit")
 
 
-def leave_eager(_: Any) -> Callable[..., Any]:
-    def compile(function: Any = None, **_: Any) -> Any:
+def leave_eager(_: object) -> Callable[..., Any]:
+    def compile(function: Any = None, **_: object) -> Any:
         return compile if function is None else function
 
     return compile
@@ -54,41 +54,41 @@ def leave_eager(_: Any) -> Callable[..., Any]:
 # ---- torch.cuda
 
 
-def current_device(_: Any) -> Callable[[], torch.device]:
+def current_device(_: object) -> Callable[[], torch.device]:
     return lambda: CPU
 
 
-def synchronize(_: Any) -> Callable[..., None]:
+def synchronize(_: object) -> Callable[..., None]:
     return lambda *_, **__: None
 
 
-def get_rng_state(_: Any) -> Callable[..., Tensor]:
+def get_rng_state(_: object) -> Callable[..., Tensor]:
     return lambda *_, **__: torch.get_rng_state()
 
 
-def set_rng_state(_: Any) -> Callable[..., None]:
+def set_rng_state(_: object) -> Callable[..., None]:
     return lambda state, *_, **__: torch.set_rng_state(state)
 
 
-def manual_seed(_: Any) -> Callable[[int], None]:
+def manual_seed(_: object) -> Callable[[int], None]:
     def seed_default(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
     return seed_default
 
 
-def current_stream(_: Any) -> Callable[..., None]:
+def current_stream(_: object) -> Callable[..., None]:
     return lambda *_, **__: None
 
 
 # ---- Megatron's own
 
 
-def set_tracked_state(_: Any) -> Callable[..., None]:
+def set_tracked_state(_: object) -> Callable[..., None]:
     return lambda state, *_, **__: torch.set_rng_state(state)
 
 
-def torch_on_cpu(_: Any) -> "TorchOnCPU":
+def torch_on_cpu(_: object) -> "TorchOnCPU":
     return TorchOnCPU()
 
 
@@ -104,7 +104,7 @@ class TorchOnCPU:
 
 def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> Tensor:
+    def make(*args: object, **kwargs: object) -> Tensor:
         if kwargs.get("device") == "cuda":
             kwargs["device"] = CPU
         return factory(*args, **kwargs)
@@ -112,18 +112,18 @@ def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return make
 
 
-def stay(_: Any) -> Callable[..., Tensor]:
+def stay(_: object) -> Callable[..., Tensor]:
     return lambda tensor, *_, **__: tensor
 
 
 def name_cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    def named(tensor: Tensor, *to: Any) -> Any:
+    def named(tensor: Tensor, *to: Any) -> object:
         return original(tensor, *to) if to else original(tensor).replace("torch.", "torch.cuda.", 1)
 
     return named
 
 
-def chunks_of_rank(_: Any) -> Callable[[Tensor, int, dist.ProcessGroup], Tensor]:
+def chunks_of_rank(_: object) -> Callable[[Tensor, int, dist.ProcessGroup], Tensor]:
     def own_chunks(pos_emb: Tensor, seq_dim: int, cp_group: dist.ProcessGroup) -> Tensor:
         """Chunks r and ``2 * cp - 1 - r`` of ``2 * cp``, along ``seq_dim``."""
         chunks = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
@@ -134,7 +134,7 @@ def chunks_of_rank(_: Any) -> Callable[[Tensor, int, dist.ProcessGroup], Tensor]
 
 def keep_sent(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def send_aliases(**tensors: Any) -> Any:
+    def send_aliases(**tensors: Any) -> object:
         for name in ("tensor_send_prev", "tensor_send_next"):
             if tensors[name] is not None:
                 tensors[name] = tensors[name].detach()

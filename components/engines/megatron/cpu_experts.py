@@ -12,7 +12,7 @@ from torch import Tensor
 from components.engines.megatron.patches import Patch
 
 
-def torch_in_order(_: Any) -> "TorchInOrder":
+def torch_in_order(_: object) -> "TorchInOrder":
     return TorchInOrder()
 
 
@@ -32,7 +32,7 @@ class CudaInOrder:
 
     current_stream = Stream
 
-    def stream(self, _: Any) -> AbstractContextManager[None]:
+    def stream(self, _: object) -> AbstractContextManager[None]:
         return nullcontext()
 
     def __getattr__(self, name: str) -> Any:
@@ -52,7 +52,7 @@ class OneStream:
 
 def as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def move(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    def move(tensor: object, as_numpy: bool = False, **_: object) -> object:
         return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
     return move

@@ -17,7 +17,7 @@ from components.engines.shape import experts, norms_heads, norms_of_hidden, rout
 from components.models import further
 from components.models.widths import heads
 from components.optimizers import Optimizer
-from runner.protocols import RankMemory, TrainStep, Workload
+from runner.estimates import RankMemory, TrainStep, Workload
 
 
 def memory(layout: Layout, model: PreTrainedModel, optimizer: Optimizer, step: TrainStep) -> list[RankMemory]:

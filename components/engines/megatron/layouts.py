@@ -17,7 +17,7 @@ from components.engines.cost import (
 )
 from components.engines.layout import RECOMPUTED_MORE, divisors
 from components.engines.megatron.layout import Layout
-from runner.protocols import ModelSize, Sent, StepCost
+from runner.estimates import ModelSize, Sent, StepCost
 
 
 def mesh(layout: Layout, world_size: int) -> dict[str, Any]:

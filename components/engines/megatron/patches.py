@@ -45,7 +45,7 @@ def install(patches: Iterable[Patch]) -> None:
             patch.install()
 
 
-def find(symbol: str) -> tuple[Any, str]:
+def find(symbol: str) -> tuple[object, str]:
     """The module or class that ``symbol`` is an attribute of, and its name there."""
     path, _, name = symbol.rpartition(".")
     try:
@@ -59,7 +59,7 @@ def find(symbol: str) -> tuple[Any, str]:
     return owner, name
 
 
-def during(owner: Any, name: str, replace: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def during(owner: object, name: str, replace: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A ``Patch.replace``: the function as it was, but ``owner.name`` is replaced while it runs.
 
     For its own thread: another may be writing a checkpoint.
@@ -67,11 +67,11 @@ def during(owner: Any, name: str, replace: Callable[[Any], Any]) -> Callable[[An
 
     def around(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def wrapped(*args: object, **kwargs: object) -> object:
             original, thread = getattr(owner, name), get_ident()
             replaced = replace(original)
 
-            def either(*args: Any, **kwargs: Any) -> Any:
+            def either(*args: object, **kwargs: object) -> object:
                 return (replaced if get_ident() == thread else original)(*args, **kwargs)
 
             setattr(owner, name, either)

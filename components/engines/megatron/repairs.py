@@ -24,7 +24,7 @@ def install() -> None:
 
 def mark_sequence_parallel(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     @wraps(original)
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    def new(cls: type, config: Any, *args: object, **kwargs: object) -> nn.Module:
         plain = copy(config)
         plain.sequence_parallel = False
         norm = original(cls, plain, *args, **kwargs)

@@ -1,8 +1,8 @@
 """``parallelism=megatron`` and its named sizes (``tp2``, ``pp2vpp2``, ``tp2cp2``, ...)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -10,13 +10,12 @@ from transformers import PreTrainedModel
 from components.adapters import LoRA
 from components.engines import process_group
 from components.engines.layout import world_size
-from components.engines.megatron import estimate, layouts
 from components.engines.megatron.checks import check_keys, check_run
 from components.engines.megatron.layout import Layout
 from components.models import ModelSpec
 from components.optimizers import Optimizer
 from runner.errors import ConfigError
-from runner.protocols import Kernels, ModelSize, RankMemory, Reference, StepCost, TrainStep
+from runner.protocols import Kernels, Reference
 
 if TYPE_CHECKING:
     from components.engines.megatron.runtime.engine import MegatronEngine
@@ -45,33 +44,6 @@ class Megatron(Layout):
         """Into how many shares a global batch is split."""
         return world_size // self.model_ranks
 
-    def mesh(self, world_size: int) -> dict[str, Any]:
-        """Sizes by dimension, and the global rank at every place."""
-        return layouts.mesh(self, world_size)
-
-    def cost(
-        self,
-        size: ModelSize,
-        *,
-        world_size: int,
-        dtype: torch.dtype,
-        tokens: float,
-        num_microbatches: int,
-    ) -> StepCost:
-        """What this layout adds to the arithmetic of a step; ``tokens`` are those of one data rank."""
-        return layouts.cost(
-            self,
-            size,
-            world_size=world_size,
-            dtype=dtype,
-            tokens=tokens,
-            num_microbatches=num_microbatches,
-        )
-
-    def leaner(self, world_size: int) -> Sequence[Mapping[str, Any]]:
-        """Changes of keys, each of which may have a rank hold less."""
-        return layouts.leaner(self, world_size)
-
     def check(
         self,
         model: PreTrainedModel,
@@ -98,10 +70,6 @@ class Megatron(Layout):
                 "run.kernels: Megatron's are those of parallelism.transformer_impl; use run.kernels=auto."
             )
         check_run(self, model, optimizer, world_size=world_size, dtype=dtype, device=device, adapter=adapter)
-
-    def memory(self, model: PreTrainedModel, optimizer: Optimizer, step: TrainStep) -> list[RankMemory]:
-        """What a rank of every pipeline stage will need at the peak of a train step."""
-        return estimate.memory(self, model, optimizer, step)
 
     def build(
         self,

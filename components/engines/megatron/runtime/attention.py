@@ -4,7 +4,6 @@ What is computed is that of ``components.engines.attention``; here is who comput
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -21,6 +20,7 @@ from components.engines.context_parallel import trade_heads, trade_positions
 from components.engines.megatron.runtime.pieces import Pieces, own_chunks, whole_sequences
 from components.engines.megatron.runtime.rows import Row
 from components.engines.sdpa import packed_sdpa
+from runner.json_types import Json
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -137,7 +137,7 @@ class CoreAttention(MegatronModule):
         """``[s, b, heads, D]`` to the same, where the keys of ``pieces`` lie end to end."""
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-        options: dict[str, Any] = {"scale": self.scale, "window": self.window}
+        options: Json = {"scale": self.scale, "window": self.window}
         if len(q) == 1 and has_kernel(q, dropout):
             lengths = (pieces.cu_queries, max(pieces.queries), pieces.cu_keys, max(pieces.keys))
             out = varlen(q, k, v, *lengths, **options)
@@ -146,7 +146,7 @@ class CoreAttention(MegatronModule):
                 out = packed_sdpa(q, k, v, pieces.queries, pieces.keys, dropout=dropout, **options)
         return out.transpose(0, 1).contiguous()
 
-    def rng(self, dropout: float) -> AbstractContextManager[Any]:
+    def rng(self, dropout: float) -> AbstractContextManager[object]:
         """Other random numbers on every tensor-parallel rank, as in mcore's DotProductAttention.
 
         With sequence parallelism mcore has switched to them for the whole block.

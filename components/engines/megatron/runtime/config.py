@@ -1,7 +1,6 @@
 """From a transformers configuration and a layout to Megatron's ``TransformerConfig``."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from components.engines.megatron.experts import experts_of
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.stages import with_further
 from components.models.further import number
+from runner.json_types import Json
 
 
 def transformer_config(hf: PreTrainedConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
@@ -53,7 +53,7 @@ def leave_empty(_: torch.Tensor) -> None:
     """Values come from a model folder, or from (seed, name); drawing them here would be for nothing."""
 
 
-def architecture(hf: PreTrainedConfig) -> dict[str, Any]:
+def architecture(hf: PreTrainedConfig) -> Json:
     """Shapes and functions, under Megatron's names."""
     return {
         "num_layers": hf.num_hidden_layers,
@@ -75,7 +75,7 @@ def architecture(hf: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def experts(hf: PreTrainedConfig, layout: Layout) -> dict[str, Any]:
+def experts(hf: PreTrainedConfig, layout: Layout) -> Json:
     """Sizes of experts, and how tokens get to them. How they are chosen is our ``Router``'s."""
     found = experts_of(hf)
     if found is None:
@@ -98,7 +98,7 @@ def experts(hf: PreTrainedConfig, layout: Layout) -> dict[str, Any]:
     }
 
 
-def parallelism(layout: Layout, further: int = 0) -> dict[str, Any]:
+def parallelism(layout: Layout, further: int = 0) -> Json:
     """``further``: layers for further tokens, which are on the last stage."""
     interleaved = layout.vpp > 1
     return {
@@ -119,7 +119,7 @@ def parallelism(layout: Layout, further: int = 0) -> dict[str, Any]:
     }
 
 
-def recomputation(layout: Layout) -> dict[str, Any]:
+def recomputation(layout: Layout) -> Json:
     if layout.activation_checkpointing == "full":
         return {
             "recompute_granularity": "full",
@@ -172,7 +172,7 @@ def rotary(hf: PreTrainedConfig) -> Rotary:
     return Rotary(frequencies, scaling, interleaved)
 
 
-def latents(hf: PreTrainedConfig) -> dict[str, Any]:
+def latents(hf: PreTrainedConfig) -> Json:
     """What ``LatentAttention`` needs beside. Scores are scaled as the rotary embedding asks."""
     if not has_latents(hf):
         return {}

@@ -1,7 +1,6 @@
 """Parameters that stay as they are: no gradient buffer, no optimizer state, no place in a checkpoint."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -31,6 +30,6 @@ def freeze(
     return {p: members for p, members in found.items() if p not in kept}, kept
 
 
-def ask_for_gradient(_module: Any, _inputs: Any, embedded: Tensor) -> None:
+def ask_for_gradient(_module: object, _inputs: object, embedded: Tensor) -> None:
     if torch.is_grad_enabled():
         embedded.requires_grad_()

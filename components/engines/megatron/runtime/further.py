@@ -4,7 +4,6 @@ Megatron itself shifts them with exchanges between context-parallel ranks, seque
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -25,7 +24,12 @@ class FurtherLayer(MultiTokenPredictionLayer):
     """The layer of one depth. Every tensor- and context-parallel rank of the last stage calls it together."""
 
     def _get_embeddings(
-        self, input_ids: Tensor, position_ids: Tensor, embedding: Any, hidden_states: Tensor, **_: Any
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        embedding: Callable[..., Tensor],
+        hidden_states: Tensor,
+        **_: object,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``input_ids`` are those of this depth."""
         embedded = embedding(input_ids=input_ids, position_ids=position_ids)
@@ -33,7 +37,11 @@ class FurtherLayer(MultiTokenPredictionLayer):
         return input_ids, position_ids, embedded, hidden
 
     def _checkpointed_forward(
-        self, forward_func: Callable[..., Tensor], hidden_states: Tensor, decoder_input: Tensor, **others: Any
+        self,
+        forward_func: Callable[..., Tensor],
+        hidden_states: Tensor,
+        decoder_input: Tensor,
+        **others: object,
     ) -> Tensor:
         """Megatron hands everything to a function that keeps tensors alone, and boundaries are none."""
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from components.engines.megatron.layout import Layout
+from runner.json_types import Json
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ def sizes() -> dict[str, int]:
     }
 
 
-def mesh(layout: Layout) -> dict[str, Any]:
+def mesh(layout: Layout) -> Json:
     """The size of every dimension, and the global rank at every place, as the ranks tell it; collective.
 
     And where experts are shared out or split, the same for these.
@@ -63,7 +64,7 @@ def mesh(layout: Layout) -> dict[str, Any]:
     return found | {"experts": gathered(here, shape)}
 
 
-def gathered(here: dict[str, int], sizes: dict[str, int]) -> dict[str, Any]:
+def gathered(here: dict[str, int], sizes: dict[str, int]) -> Json:
     """The mesh of those ``sizes`` on which every rank is ``here``; collective."""
     places: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(places, tuple(here.values()))

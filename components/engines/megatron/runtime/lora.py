@@ -127,7 +127,7 @@ class AdaptedLinear(nn.Module):
             end = member.stop
         return torch.cat([*parts, rows[..., end:]], -1).flatten(-2)
 
-    def _rng(self) -> AbstractContextManager[Any]:
+    def _rng(self) -> AbstractContextManager[object]:
         """Ranks that share an input drop the same of it; those that split it draw numbers of their own.
 
         With sequence parallelism mcore has switched to the latter for the whole block.

@@ -86,14 +86,14 @@ class Scorer(GPTModel):
             # By a call of the layer, which Megatron gathers its parameters before.
             self.output_layer.forward = self.statistics
 
-    def forward(self, asked: Asked) -> Any:
+    def forward(self, asked: Asked) -> object:
         row = asked.row
         for router in self.routers:
             router.traffic = asked.traffic
         packed = packed_seq_params(row, self.boundaries)
         return super().forward(row.input_ids, row.position_ids, None, labels=asked, packed_seq_params=packed)
 
-    def _postprocess(self, hidden_states: Tensor, *, labels: Asked, **others: Any) -> Tensor | Scores:
+    def _postprocess(self, hidden_states: Tensor, *, labels: Asked, **others: object) -> Tensor | Scores:
         """In place of logits; Megatron passes ``labels`` through unread."""
         if not self.post_process:
             return hidden_states
@@ -102,7 +102,12 @@ class Scorer(GPTModel):
         return Scores(**vars(stats), further=tuple(further))
 
     def _further(
-        self, hidden: Tensor, depths: tuple[Asked, ...], rotary_pos_emb: Any, packed_seq_params: Any, **_: Any
+        self,
+        hidden: Tensor,
+        depths: tuple[Asked, ...],
+        rotary_pos_emb: object,
+        packed_seq_params: object,
+        **_: object,
     ) -> Iterator[Tensor]:
         """``logps`` by depth; ``hidden`` is of the last norm."""
         for layer, asked in zip(self.mtp.layers if depths else (), depths, strict=True):

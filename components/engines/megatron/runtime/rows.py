@@ -8,7 +8,7 @@ whole row, and the row in rank order, which is the shares of ranks 0, 1, ... end
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from components.engines.context_parallel import GatherShares, share
+from runner.json_types import Json
 from runner.protocols import IGNORE, Batch
 
 
@@ -42,7 +43,7 @@ class Row:
     def to(self, device: torch.device) -> Self:
         """The same row with every tensor but ``cu_seqlens`` on ``device``."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved: dict[str, Any] = {k: v.to(device) for k, v in tensors.items() if k != "cu_seqlens"}
+        moved: Json = {k: v.to(device) for k, v in tensors.items() if k != "cu_seqlens"}
         return replace(self, **moved)
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,13 +71,13 @@ def run(
     items = make_items(microbatches, layout, device, loss, routers, further, routed=routed)
     group = parallel_state.get_context_parallel_group()
 
-    def forward_step(source: Iterator[Item], chunk: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
+    def forward_step(source: Iterator[Item], chunk: nn.Module) -> tuple[object, Callable[[object], object]]:
         item = next(source)
         if not item.filler:
             begin(item.number)
         return chunk(item.asked), partial(finish, item)
 
-    def finish(item: Item, stats: Scores) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def finish(item: Item, stats: Scores) -> tuple[Tensor, Tensor, dict[str, object]]:
         whole = gather_stats(stats, item.asked.row, group)
         scalar = whole.logps.sum() if item.filler else consume(item.number, whole)
         return scalar, torch.zeros((), dtype=torch.int), {}  # counted by the engine, from labels

@@ -1,0 +1,1 @@
+"""Parts that both engines are made of."""

@@ -1,0 +1,103 @@
+"""The private API of torch that engines use: every name of it is in this file.
+
+A release of torch may move any of these. ``tests/unit/test_private_api.py`` then fails, with the name.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import debug
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+from torch.distributed.tensor._utils import (
+    compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
+)
+
+CHECKED = ">=2.11,<2.14"
+"""The releases of torch that this file was checked on."""
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return ``mesh`` as one dimension called ``name``; collective."""
+    return mesh._flatten(name)
+
+
+def set_group_timeouts(timeout: timedelta) -> None:
+    """Set the timeout of every process group of this process, those of libraries included."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Check ``condition`` on its device, without making the host wait."""
+    torch._assert_async(condition, message)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's shard, which shares memory with ``tensor``; autograd does not see it."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def clear_dtensor_caches() -> None:
+    """Clear what torch keeps of operations on DTensors; where it keeps it differs between releases."""
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        if hasattr(debug, name):
+            getattr(debug, name)()
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the dict that holds the parameters of ``module``, in which a plain tensor may stand in."""
+    return module._parameters
+
+
+def has_cpp_compiler() -> bool:
+    """Whether torch.compile finds a C++ compiler."""
+    from torch._inductor import cpp_builder, exc  # here, because it takes seconds
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return False
+    return True
+
+
+def has_run(root: FSDPModule) -> bool:
+    """Whether a forward pass of ``root`` has begun: only then does FSDP know that it is the root."""
+    return root._get_fsdp_state()._is_root is not None
+
+
+def reset_iteration(root: FSDPModule) -> None:
+    """Make FSDP forget a forward or backward pass that did not finish."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    top: Any = root._get_fsdp_state()  # torch before 2.13 has no public call
+    for state in top._state_ctx.all_states:
+        state._training_state = TrainingState.IDLE
+        for group in _param_groups(state):
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+    top._comm_ctx.post_forward_order.clear()
+    top._state_ctx.iter_forward_root = None
+    top._state_ctx.post_backward_final_callback_queued = False
+
+
+def drop_unreduced(module: FSDPModule) -> None:
+    """Drop the gradients that ``set_requires_gradient_sync(False)`` has accumulated in ``module``."""
+    for group in _param_groups(module._get_fsdp_state()):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """Return a list since torch 2.13; one or none before."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in (state._fsdp_param_group,) if g] if groups is None else groups

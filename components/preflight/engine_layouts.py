@@ -1,0 +1,66 @@
+"""What the forecast of a run takes from its layout, which it knows by its type: that of an engine of ours."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from components.engines.fsdp2 import FSDP2
+from components.engines.fsdp2 import estimate as fsdp2_estimate
+from components.engines.fsdp2 import layouts as fsdp2_layouts
+from components.engines.megatron import Megatron
+from components.engines.megatron import estimate as megatron_estimate
+from components.engines.megatron import layouts as megatron_layouts
+from components.optimizers import Optimizer
+from runner.estimates import ModelSize, RankMemory, StepCost, TrainStep
+
+EngineLayout = FSDP2 | Megatron
+"""A parallelism of neither type has no forecast."""
+
+
+def mesh_info(layout: EngineLayout, world_size: int) -> dict[str, Any]:
+    """Sizes by dimension, and the global rank at every place, as ``Engine.describe`` will tell them."""
+    if isinstance(layout, FSDP2):
+        return fsdp2_layouts.mesh(layout, world_size)
+    return megatron_layouts.mesh(layout, world_size)
+
+
+def memory(
+    layout: EngineLayout, model: PreTrainedModel, optimizer: Optimizer, step: TrainStep
+) -> list[RankMemory]:
+    """What a rank of every pipeline stage will need, in the order of the stages; builds nothing.
+
+    ``model`` is the transformers model on the meta device, without its adapter.
+    """
+    if isinstance(layout, FSDP2):
+        return fsdp2_estimate.memory(layout, model, optimizer, step)
+    return megatron_estimate.memory(layout, model, optimizer, step)
+
+
+def comm_cost(
+    layout: EngineLayout,
+    size: ModelSize,
+    *,
+    world_size: int,
+    dtype: torch.dtype,
+    tokens: float,
+    num_microbatches: int,
+) -> StepCost:
+    """``tokens``: of one data rank in one step, which takes them in so many micro-batches."""
+    step: dict[str, Any] = {
+        "world_size": world_size,
+        "dtype": dtype,
+        "tokens": tokens,
+        "num_microbatches": num_microbatches,
+    }
+    if isinstance(layout, FSDP2):
+        return fsdp2_layouts.cost(layout, size, **step)
+    return megatron_layouts.cost(layout, size, **step)
+
+
+def memory_savers(layout: EngineLayout, world_size: int) -> Sequence[Mapping[str, Any]]:
+    """Changes of keys, each of which may have a rank hold less; not all of them fit every model."""
+    if isinstance(layout, FSDP2):
+        return fsdp2_layouts.leaner(layout, world_size)
+    return megatron_layouts.leaner(layout, world_size)
