@@ -143,7 +143,7 @@ def construct(target: Callable[..., T], group: str, values: Config, where: Prove
 
 def typed(name: str, value: object, annotation: Any, where: Provenance) -> Any:
     """``value`` as ``annotation``: strictly (no text for a number), but a list may become a tuple."""
-    if is_dataclass(annotation):
+    if isinstance(annotation, type) and is_dataclass(annotation) and isinstance(value, Mapping):
         return construct(annotation, name, value, where)
     try:
         return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)

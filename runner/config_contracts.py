@@ -27,6 +27,21 @@ class WeightSource(Protocol):
         """
 
 
+class MoEConfig(Protocol):
+    """``model.moe``: the losses of routers."""
+
+    @property
+    def bias_update_rate(self) -> float:
+        """By how much the biases of routers follow the load after an update."""
+
+
+class MTPConfig(Protocol):
+    """``model.mtp``: multi-token prediction."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+
 class ModelConfig(Protocol):
     """The ``model`` group, a frozen dataclass: a causal language model, its weights and its tokenizer."""
 
@@ -44,12 +59,10 @@ class ModelConfig(Protocol):
         """Shell patterns of the names of parameters that are not trained."""
 
     @property
-    def bias_rate(self) -> float:
-        """By how much the biases of routers follow the load after an update."""
+    def moe(self) -> "MoEConfig": ...
 
     @property
-    def mtp_layers(self) -> int:
-        """Layers for multi-token prediction."""
+    def mtp(self) -> "MTPConfig": ...
 
     @property
     def drawn(self) -> bool:

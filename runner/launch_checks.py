@@ -72,11 +72,11 @@ class Launch:
             data_size = experiment.parallelism.data_size(self.world_size)
             preflight.check_batch(run.global_batch_size, run.micro_batch_size, data_size)
         preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
-        preflight.check_further_tokens(experiment.model.mtp_layers, experiment.stage.kind)
+        preflight.check_further_tokens(experiment.model.mtp.num_layers, experiment.stage.kind)
         for logger in experiment.logger.values():
             logger.check()
         model = experiment.model.meta_model
-        preflight.check_adapter(experiment.adapter, model, experiment.model.bias_rate)
+        preflight.check_adapter(experiment.adapter, model, experiment.model.moe.bias_update_rate)
         self.check_layout(model, experiment.adapter)
         if (init_from := experiment.checkpoint.init_from) is not None and experiment.checkpoint.verify:
             check_whole(Path(init_from), checksums=True, option="checkpoint.init_from")

@@ -11,6 +11,7 @@ from components.models.folder import read_json
 from components.models.pretrained import open_file
 from components.models.weights import WeightSource
 from runner.errors import ConfigError
+from runner.json_types import Json
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -34,7 +34,7 @@ def with_further(
     Returns:
         In the terms each sum has its coefficient; in the metrics, under the same name, it has none.
     """
-    if not terms.layers:
+    if not terms.num_layers:
         return output, dict(counts)
     sums = {n: -found.sum(dtype=torch.float64) for n, found in zip(terms.names, logps, strict=True)}
     added = {n: len(ahead.labelled()) for n, ahead in zip(terms.names, batches, strict=True)}

@@ -36,5 +36,5 @@ class RouterSteps:
     def bias_change(self, layer: int) -> Tensor | None:
         """What a finished step that was not skipped adds to the biases ``[E]`` of a layer's router."""
         assert self.loads is not None, "biases follow the loads of a finished step"
-        rate = self.routers.terms.bias_rate
+        rate = self.routers.terms.bias_update_rate
         return bias_change(self.loads[layer], rate) if rate else None

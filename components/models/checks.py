@@ -143,28 +143,32 @@ def check_router_terms(model: PreTrainedModel, terms: RouterTerms, freeze: Seque
             pattern of ``freeze`` matches.
     """
     kind = model.config.model_type
-    asked = {"aux_loss": terms.aux_loss != "none", "z_coef": terms.z_coef, "bias_rate": terms.bias_rate}
+    asked = {
+        "aux_loss": terms.aux_loss != "none",
+        "z_loss_coef": terms.z_loss_coef,
+        "bias_update_rate": terms.bias_update_rate,
+    }
     if (key := next((key for key, value in asked.items() if value), None)) and not routed(model):
-        raise ConfigError(f"model.{key}: {kind} has no experts; leave it out, or use model=moe_tiny.")
-    if terms.aux_loss != "none" and not terms.aux_coef:
+        raise ConfigError(f"model.moe.{key}: {kind} has no experts; leave it out, or use model=moe_tiny.")
+    if terms.aux_loss != "none" and not terms.aux_loss_coef:
         raise ConfigError(
             f"model.moe.aux_loss_coef: is 0, so that model.moe.aux_loss={terms.aux_loss} would do nothing; "
             "set it above 0, or model.moe.aux_loss=none."
         )
-    if terms.aux_coef and terms.aux_loss == "none":
+    if terms.aux_loss_coef and terms.aux_loss == "none":
         raise ConfigError(
-            f"model.moe.aux_loss: is none, so that model.moe.aux_loss_coef={terms.aux_coef} would do "
+            f"model.moe.aux_loss: is none, so that model.moe.aux_loss_coef={terms.aux_loss_coef} would do "
             "nothing; use switch, sequence or global_batch, or model.moe.aux_loss_coef=0."
         )
-    if terms.bias_rate and not biases(model):
+    if terms.bias_update_rate and not biases(model):
         raise ConfigError(
             f"model.moe.bias_update_rate: the routers of {kind} have no bias; use model.moe.aux_loss, or "
             "model.moe.bias_update_rate=0."
         )
-    if terms.bias_rate and (fixed := [p for p in freeze if fnmatch.filter(biases(model), p)]):
+    if terms.bias_update_rate and (fixed := [p for p in freeze if fnmatch.filter(biases(model), p)]):
         raise ConfigError(
-            f"model.moe.bias_update_rate: is {terms.bias_rate}, and {fixed[0]!r} of model.freeze matches the "
-            "biases that it would change; use model.moe.bias_update_rate=0, or another pattern."
+            f"model.moe.bias_update_rate: is {terms.bias_update_rate}, and {fixed[0]!r} of model.freeze "
+            "matches the biases that it would change; use model.moe.bias_update_rate=0, or another pattern."
         )
 
 

@@ -69,7 +69,7 @@ def routed(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def biases(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The routers' biases by name: no gradient changes them, but training may (``RouterTerms.bias_rate``)."""
+    """The routers' biases by name. They take no gradient; training may update them (``bias_update_rate``)."""
     return {name: p for name, p in model.named_parameters() if name.endswith(f".{BIAS}")}
 
 

@@ -37,33 +37,33 @@ JOINS = ("enorm", "hnorm", "eh_proj", "shared_head")
 class FurtherTokens:
     """The terms that further tokens add to the loss, one a depth, each a mean over its own labels."""
 
-    layers: int = 0
-    coef: float = 0.3
+    num_layers: int = 0
+    loss_coef: float = 0.3
     """Of the mean over depths."""
 
     def __post_init__(self) -> None:
-        if self.layers < 0:
-            raise ConfigError(f"model.mtp.num_layers: must be at least 0, got {self.layers}.")
-        if not 0 < self.coef < math.inf:
-            raise ConfigError(f"model.mtp.loss_coef: must be a number above 0, got {self.coef}.")
-        if self.coef != FurtherTokens.coef and not self.layers:
+        if self.num_layers < 0:
+            raise ConfigError(f"model.mtp.num_layers: must be at least 0, got {self.num_layers}.")
+        if not 0 < self.loss_coef < math.inf:
+            raise ConfigError(f"model.mtp.loss_coef: must be a number above 0, got {self.loss_coef}.")
+        if self.loss_coef != FurtherTokens.loss_coef and not self.num_layers:
             raise ConfigError(
-                f"model.mtp.loss_coef: is {self.coef}, but model.mtp.num_layers=0 leaves nothing to weigh; "
-                f"set that above 0, or use {FurtherTokens.coef}."
+                f"model.mtp.loss_coef: is {self.loss_coef}, but model.mtp.num_layers=0 leaves nothing to "
+                f"weigh; set that above 0, or use {FurtherTokens.loss_coef}."
             )
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(f"mtp_{depth}_loss" for depth in range(1, self.layers + 1))
+        return tuple(f"mtp_{depth}_loss" for depth in range(1, self.num_layers + 1))
 
     @property
     def strength(self) -> float:
         """The coefficient of one depth."""
-        return self.coef / max(self.layers, 1)
+        return self.loss_coef / max(self.num_layers, 1)
 
     def batches(self, batch: Batch) -> tuple[Batch, ...]:
         """By depth, what its layer is given and has to predict."""
-        return tuple(batch.ahead(depth) for depth in range(1, self.layers + 1))
+        return tuple(batch.ahead(depth) for depth in range(1, self.num_layers + 1))
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """What each term is a mean over: the positions whose token so far on has a label."""

@@ -24,24 +24,24 @@ class RouterTerms:
     """Whose tokens T are: one micro-batch's (Fedus et al., 2021, equation 4), one sequence's (DeepSeek-V3,
     equation 17), or for ``f`` those of every micro-batch of the global batch so far (Qiu et al., 2025). A
     micro-batch weighs by its tokens."""
-    aux_coef: float = 0.0
-    z_coef: float = 0.0
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
     """Of the mean over tokens of ``logsumexp(router logits) ** 2`` (Zoph et al., 2022, equation 5)."""
-    bias_rate: float = 0.0
+    bias_update_rate: float = 0.0
     """After every update, by so much an expert's bias rises where its load was below the mean of the global
     batch, and falls where it was above (Wang et al., 2024)."""
 
     def __post_init__(self) -> None:
-        for key in ("aux_coef", "z_coef", "bias_rate"):
+        for key in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
             value = getattr(self, key)
             if not 0 <= value < math.inf:
-                raise ConfigError(f"model.{key}: must be a number of at least 0, got {value}.")
+                raise ConfigError(f"model.moe.{key}: must be a number of at least 0, got {value}.")
 
     @property
     def strengths(self) -> dict[str, float]:
         """Terms that the loss has, and their coefficients."""
-        balance = self.aux_coef if self.aux_loss != "none" else 0.0
-        return {name: value for name, value in ((AUX, balance), (Z, self.z_coef)) if value}
+        balance = self.aux_loss_coef if self.aux_loss != "none" else 0.0
+        return {name: value for name, value in ((AUX, balance), (Z, self.z_loss_coef)) if value}
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """What each term is a mean over: real tokens, or sequences that have any."""

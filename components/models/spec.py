@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,7 @@ from components.models.freeze import freeze
 from components.models.further import FIELD, FurtherTokens, append_layers
 from components.models.initialize import random_weights
 from components.models.pretrained import content, pretrained_weights
-from components.models.routing import Balance, RouterTerms
+from components.models.routing import RouterTerms
 from components.models.weights import WeightSource, signature
 from runner.errors import ConfigError
 from runner.json_types import Json
@@ -55,18 +55,12 @@ class ModelSpec:
     """A folder or hub id; None: that of ``path`` where the shape comes from it, else the embedded one."""
     freeze: tuple[str, ...] = ()
     """Shell patterns of the names of parameters that are not trained."""
-    aux_loss: Balance = "none"
-    """See ``RouterTerms``, of models with experts."""
-    aux_coef: float = 0.0
-    z_coef: float = 0.0
-    bias_rate: float = 0.0
-    mtp_layers: int = 0
-    """Layers that predict further tokens (``components.models.further``), in training alone."""
-    mtp_coef: float = 0.3
-    """Of the mean over their losses."""
+    moe: RouterTerms = field(default_factory=RouterTerms)
+    """Losses of the routers, for models with experts."""
+    mtp: FurtherTokens = field(default_factory=FurtherTokens)
+    """Layers for multi-token prediction, in training only."""
 
     def __post_init__(self) -> None:
-        self.router_terms, self.further_tokens  # noqa: B018  are checked
         if self.path is None:
             if self.init == "pretrained":
                 raise ConfigError(
@@ -83,21 +77,13 @@ class ModelSpec:
             raise ConfigError("model.revision: is not read with model.init=random and model.architecture.")
 
     @property
-    def router_terms(self) -> RouterTerms:
-        return RouterTerms(self.aux_loss, self.aux_coef, self.z_coef, self.bias_rate)
-
-    @property
-    def further_tokens(self) -> FurtherTokens:
-        return FurtherTokens(self.mtp_layers, self.mtp_coef)
-
-    @property
     def adds_terms(self) -> bool:
         """Whether the model adds terms to the loss of a stage: of routers, of further tokens."""
-        return bool(self.router_terms.strengths or self.further_tokens.names)
+        return bool(self.moe.strengths or self.mtp.names)
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Of these terms, in one micro-batch."""
-        return self.router_terms.counts(batch) | self.further_tokens.counts(batch)
+        return self.moe.counts(batch) | self.mtp.counts(batch)
 
     @property
     def _reads_path(self) -> bool:
@@ -124,8 +110,8 @@ class ModelSpec:
         check_config(config)
         # A cache makes transformers ignore where packed sequences begin.
         config.use_cache = False
-        if self.mtp_layers or hasattr(config, FIELD):
-            setattr(config, FIELD, self.mtp_layers)
+        if self.mtp.num_layers or hasattr(config, FIELD):
+            setattr(config, FIELD, self.mtp.num_layers)
         return config
 
     @functools.cached_property
@@ -161,7 +147,7 @@ class ModelSpec:
         append_layers(model)
         separate(model)
         check_model(model)
-        check_router_terms(model, self.router_terms, self.freeze)
+        check_router_terms(model, self.moe, self.freeze)
         freeze(model, self.freeze)
         return model
 
@@ -209,7 +195,7 @@ class ModelSpec:
         if self.init == "random":
             return random_weights(model, seed)
         folder = self.folder(weights=True)
-        drawn = random_weights(model, seed) if self.mtp_layers else None
+        drawn = random_weights(model, seed) if self.mtp.num_layers else None
         return pretrained_weights(folder, model, drawn=drawn, trust_remote_code=self.trust_remote_code)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:

@@ -238,13 +238,13 @@ def check_normalisation(normalize: str | None, packing: str) -> None:
         )
 
 
-def check_adapter(adapter: AdapterConfig | None, model: PreTrainedModel, bias_rate: float) -> None:
+def check_adapter(adapter: AdapterConfig | None, model: PreTrainedModel, bias_update_rate: float) -> None:
     """Under an adapter, if there is one, the model stays what it is, the biases of its routers too."""
     if adapter is None:
         return
-    if bias_rate:
+    if bias_update_rate:
         raise ConfigError(
-            f"model.moe.bias_update_rate: is {bias_rate}, but an adapter leaves the model's routers as they "
-            "are; use model.moe.bias_update_rate=0, or adapter=none."
+            f"model.moe.bias_update_rate: is {bias_update_rate}, but an adapter leaves the model's routers "
+            "as they are; use model.moe.bias_update_rate=0, or adapter=none."
         )
     adapter.check(model)

@@ -17,6 +17,7 @@ from components.engines.megatron import Megatron
 from components.losses import NextToken
 from components.models import ModelSpec
 from components.models.experts import one_by_one
+from components.models.further import FurtherTokens
 from components.models.pretrained import persistent_buffers
 from components.optimizers import AdamW, Optimizer
 from runner.protocols import IGNORE, Batch, Engine, Loss, Reference, StepResult
@@ -216,7 +217,7 @@ def make_engine(
 ) -> Any:
     """The engine of this rank; without ``on``, FSDP2 on one rank."""
     return (on or fsdp2()).build(
-        replace(spec(family), freeze=freeze, mtp_layers=mtp_layers),
+        replace(spec(family), freeze=freeze, mtp=FurtherTokens(mtp_layers)),
         optimizer or AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=max_grad_norm),
         seed=0,
         dtype=dtype,

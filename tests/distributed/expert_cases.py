@@ -1,7 +1,7 @@
 """What ranks run of models with experts, on either engine."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Trained:
 
 def make(work: Work, on: FSDP2 | Megatron) -> Any:
     return on.build(
-        replace(spec(work.family), **asdict(work.terms)),
+        replace(spec(work.family), moe=work.terms),
         AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=1.0),
         seed=0,
         device="cpu",
@@ -141,8 +141,8 @@ def watch_routers(terms: RouterTerms, model: nn.Module) -> Callable[[], Tensor]:
         total = torch.zeros(())
         for logits, chosen in seen:
             weight = len(logits) / sum(LENGTHS) if terms.aux_loss == "switch" else 1 / len(LENGTHS)
-            total = total + terms.aux_coef * weight * balance(model, logits, chosen)
-            total = total + terms.z_coef * logits.logsumexp(-1).square().sum() / sum(LENGTHS)
+            total = total + terms.aux_loss_coef * weight * balance(model, logits, chosen)
+            total = total + terms.z_loss_coef * logits.logsumexp(-1).square().sum() / sum(LENGTHS)
         seen.clear()
         return total
 

@@ -14,6 +14,8 @@ from components.checkpoint.format import save_tensors
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.models.experts import one_by_one
+from components.models.further import FurtherTokens
+from components.models.routing import RouterTerms
 from components.optimizers import AdamW
 from runner.protocols import IGNORE
 from tests.distributed.cases import (
@@ -65,7 +67,7 @@ def plain_means(family: str) -> list[float]:
 
 def plain_model(family: str) -> tuple[Any, list[PlainLayer], dict[str, nn.Parameter]]:
     """With the initial weights; and the parameters by their names on disk."""
-    described = replace(spec(family), mtp_layers=DEPTHS)
+    described = replace(spec(family), mtp=FurtherTokens(DEPTHS))
     model: Any = AutoModelForCausalLM.from_config(spec(family).config(), attn_implementation="eager")
     further = [PlainLayer(model) for _ in range(DEPTHS)]
     named = dict(model.named_parameters())
@@ -221,8 +223,8 @@ def exported(on: FSDP2 | Megatron, family: str, path: Path) -> None:
 
 def routed(on: FSDP2 | Megatron) -> dict[str, float]:
     """Losses and metrics of the second of two steps with every term that routers have."""
-    terms = {"aux_loss": "sequence", "aux_coef": 0.1, "z_coef": 0.01, "bias_rate": 0.1}
-    described: Any = replace(spec("deepseek"), mtp_layers=DEPTHS, **terms)
+    terms = RouterTerms("sequence", 0.1, z_loss_coef=0.01, bias_update_rate=0.1)
+    described: Any = replace(spec("deepseek"), mtp=FurtherTokens(DEPTHS), moe=terms)
     options: dict[str, Any] = {"reference": "none", "count_zeros": False}
     engine: Any = on.build(described, AdamW(lr=1e-3), seed=0, dtype=torch.float32, device="cpu", **options)
     first, second = (step(engine, share(engine, "packed", 2, seed), next_token()) for seed in (0, 1))

@@ -55,9 +55,9 @@ def assert_as_one_process(found: Trained, expected: Trained) -> None:
         assert result.metrics == pytest.approx(other.metrics, rel=1e-5)
 
 
-SWITCH = RouterTerms("switch", 0.1, z_coef=0.01)
-SEQUENCE = RouterTerms("sequence", 0.1, z_coef=0.01)
-BIASED = replace(SEQUENCE, bias_rate=0.01)
+SWITCH = RouterTerms("switch", 0.1, z_loss_coef=0.01)
+SEQUENCE = RouterTerms("sequence", 0.1, z_loss_coef=0.01)
+BIASED = replace(SEQUENCE, bias_update_rate=0.01)
 GLOBAL = RouterTerms("global_batch", 0.1)
 ORACLE = {
     "qwen3_moe": RouterTerms(),
@@ -104,7 +104,7 @@ def test_every_layout_trains_experts_as_one_process_does(pools: Pools, name: str
 
 def test_the_balance_of_the_global_batch_is_that_of_the_same_data_ranks(pools: Pools) -> None:
     """Which micro-batches come before one depends on how many ranks share the batch, and on nothing else."""
-    work = Work("deepseek", terms=replace(GLOBAL, bias_rate=0.01))
+    work = Work("deepseek", terms=replace(GLOBAL, bias_update_rate=0.01))
     expected = pools.run(run, LAYOUTS["dp2"], work)[0]
     for found in pools.run(run, COMBINED["ep2 full"], work):
         assert_as_one_process(found, expected)

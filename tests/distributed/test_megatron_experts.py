@@ -18,7 +18,7 @@ from tests.distributed.cases import assert_same, fsdp2, megatron
 from tests.distributed.expert_cases import Trained, Work, read, run
 from tests.ranks import Ranks
 
-TERMS = RouterTerms("sequence", aux_coef=0.1, z_coef=0.02)
+TERMS = RouterTerms("sequence", aux_loss_coef=0.1, z_loss_coef=0.02)
 NONE = RouterTerms()
 SP = {"tp": 2, "sequence_parallel": True}
 SHARDED = {"distributed_optimizer": True}
@@ -80,7 +80,7 @@ def test_every_layout_is_plain_transformers(call: Call, name: str) -> None:
 @pytest.mark.parametrize("name", ["tp2ep2", "cp2ep2 full", "tp2ep2etp2 allgather"])
 def test_sigmoid_scores_and_biases_in_every_layout(call: Call, name: str) -> None:
     """Three steps, after each of which biases move."""
-    on, terms = LAYOUTS[name][0], replace(TERMS, bias_rate=0.05)
+    on, terms = LAYOUTS[name][0], replace(TERMS, bias_update_rate=0.05)
     trained: Trained = call(run, megatron(dp=1), work("deepseek", terms=terms, steps=3))[0]
     for found in call(run, on, work("deepseek", terms=terms, steps=3)):
         assert_same(found.first, trained.first)
@@ -164,7 +164,7 @@ def test_what_pads_experts_adds_nothing(call: Call) -> None:
 def test_a_checkpoint_goes_on_in_any_layout(
     call: Call, tmp_path: Path, family: str, before: str, after: FSDP2 | Megatron
 ) -> None:
-    terms = RouterTerms(bias_rate=0.05) if family == "deepseek" else NONE
+    terms = RouterTerms(bias_update_rate=0.05) if family == "deepseek" else NONE
     on, done = LAYOUTS[before][0], work(family, terms=terms, steps=2)
     call(run, on, done, None, tmp_path / "written")
     again = call(run, after, replace(done, steps=0), tmp_path / "written/point", tmp_path / "read")

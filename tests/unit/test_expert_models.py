@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from components.models import ModelSpec, named_shapes, stream_folder
 from components.models.experts import Experts, biases, routed
+from components.models.routing import RouterTerms
 from runner.errors import ConfigError
 
 SMALL = {
@@ -116,11 +117,11 @@ def test_routers_have_biases_that_no_gradient_changes() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("qwen3_moe", {"aux_loss": "switch"}, "model.moe.aux_loss_coef: is 0"),
-        ("qwen3_moe", {"aux_coef": 0.1}, "model.moe.aux_loss: is none"),
+        ("qwen3_moe", {"moe": RouterTerms("switch")}, "model.moe.aux_loss_coef: is 0"),
+        ("qwen3_moe", {"moe": RouterTerms(aux_loss_coef=0.1)}, "model.moe.aux_loss: is none"),
         (
             "qwen3_moe",
-            {"bias_rate": 0.1},
+            {"moe": RouterTerms(bias_update_rate=0.1)},
             "model.moe.bias_update_rate: the routers of qwen3_moe have no bias",
         ),
     ],
@@ -132,8 +133,8 @@ def test_terms_that_would_do_nothing_are_refused(family: str, changes: Any, mess
 
 
 def test_a_dense_model_has_no_routers_to_balance() -> None:
-    spec = ModelSpec(architecture={"model_type": "qwen3", **SMALL}, z_coef=0.1)
-    with pytest.raises(ConfigError, match=r"model\.z_coef: qwen3 has no experts"):
+    spec = ModelSpec(architecture={"model_type": "qwen3", **SMALL}, moe=RouterTerms(z_loss_coef=0.1))
+    with pytest.raises(ConfigError, match=r"model\.moe\.z_loss_coef: qwen3 has no experts"):
         spec.build(spec.config())
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from components.models import ModelSpec, export_folder, named_shapes
+from components.models.further import FurtherTokens
 from runner.protocols import IGNORE, Batch
 from tests.distributed.cases import COMMON, LAYOUTS, SHAPES, sequences, spec
 
@@ -16,7 +17,7 @@ FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "gemma", "qwen3_moe", "mixtral
 
 
 def with_layers(family: str, layers: int = 2) -> ModelSpec:
-    return replace(spec(family), mtp_layers=layers)
+    return replace(spec(family), mtp=FurtherTokens(layers))
 
 
 def one_by_one(batch: Batch, steps: int) -> tuple[list[int], list[int]]:
@@ -54,7 +55,7 @@ def test_the_end_of_a_padded_row_is_padding() -> None:
 def test_an_empty_micro_batch_counts_nothing() -> None:
     batch = LAYOUTS["packed"](sequences()[:2])
     empty = batch.select(torch.zeros(2, dtype=torch.bool))
-    assert with_layers("llama").further_tokens.counts(empty) == {"mtp_1_loss": 0, "mtp_2_loss": 0}
+    assert with_layers("llama").mtp.counts(empty) == {"mtp_1_loss": 0, "mtp_2_loss": 0}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,7 +84,7 @@ def test_weights_are_read_where_they_are_stored_and_drawn_where_not(
     export_folder(described, ((name, weights(name)) for name in shapes), tmp_path, torch.float32)
 
     def read(layers: int) -> dict[str, torch.Tensor]:
-        stored = ModelSpec(path=str(tmp_path), init="pretrained", mtp_layers=layers)
+        stored = ModelSpec(path=str(tmp_path), init="pretrained", mtp=FurtherTokens(layers))
         source = stored.weights(0)
         return {name: source(name) for name in named_shapes(stored.build(stored.config()))}
 
@@ -113,6 +114,6 @@ def test_layers_change_no_other_weight() -> None:
 
 def test_a_folder_that_says_how_many_it_has_is_read_without_them() -> None:
     fields = COMMON | SHAPES["llama"]
-    config = ModelSpec(architecture=fields, mtp_layers=2).config()
+    config = ModelSpec(architecture=fields, mtp=FurtherTokens(2)).config()
     assert config.num_nextn_predict_layers == 2
     assert not hasattr(ModelSpec(architecture=fields).config(), "num_nextn_predict_layers")

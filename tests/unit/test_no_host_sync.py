@@ -15,6 +15,7 @@ from components.engines.fsdp2.parallelize import Scorer
 from components.engines.further import with_further
 from components.engines.sums import Sums
 from components.losses import DPO, KTO, ORPO, NextToken
+from components.models.further import FurtherTokens
 from runner.protocols import Batch, Loss, TokenStats
 from tests.distributed.cases import LAYOUTS, sequences, spec
 
@@ -69,10 +70,10 @@ def micro_batch(layout: str, *, share_prompt: bool = False) -> Batch:
 
 
 def forward_and_backward(here: Batch, loss: Loss, mtp_layers: int = 0) -> None:
-    described = replace(spec("qwen3"), mtp_layers=mtp_layers)
+    described = replace(spec("qwen3"), mtp=FurtherTokens(mtp_layers))
     model, terms = (
         described.build(described.config(), attention=attention.ATTENTION),
-        described.further_tokens,
+        described.mtp,
     )
     scorer = Scorer(model, Context(dist.group.WORLD))
     batch, sums, ahead = here.to(META), Sums(), terms.batches(here)

@@ -107,11 +107,13 @@ def test_megatron_says_the_same(kind: str) -> None:
 def test_z_loss_is_the_mean_square_of_logsumexp() -> None:
     layers = logits_of(9)
     expected = sum(logits[:7].logsumexp(-1).square().mean() for logits in layers)
-    found = totals(RouterTerms(z_coef=0.1), [(packed([3, 4], padding=2), layers)])
+    found = totals(RouterTerms(z_loss_coef=0.1), [(packed([3, 4], padding=2), layers)])
     torch.testing.assert_close(found[Z].float(), expected)
 
 
-@pytest.mark.parametrize("terms", [RouterTerms("sequence", 0.3, z_coef=0.2), RouterTerms(z_coef=0.2)])
+@pytest.mark.parametrize(
+    "terms", [RouterTerms("sequence", 0.3, z_loss_coef=0.2), RouterTerms(z_loss_coef=0.2)]
+)
 def test_rows_packing_and_micro_batches_change_nothing(terms: RouterTerms) -> None:
     """Sequence-level and z-loss: eight sequences at once, in twos, alone, padded, and packed."""
     lengths = [3, 1, 4, 1, 5, 2, 6, 2]
@@ -193,7 +195,7 @@ def test_metrics_say_how_uneven_layers_are() -> None:
     assert found["moe/dropped"] == pytest.approx(3 / 24)
 
 
-@pytest.mark.parametrize("key", ["aux_coef", "z_coef", "bias_rate"])
+@pytest.mark.parametrize("key", ["aux_loss_coef", "z_loss_coef", "bias_update_rate"])
 def test_strengths_are_numbers(key: str) -> None:
     for value in (-1.0, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match=f"model.{key}: must be a number of at least 0"):

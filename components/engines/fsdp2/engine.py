@@ -132,12 +132,12 @@ class FSDP2Engine:
                 begin(index)
                 # Gradients of a call add up in place and are reduced with its last micro-batch.
                 self._set_gradient_sync(index == len(microbatches) - 1)
-                batch, ahead = here.to(self.device), self.spec.further_tokens.batches(here)
+                batch, ahead = here.to(self.device), self.spec.mtp.batches(here)
                 stats, further = self._stats(self.scorer, batch, loss, ahead)
                 output, counts = with_further(
                     loss(stats, batch),
                     loss.counts(here),  # of what lies here: reading a GPU would wait
-                    self.spec.further_tokens,
+                    self.spec.mtp,
                     ahead,
                     further,
                 )

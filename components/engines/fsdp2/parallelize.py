@@ -190,7 +190,7 @@ def build_scorer(
         parallelize(scorer.lm, mesh[TENSOR])
         scorer.vocabulary = vocabulary_shard(scorer.lm.config.vocab_size, mesh.get_group(TENSOR))
     if trainable and grouped_experts(scorer.lm):
-        scorer.routing = Routing(spec.router_terms, scorer.lm, ranks, device)
+        scorer.routing = Routing(spec.moe, scorer.lm, ranks, device)
     shard(scorer, mesh, experts, layout, dtype)
     scorer.to_empty(device="cpu" if layout.cpu_offload else device)
     materialize_buffers(scorer.lm, device)

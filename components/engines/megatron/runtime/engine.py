@@ -88,7 +88,7 @@ class MegatronEngine:
         self.blocks, self.frozen, self.bias_blocks = parts.trained, parts.frozen, parts.biases
         load_weights(self.frozen | self.bias_blocks, source)
         drops = layout.capacity_factor is not None
-        self.routing = Routing.build(model.router_terms, self.meta, parts.routers, device, drops=drops)
+        self.routing = Routing.build(model.moe, self.meta, parts.routers, device, drops=drops)
         self.chunks = [distribute(self.config, chunk, layout, n) for n, chunk in enumerate(parts.chunks)]
         self.update = Update.build(optimizer, self.chunks, layout, dtype)
         for parameter, members in self.blocks.items():
@@ -133,7 +133,7 @@ class MegatronEngine:
         for part, reduce in ((microbatches[:alone], False), (microbatches[alone:], True)):
             consume = partial(self._add, self.sums, part, loss)
             others = {"before": alone} if reduce else {"after": len(microbatches) - alone}
-            added = {"further": self.spec.further_tokens, "routers": routers}
+            added = {"further": self.spec.mtp, "routers": routers}
             self._run(self.chunks, part, consume, loss=loss, reduce=reduce, **added, **others)
 
     def finish_train_step(self, lr: float, *, max_loss: float = math.inf) -> StepResult:
@@ -289,7 +289,7 @@ class MegatronEngine:
         train: bool = True,
     ) -> Tensor:
         """The loss of one micro-batch, on the last stage."""
-        here, terms = microbatches[number], self.spec.further_tokens
+        here, terms = microbatches[number], self.spec.mtp
         output, counts = loss(stats, here.to(self.device)), loss.counts(here)
         if train:
             output, counts = with_further(output, counts, terms, terms.batches(here), stats.further)
