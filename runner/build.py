@@ -4,7 +4,7 @@ import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hydra.utils import get_object
@@ -53,7 +53,8 @@ def build_experiment(config: Mapping[str, Any], where: Provenance) -> Experiment
     parts["logger"] = build_loggers(config["logger"], where)
     run = construct(RunConfig, "run", config["run"], where)
     if run.init_from is not None:
-        parts["model"] = parts["model"].start_from(whole_checkpoint("run.init_from", run.init_from))
+        point = whole_checkpoint("run.init_from", run.init_from)
+        parts["model"] = replace(parts["model"], initial_checkpoint=point)
     return Experiment(run=run, **parts)
 
 

@@ -81,7 +81,7 @@ class Launch:
         self.experiment = build_experiment(config, where)
         self.console = terminal(self.experiment.logger)
         if self.experiment.run.init_from is not None:  # ranks read the checkpoint that is the newest now
-            point = str(self.experiment.model.checkpoint)
+            point = str(self.experiment.model.initial_checkpoint)
             self.config = {**config, "run": {**config["run"], "init_from": point}}
         self.reference = resolve_reference(
             self.experiment.stage, self.experiment.model, self.experiment.adapter
@@ -220,7 +220,7 @@ class Launch:
         preflight.check_adapter(experiment.adapter, model, experiment.model.bias_rate)
         self.check_layout(model, experiment.adapter)
         if run.verify and run.init_from is not None:
-            check_whole(experiment.model.checkpoint, checksums=True, option="run.init_from")
+            check_whole(experiment.model.initial_checkpoint, checksums=True, option="run.init_from")
         experiment.model.weights(run.seed)  # opened only: what is missing shows before a rank starts
         if self.reference.other:
             with about_reference():
