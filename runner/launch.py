@@ -34,7 +34,7 @@ from runner.provenance import Provenance
 from runner.restart import begun_by_this_job, run_with_restarts
 from runner.stop import PRUNED
 from runner.summary import final_loss, say_stopped, summarize
-from runner.train import DTYPES, run_rank
+from runner.train import engine_options, run_rank
 from runner.watchdog import end_process
 
 
@@ -281,16 +281,8 @@ class Launch:
         run, experiment = self.experiment.run, self.experiment
         if run.preflight == "plan":
             return
-        experiment.parallelism.check(
-            model,
-            experiment.optimizer,
-            world_size=self.world_size,
-            dtype=DTYPES[run.dtype],
-            device=self.device,
-            compiled=run.compile,
-            kernels=run.kernels,
-            adapter=adapter,
-        )
+        options = engine_options(experiment, self.device, adapter=adapter)
+        experiment.parallelism.check(model, experiment.optimizer, options, world_size=self.world_size)
 
     def frozen(self, model: Any) -> dict[str, str]:
         """The part of the run's identity that is there where a part of the model is not trained."""

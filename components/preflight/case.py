@@ -12,7 +12,16 @@ from components.data.workload import largest_microbatch
 from components.engines.layout import divisors
 from components.preflight.checks import check_batch, check_shared_prompt
 from components.preflight.device import Device
-from runner.protocols import Kernels, Loss, ParallelismSpec, RankMemory, Reference, TrainStep, Workload
+from runner.protocols import (
+    EngineOptions,
+    Kernels,
+    Loss,
+    ParallelismSpec,
+    RankMemory,
+    Reference,
+    TrainStep,
+    Workload,
+)
 
 TOLERANCE = 0.15
 
@@ -96,16 +105,14 @@ class Case:
         """Raises ConfigError where the layout, the batch and the model do not go together."""
         check_shared_prompt(self.shares_prompts, self.layout)
         check_batch(self.data.global_batch_size, self.micro_batch_size, self.data_size)
-        self.layout.check(
-            self.model,
-            self.optimizer,
-            world_size=self.world_size,
-            dtype=self.dtype,
-            device=self.device.kind,
+        options = EngineOptions(
+            self.dtype,
+            self.device.kind,
+            adapter=self.adapter,
             compiled=self.compiled,
             kernels=self.kernels,
-            adapter=self.adapter,
         )
+        self.layout.check(self.model, self.optimizer, options, world_size=self.world_size)
         if self.adapter is not None:
             self.adapter.check(self.model)
 
