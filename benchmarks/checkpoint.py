@@ -27,6 +27,7 @@ from components.checkpoint import CheckpointPolicy, RunIdentity
 from components.engines.fsdp2 import FSDP2
 from components.models import ModelSpec
 from components.optimizers import AdamW
+from runner.protocols import EngineOptions
 from runner.state import TrainState
 from tests.distributed.cases import megatron
 from tests.ranks import Ranks
@@ -126,11 +127,7 @@ def build(name: str, ranks: int, parameters: int) -> Any:
     return layout.build(
         ModelSpec(architecture=architecture),
         AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=None),
-        seed=0,
-        dtype=torch.float32,
-        device="cpu",
-        reference="none",
-        count_zeros=False,
+        EngineOptions(torch.float32, "cpu"),
     )
 
 

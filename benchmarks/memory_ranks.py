@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from runner.build import Experiment, build_experiment
 from runner.estimates import Workload
-from runner.loop import total_counts
 from runner.protocols import IGNORE, Batch, Engine
 from runner.provenance import Provenance
 from runner.train import build_engine
@@ -115,7 +114,7 @@ def memory(key: str) -> int:
 def step(engine: Engine, experiment: Experiment, workload: Workload) -> None:
     loss = experiment.stage
     microbatches = loss.prepare(make_batches(experiment, workload), engine)
-    engine.begin_train_step(total_counts(loss, engine, microbatches))
+    engine.begin_train_step(microbatches, loss)
     engine.train_microbatches(microbatches, loss, last=True)
     engine.finish_train_step(1e-4)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from benchmarks.parity_rows import Fault
 from runner.build import build_experiment
 from runner.folder import read_config
-from runner.loop import total_counts
 from runner.provenance import Provenance
 from runner.run_record import RunRecord
 from runner.train import build_engine, run_rank
@@ -42,7 +41,7 @@ def first_gradients(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
         )
         microbatches = loss.prepare(data.microbatches(0), engine)
         gradients = capture(engine)
-        engine.begin_train_step(total_counts(loss, engine, microbatches))
+        engine.begin_train_step(microbatches, loss)
         engine.train_microbatches(microbatches, loss, last=True)
         engine.finish_train_step(experiment.optimizer.lr)
         engine.close()
@@ -80,13 +79,13 @@ def own_count() -> Iterator[None]:
     """Every data rank takes its own labels, times dp, for those of all ranks."""
     from components.engines.megatron.runtime.engine import MegatronEngine
 
-    agree = MegatronEngine._agree
+    reduce_sums = MegatronEngine.reduce_sums
 
     def divide_by_own(self: Any, sums: Any) -> tuple[dict[str, float], int]:
-        means, _ = agree(self, sums)
+        means, _ = reduce_sums(self, sums)
         return means, next(iter(sums.term_counts.values())) * self.data_size
 
-    with mock.patch.object(MegatronEngine, "_agree", divide_by_own):
+    with mock.patch.object(MegatronEngine, "reduce_sums", divide_by_own):
         yield
 
 

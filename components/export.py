@@ -1,6 +1,6 @@
 """From a checkpoint to the folder that its run would have exported, in one process, tensor by tensor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -84,7 +84,8 @@ class Trained:
     def _started(self) -> ModelSpec:
         if self.init_from is None:
             return self.model
-        return self.model.start_from(whole_checkpoint("checkpoint.init_from", self.init_from))
+        point = whole_checkpoint("checkpoint.init_from", self.init_from)
+        return replace(self.model, initial_checkpoint=point)
 
     def _initial(self) -> WeightSource:
         """The weights that the run began with, and left as they were where they were frozen."""

@@ -87,7 +87,7 @@ def build_experiment(config: Config, where: Provenance) -> Experiment:
     return replace(
         experiment,
         checkpoint=replace(experiment.checkpoint, init_from=str(point)),
-        model=experiment.model.start_from(point),
+        model=replace(experiment.model, initial_checkpoint=point),
     )
 
 

@@ -65,6 +65,10 @@ class ModelConfig(Protocol):
     def mtp(self) -> "MTPConfig": ...
 
     @property
+    def initial_checkpoint(self) -> Path | None:
+        """A whole checkpoint whose weights are the initial ones."""
+
+    @property
     def drawn(self) -> bool:
         """Whether the initial weights are random."""
 
@@ -90,9 +94,6 @@ class ModelConfig(Protocol):
 
     def trained_signature(self, model: nn.Module) -> str:
         """The signature of the trained parameters."""
-
-    def start_from(self, checkpoint: Path) -> "ModelConfig":
-        """The same model with the weights in ``checkpoint`` as its initial weights."""
 
     def load_tokenizer(self) -> Foreign: ...
 

@@ -23,7 +23,7 @@ from runner.json_types import Config
 from runner.logs import log_to
 from runner.provenance import Provenance
 from runner.restart import begun_by_this_job
-from runner.train import DTYPES
+from runner.train import engine_options
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,11 @@ class Launch:
 
     def check_layout(self, model: nn.Module, adapter: AdapterConfig | None = None) -> None:
         """Whether the engine computes ``model``, which is on the meta device, in this layout."""
-        run, experiment = self.experiment.run, self.experiment
+        experiment = self.experiment
         if experiment.preflight.mode == "plan":
             return
-        experiment.parallelism.check(
-            model,
-            experiment.optimizer,
-            world_size=self.world_size,
-            dtype=DTYPES[run.dtype],
-            device=self.device,
-            compiled=run.compile,
-            kernels=run.kernels,
-            adapter=adapter,
-        )
+        options = engine_options(experiment, self.device, adapter=adapter)
+        experiment.parallelism.check(model, experiment.optimizer, options, world_size=self.world_size)
 
     def identity(self, model: nn.Module, data: Prepared) -> RunIdentity:
         run = self.experiment.run

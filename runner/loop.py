@@ -2,7 +2,7 @@
 
 for every global batch:
     microbatches = loss.prepare(data.microbatches(step), engine)
-    engine.begin_train_step(counts of the labels and tokens)
+    engine.begin_train_step(microbatches, loss)
     engine.train_microbatches(microbatches, loss, last=True)
     engine.finish_train_step(lr)
     log, evaluate, save where due; leave where a stop was asked for
@@ -90,7 +90,7 @@ def train_step(t: Training) -> None:
     """One optimizer step on global batch ``t.state.step``."""
     began, step = time.perf_counter(), t.state.step
     microbatches = t.loss.prepare(t.train_data.microbatches(step), t.engine)
-    t.engine.begin_train_step(total_counts(t.loss, t.engine, microbatches))
+    t.engine.begin_train_step(microbatches, t.loss)
     t.engine.train_microbatches(microbatches, t.loss, last=True)
     max_loss = t.state.max_loss(t.run.loss_spike_factor)
     result = t.engine.finish_train_step(t.lr(step), max_loss=max_loss)
@@ -152,12 +152,6 @@ def save(t: Training) -> None:
     with t.stop.saving():
         t.checkpoints.save(t.engine, t.state)
     t.stop.agreed()  # asked for while it was saved: no other step is begun, nor saved
-
-
-def total_counts(loss: Loss, engine: Engine, microbatches: Sequence[Batch]) -> dict[str, int]:
-    """Per term of the loss, then of the model, over this rank's micro-batches."""
-    counts = [loss.counts(batch) | engine.counts(batch) for batch in microbatches]
-    return {name: sum(count[name] for count in counts) for name in counts[0]}
 
 
 def every(cadence: int, step: int) -> bool:

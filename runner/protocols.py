@@ -159,13 +159,10 @@ class Engine(Protocol):
     data_size: int
     """... out of so many."""
 
-    def counts(self, batch: Batch) -> dict[str, int]:
-        """Of the terms that the model adds to the loss (routers, further tokens); from ``batch`` alone."""
+    def begin_train_step(self, microbatches: Sequence[Batch] | None = None, loss: Loss | None = None) -> None:
+        """Counts what the terms of the loss and of the model run over, and all-reduces it over data ranks.
 
-    def begin_train_step(self, counts: Mapping[str, int] | None = None) -> None:
-        """All-reduces ``counts``, of the loss and then of the model, over data ranks.
-
-        None (one-term losses, models that add none): they add up on the way.
+        Without arguments (one-term losses, models that add no terms) the counts add up during the step.
         """
 
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:
@@ -219,6 +216,25 @@ class Engine(Protocol):
         """Leaves every process group; the process may build another engine afterwards."""
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine computes, besides its model, its optimizer and its layout."""
+
+    dtype: torch.dtype
+    device: Literal["cpu", "cuda"]
+    seed: int = 0
+    reference: Reference = "none"
+    reference_model: Any = None
+    """The model of a ``frozen`` reference. None means that it is the trained one as it was initially."""
+    adapter: Any = None
+    """None means that the model itself is trained."""
+    compiled: bool = False
+    kernels: Kernels = "auto"
+    count_zeros: bool = False
+    timeout_s: float = 0
+    """Collectives wait longer than this for a peer."""
+
+
 class ParallelismSpec(Protocol):
     """The ``parallelism`` group: a layout, and how to build its engine.
 
@@ -234,41 +250,11 @@ class ParallelismSpec(Protocol):
     def data_size(self, world_size: int) -> int:
         """Into how many shares a global batch is split."""
 
-    def check(
-        self,
-        model: Any,
-        optimizer: Any,
-        *,
-        world_size: int,
-        dtype: torch.dtype,
-        device: Literal["cpu", "cuda"],
-        compiled: bool = False,
-        kernels: Kernels = "auto",
-        adapter: Any = None,
-    ) -> None:
+    def check(self, model: Any, optimizer: Any, options: EngineOptions, *, world_size: int) -> None:
         """Raises ConfigError where the layout does not fit the run; called once, before any rank starts.
 
         ``model`` is the transformers model on the meta device, without its adapter.
         """
 
-    def build(
-        self,
-        model: Any,
-        optimizer: Any,
-        *,
-        seed: int,
-        dtype: torch.dtype,
-        device: Literal["cpu", "cuda"],
-        reference: Reference,
-        count_zeros: bool,
-        timeout_s: float = 0,
-        compiled: bool = False,
-        kernels: Kernels = "auto",
-        adapter: Any = None,
-        reference_model: Any = None,
-    ) -> Engine:
-        """Joins the process group and builds this rank's engine; every rank calls it.
-
-        ``timeout_s``: collectives wait longer than that for a peer.
-        ``reference_model``: with ``frozen``, the model of the second copy; None: ``model``.
-        """
+    def build(self, model: Any, optimizer: Any, options: EngineOptions) -> Engine:
+        """Joins the process group and builds this rank's engine; every rank calls it."""

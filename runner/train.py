@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,7 +20,6 @@ from components.preflight import steps_done
 from components.rank_info import RankInfo
 from components.reference import resolve_reference
 from runner.build import Experiment, build_experiment
-from runner.config_contracts import ModelConfig
 from runner.determinism import deterministic
 from runner.errors import TrainingError
 from runner.folder import read_config
@@ -29,7 +28,7 @@ from runner.logs import log_to
 from runner.loop import Training, stopped, train
 from runner.prefetch import Prefetched
 from runner.profiler import Profiler
-from runner.protocols import BatchStats, Engine, Reference
+from runner.protocols import BatchStats, Engine, EngineOptions
 from runner.provenance import Provenance
 from runner.pruning import pruner_of
 from runner.reporter import Reporter
@@ -104,36 +103,36 @@ def closing(engine: Engine, world_size: int) -> Iterator[Engine]:
 def build_engine(experiment: Experiment, device: Device) -> Engine:
     """The engine that trains, with what it keeps for reference passes."""
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
-    return build(experiment, device, source.kept, source.model if source.other else None)
+    options = engine_options(
+        experiment,
+        device,
+        adapter=experiment.adapter,
+        reference=source.kept,
+        reference_model=source.model if source.other else None,
+    )
+    return experiment.parallelism.build(experiment.model, experiment.optimizer, options)
 
 
 def build_reference(experiment: Experiment, device: Device) -> Engine:
     """An engine that is only asked what the reference says."""
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     # Its reference is the model itself, without dropout.
-    return build(replace(experiment, model=source.to_ask(), adapter=None), device, "adapter_off", None)
+    options = engine_options(experiment, device, reference="adapter_off")
+    return experiment.parallelism.build(source.to_ask(), experiment.optimizer, options)
 
 
-def build(
-    experiment: Experiment,
-    device: Device,
-    reference: Reference,
-    reference_model: ModelConfig | None,
-) -> Engine:
+def engine_options(experiment: Experiment, device: Device, **others: Any) -> EngineOptions:
+    """Collect what ``run`` says of an engine; ``others`` are the fields that do not come from there."""
     run = experiment.run
-    return experiment.parallelism.build(
-        experiment.model,
-        experiment.optimizer,
-        seed=run.seed,
+    return EngineOptions(
         dtype=DTYPES[run.dtype],
         device=device,
-        reference=reference,
-        count_zeros=run.log_num_zeros,
+        seed=run.seed,
         compiled=run.compile,
         kernels=run.kernels,
+        count_zeros=run.log_num_zeros,
         timeout_s=run.hang_timeout_s,
-        adapter=experiment.adapter,
-        reference_model=reference_model,
+        **others,
     )
 
 

@@ -1,5 +1,7 @@
 """Joining and leaving the process group of a run."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
 
@@ -43,6 +45,19 @@ def join(kind: Literal["cpu", "cuda"]) -> torch.device:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
+
+
+@contextmanager
+def joined(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[torch.device]:
+    """Joins, and gives the device to build an engine on; ``outlast`` when the context is left without an
+    error."""
+    device = join(kind)
+    try:
+        yield device
+        outlast(timeout_s)
+    except BaseException:
+        leave_alone()
+        raise
 
 
 def outlast(timeout_s: float) -> None:

@@ -1,5 +1,6 @@
 """What routers add to the steps of an engine, whatever its layers are made of."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -7,7 +8,7 @@ from torch import Tensor
 from components.engines.routers import Routers, bias_change, metrics
 
 
-class RouterSteps:
+class RouterSteps(ABC):
     """The routers of this rank in one train step after another. Every rank has one."""
 
     def __init__(self, routers: Routers, *, drops: bool) -> None:
@@ -38,3 +39,11 @@ class RouterSteps:
         assert self.loads is not None, "biases follow the loads of a finished step"
         rate = self.routers.terms.bias_update_rate
         return bias_change(self.loads[layer], rate) if rate else None
+
+    @abstractmethod
+    def update_biases(self) -> None:
+        """Apply ``bias_change`` to every router of this rank."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Forget the micro-batch under way."""

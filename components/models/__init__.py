@@ -4,7 +4,7 @@ from components.models.export import export_folder
 from components.models.initialize import materialize_buffers, random_weights
 from components.models.pretrained import pretrained_weights
 from components.models.spec import ModelSpec
-from components.models.start import checkpoint_weights, start_from
+from components.models.start import checkpoint_weights
 from components.models.stream import stream_folder
 from components.models.weights import WeightSource, named_shapes, signature
 
@@ -18,6 +18,5 @@ __all__ = [
     "pretrained_weights",
     "random_weights",
     "signature",
-    "start_from",
     "stream_folder",
 ]

@@ -29,7 +29,8 @@ from components.models.further import FIELD, FurtherTokens, append_layers
 from components.models.initialize import random_weights
 from components.models.pretrained import content, pretrained_weights
 from components.models.routing import RouterTerms
-from components.models.weights import WeightSource, signature
+from components.models.start import INIT_FROM, checkpoint_content, checkpoint_weights
+from components.models.weights import WeightSource, named_shapes, signature
 from runner.errors import ConfigError
 from runner.json_types import Json
 from runner.protocols import Batch
@@ -59,6 +60,9 @@ class ModelSpec:
     """Losses of the routers, for models with experts."""
     mtp: FurtherTokens = field(default_factory=FurtherTokens)
     """Layers for multi-token prediction, in training only."""
+    initial_checkpoint: Path | None = None
+    """A whole checkpoint, whose weights are the initial ones. None means what ``init`` says. It is set from
+    ``checkpoint.init_from``."""
 
     def __post_init__(self) -> None:
         if self.path is None:
@@ -154,32 +158,30 @@ class ModelSpec:
     @property
     def drawn(self) -> bool:
         """Whether the initial weights are random ones, and so a function of the seed."""
-        return self.init == "random"
+        return self.initial_checkpoint is None and self.init == "random"
 
     @property
     def readable(self) -> bool:
         """Whether the initial weights are those that ``from_pretrained`` reads at ``path``."""
-        return self.init == "pretrained"
+        return self.initial_checkpoint is None and self.init == "pretrained"
 
     @property
     def origin(self) -> str:
         """Where the initial weights come from, in words."""
+        if self.initial_checkpoint is not None:
+            return f"{INIT_FROM}={self.initial_checkpoint}"
         at = f" of {self.path} {self.revision or ''}".rstrip() if self._reads_path else ""
         return f"model.init={self.init}{at}"
 
     def content(self) -> str:
         """A hash of what the initial weights are made of, beside the seed: the files of ``path``, or the
-        configuration of random ones."""
+        configuration of random ones, or a checkpoint."""
+        if self.initial_checkpoint is not None:
+            return checkpoint_content(self.initial_checkpoint)
         if self.init == "pretrained":
             return content(self.folder(weights=True))
         fields = self.config().to_dict() | {"transformers_version": None}
         return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
-
-    def start_from(self, checkpoint: Path) -> "ModelSpec":
-        """The same model with the weights in ``checkpoint``, a whole one, as its initial weights."""
-        from components.models.start import start_from  # here, as it is made of this class
-
-        return start_from(self, checkpoint)
 
     def signature(self, model: PreTrainedModel) -> str:
         """Two models with one signature can read each other's checkpoints."""
@@ -190,8 +192,15 @@ class ModelSpec:
         return signature(model, trained=True)
 
     def weights(self, seed: int) -> WeightSource:
-        """Initial weights by Hugging Face parameter name; ``seed`` is for ``init=random``."""
+        """Initial weights by Hugging Face parameter name; ``seed`` is for ``init=random``.
+
+        Raises:
+            ConfigError: the files or the checkpoint hold other tensors than those of this model.
+        """
         model = self.build(self.config())
+        if self.initial_checkpoint is not None:
+            shapes = named_shapes(model)
+            return checkpoint_weights(self.initial_checkpoint, shapes, INIT_FROM, without_further=model)
         if self.init == "random":
             return random_weights(model, seed)
         folder = self.folder(weights=True)

@@ -1,9 +1,8 @@
-"""A model whose initial weights are those of a checkpoint: ``checkpoint.init_from``."""
+"""Initial weights that are those of a checkpoint: ``checkpoint.init_from``."""
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -13,51 +12,18 @@ from transformers import PreTrainedModel
 from components.checkpoint.folder import read_meta
 from components.checkpoint.slices import StoredTensors
 from components.models.pretrained import beyond
-from components.models.spec import ModelSpec
-from components.models.weights import WeightSource, named_shapes
+from components.models.weights import WeightSource
 from runner.errors import ConfigError
 
-OPTION = "checkpoint.init_from"
+INIT_FROM = "checkpoint.init_from"
+"""The option that names the checkpoint."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointedModel(ModelSpec):
-    """The model that ``ModelSpec`` describes, with the weights in ``checkpoint``, a whole one."""
-
-    checkpoint: Path
-
-    @property
-    def drawn(self) -> bool:
-        return False
-
-    @property
-    def readable(self) -> bool:
-        return False
-
-    @property
-    def origin(self) -> str:
-        return f"{OPTION}={self.checkpoint}"
-
-    def content(self) -> str:
-        """Of the checksums that were taken when the checkpoint was written."""
-        files = read_meta(self.checkpoint).files
-        sums = {name: record.xxh3 for name, record in files.items() if name.endswith(".distcp")}
-        return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
-
-    def weights(self, seed: int) -> WeightSource:  # noqa: ARG002
-        """Each part is read when it is asked for, whatever layout wrote it.
-
-        Raises:
-            ConfigError: the checkpoint holds other tensors than those of this model.
-        """
-        model = self.build(self.config())
-        return checkpoint_weights(self.checkpoint, named_shapes(model), OPTION, without_further=model)
-
-
-def start_from(model: ModelSpec, checkpoint: Path) -> CheckpointedModel:
-    return CheckpointedModel(
-        **{field.name: getattr(model, field.name) for field in fields(ModelSpec)}, checkpoint=checkpoint
-    )
+def checkpoint_content(folder: Path) -> str:
+    """Hash the checksums that were taken when the checkpoint ``folder`` was written."""
+    files = read_meta(folder).files
+    sums = {name: record.xxh3 for name, record in files.items() if name.endswith(".distcp")}
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
 def checkpoint_weights(

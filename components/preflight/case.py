@@ -17,7 +17,7 @@ from components.preflight.engine_layouts import EngineLayout, memory
 from runner.config_contracts import Prepared
 from runner.estimates import RankMemory, TrainStep, Workload
 from runner.json_types import Config
-from runner.protocols import Kernels, Loss, Reference
+from runner.protocols import EngineOptions, Kernels, Loss, Reference
 
 TOLERANCE = 0.15
 
@@ -101,16 +101,14 @@ class Case:
         """Raises ConfigError where the layout, the batch and the model do not go together."""
         check_shared_prompt(self.shares_prompts, self.layout)
         check_batch(self.data.global_batch_size, self.micro_batch_size, self.data_size)
-        self.layout.check(
-            self.model,
-            self.optimizer,
-            world_size=self.world_size,
-            dtype=self.dtype,
-            device=self.device.kind,
+        options = EngineOptions(
+            self.dtype,
+            self.device.kind,
+            adapter=self.adapter,
             compiled=self.compiled,
             kernels=self.kernels,
-            adapter=self.adapter,
         )
+        self.layout.check(self.model, self.optimizer, options, world_size=self.world_size)
         if self.adapter is not None:
             self.adapter.check(self.model)
 

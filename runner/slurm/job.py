@@ -47,7 +47,7 @@ class SlurmJob:
         """
         from components import preflight
         from runner.build import build_experiment
-        from runner.train import DTYPES
+        from runner.train import Device, engine_options
 
         experiment = build_experiment(self.config, self.where)
         run, layout = experiment.run, experiment.parallelism
@@ -62,16 +62,9 @@ class SlurmJob:
         model = experiment.model.meta_model
         if experiment.adapter is not None:
             experiment.adapter.check(model)
-        layout.check(
-            model,
-            experiment.optimizer,
-            world_size=world_size,
-            dtype=DTYPES[run.dtype],
-            device="cuda" if gpus and run.device != "cpu" else "cpu",
-            compiled=run.compile,
-            kernels=run.kernels,
-            adapter=experiment.adapter,
-        )
+        device: Device = "cuda" if gpus and run.device != "cpu" else "cpu"
+        options = engine_options(experiment, device, adapter=experiment.adapter)
+        layout.check(model, experiment.optimizer, options, world_size=world_size)
 
     def __call__(self) -> NoReturn:
         """Ends the process, without the teardown that peers can hold up (see ``runner.worker.main``)."""

@@ -20,7 +20,7 @@ from components.models.experts import one_by_one
 from components.models.further import FurtherTokens
 from components.models.pretrained import persistent_buffers
 from components.optimizers import AdamW, Optimizer
-from runner.protocols import IGNORE, Batch, Engine, Loss, Reference, StepResult
+from runner.protocols import IGNORE, Batch, Engine, EngineOptions, Loss, Reference, StepResult
 from tests.distributed.gradients import capture
 
 LENGTHS = (5, 17, 9, 30, 12, 3, 24, 8)
@@ -219,13 +219,14 @@ def make_engine(
     return (on or fsdp2()).build(
         replace(spec(family), freeze=freeze, mtp=FurtherTokens(mtp_layers)),
         optimizer or AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=max_grad_norm),
-        seed=0,
-        dtype=dtype,
-        device="cpu",
-        reference=reference,
-        count_zeros=count_zeros,
-        compiled=compiled,
-        adapter=adapter,
+        EngineOptions(
+            dtype=dtype,
+            device="cpu",
+            reference=reference,
+            count_zeros=count_zeros,
+            compiled=compiled,
+            adapter=adapter,
+        ),
     )
 
 
@@ -239,8 +240,7 @@ def share(engine: Engine, layout: str, micro_batch: int, seed: int = 0) -> list[
 def step(
     engine: Engine, batches: Sequence[Batch], loss: Loss, lr: float = 1e-3, max_loss: float = math.inf
 ) -> StepResult:
-    counts = [loss.counts(batch) | engine.counts(batch) for batch in batches]
-    engine.begin_train_step({name: sum(c[name] for c in counts) for name in counts[0]})
+    engine.begin_train_step(batches, loss)
     engine.train_microbatches(batches, loss, last=True)
     return engine.finish_train_step(lr, max_loss=max_loss)
 

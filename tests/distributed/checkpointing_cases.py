@@ -12,7 +12,7 @@ from components.engines.fsdp2.mesh import stored, whole
 from components.losses import NextToken
 from components.models import ModelSpec
 from components.optimizers import AdamW
-from runner.protocols import Batch, StepResult
+from runner.protocols import Batch, EngineOptions, StepResult
 from tests.distributed.cases import COMMON, SHAPES, next_token, share, step
 
 
@@ -33,11 +33,7 @@ def build(on: FSDP2, dropout: float, dtype: torch.dtype) -> FSDP2Engine:
     return on.build(
         ModelSpec(architecture=architecture),
         AdamW(lr=1e-3, weight_decay=0.1),
-        seed=0,
-        dtype=dtype,
-        device="cpu",
-        reference="none",
-        count_zeros=False,
+        EngineOptions(dtype=dtype, device="cpu"),
     )
 
 
@@ -45,14 +41,14 @@ def two_steps(on: FSDP2, layout: str, dropout: float, dtype: torch.dtype) -> Out
     engine, loss = build(on, dropout, dtype), next_token()
     saved = saved_bytes(engine, share(engine, layout, 4)[0], loss)
     gradients: dict[str, Tensor] = {}
-    update = engine._update
+    update = engine.apply_update
 
     def capture(*args: Any) -> None:
         if not gradients:
             gradients.update({name: whole(p.grad).clone() for name, p in engine.weights.items()})
         update(*args)
 
-    engine._update = capture  # type: ignore[method-assign]
+    engine.apply_update = capture  # type: ignore[method-assign]
     results = [step(engine, share(engine, layout, 4, seed), loss) for seed in range(2)]
     weights = {name: whole(p.detach()).clone() for name, p in engine.weights.items()}
     engine.close()
@@ -71,7 +67,7 @@ def saved_bytes(engine: FSDP2Engine, batch: Batch, loss: NextToken) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    engine.begin_train_step(None)
+    engine.begin_train_step()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         engine.train_microbatches([batch], loss)
     engine.abort_train_step()

@@ -110,7 +110,7 @@ def words_where_memory_ends(on: Layout, calls: int) -> tuple[list[str], int]:
     for train in (True, False):
         try:
             if train:
-                engine.begin_train_step(None)
+                engine.begin_train_step()
                 engine.train_microbatches(batches, failing(OutOfMemory, calls), last=True)
             else:
                 engine.evaluate([batches], evaluation)
@@ -126,7 +126,7 @@ def two_steps_and_an_error(on: Layout) -> tuple[bool, StepResult, dict[str, Tens
     engine, loss = make_engine(on=on), next_token()
     step(engine, share(engine, "packed", 2), loss)
     before, second = snapshot(engine), share(engine, "packed", 2, seed=1)
-    engine.begin_train_step(None)
+    engine.begin_train_step()
     try:
         engine.train_microbatches(second, failing(FailsAt), last=True)
     except RuntimeError:
@@ -143,7 +143,7 @@ def two_steps_and_an_abort(on: Layout) -> tuple[bool, StepResult, dict[str, Tens
     engine, loss = make_engine(on=on), next_token()
     step(engine, share(engine, "packed", 2), loss)
     before, second = snapshot(engine), share(engine, "packed", 2, seed=1)
-    engine.begin_train_step(None)
+    engine.begin_train_step()
     engine.train_microbatches(second, loss, last=True)
     engine.abort_train_step()
     unchanged = identical(before, snapshot(engine))
@@ -184,7 +184,7 @@ def streamed(on: Layout, calls: bool) -> StepResult:
     if not calls:
         result = step(engine, batches, loss)
     else:
-        engine.begin_train_step(None)
+        engine.begin_train_step()
         for batch in batches:
             engine.train_microbatches([batch], loss)
         result = engine.finish_train_step(1e-3)
@@ -243,13 +243,13 @@ def logps_around_an_update(on: Layout) -> tuple[Tensor, Tensor]:
     answers = []
     engine, loss = make_engine(on=on), next_token()
     batches = share(engine, "packed", 4)
-    engine.begin_train_step(None)
+    engine.begin_train_step()
     engine.train_microbatches(batches, loss)
     engine.logps(batches)
     engine.finish_train_step(1e-2)
     answers.append(engine.logps(batches)[0])
     # A backward gathers afresh whatever was left gathered.
-    engine.begin_train_step(None)
+    engine.begin_train_step()
     engine.train_microbatches(batches, loss)
     engine.abort_train_step()
     answers.append(engine.logps(batches)[0])
@@ -270,9 +270,9 @@ def call_out_of_order(on: Layout) -> None:
         engine.finish_train_step(1e-3)
     with pytest.raises(AssertionError, match="outside"):
         engine.train_microbatches(share(engine, "packed", 8), next_token())
-    engine.begin_train_step(None)
+    engine.begin_train_step()
     with pytest.raises(AssertionError, match="neither finished nor aborted"):
-        engine.begin_train_step(None)
+        engine.begin_train_step()
     engine.abort_train_step()
     engine.close()
 

@@ -14,8 +14,7 @@ from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.models.routing import RouterTerms
 from components.optimizers import AdamW
-from runner.loop import total_counts
-from runner.protocols import Batch, StepResult
+from runner.protocols import Batch, EngineOptions, StepResult
 from tests.distributed.cases import LENGTHS, Step, next_token, share, spec
 from tests.distributed.gradients import capture
 
@@ -46,11 +45,7 @@ def make(work: Work, on: FSDP2 | Megatron) -> Any:
     return on.build(
         replace(spec(work.family), moe=work.terms),
         AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=1.0),
-        seed=0,
-        device="cpu",
-        dtype=torch.float32,
-        reference="none",
-        count_zeros=False,
+        EngineOptions(device="cpu", dtype=torch.float32),
     )
 
 
@@ -98,10 +93,10 @@ def other_passes(on: FSDP2, work: Work) -> OtherPasses:
     engine, batches = begin()
     evaluated = engine.evaluate([batches], loss)["loss"]
     engine.logps(batches)
-    engine.begin_train_step(total_counts(loss, engine, batches))
+    engine.begin_train_step(batches, loss)
     engine.train_microbatches(batches[:1], loss)
     engine.abort_train_step()
-    engine.begin_train_step(total_counts(loss, engine, batches))
+    engine.begin_train_step(batches, loss)
     engine.train_microbatches(batches[:1], loss)
     engine.evaluate([batches], loss)
     engine.logps(batches)
@@ -120,7 +115,7 @@ def other_passes(on: FSDP2, work: Work) -> OtherPasses:
 
 def one_step(engine: Any, work: Work, seed: int) -> StepResult:
     loss, batches = next_token(), share(engine, work.layout, work.micro_batch, seed)
-    engine.begin_train_step(total_counts(loss, engine, batches))
+    engine.begin_train_step(batches, loss)
     engine.train_microbatches(batches, loss, last=True)
     result: StepResult = engine.finish_train_step(1e-3)
     return result

@@ -17,7 +17,7 @@ from components.models.experts import one_by_one
 from components.models.further import FurtherTokens
 from components.models.routing import RouterTerms
 from components.optimizers import AdamW
-from runner.protocols import IGNORE
+from runner.protocols import IGNORE, EngineOptions
 from tests.distributed.cases import (
     Step,
     make_engine,
@@ -179,13 +179,13 @@ def megatrons_own(family: str) -> tuple[dict[str, Tensor], dict[str, Tensor], fl
     main.backward()
     expected = {name: p.grad.clone() for name, p in theirs.named_parameters()}
     found: dict[str, Tensor] = {}
-    drop = engine._drop_gradients
+    drop = engine.zero_grad
 
     def look_first() -> None:
         found.update({name: p.main_grad.clone() for name, p in ours.named_parameters()})
         drop()
 
-    engine._drop_gradients = look_first
+    engine.zero_grad = look_first
     result = step(engine, [batch], next_token())
     engine.close()
     depths = sum(result.metrics[f"mtp_{depth + 1}"] for depth in range(DEPTHS))
@@ -225,8 +225,7 @@ def routed(on: FSDP2 | Megatron) -> dict[str, float]:
     """Losses and metrics of the second of two steps with every term that routers have."""
     terms = RouterTerms("sequence", 0.1, z_loss_coef=0.01, bias_update_rate=0.1)
     described: Any = replace(spec("deepseek"), mtp=FurtherTokens(DEPTHS), moe=terms)
-    options: dict[str, Any] = {"reference": "none", "count_zeros": False}
-    engine: Any = on.build(described, AdamW(lr=1e-3), seed=0, dtype=torch.float32, device="cpu", **options)
+    engine: Any = on.build(described, AdamW(lr=1e-3), EngineOptions(torch.float32, "cpu"))
     first, second = (step(engine, share(engine, "packed", 2, seed), next_token()) for seed in (0, 1))
     engine.close()
     return {"first": first.loss, "second": second.loss, "norm": second.grad_norm, **second.metrics}

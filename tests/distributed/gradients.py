@@ -15,13 +15,13 @@ def capture(engine: Any) -> dict[str, Tensor]:
     Every rank of the engine calls it, and every rank gets all gradients.
     """
     found: dict[str, Tensor] = {}
-    drop = engine._drop_gradients
+    drop = engine.zero_grad
 
     def look_first() -> None:
         found.update(gradients(engine))
         drop()
 
-    engine._drop_gradients = look_first
+    engine.zero_grad = look_first
     return found
 
 

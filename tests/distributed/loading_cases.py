@@ -12,6 +12,7 @@ from components.engines.fsdp2.engine import FSDP2Engine
 from components.engines.fsdp2.mesh import stored
 from components.models import ModelSpec
 from components.optimizers import SGD
+from runner.protocols import EngineOptions
 from tests.distributed.cases import fsdp2, spec
 
 
@@ -56,9 +57,5 @@ def start(model: ModelSpec, dp: int) -> FSDP2Engine:
     return fsdp2(dp).build(
         model,
         SGD(momentum=0.0),
-        seed=0,
-        dtype=torch.float32,
-        device="cpu",
-        reference="none",
-        count_zeros=False,
+        EngineOptions(dtype=torch.float32, device="cpu"),
     )

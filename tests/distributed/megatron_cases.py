@@ -12,6 +12,7 @@ from components.engines.fsdp2.mesh import stored
 from components.engines.megatron import Megatron
 from components.models import ModelSpec
 from components.optimizers import AdamW
+from runner.protocols import EngineOptions
 from tests.distributed.cases import COMMON, SHAPES, Step, make_engine, next_token, share, step
 from tests.distributed.gradients import capture
 
@@ -31,11 +32,7 @@ def odd_vocabulary(on: FSDP2 | Megatron) -> tuple[float, float, int | None]:
     engine = on.build(
         odd,
         AdamW(lr=1e-3, max_grad_norm=None),
-        seed=0,
-        dtype=torch.float32,
-        device="cpu",
-        reference="none",
-        count_zeros=True,
+        EngineOptions(dtype=torch.float32, device="cpu", count_zeros=True),
     )
     for _ in range(2):
         result = step(engine, share(engine, "packed", 2), next_token())
@@ -55,7 +52,7 @@ def buckets_under_way(on: Megatron) -> list[int]:
     engine, loss = make_engine(on=on), next_token()
     begun = []
     for _ in range(2):
-        engine.begin_train_step(None)
+        engine.begin_train_step()
         engine.train_microbatches(share(engine, "packed", 2), loss, last=True)
         begun.append(sum(group.grad_reduce_handle is not None for group in engine._bucket_groups()))
         engine.finish_train_step(1e-3)

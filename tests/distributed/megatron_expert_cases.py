@@ -74,8 +74,7 @@ def aborted(on: Megatron, work: Work) -> list[float]:
     engine, loss = make(work, on), next_token()
     first = one_step(engine, work, 0)
     batches = share(engine, work.layout, work.micro_batch)
-    counts = [loss.counts(batch) | engine.counts(batch) for batch in batches]
-    engine.begin_train_step({name: sum(c[name] for c in counts) for name in counts[0]})
+    engine.begin_train_step(batches, loss)
     engine.train_microbatches(batches[:1], loss)
     engine.abort_train_step()
     second = one_step(engine, work, 1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from components.engines.megatron import Megatron
 from components.models import ModelSpec
 from components.optimizers import AdamW
-from runner.protocols import IGNORE, TokenStats
+from runner.protocols import IGNORE, EngineOptions, TokenStats
 from tests.distributed.cases import COMMON, SHAPES, next_token, share
 from tests.distributed.gradients import capture, gradients
 
@@ -22,11 +22,7 @@ def build(on: Megatron) -> Any:
     return on.build(
         TIED,
         AdamW(lr=1e-3, max_grad_norm=None),
-        seed=0,
-        dtype=torch.float32,
-        device="cpu",
-        reference="none",
-        count_zeros=False,
+        EngineOptions(dtype=torch.float32, device="cpu"),
     )
 
 
@@ -38,10 +34,10 @@ def split_step(on: Megatron, last: bool) -> dict[str, Tensor]:
     engine, loss = build(on), next_token()
     batches, found = share(engine, "packed", MICRO_BATCH), capture(engine)
     half = len(batches) // 2
-    engine.begin_train_step(None)
+    engine.begin_train_step()
     engine.train_microbatches(batches[half:], loss, last=True)
     engine.finish_train_step(lr=0.0)
-    engine.begin_train_step(None)
+    engine.begin_train_step()
     engine.train_microbatches(batches[:half], loss)
     engine.train_microbatches(batches[half:], loss, last=last)
     engine.finish_train_step(lr=0.0)
@@ -56,13 +52,13 @@ def own_step(on: Megatron) -> dict[str, Tensor]:
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from components.engines.megatron.runtime.schedule import make_items
+    from components.engines.megatron.runtime.schedule import Pass, make_items
 
     engine = build(on)
     set_hooks(engine.chunks, engine.config, on)
-    items = make_items(share(engine, "packed", MICRO_BATCH), on, engine.device, None)
+    items = make_items(share(engine, "packed", MICRO_BATCH), on, engine.device, Pass())
     for _ in range(2):
-        engine._drop_gradients()
+        engine.zero_grad()
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(items) for _ in engine.chunks],

@@ -91,15 +91,12 @@ def gathered_moments(sizes: Sizes, spec: ModelSpec) -> dict[str, Tensor]:
 def fsdp2_engine(spec: ModelSpec) -> Any:
     from components.engines.fsdp2 import FSDP2
     from components.optimizers import AdamW
+    from runner.protocols import EngineOptions
 
     return FSDP2(dp=4, default_dp=1, reshard_after_forward=True).build(
         spec,
         AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=None),
-        seed=0,
-        dtype=torch.float32,
-        device="cpu",
-        reference="none",
-        count_zeros=False,
+        EngineOptions(dtype=torch.float32, device="cpu"),
     )
 
 

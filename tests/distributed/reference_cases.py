@@ -13,7 +13,7 @@ from components.engines.megatron import Megatron
 from components.models import ModelSpec
 from components.optimizers import AdamW
 from components.precompute import precompute
-from runner.protocols import IGNORE
+from runner.protocols import IGNORE, EngineOptions
 from tests.distributed.cases import make_engine, next_token, plain_model, sequences, share, spec, step
 from tests.pairs import make_pairs, plan_pairs
 
@@ -31,12 +31,12 @@ def other_model(on: FSDP2 | Megatron, path: Path) -> dict[int, Tensor] | None:
     engine = on.build(
         spec("qwen3"),
         AdamW(lr=1e-2),
-        seed=0,
-        dtype=torch.float32,
-        device="cpu",
-        reference="frozen",
-        reference_model=ModelSpec(path=str(path), init="pretrained"),
-        count_zeros=False,
+        EngineOptions(
+            dtype=torch.float32,
+            device="cpu",
+            reference="frozen",
+            reference_model=ModelSpec(path=str(path), init="pretrained"),
+        ),
     )
     batches = share(engine, "packed", 2)
     step(engine, batches, next_token(), lr=1e-2)

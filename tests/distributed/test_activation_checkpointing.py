@@ -9,6 +9,7 @@ from torch import Tensor
 from components.engines.fsdp2 import FSDP2
 from components.optimizers import AdamW
 from runner.errors import ConfigError
+from runner.protocols import EngineOptions
 from tests.distributed.cases import fsdp2, spec
 from tests.distributed.checkpointing_cases import Outcome, two_steps
 from tests.ranks import Ranks
@@ -69,7 +70,7 @@ def test_nothing_changes_on_two_ranks(two: Ranks, sizes: dict[str, int], dtype: 
 def test_a_model_without_blocks_is_refused() -> None:
     layout = fsdp2()
     model = spec("qwen3").build(spec("qwen3").config())
-    layout.check(model, AdamW(), world_size=1, dtype=torch.float32, device="cpu")
+    layout.check(model, AdamW(), EngineOptions(torch.float32, "cpu"), world_size=1)
     model._no_split_modules = None
     with pytest.raises(ConfigError, match="names no decoder block"):
-        layout.check(model, AdamW(), world_size=1, dtype=torch.float32, device="cpu")
+        layout.check(model, AdamW(), EngineOptions(torch.float32, "cpu"), world_size=1)

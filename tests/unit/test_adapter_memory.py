@@ -16,7 +16,7 @@ from components.engines.fsdp2 import FSDP2
 from components.losses import DPO
 from components.models import ModelSpec
 from components.optimizers import AdamW
-from runner.protocols import IGNORE, Batch
+from runner.protocols import IGNORE, Batch, EngineOptions
 
 import peft
 torch.set_num_threads(1)
@@ -38,15 +38,20 @@ def batch(rows=4, length=64):
 
 def step(engine, loss):
     batches = loss.prepare([batch()], engine)
-    engine.begin_train_step(loss.counts(batches[0]))
+    engine.begin_train_step(batches, loss)
     engine.train_microbatches(batches, loss, last=True)
     engine.finish_train_step(1e-3)
 
 def build(spec):
     return FSDP2(dp=1, default_dp=1, reshard_after_forward=True).build(
-        spec, AdamW(), seed=0, dtype=torch.float32, device="cpu", count_zeros=False,
-        reference="adapter_off" if adapted else "frozen",
-        adapter=LoRA(r=16, alpha=32.0, target_modules="all-linear") if adapted else None,
+        spec,
+        AdamW(),
+        EngineOptions(
+            torch.float32,
+            "cpu",
+            reference="adapter_off" if adapted else "frozen",
+            adapter=LoRA(r=16, alpha=32.0, target_modules="all-linear") if adapted else None,
+        ),
     )
 
 small = dict(node["architecture"], hidden_size=32, intermediate_size=32, num_hidden_layers=1)

@@ -15,6 +15,7 @@ from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.mesh import part, stored
 from components.optimizers import AdamW
 from runner.errors import ConfigError
+from runner.protocols import EngineOptions
 from tests.distributed.cases import fsdp2, make_engine, spec
 
 
@@ -67,19 +68,19 @@ def test_a_model_without_a_plan_is_refused_under_tp_alone(kind: str) -> None:
     if kind == "llama":
         with torch.device("meta"):
             model = OfOurOwn(model.config)
-    options = {"world_size": 2, "dtype": torch.float32, "device": "cpu"}
+    options = EngineOptions(torch.float32, "cpu")
     message = rf"parallelism\.tp: {kind} \(.*, deepseek_v3; use parallelism=fsdp2 or parallelism=hsdp"
     with pytest.raises(ConfigError, match=message):
-        fsdp2(tp=2).check(model, AdamW(), **options)
-    fsdp2(cp=2).check(model, AdamW(), **options)
+        fsdp2(tp=2).check(model, AdamW(), options, world_size=2)
+    fsdp2(cp=2).check(model, AdamW(), options, world_size=2)
 
 
 def test_a_vocabulary_that_nothing_divides_is_refused() -> None:
     """161 rows by two, 32 columns by three."""
     model = spec("uneven").build(spec("uneven").config())
-    options = {"dtype": torch.float32, "device": "cpu"}
+    options = EngineOptions(torch.float32, "cpu")
     message = r"parallelism\.dp: tp = 2 .* vocab_size = 161 .* 32 columns .* 3 ranks .* let these be 2 or 4"
     with pytest.raises(ConfigError, match=message):
-        fsdp2(3, tp=2).check(model, AdamW(), world_size=6, **options)
-    fsdp2(4, tp=2).check(model, AdamW(), world_size=8, **options)
-    fsdp2(3).check(model, AdamW(), world_size=3, **options)
+        fsdp2(3, tp=2).check(model, AdamW(), options, world_size=6)
+    fsdp2(4, tp=2).check(model, AdamW(), options, world_size=8)
+    fsdp2(3).check(model, AdamW(), options, world_size=3)

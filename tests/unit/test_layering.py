@@ -116,13 +116,15 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from runner.build import build_experiment
 from runner.cli import config_dir
+from runner.protocols import EngineOptions
 from runner.provenance import Provenance
 layout = ["parallelism=tp2pp2", "parallelism.pipeline_layout=Et*2|t*2L"]
 with initialize_config_dir(config_dir(), version_base="1.3"):
     config = compose("config", [*layout, "run.name=x", "adapter=lora"])
 experiment = build_experiment(OmegaConf.to_container(config, resolve=True), Provenance())
 model = experiment.model.build(experiment.model.config())
-experiment.parallelism.check(model, experiment.optimizer, world_size=1, dtype=torch.float32, device="cpu")
+options = EngineOptions(torch.float32, "cpu")
+experiment.parallelism.check(model, experiment.optimizer, options, world_size=1)
 experiment.adapter.check(model)
 sys.exit("megatron" in sys.modules or "peft" in sys.modules)
 """

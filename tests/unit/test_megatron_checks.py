@@ -16,6 +16,7 @@ from components.engines.megatron.stages import check_stages, parse
 from components.models import ModelSpec
 from components.optimizers import SGD, AdamW, Optimizer
 from runner.errors import ConfigError
+from runner.protocols import EngineOptions
 
 SHAPE = {
     "model_type": "llama",
@@ -46,8 +47,8 @@ def check(
     """What the parent process checks of ``parallelism=megatron`` with ``sizes``."""
     spec = ModelSpec(architecture=SHAPE | (shape or {}), freeze=freeze)
     model = spec.build(spec.config())
-    run: dict[str, Any] = {"world_size": ranks, "dtype": dtype, "device": device, "adapter": adapter}
-    Megatron(**sizes).check(model, optimizer or AdamW(), **run)
+    options = EngineOptions(dtype, device, adapter=adapter)
+    Megatron(**sizes).check(model, optimizer or AdamW(), options, world_size=ranks)
 
 
 @pytest.fixture(autouse=True)
@@ -293,7 +294,7 @@ def test_another_model_of_the_same_type_is_refused() -> None:
     with torch.device("meta"):
         own = OwnLlama(spec.config())
     with pytest.raises(ConfigError, match="OwnLlama"):
-        Megatron().check(own, AdamW(), world_size=1, dtype=torch.float32, device="cpu")
+        Megatron().check(own, AdamW(), EngineOptions(torch.float32, "cpu"), world_size=1)
 
 
 def test_a_parameter_without_a_place_is_refused_by_name() -> None:
@@ -301,7 +302,7 @@ def test_a_parameter_without_a_place_is_refused_by_name() -> None:
     model = spec.build(spec.config())
     model.model.layers[1].mlp.scale = torch.nn.Parameter(torch.ones(1))
     with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.scale"):
-        Megatron().check(model, AdamW(), world_size=1, dtype=torch.float32, device="cpu")
+        Megatron().check(model, AdamW(), EngineOptions(torch.float32, "cpu"), world_size=1)
 
 
 # ---- transformer-engine

@@ -1,8 +1,8 @@
 """The FSDP2 engine: sharded weights, one reduction a step, sums divided once."""
 
 import gc
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from components.adapters import LoRA, export_adapter
+from components.adapters import export_adapter
 from components.engines import bins, process_group
 from components.engines.fsdp2 import state
 from components.engines.fsdp2.adapter import without_adapter
-from components.engines.fsdp2.context import Context
 from components.engines.fsdp2.experts import bias_buffers, grouped_experts
 from components.engines.fsdp2.iteration import discard_iteration, fsdp_modules, release
 from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.mesh import (
-    CONTEXT,
     REPLICATE,
     SHARD,
     described,
@@ -32,15 +30,16 @@ from components.engines.fsdp2.mesh import (
 from components.engines.fsdp2.parallelize import Scorer, build_scorer
 from components.engines.further import with_further
 from components.engines.norm import global_norm
-from components.engines.sums import Sums, add_up, largest, reduce_counts
+from components.engines.shared.train_step import TrainStepEngine
+from components.engines.sums import Sums
 from components.memory import naming_microbatch
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
 from components.optimizers import Optimizer, torch_optimizer
-from runner.protocols import Batch, Kernels, Loss, Reference, StepResult, TokenStats
+from runner.protocols import Batch, EngineOptions, Loss, TokenStats
 
 
-class FSDP2Engine:
+class FSDP2Engine(TrainStepEngine):
     """Implements ``runner.protocols.Engine`` over ``torch.distributed.fsdp.fully_shard``.
 
     Every rank builds it together, inside a process group. Weights come from ``model`` by their Hugging Face
@@ -54,43 +53,24 @@ class FSDP2Engine:
         model: ModelSpec,
         optimizer: Optimizer,
         layout: FSDP2Layout,
-        *,
-        seed: int,
-        dtype: torch.dtype,
+        options: EngineOptions,
         device: torch.device,
-        reference: Reference = "none",
-        reference_model: ModelSpec | None = None,
-        count_zeros: bool = False,
-        compiled: bool = False,
-        kernels: Kernels = "auto",
-        adapter: LoRA | None = None,
     ) -> None:
-        self.device, self.dtype, self.spec, self.count_zeros = device, dtype, model, count_zeros
+        self.device, self.spec, self.options = device, model, options
         self.mesh = make_mesh(device, dp_replicate=layout.dp_replicate, cp=layout.cp, tp=layout.tp)
         data = self.mesh[REPLICATE, SHARD]._flatten("dp")
         world = dist.group.WORLD
         assert world is not None
         self.world, self.group = world, data.get_group()
         self.data_rank, self.data_size = data.get_local_rank(), data.size()
-        weights = model.weights(seed)
-        context = Context(self.mesh.get_group(CONTEXT))
-        self.compiled, self.adapter, self.reference_kind = compiled, adapter, reference
-        options: dict[str, Any] = {
-            "seed": seed,
-            "context": context,
-            "dtype": dtype,
-            "device": device,
-            "compiled": compiled,
-            "kernels": kernels,
-        }
-        self.scorer = build_scorer(
-            model, weights, self.mesh, layout, trainable=True, adapter=adapter, **options
-        )
+        weights, adapter = model.weights(options.seed), options.adapter
+        self.scorer = build_scorer(model, weights, self.mesh, layout, options, device, trainable=True)
         self.reference: Scorer | None = None
-        if reference == "frozen":
-            if reference_model is not None:
-                model, weights = reference_model, reference_model.weights(seed)
-            self.reference = build_scorer(model, weights, self.mesh, layout, trainable=False, **options)
+        if options.reference == "frozen":
+            if options.reference_model is not None:
+                model = options.reference_model
+                weights = model.weights(options.seed)
+            self.reference = build_scorer(model, weights, self.mesh, layout, options, device, trainable=False)
         self.max_grad_norm, self.moments = optimizer.max_grad_norm, optimizer.moments
         # The shards, once: while a module is gathered it shows its whole parameters instead.
         self.named_weights = list(self.scorer.named_weights())
@@ -101,23 +81,12 @@ class FSDP2Engine:
         # Of a model that an adapter is trained for, they stay what they are.
         self.biases = bias_buffers(self.scorer.lm) if adapter is None else {}
         self.optimizer = torch_optimizer(optimizer, list(self.weights.items()))
-        self.sums: Sums | None = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         # Dropout: every rank draws its own stream from here on.
-        torch.manual_seed(seed + dist.get_rank())
+        torch.manual_seed(options.seed + dist.get_rank())
 
     # ---- the train step
-
-    def counts(self, batch: Batch) -> dict[str, int]:
-        return self.spec.counts(batch)
-
-    def begin_train_step(self, counts: Mapping[str, int] | None = None) -> None:
-        assert self.sums is None, "begin_train_step: the step before was neither finished nor aborted"
-        total = None if counts is None else reduce_counts(counts, self.group, self.device)
-        self.sums = Sums(total, main_apart=self.spec.adds_terms)
-        if self.routing is not None:
-            self.routing.begin(total)
 
     def train_microbatches(
         self,
@@ -144,43 +113,42 @@ class FSDP2Engine:
                 self.sums.objective(output).backward()
                 self.sums.add(output, counts)
 
-    def finish_train_step(self, lr: float, *, max_loss: float = math.inf) -> StepResult:
-        assert self.sums is not None, "finish_train_step without begin_train_step"
-        means, n_main = self.sums.reduce(self.group, self.device)
-        whole_grads = [p.grad for p in self.weights.values() if p.grad is not None]
-        grads = [stored(g) for g in whole_grads]
-        torch._foreach_div_(grads, max(n_main, 1))
-        counted = [stored(g) for g in whole_grads if primary(g)]
-        total_norm = global_norm(counted, self.world, self.device)
-        grad_norm, loss = total_norm.item(), means.pop("loss")
-        zeros = self._count_zeros(counted) if self.count_zeros else None
-        if self.routing is not None:
-            loss, added = self.routing.finish(loss)
-            means |= added
-        if max_loss < math.inf:  # a last bit must not have groups of ranks decide differently
-            loss = self.max_over_ranks(loss)
-        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm) and loss <= max_loss)
-        if not skipped:
-            self._update(grads, total_norm, lr)
-            if self.routing is not None:
-                self.routing.update_biases()
-        self._drop_gradients()
-        self.sums = None
-        return StepResult(loss, grad_norm, skipped, means, zeros)
+    def reduce_gradients(self) -> None:
+        """The last micro-batch of every call has reduced them."""
 
-    def abort_train_step(self) -> None:
-        self.sums = None
-        if self.routing is not None:
-            self.routing.abort()
+    def divide_gradients(self, count: int) -> None:
+        torch._foreach_div_([stored(g) for g in self._gradients()], count)
+
+    def grad_norm(self) -> float:
+        return global_norm(self._counted(), self.world, self.device).item()
+
+    def count_zeros(self) -> int:
+        zeros = sum((g == 0).sum() for g in self._counted())
+        total = torch.as_tensor(zeros, dtype=torch.int64, device=self.device)
+        dist.all_reduce(total, group=self.world)
+        return int(total.item())
+
+    def apply_update(self, lr: float, grad_norm: float) -> None:
+        grads = [stored(g) for g in self._gradients()]
+        if self.max_grad_norm and grads:
+            # Not by torch's own function: experts may lie on another mesh than what is around them.
+            torch._foreach_mul_(grads, min(self.max_grad_norm / (grad_norm + 1e-6), 1.0))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def cancel_backward(self) -> None:
         discard_iteration(self.scorer)
-        self._drop_gradients()
 
     # ---- without gradient
 
     @torch.no_grad()
     def logps(self, microbatches: Sequence[Batch], *, reference: bool = False) -> list[Tensor]:
         if reference and self.reference is None:
-            assert self.reference_kind == "adapter_off", "the engine was built without a reference model"
+            assert self.options.reference == "adapter_off", "the engine was built without a reference model"
             with without_adapter(self.scorer):
                 return self._logps(self.scorer, microbatches)
         return self._logps(self.reference if reference and self.reference else self.scorer, microbatches)
@@ -193,27 +161,22 @@ class FSDP2Engine:
         release(model)
         return logps
 
-    def sum_over_data(self, values: Sequence[float]) -> list[float]:
-        return add_up(values, self.group, self.device)
-
-    max_over_ranks = staticmethod(largest)
-
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
-        sums = Sums()
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
         self.scorer.eval()
-        for microbatches in batches:
-            prepared = loss.prepare(microbatches, self)
-            with naming_microbatch(prepared) as begin:
-                for index, here in enumerate(prepared):
-                    begin(index)
-                    batch = here.to(self.device)
-                    stats, _ = self._stats(self.scorer, batch, loss)
-                    sums.add(loss(stats, batch), loss.counts(here))
-        self.scorer.train()
+        try:
+            yield
+        finally:
+            self.scorer.train()
         release(self.scorer)
-        means, _ = sums.reduce(self.group, self.device)
-        return means
+
+    def evaluate_microbatches(self, microbatches: Sequence[Batch], loss: Loss, sums: Sums) -> None:
+        with naming_microbatch(microbatches) as begin:
+            for index, here in enumerate(microbatches):
+                begin(index)
+                batch = here.to(self.device)
+                stats, _ = self._stats(self.scorer, batch, loss)
+                sums.add(loss(stats, batch), loss.counts(here))
 
     # ---- state
 
@@ -236,14 +199,12 @@ class FSDP2Engine:
             if dist.get_rank() == 0:
                 yield from self.biases.items()
 
-        if self.adapter is not None:
-            export_adapter(self.adapter, self.spec, gathered(), path)
+        if self.options.adapter is not None:
+            export_adapter(self.options.adapter, self.spec, gathered(), path)
             return
-        converted = ((name, t.to(stored_dtype(name, self.dtype))) for name, t in gathered())
-        export_folder(self.spec, converted, path, self.dtype)
-
-    def barrier(self) -> None:
-        dist.barrier()
+        dtype = self.options.dtype
+        converted = ((name, t.to(stored_dtype(name, dtype))) for name, t in gathered())
+        export_folder(self.spec, converted, path, dtype)
 
     def describe(self) -> dict[str, Any]:
         experts = next(iter(grouped_experts(self.scorer.lm).values()), None)
@@ -251,9 +212,9 @@ class FSDP2Engine:
         return {
             "engine": "fsdp2",
             "device": str(self.device),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": str(self.options.dtype).removeprefix("torch."),
             "kernels": self.scorer.kernels,
-            "compiled": self.compiled,
+            "compiled": self.options.compiled,
             "world_size": dist.get_world_size(),
             "mesh": described(self.mesh) | shared_out,
             "parameters": sum(self.sizes.values()),
@@ -282,20 +243,9 @@ class FSDP2Engine:
             module.set_requires_gradient_sync(enabled, recurse=False)
             module.set_is_last_backward(enabled)
 
-    def _update(self, grads: list[Tensor], total_norm: Tensor, lr: float) -> None:
-        if self.max_grad_norm and grads:
-            # Not by torch's own function: experts may lie on another mesh than what is around them.
-            factor = (self.max_grad_norm / (total_norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(grads, factor.to(grads[0].device))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.weights.values() if p.grad is not None]
 
-    def _drop_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _count_zeros(self, grads: Sequence[Tensor]) -> int:
-        zeros = sum((g == 0).sum() for g in grads)
-        total = torch.as_tensor(zeros, dtype=torch.int64, device=self.device)
-        dist.all_reduce(total, group=self.world)
-        return int(total.item())
+    def _counted(self) -> list[Tensor]:
+        """This rank's parts of gradients, each of which is counted on one rank only."""
+        return [stored(g) for g in self._gradients() if primary(g)]

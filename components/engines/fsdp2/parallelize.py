@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from components.adapters import LoRA
 from components.engines.attention import ATTENTION, ATTENTION_RECOMPUTED
 from components.engines.fsdp2.adapter import describe, inject, name_on_disk
 from components.engines.fsdp2.context import Context
@@ -28,7 +27,16 @@ from components.engines.fsdp2.experts import (
 from components.engines.fsdp2.further import Further
 from components.engines.fsdp2.iteration import fsdp_modules
 from components.engines.fsdp2.layout import FSDP2Layout
-from components.engines.fsdp2.mesh import SHARD, TENSOR, data_mesh, expert_mesh, part, stored, weight_mesh
+from components.engines.fsdp2.mesh import (
+    CONTEXT,
+    SHARD,
+    TENSOR,
+    data_mesh,
+    expert_mesh,
+    part,
+    stored,
+    weight_mesh,
+)
 from components.engines.fsdp2.names import Member, only_member
 from components.engines.fsdp2.routing import Routing
 from components.engines.fsdp2.tensor_parallel import Enter, local, parallelize, vocabulary_shard
@@ -38,7 +46,7 @@ from components.models import ModelSpec, WeightSource, materialize_buffers
 from components.models.hf_private import block_names
 from runner.errors import ConfigError
 from runner.json_types import Json
-from runner.protocols import IGNORE, Batch, Kernels, TokenStats
+from runner.protocols import IGNORE, Batch, EngineOptions, TokenStats
 
 
 class Scorer(nn.Module):
@@ -146,37 +154,33 @@ def build_scorer(
     weights: WeightSource,
     ranks: DeviceMesh,
     layout: FSDP2Layout,
-    *,
-    seed: int,
-    context: Context,
-    dtype: torch.dtype,
+    options: EngineOptions,
     device: torch.device,
-    compiled: bool,
-    kernels: Kernels,
+    *,
     trainable: bool,
-    adapter: LoRA | None = None,
 ) -> Scorer:
     """The model sharded over all ``ranks``, block by block, holding ``weights``.
 
     What is trained keeps fp32 shards (the master weights), is computed in ``dtype`` and has its gradients
     reduced in fp32; what is frozen is stored in ``dtype``: the model itself where there is an ``adapter``,
-    whose own initial values may depend on ``seed``. Peak memory is the shard and this rank's part of one
+    whose own initial values may depend on the seed. Peak memory is the shard and this rank's part of one
     tensor.
     """
+    dtype, adapter = options.dtype, options.adapter if trainable else None
     # A frozen model keeps nothing for a backward pass.
     recompute = layout.activation_checkpointing if trainable else "none"
     attention = ATTENTION_RECOMPUTED if recompute == "selective" else ATTENTION
-    scorer = Scorer(spec.build(spec.config(), attention=attention), context)
+    scorer = Scorer(spec.build(spec.config(), attention=attention), Context(ranks.get_group(CONTEXT)))
     mesh, experts = weight_mesh(ranks), expert_mesh(ranks, layout.ep)
     described = None if adapter is None else describe(adapter, scorer.lm)
     group_experts(scorer.lm, experts, adapter)
     if described is not None:
         inject(scorer.lm, described)  # before anything is split
-    scorer.kernels = choose(kernels, scorer.lm, device.type, compiled=compiled)
+    scorer.kernels = choose(options.kernels, scorer.lm, device.type, compiled=options.compiled)
     if scorer.kernels == "liger":
         fuse(scorer.lm)
     for block in blocks(scorer.lm):
-        if compiled:
+        if options.compiled:
             # Inside the hooks of FSDP, which then run as they are; the blocks share their compiled code.
             block.forward = torch.compile(block.forward)
         if recompute == "full":
@@ -194,7 +198,9 @@ def build_scorer(
     shard(scorer, mesh, experts, layout, dtype)
     scorer.to_empty(device="cpu" if layout.cpu_offload else device)
     materialize_buffers(scorer.lm, device)
-    trained = weights if adapter is None else adapter.weights(spec.build(spec.config()), seed, weights)
+    trained = weights
+    if adapter is not None:
+        trained = adapter.weights(spec.build(spec.config()), options.seed, weights)
     for member in scorer.members():
         source = trained if member.parameter.requires_grad else weights
         copy_part(member.cut(member.parameter), member.name, source)

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-import torch
 from transformers import PreTrainedModel
 
-from components.adapters import LoRA
 from components.engines import process_group
 from components.engines.fsdp2 import context, execution, expert_checks, tensor_parallel
 from components.engines.fsdp2.adapter import check as adapter_check
@@ -18,7 +16,7 @@ from components.engines.layout import nearest, world_size
 from components.models import ModelSpec
 from components.optimizers import Optimizer
 from runner.errors import ConfigError
-from runner.protocols import Kernels, Reference
+from runner.protocols import EngineOptions
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,9 @@ class FSDP2(FSDP2Layout):
         self,
         model: PreTrainedModel,
         optimizer: Optimizer,  # noqa: ARG002  every optimizer and dtype will do
+        options: EngineOptions,
         *,
         world_size: int,
-        dtype: torch.dtype,  # noqa: ARG002
-        device: Literal["cpu", "cuda"],
-        compiled: bool = False,
-        kernels: Kernels = "auto",
-        adapter: LoRA | None = None,
     ) -> None:
         """
         Raises:
@@ -69,46 +63,12 @@ class FSDP2(FSDP2Layout):
         blocks(model)
         ranks = world_size // (self.dp_replicate * self.tp)
         tensor_parallel.check(model, self.tp, ranks)
-        expert_checks.check(model, ep=self.ep, tp=self.tp, ranks=ranks, adapter=adapter)
+        expert_checks.check(model, ep=self.ep, tp=self.tp, ranks=ranks, adapter=options.adapter)
         context.check(model, self.cp, self.tp)
-        adapter_check(adapter, self.tp)
-        execution.check(model, device, compiled=compiled, kernels=kernels)
+        adapter_check(options.adapter, self.tp)
+        execution.check(model, options.device, compiled=options.compiled, kernels=options.kernels)
 
-    def build(
-        self,
-        model: ModelSpec,
-        optimizer: Optimizer,
-        *,
-        seed: int,
-        dtype: torch.dtype,
-        device: Literal["cpu", "cuda"],
-        reference: Reference,
-        count_zeros: bool,
-        timeout_s: float = 0,
-        compiled: bool = False,
-        kernels: Kernels = "auto",
-        reference_model: ModelSpec | None = None,
-        adapter: LoRA | None = None,
-    ) -> FSDP2Engine:
+    def build(self, model: ModelSpec, optimizer: Optimizer, options: EngineOptions) -> FSDP2Engine:
         """Joins the process group and builds this rank's engine; every rank calls it."""
-        local = process_group.join(device)
-        try:
-            engine = FSDP2Engine(
-                model,
-                optimizer,
-                self,
-                seed=seed,
-                dtype=dtype,
-                device=local,
-                reference=reference,
-                reference_model=reference_model,
-                count_zeros=count_zeros,
-                compiled=compiled,
-                kernels=kernels,
-                adapter=adapter,
-            )
-            process_group.outlast(timeout_s)
-        except BaseException:
-            process_group.leave_alone()
-            raise
-        return engine
+        with process_group.joined(options.device, options.timeout_s) as device:
+            return FSDP2Engine(model, optimizer, self, options, device)

@@ -16,6 +16,7 @@ from components.engines.megatron.stages import check_stages, held
 from components.models.further import number
 from components.optimizers import SGD, Optimizer
 from runner.errors import ConfigError
+from runner.protocols import EngineOptions
 
 COUNTS = (
     "tp",
@@ -105,18 +106,16 @@ def check_run(
     layout: Layout,
     model: PreTrainedModel,
     optimizer: Optimizer,
+    options: EngineOptions,
     *,
     world_size: int,
-    dtype: torch.dtype,
-    device: Literal["cpu", "cuda"],
-    adapter: LoRA | None = None,
 ) -> None:
     """The layout against the rest of the run; ``model`` may be on the meta device.
 
     Raises:
         ConfigError: Megatron, or our engine on top of it, cannot do this, or would do it wrongly.
     """
-    check_device(layout, device)
+    check_device(layout, options.device)
     check_optimizer(layout, optimizer)
     check_model(model)
     check_tp(layout.tp, model.config)
@@ -126,9 +125,9 @@ def check_run(
     check_stages(layout, model.config.num_hidden_layers)
     check_further(layout, model.config)
     check_frozen(model)
-    if adapter is not None:
-        check_adapter(adapter, model, layout.etp)
-    reason = why_no_transformer_engine(model.config, layout, dtype, device, adapter)
+    if options.adapter is not None:
+        check_adapter(options.adapter, model, layout.etp)
+    reason = why_no_transformer_engine(model.config, layout, options.dtype, options.device, options.adapter)
     if layout.transformer_impl == "transformer_engine" and reason:
         raise ConfigError(
             f"parallelism.transformer_impl: is transformer_engine, but {reason}; use auto or local."

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from transformers import PreTrainedModel
 
-from components.adapters import LoRA
 from components.engines import process_group
 from components.engines.layout import world_size
 from components.engines.megatron.checks import check_keys, check_run
@@ -15,7 +13,7 @@ from components.engines.megatron.layout import Layout
 from components.models import ModelSpec
 from components.optimizers import Optimizer
 from runner.errors import ConfigError
-from runner.protocols import Kernels, Reference
+from runner.protocols import EngineOptions
 
 if TYPE_CHECKING:
     from components.engines.megatron.runtime.engine import MegatronEngine
@@ -45,69 +43,28 @@ class Megatron(Layout):
         return world_size // self.model_ranks
 
     def check(
-        self,
-        model: PreTrainedModel,
-        optimizer: Optimizer,
-        *,
-        world_size: int,
-        dtype: torch.dtype,
-        device: Literal["cpu", "cuda"],
-        compiled: bool = False,
-        kernels: Kernels = "auto",
-        adapter: LoRA | None = None,
+        self, model: PreTrainedModel, optimizer: Optimizer, options: EngineOptions, *, world_size: int
     ) -> None:
         """
         Raises:
             ConfigError: Megatron, or our engine on top of it, cannot do this, or would do it wrongly.
         """
-        if compiled:
+        if options.compiled:
             raise ConfigError(
                 "run.compile: Megatron does not compile its blocks; use parallelism=fsdp2 or "
                 "parallelism=single, or run.compile=false."
             )
-        if kernels == "liger":
+        if options.kernels == "liger":
             raise ConfigError(
                 "run.kernels: Megatron's are those of parallelism.transformer_impl; use run.kernels=auto."
             )
-        check_run(self, model, optimizer, world_size=world_size, dtype=dtype, device=device, adapter=adapter)
+        check_run(self, model, optimizer, options, world_size=world_size)
 
-    def build(
-        self,
-        model: ModelSpec,
-        optimizer: Optimizer,
-        *,
-        seed: int,
-        dtype: torch.dtype,
-        device: Literal["cpu", "cuda"],
-        reference: Reference,
-        count_zeros: bool,
-        timeout_s: float = 0,
-        compiled: bool = False,
-        kernels: Kernels = "auto",
-        reference_model: ModelSpec | None = None,
-        adapter: LoRA | None = None,
-    ) -> "MegatronEngine":
+    def build(self, model: ModelSpec, optimizer: Optimizer, options: EngineOptions) -> "MegatronEngine":
         """Joins the process group and builds this rank's engine; every rank calls it."""
         from components.engines.megatron.runtime.engine import MegatronEngine
 
-        assert not compiled
-        assert kernels != "liger"
-        local = process_group.join(device)
-        try:
-            engine = MegatronEngine(
-                model,
-                optimizer,
-                self,
-                seed=seed,
-                dtype=dtype,
-                device=local,
-                reference=reference,
-                reference_model=reference_model,
-                count_zeros=count_zeros,
-                adapter=adapter,
-            )
-            process_group.outlast(timeout_s)
-        except BaseException:
-            process_group.leave_alone()
-            raise
-        return engine
+        assert not options.compiled
+        assert options.kernels != "liger"
+        with process_group.joined(options.device, options.timeout_s) as device:
+            return MegatronEngine(model, optimizer, self, options, device)

@@ -1,13 +1,13 @@
 """The Megatron engine: one train step split into many passes of a schedule and one update."""
 
 import gc
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from components.adapters import LoRA, export_adapter
+from components.adapters import export_adapter
 from components.engines import process_group
 from components.engines.further import Scores, with_further
 from components.engines.megatron.layout import Layout
@@ -30,7 +28,6 @@ from components.engines.megatron.runtime.lora import adapters_off
 from components.engines.megatron.runtime.model import padded
 from components.engines.megatron.runtime.optimizer import Update
 from components.engines.megatron.runtime.parts import (
-    Parts,
     build_parts,
     distribute,
     initial_weights,
@@ -38,14 +35,15 @@ from components.engines.megatron.runtime.parts import (
 )
 from components.engines.megatron.runtime.routing import Routing, forget_last_pass
 from components.engines.megatron.runtime.weights import Meshes, fill, load_weights, whole_tensors
-from components.engines.sums import Sums, add_up, largest, reduce_counts
+from components.engines.shared.train_step import TrainStepEngine
+from components.engines.sums import Sums
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
 from components.optimizers import Optimizer
-from runner.protocols import Batch, Loss, Reference, StepResult
+from runner.protocols import Batch, EngineOptions, Loss
 
 
-class MegatronEngine:
+class MegatronEngine(TrainStepEngine):
     """Implements ``runner.protocols.Engine`` over megatron-core.
 
     Every rank builds it together, inside a process group. Losses run on the last pipeline stage, on every
@@ -53,125 +51,109 @@ class MegatronEngine:
     pipeline gets that stage's sums.
     """
 
+    routing: Routing | None
+
     def __init__(
         self,
         model: ModelSpec,
         optimizer: Optimizer,
         layout: Layout,
-        *,
-        seed: int,
-        dtype: torch.dtype,
+        options: EngineOptions,
         device: torch.device,
-        reference: Reference = "none",
-        reference_model: ModelSpec | None = None,
-        count_zeros: bool = False,
-        adapter: LoRA | None = None,
     ) -> None:
-        self.device, self.dtype, self.spec, self.layout = device, dtype, model, layout
-        self.adapter, self.reference_kind = adapter, reference
-        self.count_zeros, self.max_grad_norm = count_zeros, optimizer.max_grad_norm
+        self.device, self.spec, self.layout, self.options = device, model, layout, options
+        self.max_grad_norm = optimizer.max_grad_norm
         initialize_groups(layout)
         self.ranks = mesh(layout)
+        self.group = parallel_state.get_data_parallel_group()
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         # Dropout: ranks that share a token's activations draw the same stream, others their own.
-        model_parallel_cuda_manual_seed(seed + 100 * random_stream())
+        model_parallel_cuda_manual_seed(options.seed + 100 * random_stream())
         self.hf = model.config()
         self.meta = model.build(self.hf)
-        self.config = transformer_config(self.hf, layout, dtype)
-        source = initial_weights(model, self.meta, adapter, seed)
+        self.config = transformer_config(self.hf, layout, options.dtype)
+        source = initial_weights(model, self.meta, options)
         self.reference: list[nn.Module] | None = None
-        if reference == "frozen":
-            self.reference = self._frozen(model if reference_model is None else reference_model, seed)
-        parts = self._build(self.meta, self.config, adapter)
+        if options.reference == "frozen":
+            other = options.reference_model
+            self.reference = self._frozen(model if other is None else other)
+        parts = build_parts(self.meta, self.config, layout, options)
         self.blocks, self.frozen, self.bias_blocks = parts.trained, parts.frozen, parts.biases
         load_weights(self.frozen | self.bias_blocks, source)
         drops = layout.capacity_factor is not None
         self.routing = Routing.build(model.moe, self.meta, parts.routers, device, drops=drops)
         self.chunks = [distribute(self.config, chunk, layout, n) for n, chunk in enumerate(parts.chunks)]
-        self.update = Update.build(optimizer, self.chunks, layout, dtype)
+        self.update = Update.build(optimizer, self.chunks, layout, options.dtype)
         for parameter, members in self.blocks.items():
             whole = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
             fill(whole, members, source)
             self.update.write(parameter, "model", whole)
         self.meshes = Meshes.of_rank(device.type)
-        self.sums: Sums | None = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def _frozen(self, model: ModelSpec, seed: int) -> list[nn.Module]:
+    def _frozen(self, model: ModelSpec) -> list[nn.Module]:
         """Chunks of ``model`` with its initial values, never to be trained."""
-        hf = model.config()
-        config = transformer_config(hf, self.layout, self.dtype)
-        parts = self._build(model.build(hf), config, None)
-        load_weights(parts.trained | parts.frozen | parts.biases, model.weights(seed))
+        hf, options = model.config(), replace(self.options, adapter=None)
+        config = transformer_config(hf, self.layout, options.dtype)
+        parts = build_parts(model.build(hf), config, self.layout, options)
+        load_weights(parts.trained | parts.frozen | parts.biases, model.weights(options.seed))
         return [chunk.requires_grad_(False).eval() for chunk in parts.chunks]
 
-    def _build(self, meta: PreTrainedModel, config: TransformerConfig, adapter: LoRA | None) -> Parts:
-        kind: Literal["cpu", "cuda"] = "cuda" if self.device.type == "cuda" else "cpu"
-        return build_parts(meta, config, self.layout, self.dtype, kind, adapter)
-
     # ---- the train step
-
-    def counts(self, batch: Batch) -> dict[str, int]:
-        return self.spec.counts(batch)
-
-    def begin_train_step(self, counts: Mapping[str, int] | None = None) -> None:
-        assert self.sums is None, "begin_train_step: the step before was neither finished nor aborted"
-        group = parallel_state.get_data_parallel_group()
-        total = None if counts is None else reduce_counts(counts, group, self.device)
-        self.sums = Sums(total, main_apart=self.spec.adds_terms)
-        if self.routing is not None:
-            self.routing.begin(self.sums.counts)
 
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:
         assert self.sums is not None, "train_microbatches outside of a train step"
         overlap = last and self.layout.overlap_grad_reduce and self.layout.pp == 1
         alone = len(microbatches) - 1 if overlap else len(microbatches)
         routers = None if self.routing is None else self.routing.routers
-        for part, reduce in ((microbatches[:alone], False), (microbatches[alone:], True)):
-            consume = partial(self._add, self.sums, part, loss)
-            others = {"before": alone} if reduce else {"after": len(microbatches) - alone}
-            added = {"further": self.spec.mtp, "routers": routers}
-            self._run(self.chunks, part, consume, loss=loss, reduce=reduce, **added, **others)
+        begun = schedule.Pass(loss, self.spec.mtp, routers, after=len(microbatches) - alone)
+        ending = replace(begun, reduce=True, before=alone, after=0)
+        for part, wanted in ((microbatches[:alone], begun), (microbatches[alone:], ending)):
+            self._run(self.chunks, part, partial(self._add, self.sums, part, loss), wanted)
 
-    def finish_train_step(self, lr: float, *, max_loss: float = math.inf) -> StepResult:
-        assert self.sums is not None, "finish_train_step without begin_train_step"
-        means, n_main = self._agree(self.sums)
+    def reduce_sums(self, sums: Sums) -> tuple[dict[str, float], int]:
+        """As the last stage has them, on every rank."""
+        return from_last_stage(super().reduce_sums(sums) if self.is_last_stage else None, self.device)
+
+    def reduce_gradients(self) -> None:
         if self.layout.overlap_grad_reduce:
             for group in self._bucket_groups():
                 if group.grad_reduce_handle is None:  # not begun by the last backward
                     group.start_grad_sync()
         finalize_model_grads(self.chunks)
-        for chunk in self.chunks:
-            chunk.scale_gradients(1 / max(n_main, 1))
-        grad_norm, loss = self.update.prepare().item(), means.pop("loss")
-        if self.routing is not None:
-            loss, added = self.routing.finish(loss)
-            means |= added
-        zeros = self._count_zeros() if self.count_zeros else None
-        if max_loss < math.inf:  # a last bit must not have groups of ranks decide differently
-            loss = self.max_over_ranks(loss)
-        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm) and loss <= max_loss)
-        if not skipped:
-            self.update.apply(lr, grad_norm, self.max_grad_norm)
-            if self.routing is not None:
-                self.routing.update_biases()
-        self._drop_gradients()
-        self.sums = None
-        return StepResult(loss, grad_norm, skipped, means, zeros)
 
-    def abort_train_step(self) -> None:
-        self.sums = None
-        if self.routing is not None:
-            self.routing.abort()
+    def divide_gradients(self, count: int) -> None:
+        for chunk in self.chunks:
+            chunk.scale_gradients(1 / count)
+
+    def grad_norm(self) -> float:
+        return self.update.prepare().item()
+
+    def count_zeros(self) -> int:
+        """Padded rows of the vocabulary left out: their gradients are always zero, and no weights."""
+        rows = padded(self.hf.vocab_size, self.config) - self.hf.vocab_size
+        split = (self.meta.get_input_embeddings(), self.meta.get_output_embeddings())
+        matrices = {module.weight for module in split}  # tied ones are one
+        trained = sum(self.options.adapter is None and matrix.requires_grad for matrix in matrices)
+        return self.update.count_zeros() - rows * self.hf.hidden_size * trained
+
+    def apply_update(self, lr: float, grad_norm: float) -> None:
+        self.update.apply(lr, grad_norm, self.max_grad_norm)
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.update.zero_grad()
+
+    def cancel_backward(self) -> None:
         for group in self._bucket_groups():
             if group.grad_reduce_handle is not None:
                 group.grad_reduce_handle.wait()
                 group.grad_reduce_handle = None
             group.per_param_grad_ready_counts = {}  # Megatron would take those of half a backward for all
-        self._drop_gradients()
 
     # ---- without gradient
 
@@ -184,24 +166,15 @@ class MegatronEngine:
             return stats.logps.sum()
 
         with self._scorer(reference=reference) as chunks:
-            self._run(chunks, microbatches, consume, forward_only=True)
+            self._run(chunks, microbatches, consume, schedule.Pass(forward_only=True))
         return found if self.is_last_stage else None
 
-    def sum_over_data(self, values: Sequence[float]) -> list[float]:
-        return add_up(values, parallel_state.get_data_parallel_group(), self.device)
+    def evaluating(self) -> AbstractContextManager[None]:
+        return without_dropout(self.chunks)
 
-    max_over_ranks = staticmethod(largest)
-
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
-        sums = Sums()
-        with without_dropout(self.chunks):
-            for microbatches in batches:
-                prepared = loss.prepare(microbatches, self)
-                consume = partial(self._add, sums, prepared, loss, train=False)
-                self._run(self.chunks, prepared, consume, loss=loss, forward_only=True)
-        means, _ = self._agree(sums)
-        return means
+    def evaluate_microbatches(self, microbatches: Sequence[Batch], loss: Loss, sums: Sums) -> None:
+        consume = partial(self._add, sums, microbatches, loss, train=False)
+        self._run(self.chunks, microbatches, consume, schedule.Pass(loss, forward_only=True))
 
     # ---- state
 
@@ -215,14 +188,15 @@ class MegatronEngine:
 
     def export(self, path: Path) -> None:
         self.gather_parameters()
-        if self.adapter is not None:
+        adapter, dtype = self.options.adapter, self.options.dtype
+        if adapter is not None:
             added = whole_tensors(self.blocks, self.meshes, lambda p: self.update.read(p, "model"))
-            export_adapter(self.adapter, self.spec, added, path)
+            export_adapter(adapter, self.spec, added, path)
         else:
             held = self.blocks | self.frozen | self.bias_blocks
             tensors = whole_tensors(held, self.meshes, lambda p: p)
-            converted = ((n, t.to(stored_dtype(n, self.dtype))) for n, t in tensors)
-            export_folder(self.spec, converted, path, self.dtype)
+            converted = ((n, t.to(stored_dtype(n, dtype))) for n, t in tensors)
+            export_folder(self.spec, converted, path, dtype)
 
     def gather_parameters(self) -> None:
         """What an update has left to the next forward pass, where parameters are gathered in it."""
@@ -230,16 +204,14 @@ class MegatronEngine:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def barrier(self) -> None:
-        dist.barrier()
-
     def describe(self) -> dict[str, Any]:
-        shapes = {} if self.adapter is None else self.adapter.shapes(self.meta)
+        adapter = self.options.adapter
+        shapes = {} if adapter is None else adapter.shapes(self.meta)
         added = sum(shape.numel() for shape in shapes.values())
         return {
             "engine": "megatron",
             "device": str(self.device),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": str(self.options.dtype).removeprefix("torch."),
             "world_size": dist.get_world_size(),
             "mesh": self.ranks,
             "chunks_per_stage": self.layout.vpp,
@@ -263,7 +235,7 @@ class MegatronEngine:
         """The chunks that ``logps`` runs."""
         if not reference:
             yield self.chunks
-        elif self.reference_kind == "adapter_off":
+        elif self.options.reference == "adapter_off":
             with without_dropout(self.chunks), adapters_off(self.chunks):
                 yield self.chunks
         else:
@@ -275,9 +247,9 @@ class MegatronEngine:
         chunks: Sequence[nn.Module],
         microbatches: Sequence[Batch],
         consume: schedule.Consume,
-        **options: Any,
+        wanted: schedule.Pass,
     ) -> None:
-        schedule.run(chunks, microbatches, consume, layout=self.layout, device=self.device, **options)
+        schedule.run(chunks, microbatches, consume, self.layout, self.device, wanted)
 
     def _add(
         self,
@@ -297,23 +269,5 @@ class MegatronEngine:
         # An evaluation's counts are not known before its end, and the schedule takes any scalar.
         return sums.objective(output) if train else next(iter(output.terms.values()))
 
-    def _agree(self, sums: Sums) -> tuple[dict[str, float], int]:
-        """Means and the main count, as the last stage has them, on every rank."""
-        group = parallel_state.get_data_parallel_group()
-        return from_last_stage(sums.reduce(group, self.device) if self.is_last_stage else None, self.device)
-
     def _bucket_groups(self) -> Iterator[Any]:
         return chain(*(c.bucket_groups + c.expert_parallel_bucket_groups for c in self.chunks))
-
-    def _drop_gradients(self) -> None:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.update.zero_grad()
-
-    def _count_zeros(self) -> int:
-        """Padded rows of the vocabulary left out: their gradients are always zero, and no weights."""
-        rows = padded(self.hf.vocab_size, self.config) - self.hf.vocab_size
-        split = (self.meta.get_input_embeddings(), self.meta.get_output_embeddings())
-        matrices = {module.weight for module in split}  # tied ones are one
-        trained = sum(self.adapter is None and matrix.requires_grad for matrix in matrices)
-        return self.update.count_zeros() - rows * self.hf.hidden_size * trained

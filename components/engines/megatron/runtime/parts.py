@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -12,7 +11,6 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from components.adapters import LoRA
 from components.engines.megatron.checks import uses_transformer_engine
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime.frozen import freeze
@@ -22,6 +20,7 @@ from components.engines.megatron.runtime.router import Router, routers_of
 from components.engines.megatron.runtime.weights import Blocks, blocks
 from components.models import ModelSpec, WeightSource, named_shapes
 from components.models.experts import biases, routed
+from runner.protocols import EngineOptions
 
 
 @dataclass(frozen=True)
@@ -35,18 +34,14 @@ class Parts:
 
 
 def build_parts(
-    meta: PreTrainedModel,
-    config: TransformerConfig,
-    layout: Layout,
-    dtype: torch.dtype,
-    device: Literal["cpu", "cuda"],
-    adapter: LoRA | None,
+    meta: PreTrainedModel, config: TransformerConfig, layout: Layout, options: EngineOptions
 ) -> Parts:
-    """In ``dtype``, without values. ``meta`` is the Hugging Face model on the meta device.
+    """Build this rank's chunks without values. ``meta`` is the Hugging Face model on the meta device.
 
-    What ``meta`` has frozen is frozen here, and with an ``adapter`` everything but its parameters.
+    What ``meta`` has frozen is frozen here, and with an adapter everything except its parameters.
     """
-    engine = uses_transformer_engine(meta.config, layout, dtype, device, adapter)
+    dtype, adapter = options.dtype, options.adapter
+    engine = uses_transformer_engine(meta.config, layout, dtype, options.device, adapter)
     bare = build_chunks(meta.config, config, transformer_engine=engine)
     moving = set() if adapter else set(biases(meta))
     frozen_names = {n for n, p in meta.named_parameters() if adapter or not p.requires_grad}
@@ -73,12 +68,12 @@ def number_layers(routers: Sequence[Router], found: Blocks, meta: PreTrainedMode
         router.layer = order.index(found[router.weight][0].name.removesuffix(".gate.weight"))
 
 
-def initial_weights(spec: ModelSpec, meta: PreTrainedModel, adapter: LoRA | None, seed: int) -> WeightSource:
-    """Of the model's parameters and of the adapter's."""
-    base = spec.weights(seed)
+def initial_weights(spec: ModelSpec, meta: PreTrainedModel, options: EngineOptions) -> WeightSource:
+    """Give the initial values of the model's parameters and of the adapter's."""
+    base, adapter = spec.weights(options.seed), options.adapter
     if adapter is None:
         return base
-    added, names = adapter.weights(meta, seed, base), adapter.shapes(meta)
+    added, names = adapter.weights(meta, options.seed, base), adapter.shapes(meta)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
         return (added if name in names else base)(name, index)

@@ -1,4 +1,16 @@
-"""Micro-batches through Megatron's pipeline schedules, without anything that belongs to a whole step."""
+"""Runs micro-batches through Megatron's pipeline schedules, without anything that belongs to a whole step.
+
+What a micro-batch becomes::
+
+    Batch [B, T]             the same on every pp, tp and cp rank of a data rank
+      -> Row [B, T / cp]     this rank's zig-zag share (rows.make_row), as long as the others if pp > 1
+      -> Asked               with what the loss asks for, router traffic and the depths of further tokens
+      -> Item                numbered; with vpp > 1 fillers make the number of items a multiple of pp
+      -> hidden states       [T / cp, B, H], with sequence_parallel [T / cp / tp, B, H], from stage to stage
+      -> Scores [B, T / cp]  of the labels, on the last stage (model.Scorer)
+      -> Scores [B, T]       gathered over cp (gather_stats)
+      -> scalar              the engine's ``consume``: loss and sums. Megatron differentiates it
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -38,37 +50,45 @@ class Item:
     """Only there to make the number of micro-batches fit the schedule."""
 
 
+@dataclass(frozen=True)
+class Pass:
+    """What one pass of a schedule computes."""
+
+    loss: Loss | None = None
+    """It says which statistics it needs besides ``logps``, and if it can has the gradient of the head made in
+    the forward pass."""
+    further: FurtherTokens | None = None
+    """Which tokens are predicted besides the next one."""
+    routers: Routers | None = None
+    """They add to the loss and count."""
+    forward_only: bool = False
+    reduce: bool = False
+    """Buckets are reduced as the backward completes them: for a last pass of one micro-batch."""
+    before: int = 0
+    """Micro-batches of the step in passes before this one."""
+    after: int = 0
+    """Micro-batches of the step in passes after this one."""
+
+
 def run(
     chunks: Sequence[nn.Module],
     microbatches: Sequence[Batch],
     consume: Consume,
-    *,
     layout: Layout,
     device: torch.device,
-    loss: Loss | None = None,
-    further: FurtherTokens | None = None,
-    routers: Routers | None = None,
-    forward_only: bool = False,
-    reduce: bool = False,
-    before: int = 0,
-    after: int = 0,
+    wanted: Pass,
 ) -> None:
     """One pass of a schedule: 1F1B, interleaved, or none where there is one stage.
 
-    Every rank passes the micro-batches of its data rank, all of as many rows. ``loss`` says which statistics
-    it needs beside ``logps``, and has the gradient of the head made in the forward pass where it can.
-    ``further``: which tokens are predicted beside the next one.
-    ``routers`` add to the loss and count.
+    Every rank passes the micro-batches of its data rank, all of as many rows.
 
     Megatron's hooks for a whole step (reducing gradients with the last micro-batch, finalising them) are not
-    set: gradients add up in this rank's buffers, over as many passes as the engine makes. Only with
-    ``reduce``, for a last pass of one micro-batch, are buckets reduced as the backward completes them.
-    ``before`` and ``after``: so many micro-batches of the step have passes of their own.
+    set: gradients add up in this rank's buffers, over as many passes as the engine makes.
     """
     if not microbatches:
         return
     routed = any(get_attr_wrapped_model(chunk, "routers") for chunk in chunks)
-    items = make_items(microbatches, layout, device, loss, routers, further, routed=routed)
+    items = make_items(microbatches, layout, device, wanted, routed=routed)
     group = parallel_state.get_context_parallel_group()
 
     def forward_step(source: Iterator[Item], chunk: nn.Module) -> tuple[object, Callable[[object], object]]:
@@ -84,8 +104,8 @@ def run(
 
     schedule = get_forward_backward_func()
     with (
-        nullcontext() if reduce else local_gradients(chunks),
-        naming_microbatch(microbatches, before=before, after=after) as begin,
+        nullcontext() if wanted.reduce else local_gradients(chunks),
+        naming_microbatch(microbatches, before=wanted.before, after=wanted.after) as begin,
     ):
         schedule(
             forward_step_func=forward_step,
@@ -94,7 +114,7 @@ def run(
             num_microbatches=len(items),
             seq_length=items[0].asked.row.input_ids.shape[1] * layout.cp,
             micro_batch_size=items[0].asked.row.input_ids.shape[0],
-            forward_only=forward_only,
+            forward_only=wanted.forward_only,
         )
 
 
@@ -102,9 +122,7 @@ def make_items(
     microbatches: Sequence[Batch],
     layout: Layout,
     device: torch.device,
-    loss: Loss | None,
-    routers: Routers | None = None,
-    further: FurtherTokens | None = None,
+    wanted: Pass,
     *,
     routed: bool = False,
 ) -> list[Item]:
@@ -121,11 +139,12 @@ def make_items(
         lengths = agreed.tolist()
     common = max(lengths) if layout.pp > 1 else None
     rank = parallel_state.get_context_parallel_rank()
+    loss, further = wanted.loss, wanted.further
 
     def item(number: int, batch: Batch, *, filler: bool) -> Item:
         length = common or lengths[number]
         row = make_row(batch, cp=layout.cp, rank=rank, multiple=multiple, length=length)
-        told = traffic(batch, row, routers, device, split=layout.sequence_parallel) if routed else None
+        told = traffic(batch, row, wanted.routers, device, split=layout.sequence_parallel) if routed else None
         weights = None if loss is None else loss.weights(batch)
         scattered = None if weights is None else row.scatter(weights).to(device)
         requires: frozenset[str] = frozenset() if loss is None else loss.requires

@@ -1,0 +1,135 @@
+"""Train steps and evaluations, the same for every engine: sums and gradients are divided once, at the end."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+
+from components.engines.router_steps import RouterSteps
+from components.engines.sums import Sums, add_up, largest, reduce_counts
+from components.models import ModelSpec
+from runner.protocols import Batch, Engine, EngineOptions, Loss, StepResult
+
+
+class TrainStepEngine(Engine):
+    """Begins, finishes and aborts train steps, and evaluates.
+
+    A subclass sets the attributes, adds up sums and gradients in ``train_microbatches``, and implements the
+    abstract methods, which every rank calls together.
+    """
+
+    group: dist.ProcessGroup
+    """The data ranks, over which sums and counts are added up."""
+    spec: ModelSpec
+    options: EngineOptions
+    routing: RouterSteps | None
+    """None for a model without experts."""
+    sums: Sums | None = None
+    """Those of the step under way. None outside of a step."""
+
+    # ---- what an engine implements
+
+    def reduce_sums(self, sums: Sums) -> tuple[dict[str, float], int]:
+        """Return the means and the count of the main term, on every rank."""
+        return sums.reduce(self.group, self.device)
+
+    @abstractmethod
+    def reduce_gradients(self) -> None:
+        """Add up the gradients over data ranks, if the last backward pass has not done so."""
+
+    @abstractmethod
+    def divide_gradients(self, count: int) -> None:
+        """Divide every gradient by ``count``."""
+
+    @abstractmethod
+    def grad_norm(self) -> float:
+        """Return the L2 norm of the gradients over all ranks."""
+
+    @abstractmethod
+    def count_zeros(self) -> int:
+        """Count the zero entries of the gradients of all ranks."""
+
+    @abstractmethod
+    def apply_update(self, lr: float, grad_norm: float) -> None:
+        """Clip the gradients, whose norm is ``grad_norm``, and step the optimizer."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+
+    @abstractmethod
+    def cancel_backward(self) -> None:
+        """Clear what an interrupted backward pass or reduction has left."""
+
+    @abstractmethod
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Switch off what only training does, such as dropout, until the context is left."""
+
+    @abstractmethod
+    def evaluate_microbatches(self, microbatches: Sequence[Batch], loss: Loss, sums: Sums) -> None:
+        """Add the loss of ``microbatches`` to ``sums``, without gradients."""
+
+    # ---- the train step
+
+    def begin_train_step(self, microbatches: Sequence[Batch] | None = None, loss: Loss | None = None) -> None:
+        assert self.sums is None, "begin_train_step: the step before was neither finished nor aborted"
+        counts = None
+        if microbatches is not None and loss is not None:
+            by_batch = [loss.counts(batch) | self.spec.counts(batch) for batch in microbatches]
+            total = {name: sum(counts[name] for counts in by_batch) for name in by_batch[0]}
+            counts = reduce_counts(total, self.group, self.device)
+        self.sums = Sums(counts, main_apart=self.spec.adds_terms)
+        if self.routing is not None:
+            self.routing.begin(counts)
+
+    def finish_train_step(self, lr: float, *, max_loss: float = math.inf) -> StepResult:
+        assert self.sums is not None, "finish_train_step without begin_train_step"
+        means, n_main = self.reduce_sums(self.sums)
+        self.reduce_gradients()
+        self.divide_gradients(max(n_main, 1))  # the only division of a step
+        grad_norm, loss = self.grad_norm(), means.pop("loss")
+        zeros = self.count_zeros() if self.options.count_zeros else None
+        if self.routing is not None:
+            loss, added = self.routing.finish(loss)
+            means |= added
+        if max_loss < math.inf:  # a last bit must not have groups of ranks decide differently
+            loss = self.max_over_ranks(loss)
+        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm) and loss <= max_loss)
+        if not skipped:
+            self.apply_update(lr, grad_norm)
+            if self.routing is not None:
+                self.routing.update_biases()
+        self.zero_grad()
+        self.sums = None
+        return StepResult(loss, grad_norm, skipped, means, zeros)
+
+    def abort_train_step(self) -> None:
+        self.sums = None
+        if self.routing is not None:
+            self.routing.abort()
+        self.cancel_backward()
+        self.zero_grad()
+
+    # ---- without gradient
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
+        sums = Sums()
+        with self.evaluating():
+            for microbatches in batches:
+                self.evaluate_microbatches(loss.prepare(microbatches, self), loss, sums)
+        means, _ = self.reduce_sums(sums)
+        return means
+
+    # ---- between ranks
+
+    def sum_over_data(self, values: Sequence[float]) -> list[float]:
+        return add_up(values, self.group, self.device)
+
+    max_over_ranks = staticmethod(largest)
+
+    def barrier(self) -> None:
+        dist.barrier()
