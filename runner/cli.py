@@ -20,9 +20,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from runner import slurm
+from runner.distribution import distribution
 from runner.errors import ConfigError, TrainingError
 from runner.outcome import SWEEP_FOLDER, Point
 from runner.provenance import Provenance, did_you_mean
+from runner.search_path import check_not_hidden, program_first
 from runner.stop import handling, interrupt
 from runner.sweep import conclude, run_point, sweeps
 
@@ -71,6 +73,8 @@ def as_typed(state: Any) -> tuple[str, ...]:
 def command() -> int:
     """What ``sys.argv`` asks for; returns the exit code."""
     os.environ.pop(SWEEP_FOLDER, None)
+    if sys.argv[1:] == ["--version"]:  # Hydra would print its own
+        return exit_code(lambda: print(distribution().name, distribution().version))
     if "RANK" in os.environ and sweeps(sys.argv):
         return explained(
             ConfigError(
@@ -87,7 +91,8 @@ def main() -> None:
     # Hydra would print a stack and exit with 1 for every mistake; we want the exception itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     os.environ |= slurm.ranks(os.environ)
-    code = command()
+    program_first()
+    code = exit_code(check_not_hidden) or command()
     if "RANK" in os.environ:
         # A rank of torchrun or srun: see runner.worker.main.
         sys.stdout.flush()

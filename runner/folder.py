@@ -13,10 +13,11 @@ from typing import Any
 
 import yaml
 
+from runner.distribution import distribution
 from runner.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("runner", "torch", "transformers", "tokenizers", "datasets", "hydra-core", "omegaconf", "numpy")
+PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "omegaconf", "numpy")
 
 
 def create_run_folder(output_dir: str, name: str) -> Path:
@@ -96,10 +97,12 @@ def recording_end(folder: Path) -> Iterator[None]:
 
 def environment_facts(command: Sequence[str]) -> dict[str, Any]:
     """Command line, versions and the commit of the source."""
+    program = distribution()
     return {
         "command": list(command),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version(), program.name: program.version}
+        | {name: version(name) for name in PACKAGES},
         "git_commit": git_commit(),
     }
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from runner.blame import blame, forget_reports, has_stalled, rank_log
 from runner.errors import FinalError
 from runner.jobs import CORES
+from runner.search_path import python_module
 from runner.stop import REQUESTS, StopRequest, announce, handling
 from runner.watchdog import discard_if_empty, stacks_path
 
@@ -72,7 +72,7 @@ def start(
             "RUNNER_PARENT": str(os.getpid()),
         }
     )
-    command = [sys.executable, "-m", "runner.worker", str(folder)]
+    command = [*python_module("runner.worker"), str(folder)]
     return subprocess.Popen(command, env=environ, stdout=output, stderr=output, start_new_session=True)
 
 

@@ -10,6 +10,7 @@ from runner import slurm
 from runner.cli import FAILED, MISTAKE, exit_code, explained
 from runner.outcome import SWEEP_FOLDER, Point, read_outcome
 from runner.provenance import Provenance
+from runner.search_path import program_first
 from runner.sweep import run_point
 from runner.worker import leave
 
@@ -71,6 +72,7 @@ class SlurmJob:
 
     def __call__(self) -> NoReturn:
         """Ends the process, without the teardown that peers can hold up (see ``runner.worker.main``)."""
+        program_first()
         os.environ |= dict(self.environ)
         os.environ |= slurm.ranks(os.environ)
         os.environ[SWEEP_FOLDER] = str(self.point.sweep)
