@@ -1,8 +1,5 @@
 """The command line: composes an experiment, checks it, starts its ranks and runs the training loop."""
 
-import sys
+from runner.search_path import prepare
 
-if sys.argv[:1] == ["-m"]:  # Python is looking for `python -m runner...`, with the working directory first
-    from runner.search_path import program_first
-
-    program_first()
+prepare()

@@ -24,7 +24,7 @@ from runner.distribution import distribution
 from runner.errors import ConfigError, TrainingError
 from runner.outcome import SWEEP_FOLDER, Point
 from runner.provenance import Provenance, did_you_mean
-from runner.search_path import check_not_hidden, program_first
+from runner.search_path import program_first
 from runner.stop import handling, interrupt
 from runner.sweep import conclude, run_point, sweeps
 
@@ -92,7 +92,7 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     os.environ |= slurm.ranks(os.environ)
     program_first()
-    code = exit_code(check_not_hidden) or command()
+    code = command()
     if "RANK" in os.environ:
         # A rank of torchrun or srun: see runner.worker.main.
         sys.stdout.flush()

@@ -1,11 +1,12 @@
-"""The module search path: nothing in the working directory hides a package of this program."""
+"""The module search path: nothing in the working directory hides a package of this program.
+
+Imports nothing of ours: it runs before the path is right.
+"""
 
 import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-
-from runner.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 IS_INSTALLED = ROOT.name in {"site-packages", "dist-packages"}
@@ -32,12 +33,24 @@ def python_module(name: str) -> list[str]:
     return [sys.executable, "-P", "-m", name]
 
 
-def check_not_hidden() -> None:
-    """Raises ConfigError if ``components`` is another package than the one of this program."""
-    spec = find_spec("components")
-    if spec is None or spec.origin is None or Path(spec.origin).resolve().parents[1] != ROOT:
-        found = "nothing" if spec is None else spec.origin or list(spec.submodule_search_locations or [])
-        raise ConfigError(
-            f"PYTHONPATH: `import components` finds {found} instead of {ROOT / 'components'}; "
-            "rename that one, or take its folder off PYTHONPATH."
+def prepare() -> None:
+    """Put the program first for ``python -m``, and wherever another package called as ours is found instead.
+
+    Raises ImportError if that package is still found.
+    """
+    # While Python looks for the module of ``python -m``, this is the name of the program.
+    if sys.argv[:1] == ["-m"] or other_components() is not None:
+        program_first()
+    if (other := other_components()) is not None:
+        raise ImportError(
+            f"`import components` finds {other} instead of {ROOT / 'components'}; rename it, or take its "
+            "folder off PYTHONPATH."
         )
+
+
+def other_components() -> str | None:
+    """Return where a package ``components`` is that is not ours. None means that ours is found."""
+    spec = find_spec("components")
+    if spec is None or spec.origin is None:
+        return "no file"
+    return None if Path(spec.origin).resolve().parents[1] == ROOT else spec.origin

@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from runner.blame import report
 from runner.errors import TrainingError
-from runner.search_path import program_first
 from runner.stop import REQUESTS
 
 PR_SET_PDEATHSIG = 1
@@ -37,7 +36,6 @@ def main() -> None:
     """
     die_with_parent()
     expect_signals()
-    program_first()
     folder, code = Path(sys.argv[1]), 0
 
     def give_up(error: TrainingError) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.commands import write_chats
+
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "model.architecture.num_hidden_layers=1",
@@ -68,13 +70,15 @@ def test_an_empty_folder(programs: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_with_packages_called_as_ours(programs: Path, tmp_path: Path) -> None:
-    """Neither the command, nor the jobs, ranks and data workers that it starts import them."""
+    """Neither the command, nor the job and the ranks that it starts import them."""
     (tmp_path / "components").mkdir()
     for name in ("components/__init__.py", "runner.py"):
         (tmp_path / name).write_text(f"raise ValueError('{name} of the user')")
     (tmp_path / "my_loss.py").write_text(MY_LOSS)
-    ranks = ("parallelism=fsdp2", "parallelism.dp=2", "data.num_workers=2", "run.export=false")
+    write_chats(tmp_path / "chats.jsonl")
+    data = ("data=files", "data.train=chats.jsonl")
+    ranks = ("parallelism=fsdp2", "parallelism.dp=2", "run.export=false")
     jobs = ("-m", "hydra/launcher=local", "run.seed=1")
-    command = [programs / "samecurve", *jobs, *SMALL, *ranks, "stage._target_=my_loss.Mine"]
+    command = [programs / "samecurve", *jobs, *SMALL, *data, *ranks, "stage._target_=my_loss.Mine"]
     answer_of(command, tmp_path)
     assert len([*tmp_path.glob("outputs/sft_tiny/*/logs/rank_1*")]) == 1

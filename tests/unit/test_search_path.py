@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from runner import search_path
-from runner.errors import ConfigError
-from runner.search_path import ROOT, check_not_hidden, program_first, python_module
+from runner.search_path import ROOT, prepare, program_first, python_module
 
 IMPORTS_ALL = """
-import runner.worker, runner.search_path
-runner.search_path.program_first()
-import components.losses, my_loss, sys
+from runner.search_path import program_first
+program_first()
+import runner, components.losses, my_loss, sys
 print(components.__file__, runner.__file__, my_loss.__file__, sep="\\n")
 """
 
@@ -80,11 +79,18 @@ def test_every_process_is_started_so() -> None:
             assert not re.search(r'sys\.executable, .*"-m"', path.read_text()), path
 
 
-def test_another_package_first_on_the_path_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_path, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"^PYTHONPATH: .*finds nothing instead of"):
-        check_not_hidden()
-    found = type("Spec", (), {"origin": str(folder / "components/__init__.py")})
-    monkeypatch.setattr(search_path, "find_spec", lambda _: found)
-    with pytest.raises(ConfigError, match=f"finds {folder}/components/__init__.py instead of {ROOT}"):
-        check_not_hidden()
+def test_a_package_called_as_ours_does_not_win(folder: Path) -> None:
+    """Neither by PYTHONPATH, nor as the first place in which Python looks."""
+    (folder / "runner.py").unlink()
+    code = "import runner, components, sys; print(components.__file__)"
+    environ = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    assert found.stdout.strip() == str(ROOT / "components/__init__.py"), found.stderr
+
+
+def test_one_that_still_wins_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = str(folder / "components/__init__.py")
+    monkeypatch.setattr(search_path, "other_components", lambda: other)
+    with pytest.raises(ImportError, match=f"finds {other} instead of {ROOT}/components; rename"):
+        prepare()
