@@ -20,11 +20,13 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from components.rank_info import RankInfo
 from runner import slurm
+from runner.distribution import distribution
 from runner.errors import DONE, FAILED, INTERRUPTED, MISTAKE, ConfigError, TrainingError
 from runner.json_types import Json
 from runner.outcome import SWEEP_FOLDER, Point
 from runner.provenance import Provenance, did_you_mean
 from runner.renamed_keys import RENAMED
+from runner.search_path import program_first
 from runner.signals import handling, interrupt
 from runner.sweep import conclude, run_point, sweeps
 
@@ -70,6 +72,8 @@ def as_typed(state: DictConfig) -> tuple[str, ...]:
 def command() -> int:
     """What ``sys.argv`` asks for; returns the exit code."""
     os.environ.pop(SWEEP_FOLDER, None)
+    if sys.argv[1:] == ["--version"]:  # Hydra would print its own
+        return exit_code(lambda: print(distribution().name, distribution().version))
     if sweeps(sys.argv) and RankInfo.read().launched:
         return explained(
             ConfigError(
@@ -86,6 +90,7 @@ def main() -> None:
     # Hydra would print a stack and exit with 1 for every mistake; we want the exception itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     os.environ |= slurm.ranks(os.environ)
+    program_first()
     place, code = RankInfo.read(), command()
     if place.launched:
         # A rank of torchrun or srun: see runner.worker.main.

@@ -11,12 +11,13 @@ from pathlib import Path
 import yaml
 
 from components.atomic_write import write_atomic
+from runner.distribution import distribution
 from runner.errors import ConfigError
 from runner.json_types import Config, Json
 from runner.renamed_keys import upgraded
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("runner", "torch", "transformers", "tokenizers", "datasets", "hydra-core", "omegaconf", "numpy")
+PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "omegaconf", "numpy")
 
 
 def create_run_folder(output_dir: str, name: str) -> Path:
@@ -63,8 +64,10 @@ def read_config(folder: Path) -> Json:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that a run depends on."""
-    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+    """Return the versions of Python, of this program and of the packages that a run depends on."""
+    own = distribution()
+    found = {"python": platform.python_version(), own.name: own.version}
+    return found | {name: version(name) for name in PACKAGES}
 
 
 def write_code_diff(folder: Path) -> None:

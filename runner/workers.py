@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from components.rank_info import RankInfo
 from runner.blame import blame, forget_reports, has_stalled, rank_log
 from runner.errors import DONE, FinalError
 from runner.jobs import CORES
+from runner.search_path import python_module
 from runner.signals import REQUESTS, StopRequest, announce, handling
 from runner.watchdog import discard_if_empty, stacks_path
 
@@ -69,7 +69,7 @@ def start(
             "RUNNER_PARENT": str(os.getpid()),
         }
     )
-    command = [sys.executable, "-m", "runner.worker", str(folder)]
+    command = [*python_module("runner.worker"), str(folder)]
     return subprocess.Popen(command, env=environ, stdout=output, stderr=output, start_new_session=True)
 
 

@@ -9,7 +9,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, open_dict
 
-COMMAND = (sys.executable, "-m", "hydra_plugins.runner_sweeps.job")
+from runner.search_path import program_first, python_module
+
+COMMAND = tuple(python_module("hydra_plugins.runner_sweeps.job"))
 
 
 def to_pass_on(command: Sequence[str], config: DictConfig) -> bytes:
@@ -21,6 +23,7 @@ def main() -> None:
     from runner.worker import die_with_parent
 
     die_with_parent()
+    program_first()
     del os.environ["RUNNER_PARENT"]  # which is for ranks
     setup_globals()
     sys.argv, config = pickle.load(sys.stdin.buffer)

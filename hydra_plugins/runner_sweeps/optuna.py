@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from hydra_plugins.runner_sweeps.space import Space
 from hydra_plugins.runner_sweeps.study import ask, make_pruner, make_sampler, open_study, tell
+from runner.distribution import pip_install
 from runner.errors import ConfigError
 from runner.outcome import SWEEP_FOLDER, Outcome, Point, read_outcome
 from runner.pruning import leave_no_pruner, leave_pruner
@@ -53,7 +54,7 @@ class OptunaSweeper(Sweeper):
             ConfigError: Optuna is not installed, or an option is no such number.
         """
         if importlib.util.find_spec("optuna") is None:
-            raise ConfigError("hydra/sweeper=optuna: Optuna is not installed; pip install 'runner[sweep]'.")
+            raise ConfigError(f"hydra/sweeper=optuna: Optuna is not installed; {pip_install('sweep')}.")
         for key, least in (("n_trials", 1), ("n_jobs", 1), ("seed", 0)):
             value = getattr(self, key)
             if not isinstance(value, int) or value < least:

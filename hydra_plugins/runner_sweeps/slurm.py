@@ -16,6 +16,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.distribution import pip_install
 from runner.errors import ConfigError
 from runner.outcome import SWEEP_FOLDER, read_outcome
 from runner.provenance import Provenance
@@ -66,7 +67,7 @@ class SlurmLauncher(Launcher):
             import submitit  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                "hydra/launcher=slurm: submits through submitit; pip install 'runner[slurm]'."
+                f"hydra/launcher=slurm: submits through submitit; {pip_install('slurm')}."
             ) from error
         options: Any = OmegaConf.to_container(OmegaConf.create(self.options), resolve=True)
         return construct(Allocation, "hydra.launcher", options, Provenance())

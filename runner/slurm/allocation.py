@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from runner.slurm.job import SlurmJob
 
 
+PYTHON = (sys.executable, "-P")
+"""Jobs do not search the working directory before the packages of this program."""
+
+
 @dataclass(frozen=True)
 class Allocation:
     """``hydra.launcher`` of ``hydra/launcher=slurm``; conf/hydra/launcher/slurm.yaml describes every key."""
@@ -108,7 +112,7 @@ class Allocation:
         """What ``submit`` would submit for ``count`` jobs; SLURM need not be there."""
         from submitit.slurm.slurm import _make_sbatch_string
 
-        command = shlex.join([sys.executable, "-u", "-m", "submitit.core._submit", str(folder)])
+        command = shlex.join([*PYTHON, "-u", "-m", "submitit.core._submit", str(folder)])
         size = count if count > 1 else None
         return _make_sbatch_string(command=command, folder=folder, map_count=size, **self.parameters())
 
@@ -122,7 +126,7 @@ class Allocation:
         from submitit.core.utils import FailedJobError
 
         try:
-            executor = SlurmExecutor(folder=folder)
+            executor = SlurmExecutor(folder=folder, python=shlex.join(PYTHON))
         except RuntimeError as error:
             raise ConfigError(
                 "hydra/launcher=slurm: there is no srun here; start the sweep where SLURM is, or look at its "

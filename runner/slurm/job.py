@@ -13,6 +13,7 @@ from runner.errors import DONE, FAILED, MISTAKE
 from runner.json_types import Config
 from runner.outcome import SWEEP_FOLDER, Point, read_outcome
 from runner.provenance import Provenance
+from runner.search_path import program_first
 from runner.sweep import run_point
 from runner.worker import leave
 
@@ -68,6 +69,7 @@ class SlurmJob:
 
     def __call__(self) -> NoReturn:
         """Ends the process, without the teardown that peers can hold up (see ``runner.worker.main``)."""
+        program_first()
         os.environ |= dict(self.environ)
         os.environ |= slurm.ranks(os.environ)
         os.environ[SWEEP_FOLDER] = str(self.point.sweep)

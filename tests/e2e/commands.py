@@ -109,8 +109,9 @@ class ForkedPopen(Process):
     ) -> None:
         files = zip((stdin, stdout, stderr), range(3), strict=True)
         numbers = [number if file is None else file.fileno() for file, number in files]
-        kind = "megatron" if trains_with_megatron(command[3:]) else "plain"
-        super().__init__(run_module, *command[2:], streams=numbers, environ=env, kind=kind)
+        module = command[command.index("-m") + 1 :]
+        kind = "megatron" if trains_with_megatron(module[1:]) else "plain"
+        super().__init__(run_module, *module, streams=numbers, environ=env, kind=kind)
 
 
 def trains_with_megatron(arguments: Sequence[str]) -> bool:
@@ -121,7 +122,7 @@ def trains_with_megatron(arguments: Sequence[str]) -> bool:
 
 def popen(command: Sequence[str], *, start_new_session: bool, **options: Any) -> Any:
     """`subprocess.Popen`, as the program calls it."""
-    if command[1] == "-m":
+    if "-m" in command[1:3]:
         return ForkedPopen(command, **options)
     return subprocess.Popen(command, start_new_session=start_new_session, **options)
 

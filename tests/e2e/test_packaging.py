@@ -1,56 +1,84 @@
-"""The wheel carries everything: it runs from an empty folder, without the checkout."""
+"""The wheel carries everything: it runs in any folder, without the checkout."""
 
+import os
 import shutil
 import subprocess
 import sys
 import venv
 from pathlib import Path
 
+import pytest
+
+from tests.e2e.commands import write_chats
+
 ROOT = Path(__file__).parents[2]
+SMALL = (
+    "model.architecture.num_hidden_layers=1",
+    "run.max_steps=2",
+    "data.max_length=64",
+    "run.device=cpu",
+)
+MY_LOSS = """
+from components.losses import NextToken
 
 
-def test_the_wheel_works_from_an_empty_folder(tmp_path: Path) -> None:
-    wheels, source = tmp_path / "wheels", tmp_path / "source"
+class Mine(NextToken):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the programs of an environment into which the wheel is installed."""
+    folder = tmp_path_factory.mktemp("wheel")
+    wheels, source = folder / "wheels", folder / "source"
     # A copy: building leaves a folder behind, whose old files would end up in the next wheel.
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "outputs", "build", "tests"))
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", str(wheels), str(source)]
     subprocess.run(build, check=True)
-    (wheel,) = wheels.glob("runner-*.whl")
-    # The dependencies come from this environment, the runner itself from the wheel alone.
-    venv.create(tmp_path / "venv", with_pip=False, system_site_packages=False)
-    python = tmp_path / "venv" / "bin" / "python"
-    site = next((tmp_path / "venv" / "lib").glob("python3*/site-packages"))
+    (wheel,) = wheels.glob("samecurve-*.whl")
+    # The dependencies come from this environment, and only the program from the wheel.
+    venv.create(folder / "venv", with_pip=False, system_site_packages=False)
+    python = folder / "venv" / "bin" / "python"
+    site = next((folder / "venv" / "lib").glob("python3*/site-packages"))
+    install = [sys.executable, "-m", "pip", f"--python={python}", "install", "--no-deps", "--quiet"]
+    subprocess.run([*install, str(wheel)], check=True)
     here = next(path for path in sys.path if path.endswith("site-packages"))
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--quiet",
-        "--target",
-        str(site),
-        str(wheel),
-    ]
-    subprocess.run(install, check=True)
     (site / "dependencies.pth").write_text(here + "\n")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    small = [
-        "model.architecture.num_hidden_layers=1",
-        "run.max_steps=2",
-        "data.max_length=64",
-        "run.device=cpu",
-    ]
-    answer = subprocess.run(
-        [python, "-m", "runner", *small], cwd=empty, capture_output=True, text=True, check=False
-    )
-    assert answer.returncode == 0, answer.stderr
-    (export,) = empty.glob("outputs/sft_tiny/*/export")
+    return python.parent
+
+
+def answer_of(command: list[object], folder: Path) -> str:
+    """Runs a command that succeeds, and returns its standard output."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_empty_folder(programs: Path, tmp_path: Path) -> None:
+    answer_of([programs / "samecurve", *SMALL], tmp_path)
+    (export,) = tmp_path.glob("outputs/sft_tiny/*/export")
     assert (export / "tokenizer.json").exists()
-    report = [python, "-m", "runner.report", str(export.parent)]
-    subprocess.run(report, cwd=empty, capture_output=True, check=True)
+    answer_of([programs / "python", "-m", "runner.report", export.parent], tmp_path)
     assert (export.parent / "report.html").stat().st_size > 10_000
     code = "import runner, components; print(runner.__file__, components.__file__)"
-    where = subprocess.run([python, "-c", code], cwd=empty, capture_output=True, text=True, check=True).stdout
-    assert str(ROOT) not in where
+    assert str(ROOT) not in answer_of([programs / "python", "-c", code], tmp_path)
+    assert answer_of([programs / "samecurve", "--version"], tmp_path).startswith("samecurve ")
+    assert answer_of([programs / "python", "-m", "runner", "--version"], tmp_path).startswith("samecurve ")
+
+
+def test_a_folder_with_packages_called_as_ours(programs: Path, tmp_path: Path) -> None:
+    """Neither the command, nor the job and the ranks that it starts import them."""
+    (tmp_path / "components").mkdir()
+    for name in ("components/__init__.py", "runner.py"):
+        (tmp_path / name).write_text(f"raise ValueError('{name} of the user')")
+    (tmp_path / "my_loss.py").write_text(MY_LOSS)
+    write_chats(tmp_path / "chats.jsonl")
+    data = ("data=files", "data.train=chats.jsonl")
+    ranks = ("parallelism=fsdp2", "parallelism.dp=2", "run.export=false")
+    jobs = ("-m", "hydra/launcher=local", "run.seed=1")
+    command = [programs / "samecurve", *jobs, *SMALL, *data, *ranks, "stage._target_=my_loss.Mine"]
+    answer_of(command, tmp_path)
+    assert len([*tmp_path.glob("outputs/sft_tiny/*/logs/rank_1*")]) == 1

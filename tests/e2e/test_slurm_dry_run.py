@@ -52,6 +52,7 @@ def test_the_script_is_shown_and_nothing_submitted(
         assert line in lines
     srun = next(line for line in lines if line.startswith("srun "))
     assert "--cpu-bind=none" in srun
+    assert " -P -u -m submitit.core._submit " in srun
     assert lines.index("module load cuda") < lines.index(srun)
     assert "export NCCL_DEBUG=INFO" in lines
     assert "0123" not in said

@@ -1,0 +1,56 @@
+"""The module search path: nothing in the working directory hides a package of this program.
+
+Imports nothing of ours: it runs before the path is right.
+"""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+IS_INSTALLED = ROOT.name in {"site-packages", "dist-packages"}
+"""Whether every Python of this environment finds the packages. A checkout may need its path."""
+
+
+def program_first() -> None:
+    """Move the working directory to the end of the search path, where a user's own modules are still found.
+
+    ``python -m`` puts it first, and a console script leaves it out. The search path of a checkout begins with
+    the checkout, and so does PYTHONPATH: processes that `python_module` starts import the same files.
+    """
+    folder, own = os.getcwd(), [] if IS_INSTALLED else [str(ROOT)]
+    kept = [path for path in sys.path if path not in {"", folder, *own}]
+    sys.path[:] = [*own, *kept, *({folder} - {*own})]
+    inherited = os.environ.get("PYTHONPATH")
+    if own and str(ROOT) not in (inherited or "").split(os.pathsep):
+        # An empty entry would be the working directory.
+        os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{inherited}" if inherited else str(ROOT)
+
+
+def python_module(name: str) -> list[str]:
+    """Return the command that runs a module without searching the working directory."""
+    return [sys.executable, "-P", "-m", name]
+
+
+def prepare() -> None:
+    """Put the program first for ``python -m``, and wherever another package called as ours is found instead.
+
+    Raises ImportError if that package is still found.
+    """
+    # While Python looks for the module of ``python -m``, this is the name of the program.
+    if sys.argv[:1] == ["-m"] or other_components() is not None:
+        program_first()
+    if (other := other_components()) is not None:
+        raise ImportError(
+            f"`import components` finds {other} instead of {ROOT / 'components'}; rename it, or take its "
+            "folder off PYTHONPATH."
+        )
+
+
+def other_components() -> str | None:
+    """Return where a package ``components`` is that is not ours. None means that ours is found."""
+    spec = find_spec("components")
+    if spec is None or spec.origin is None:
+        return "no file"
+    return None if Path(spec.origin).resolve().parents[1] == ROOT else spec.origin
