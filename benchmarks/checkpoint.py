@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.throughput import RESULTS, report
 from components.checkpoint import CheckpointPolicy, RunIdentity
+from components.contracts.engine import EngineOptions
 from components.engines.fsdp2 import FSDP2
 from components.models import ModelSpec
 from components.optimizers import AdamW
-from runner.protocols import EngineOptions
-from runner.state import TrainState
+from runner.training.state import TrainState
 from tests.distributed.cases import megatron
 from tests.ranks import Ranks
 

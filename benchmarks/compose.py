@@ -6,7 +6,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 
 from runner.cli import config_dir, resolved
-from runner.provenance import Provenance
+from runner.config.sources import Provenance
 
 
 def composed(overrides: Sequence[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from resource import RUSAGE_SELF, getrusage
 import numpy as np
 import yaml
 
-from runner.report import report
+from runner.commands.report import report
 
 RESULTS = Path(__file__).parent / "results" / "report.json"
 

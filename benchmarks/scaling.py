@@ -1,6 +1,6 @@
 """Two ranks against one, each with one thread: ``python -m benchmarks.scaling --data DIR``.
 
-The sft work item of ``benchmarks.peers`` in fp32, on FSDP2 over gloo. Wall time: a free core for each.
+The sft work item of ``benchmarks.baselines`` in fp32, on FSDP2 over gloo. Wall time: a free core for each.
 """
 
 import argparse
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.peers.arguments import ROWS
-from benchmarks.peers.programs import Work, overrides
-from benchmarks.peers.samples import make_samples
+from benchmarks.baselines.arguments import ROWS
+from benchmarks.baselines.programs import Work, overrides
+from benchmarks.baselines.samples import make_samples
 from benchmarks.throughput import RESULTS, report, run
 
 WARM_UP = 2

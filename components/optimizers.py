@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from runner.errors import ConfigError
+from components.contracts.errors import ConfigError
 
 
 @dataclass(frozen=True)

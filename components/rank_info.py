@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from runner.errors import ConfigError
+from components.contracts.errors import ConfigError
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 FIRST_PORT, PORTS = 10_000, 20_000

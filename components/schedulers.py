@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from runner.errors import ConfigError
+from components.contracts.errors import ConfigError
 
 DecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 

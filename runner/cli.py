@@ -18,17 +18,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from components.contracts.errors import DONE, FAILED, INTERRUPTED, MISTAKE, ConfigError, TrainingError
+from components.contracts.json_types import Json
 from components.rank_info import RankInfo
-from runner import slurm
+from runner.config.renamed_keys import RENAMED
+from runner.config.sources import Provenance, did_you_mean
 from runner.distribution import distribution
-from runner.errors import DONE, FAILED, INTERRUPTED, MISTAKE, ConfigError, TrainingError
-from runner.json_types import Json
-from runner.outcome import SWEEP_FOLDER, Point
-from runner.provenance import Provenance, did_you_mean
-from runner.renamed_keys import RENAMED
+from runner.launch import slurm_env
+from runner.launch.signals import handling, interrupt
 from runner.search_path import program_first
-from runner.signals import handling, interrupt
-from runner.sweep import conclude, run_point, sweeps
+from runner.sweeps.job_record import SWEEP_FOLDER, Point
+from runner.sweeps.sweep import conclude, run_point, sweeps
 
 
 def config_dir() -> str:
@@ -53,7 +53,7 @@ job = hydra.main(version_base="1.3", config_path=config_dir(), config_name="conf
 def execute(config: DictConfig) -> float:
     began, where = time.time(), provenance()
     plain = resolved(config, where)
-    from runner.launch import run
+    from runner.launch.run import run
 
     return run(plain, where, sys.argv, began)
 
@@ -86,14 +86,14 @@ def command() -> int:
 
 
 def main() -> None:
-    """Ends the process with one of the exit codes of ``runner.errors``."""
+    """Ends the process with one of the exit codes of ``components.contracts.errors``."""
     # Hydra would print a stack and exit with 1 for every mistake; we want the exception itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    os.environ |= slurm.ranks(os.environ)
+    os.environ |= slurm_env.ranks(os.environ)
     program_first()
     place, code = RankInfo.read(), command()
     if place.launched:
-        # A rank of torchrun or srun: see runner.worker.main.
+        # A rank of torchrun or srun: see runner.launch.rank_main.main.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -109,7 +109,7 @@ def exit_code(task: Callable[[], object]) -> int:
         with handling(interrupt):
             task()
     except KeyboardInterrupt as request:
-        if str(request) in slurm.NOTICES and slurm.queue_again(os.environ):
+        if str(request) in slurm_env.NOTICES and slurm_env.queue_again(os.environ):
             return DONE
         print("interrupted; nothing is left running.", file=sys.stderr)
         return INTERRUPTED

@@ -3,7 +3,7 @@
 from functools import cache
 from importlib.metadata import Distribution, entry_points
 
-from runner.errors import ConfigError
+from components.contracts.errors import ConfigError
 
 
 @cache

@@ -41,8 +41,8 @@ PRELOADED: Mapping[str, tuple[str, ...]] = {
         "components.losses",
         "components.schedulers",
         "runner.cli",
-        "runner.launch",
-        "runner.train",
+        "runner.launch.run",
+        "runner.training.rank",
     ),
     # Megatron's patches replace names of torch.cuda, which a process without Megatron must not see.
     "megatron": ("components.engines.megatron.runtime.engine",),

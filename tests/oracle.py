@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from components.engines.attention import ATTENTION, attention_kwargs
-from components.engines.logps import token_stats
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.loss import Loss, TokenStats
+from components.engines.shared.token_log_probs import token_stats
+from components.engines.shared.varlen_attention import ATTENTION, attention_kwargs
 from components.optimizers import AdamW, torch_optimizer
-from runner.protocols import IGNORE, Batch, Loss, TokenStats
 
 OPTIMIZER = AdamW(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
 OPTIONS = {

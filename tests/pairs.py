@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from components.data.packing import Plan, plan_epoch
-from components.data.prompts import shared_lengths
-from components.data.store import TokenStore
-from tests.unit.data.test_store import make_store
+from components.data.shared_prefix import shared_lengths
+from components.data.store.token_store import TokenStore
+from tests.unit.components.data.store.test_token_store import make_store
 
 PAIRS = [(9, 5, 7), (1, 6, 3), (4, 12, 3), (2, 1, 8), (14, 3, 1)]
 """Tokens of the prompt, of the chosen and of the rejected answer; a prompt of one cannot be shared."""

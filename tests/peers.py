@@ -1,11 +1,11 @@
-"""The files of benchmarks/peers, small."""
+"""The files of benchmarks/baselines, small."""
 
 import json
 from pathlib import Path
 from unittest import mock
 
-from benchmarks.peers import samples
-from benchmarks.peers.arguments import MAX_LENGTH
+from benchmarks.baselines import samples
+from benchmarks.baselines.arguments import MAX_LENGTH
 
 WORDS = (
     "a",

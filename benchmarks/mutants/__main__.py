@@ -27,7 +27,7 @@ from benchmarks.throughput import RESULTS, report
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("losses", "data", "engines", "checkpoint", "adapters", "models")
-MUTATED = (*(f"components/{name}" for name in FOLDERS), "runner/loop.py")
+MUTATED = (*(f"components/{name}" for name in FOLDERS), "runner/training/loop.py")
 
 
 def drawn_from(root: Path, paths: Sequence[str], count: int, seed: int) -> dict[Mutant, bytes]:

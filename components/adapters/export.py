@@ -10,17 +10,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from components.adapters.folder import CONFIG, PREFIX, TENSORS
+from components.adapters.peft_folder import CONFIG, PREFIX, TENSORS
 from components.adapters.targets import linear_names, matches, short_names
 from components.models import ModelSpec, named_shapes, stream_folder
-from components.models.completion import amend
-from components.models.disk import file_names, module_name
-from components.models.export import SHARD_BYTES, gather, rank, write_shards
+from components.models.export.export import SHARD_BYTES, gather, rank, write_shards
+from components.models.export.hf_file_names import file_names, module_name
+from components.models.generate import amend
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from components.adapters.spec import LoRA
+    from components.adapters.lora_config import LoRA
 
 BASE, REVISION = "base_model_name_or_path", "revision"
 """Where adapter_config.json says which model the adapter is for."""

@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from components.adapters.export import BASE, REVISION
-from components.adapters.folder import CONFIG, adapter_file, read_settings
-from components.adapters.spec import MAGNITUDE, A, B, LoRA
+from components.adapters.lora_config import MAGNITUDE, A, B, LoRA
+from components.adapters.peft_folder import CONFIG, adapter_file, read_settings
+from components.contracts.errors import ConfigError
 from components.models import ModelSpec, WeightSource, named_shapes, stream_folder
-from components.models.folder import read_json
-from runner.errors import ConfigError
+from components.models.hub import read_json
 
 
 def merge_adapter(

@@ -6,11 +6,11 @@ from typing import Literal
 from torch import nn
 from transformers import PreTrainedModel
 
-from components.models.configs import near
-from components.models.disk import our_name
+from components.contracts.errors import ConfigError
 from components.models.experts import OF_EXPERT, routed
+from components.models.export.hf_file_names import our_name
+from components.models.hf_config import near
 from components.models.weights import tied_names
-from runner.errors import ConfigError
 
 Targets = Literal["all-linear", "attention", "mlp"] | tuple[str, ...]
 

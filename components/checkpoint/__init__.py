@@ -1,7 +1,7 @@
 """Checkpoints that any engine and any layout reads."""
 
 from components.checkpoint.folder import CheckpointMeta, complete_checkpoints, read_meta
-from components.checkpoint.policy import CheckpointPolicy
+from components.checkpoint.manager import CheckpointPolicy
 from components.checkpoint.resume import Resume, RunIdentity, check_whole, newest_undamaged, whole_checkpoint
 
 __all__ = [

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from components.atomic_write import sync_folder, write_atomic
 from components.checkpoint.files import FileRecord
-from runner.errors import ConfigError
-from runner.json_types import Json
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
 
 MARKER = "complete"
 """Holds the checksum of meta.json: it vouches for no other."""
@@ -24,7 +24,7 @@ class CheckpointMeta:
     """meta.json, written after the tensors."""
 
     state: Json
-    """Counters of the run: ``runner.state.TrainState``."""
+    """Counters of the run: ``runner.training.state.TrainState``."""
     identity: Json
     model_only: bool
     files: dict[str, FileRecord]

@@ -13,7 +13,7 @@ from components.checkpoint.folder import (
     step_of,
     unmark,
 )
-from runner.errors import ConfigError
+from components.contracts.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from components.data.packing import Plan
-from components.data.store import Bools, Outcome, Tokens
+from components.data.store.token_store import Bools, Outcome, Tokens
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from components.contracts.batch import DESIRABLE, IGNORE, MISMATCHED, UNDESIRABLE, Batch
 from components.data.packing import Ints
-from components.data.store import Tokens
-from runner.protocols import DESIRABLE, IGNORE, MISMATCHED, UNDESIRABLE, Batch
+from components.data.store.token_store import Tokens
 
 
 def collate_packed(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:

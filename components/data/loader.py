@@ -10,15 +10,16 @@ from typing import Self
 import numpy as np
 from pydantic import TypeAdapter
 
+from components.contracts.batch import Batch
+from components.contracts.data import BatchStats
+from components.contracts.json_types import Json
 from components.data.audit import Audit
 from components.data.collators import collate_packed, collate_padded, prefix_lengths
-from components.data.indexed import IndexedTokens
-from components.data.joined import JoinedTokens
 from components.data.packing import Ints, Plan
-from components.data.reference import LogpsFile
-from components.data.store import Tokens, TokenStore, digest
-from runner.json_types import Json
-from runner.protocols import Batch, BatchStats
+from components.data.store.concat_store import JoinedTokens
+from components.data.store.indexed import IndexedTokens
+from components.data.store.reference_logps import LogpsFile
+from components.data.store.token_store import Tokens, TokenStore, digest
 
 
 class PlanFiles(Sequence[Plan]):
@@ -43,7 +44,7 @@ def count_steps(plan: Plan, global_batch_size: int, *, drop_last: bool) -> int:
 
 
 class DataLoader:
-    """See ``runner.protocols.DataLoader``.
+    """See ``components.contracts.data.DataLoader``.
 
     A step is cut into ``ceil(rows / (data_size * micro_batch_size))`` micro-batches on every rank;
     micro-batch ``j`` of rank ``r`` takes ``micro_batch_size`` rows from ``(j * data_size + r) *

@@ -1,13 +1,13 @@
 """Where the numbers of a run go: any of these side by side, by name."""
 
+from components.loggers.base import Ending as Ending
+from components.loggers.base import Logger as Logger
+from components.loggers.base import LoggerSpec as LoggerSpec
+from components.loggers.base import Row as Row
+from components.loggers.base import Start as Start
+from components.loggers.composite import Loggers as Loggers
 from components.loggers.console import Console as Console
 from components.loggers.console import terminal as terminal
-from components.loggers.fanout import Loggers as Loggers
 from components.loggers.jsonl import Jsonl as Jsonl
-from components.loggers.protocol import Ending as Ending
-from components.loggers.protocol import Logger as Logger
-from components.loggers.protocol import LoggerSpec as LoggerSpec
-from components.loggers.protocol import Row as Row
-from components.loggers.protocol import Start as Start
 from components.loggers.tensorboard import Tensorboard as Tensorboard
 from components.loggers.wandb import Wandb as Wandb

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from components.loggers.protocol import Start
+from components.loggers.base import Start
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.loggers.protocol import Ending, Row, Start
+from components.loggers.base import Ending, Row, Start
 
 
 class JsonlLogger:

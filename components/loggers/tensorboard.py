@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from components.loggers.protocol import Ending, Row, Start, require
-from runner.errors import ConfigError
+from components.contracts.errors import ConfigError
+from components.loggers.base import Ending, Row, Start, require
 
 
 class TensorboardLogger:

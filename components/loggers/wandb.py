@@ -5,9 +5,9 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Literal
 
-from components.loggers.protocol import Ending, Row, Start, require
-from runner.errors import ConfigError
-from runner.json_types import Config, Json
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Config, Json
+from components.loggers.base import Ending, Row, Start, require
 
 DOCUMENTS = ("config.yaml", "run.json", "audit.json", "preflight.json", "code.diff")
 """Of the run folder, kept as one artifact of the run, as far as they are there."""

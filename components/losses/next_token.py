@@ -8,8 +8,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from runner.errors import ConfigError
-from runner.protocols import IGNORE, Batch, Engine, LossOutput, ReferenceChoice, TokenStats
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.errors import ConfigError
+from components.contracts.loss import LossEngine, LossOutput, ReferenceChoice, TokenStats
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class NextToken:
     def weights(self, batch: Batch) -> Tensor | None:
         return None if self.requires else self._token_weights(batch)
 
-    def prepare(self, microbatches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:  # noqa: ARG002
+    def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:  # noqa: ARG002
         return microbatches
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:

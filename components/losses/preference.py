@@ -6,7 +6,11 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from components.losses.pair_losses import (
+from components.contracts.batch import Batch
+from components.contracts.errors import ConfigError
+from components.contracts.loss import TokenStats
+from components.losses.preference_base import Pairs, ReferencedLoss, check_label_smoothing, verbosity_weights
+from components.losses.preference_formulas import (
     F_DIVERGENCES,
     OF_THE_DIFFERENCE,
     PAIR_LOSSES,
@@ -14,9 +18,6 @@ from components.losses.pair_losses import (
     alpha_divergence,
     options_of,
 )
-from components.losses.pairs import Pairs, ReferencedLoss, check_label_smoothing, verbosity_weights
-from runner.errors import ConfigError
-from runner.protocols import Batch, TokenStats
 
 DPOKind = Literal[
     "sigmoid",

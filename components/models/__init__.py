@@ -1,11 +1,11 @@
 """Any transformers causal language model: what it is, where its weights come from, how it is written."""
 
-from components.models.export import export_folder
+from components.models.checkpoint_weights import checkpoint_weights
+from components.models.config import ModelSpec
+from components.models.export.export import export_folder
+from components.models.export.safetensors_writer import stream_folder
 from components.models.initialize import materialize_buffers, random_weights
 from components.models.pretrained import pretrained_weights
-from components.models.spec import ModelSpec
-from components.models.start import checkpoint_weights
-from components.models.stream import stream_folder
 from components.models.weights import WeightSource, named_shapes, signature
 
 __all__ = [

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from components.contracts.errors import ConfigError
 from components.models.experts import biases, routed
 from components.models.hf_private import uses_attention_interface
-from components.models.routing import RouterTerms
-from runner.errors import ConfigError
+from components.models.moe_config import RouterTerms
 
 CHANGES_LOGITS = (
     "attn_logit_softcapping",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from runner.errors import ConfigError
+from components.contracts.errors import ConfigError
 
 
 def freeze(model: PreTrainedModel, patterns: Sequence[str]) -> None:

@@ -14,12 +14,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from components.models.disk import file_names
+from components.contracts.errors import ConfigError
 from components.models.experts import one_by_one
-from components.models.folder import one_line, read_json
-from components.models.further import JOINS, of_further_layers
+from components.models.export.hf_file_names import file_names
+from components.models.hub import one_line, read_json
+from components.models.mtp import JOINS, of_further_layers
 from components.models.weights import WeightSource, named_shapes, tied_names
-from runner.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

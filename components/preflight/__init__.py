@@ -1,6 +1,5 @@
 """What can be known of a run before a process is spawned or a group is made: checks, sizes, a forecast."""
 
-from components.preflight.case import Case
 from components.preflight.checks import (
     check_adapter,
     check_batch,
@@ -22,15 +21,15 @@ from components.preflight.checks import (
     resolve_device,
     steps_done,
 )
-from components.preflight.device import Device, find_device
-from components.preflight.engine_layouts import EngineLayout
-from components.preflight.misfit import check_fits
+from components.preflight.engine_layouts import known_parts
+from components.preflight.estimates.device_specs import Device, find_device
 from components.preflight.report import Report, survey
+from components.preflight.search.candidate import Case
+from components.preflight.search.memory_advice import check_fits
 
 __all__ = [
     "Case",
     "Device",
-    "EngineLayout",
     "Report",
     "check_adapter",
     "check_batch",
@@ -49,6 +48,7 @@ __all__ = [
     "check_shared_prompt",
     "check_start",
     "find_device",
+    "known_parts",
     "next_batch",
     "owes_evaluation",
     "resolve_device",

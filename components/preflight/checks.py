@@ -9,11 +9,11 @@ import yaml
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from components.checkpoint import read_meta
-from components.preflight.device import PROGRAM, machine_memory
+from components.contracts.configs import AdapterConfig
+from components.contracts.errors import ConfigError
+from components.contracts.parallelism import ParallelismSpec
 from components.preflight.engine_layouts import EngineLayout
-from runner.config_contracts import AdapterConfig
-from runner.errors import ConfigError
-from runner.protocols import ParallelismSpec
+from components.preflight.estimates.device_specs import PROGRAM, machine_memory
 
 FIRST_LENGTH = "original_max_position_embeddings"
 """Up to where longrope has one set of frequencies for all."""

@@ -6,17 +6,33 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from components.adapters import LoRA
+from components.contracts.configs import AdapterConfig, OptimizerConfig
+from components.contracts.parallelism import ParallelismSpec
 from components.engines.fsdp2 import FSDP2
-from components.engines.fsdp2 import estimate as fsdp2_estimate
-from components.engines.fsdp2 import layouts as fsdp2_layouts
 from components.engines.megatron import Megatron
-from components.engines.megatron import estimate as megatron_estimate
-from components.engines.megatron import layouts as megatron_layouts
 from components.optimizers import Optimizer
-from runner.estimates import ModelSize, RankMemory, StepCost, TrainStep
+from components.preflight.estimates import fsdp2_memory as fsdp2_estimate
+from components.preflight.estimates import megatron_memory as megatron_estimate
+from components.preflight.estimates.quantities import ModelSize, RankMemory, StepCost, TrainStep
+from components.preflight.search import fsdp2_layouts as fsdp2_layouts
+from components.preflight.search import megatron_layouts as megatron_layouts
 
 EngineLayout = FSDP2 | Megatron
 """A parallelism of neither type has no forecast."""
+
+
+def known_parts(
+    layout: ParallelismSpec, optimizer: OptimizerConfig, adapter: AdapterConfig | None
+) -> tuple[EngineLayout, Optimizer, LoRA | None] | None:
+    """Return the arguments if a forecast knows them all, or None if one is of the user's own."""
+    if (
+        isinstance(layout, EngineLayout)
+        and isinstance(optimizer, Optimizer)
+        and isinstance(adapter, LoRA | None)
+    ):
+        return layout, optimizer, adapter
+    return None
 
 
 def mesh_info(layout: EngineLayout, world_size: int) -> dict[str, Any]:

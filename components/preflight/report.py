@@ -8,13 +8,13 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from components.preflight.case import Case
+from components.contracts.json_types import Config
+from components.preflight.config_keys import key_rows
 from components.preflight.engine_layouts import mesh_info
-from components.preflight.groups import group_lines, group_rows
-from components.preflight.keys import key_rows
-from components.preflight.step import StepWork, parameter_counts, step_time, step_work
-from components.preflight.units import as_count, as_seconds, as_size
-from runner.json_types import Config
+from components.preflight.estimates.step_time import StepWork, parameter_counts, step_time, step_work
+from components.preflight.formatting import as_count, as_seconds, as_size
+from components.preflight.search.candidate import Case
+from components.preflight.search.rank_groups import group_lines, group_rows
 
 Scalars = Config
 Section = Scalars | Sequence[Scalars]

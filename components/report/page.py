@@ -10,8 +10,8 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from components.contracts.json_types import Config, Json
 from components.report.runs import Entry, Run, fact_tables, read_run
-from runner.json_types import Config, Json
 
 ASSETS = Path(__file__).parent
 FIRST_CHARTS = (

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from components.contracts.json_types import Json
 from components.report.curves import Curve, current_name, read_curves
-from runner.json_types import Json
 
 LAST_LINES = 20
 TAIL_BYTES = 16384

@@ -11,10 +11,10 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
-from hydra_plugins.runner_sweeps.job import COMMAND, to_pass_on
-from runner.errors import ConfigError
-from runner.jobs import Job, run_jobs
-from runner.outcome import SWEEP_FOLDER, Point, read_outcome
+from components.contracts.errors import ConfigError
+from hydra_plugins.runner_sweeps.local_job import COMMAND, to_pass_on
+from runner.sweeps.job_record import SWEEP_FOLDER, Point, read_outcome
+from runner.sweeps.local_jobs import Job, run_jobs
 
 
 class LocalLauncher(Launcher):

@@ -14,18 +14,18 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from hydra_plugins.runner_sweeps.space import Space
-from hydra_plugins.runner_sweeps.study import ask, make_pruner, make_sampler, open_study, tell
+from components.contracts.errors import ConfigError
+from hydra_plugins.runner_sweeps.optuna_study import ask, make_pruner, make_sampler, open_study, tell
+from hydra_plugins.runner_sweeps.search_space import Space
 from runner.distribution import pip_install
-from runner.errors import ConfigError
-from runner.outcome import SWEEP_FOLDER, Outcome, Point, read_outcome
-from runner.pruning import leave_no_pruner, leave_pruner
+from runner.sweeps.job_record import SWEEP_FOLDER, Outcome, Point, read_outcome
+from runner.sweeps.pruner import leave_no_pruner, leave_pruner
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
 
-PRUNER = "hydra_plugins.runner_sweeps.study:TrialPruner"
+PRUNER = "hydra_plugins.runner_sweeps.optuna_study:TrialPruner"
 
 
 class OptunaSweeper(Sweeper):

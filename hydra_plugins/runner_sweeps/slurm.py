@@ -16,14 +16,14 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from components.contracts.errors import ConfigError
+from runner.config.sources import Provenance
 from runner.distribution import pip_install
-from runner.errors import ConfigError
-from runner.outcome import SWEEP_FOLDER, read_outcome
-from runner.provenance import Provenance
+from runner.sweeps.job_record import SWEEP_FOLDER, read_outcome
 
 if TYPE_CHECKING:
-    from runner.slurm.allocation import Allocation
-    from runner.slurm.job import SlurmJob
+    from runner.sweeps.slurm.job import SlurmJob
+    from runner.sweeps.slurm.sbatch import Allocation
 
 
 class SlurmLauncher(Launcher):
@@ -48,7 +48,7 @@ class SlurmLauncher(Launcher):
         configs = [self.compose(words, initial_job_idx + i) for i, words in enumerate(job_overrides)]
         jobs = [job for config in configs if (job := accepted(config, allocation)) is not None]
         if allocation.dry_run:
-            from runner.slurm.dry_run import show
+            from runner.sweeps.slurm.dry_run import show
 
             show(allocation, sweep / "slurm", jobs)
         elif jobs:
@@ -60,8 +60,8 @@ class SlurmLauncher(Launcher):
         Raises:
             ConfigError: a key of ``hydra.launcher`` is not what it should be, or submitit is not installed.
         """
-        from runner.build import construct
-        from runner.slurm.allocation import Allocation
+        from runner.config.instantiate import construct
+        from runner.sweeps.slurm.sbatch import Allocation
 
         try:
             import submitit  # noqa: F401
@@ -82,7 +82,7 @@ class SlurmLauncher(Launcher):
 def accepted(config: DictConfig, allocation: "Allocation") -> "SlurmJob | None":
     """The job of one composed config; None where it is refused, which its outcome tells then."""
     from runner.cli import explained, provenance, resolved
-    from runner.slurm.job import SlurmJob
+    from runner.sweeps.slurm.job import SlurmJob
 
     with current(config):
         where = provenance()
@@ -101,7 +101,7 @@ def accepted(config: DictConfig, allocation: "Allocation") -> "SlurmJob | None":
 
 def submit(allocation: "Allocation", folder: Path, jobs: Sequence["SlurmJob"]) -> None:
     """Submits ``jobs`` and returns when all are over."""
-    from runner.slurm.array import Array, Submitted
+    from runner.sweeps.slurm.job_array import Array, Submitted
 
     numbers = allocation.submit(folder, jobs)
     submitted = [Submitted(number, job.point, folder) for number, job in zip(numbers, jobs, strict=True)]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from runner import launch
-from runner.errors import MISTAKE
+from components.contracts.errors import MISTAKE
+from runner.launch import run
 from tests.e2e.commands import call_here
 from tests.patience import patience
 
@@ -40,8 +40,8 @@ def refused(
 ) -> Refused:
     """Calls the command line, which must refuse: at once, in a line or two that say what to do, and with
     nothing started or left behind. Returns the message."""
-    monkeypatch.setattr(launch, "run_rank", forbidden)
-    monkeypatch.setattr(launch, "run_with_restarts", forbidden)
+    monkeypatch.setattr(run, "run_rank", forbidden)
+    monkeypatch.setattr(run, "run_with_restarts", forbidden)
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> str:

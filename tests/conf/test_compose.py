@@ -13,13 +13,13 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from components.adapters.spec import LoRA
-from components.preflight.search import DEFAULTS
-from runner.build import build_component, build_loggers
+from components.adapters.lora_config import LoRA
+from components.contracts.errors import ConfigError
+from components.preflight.search.layout_search import DEFAULTS
 from runner.cli import config_dir
-from runner.errors import ConfigError
-from runner.provenance import Provenance
-from runner.sweep import alone
+from runner.config.instantiate import build_component, build_loggers
+from runner.config.sources import Provenance
+from runner.sweeps.sweep import alone
 from tests.e2e.commands import call_here
 
 CONF = Path(config_dir())
@@ -29,7 +29,10 @@ WHOLE = {"experiment", "sweep"}
 OPTIONS = sorted(
     (path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name not in WHOLE
 )
-EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+EXPERIMENTS = sorted(
+    path.relative_to(CONF / "experiment").with_suffix("").as_posix()
+    for path in (CONF / "experiment").rglob("*.yaml")
+)
 SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
 HYDRA = ["help/runner.yaml", "launcher/local.yaml", "launcher/slurm.yaml", "sweeper/optuna.yaml"]
 NEEDED = {("model", "hf"): ["model.path=x"], ("data", "files"): ["data.train=x"]}
@@ -132,7 +135,7 @@ def test_a_sweep_sweeps_and_its_jobs_compose(
 ) -> None:
     """Without ``-m``; a job of it by itself is no sweep."""
     jobs: list[Any] = []
-    monkeypatch.setattr("runner.launch.run", lambda *given: jobs.append(given[1].overrides) or 1.0)
+    monkeypatch.setattr("runner.launch.run.run", lambda *given: jobs.append(given[1].overrides) or 1.0)
     trials = ["hydra.sweeper.n_trials=3"] if "search" in sweep else []
     assert call_here(f"sweep={sweep}", *trials, f"run.output_dir={tmp_path}") == 0
     assert len(jobs) > 2

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.compose import composed
-from benchmarks.parity_cells import Bench
-from benchmarks.parity_rows import COLUMNS, ROWS, Column, Row
+from benchmarks.parity.parity_cells import Bench
+from benchmarks.parity.parity_rows import COLUMNS, ROWS, Column, Row
 from tests.conf.test_compose import EXPERIMENTS
 from tests.e2e.commands import call_here
 

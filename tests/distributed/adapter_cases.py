@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from components.adapters import LoRA, lora
+from components.contracts.batch import IGNORE
 from components.engines.fsdp2 import FSDP2
-from runner.protocols import IGNORE
 from tests.distributed.cases import (
     Step,
     assert_same,

@@ -15,20 +15,21 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.compose import composed
-from benchmarks.parity_cells import curve_error, write_adapter, write_samples
-from benchmarks.parity_experts import DEEPSEEK, QWEN3_MOE
-from benchmarks.parity_ranks import silence
-from benchmarks.parity_rows import EXPERIMENT, OVERLAPPED
-from components.checkpoint.format import load_tensors, save_tensors
+from benchmarks.parity.parity_cells import curve_error, write_adapter, write_samples
+from benchmarks.parity.parity_experts import DEEPSEEK, QWEN3_MOE
+from benchmarks.parity.parity_ranks import silence
+from benchmarks.parity.parity_rows import EXPERIMENT, OVERLAPPED
+from components.checkpoint.dcp import load_tensors, save_tensors
+from components.contracts.batch import Batch
+from components.contracts.loss import LossOutput, TokenStats
 from components.losses import NextToken
-from runner import train
-from runner.build import build_experiment
-from runner.launch_checks import Launch, check_launch
-from runner.launch_prepare import prepare
-from runner.protocols import Batch, LossOutput, TokenStats
-from runner.provenance import Provenance
-from runner.run_record import RunRecord
-from runner.train import run_rank
+from runner.config.instantiate import build_experiment
+from runner.config.sources import Provenance
+from runner.launch.checks import Launch, check_launch
+from runner.launch.prepare import prepare
+from runner.launch.run_record import RunRecord
+from runner.training import rank
+from runner.training.rank import run_rank
 from tests.ranks import Ranks
 
 STEPS, HALF = 6, 3
@@ -175,7 +176,7 @@ def train_rank(folder: Path, loaded: Path) -> None:
 
 @contextmanager
 def saving_what_is_loaded(path: Path) -> Iterator[None]:
-    build_engine = train.build_engine
+    build_engine = rank.build_engine
 
     def build(*args: Any) -> Any:
         engine: Any = build_engine(*args)
@@ -189,7 +190,7 @@ def saving_what_is_loaded(path: Path) -> Iterator[None]:
         engine.load = load_and_save
         return engine
 
-    with mock.patch.object(train, "build_engine", build):
+    with mock.patch.object(rank, "build_engine", build):
         yield
 
 

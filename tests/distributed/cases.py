@@ -12,15 +12,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from components.adapters import LoRA
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.engine import Engine, EngineOptions, Reference, StepResult
+from components.contracts.loss import Loss
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.losses import NextToken
 from components.models import ModelSpec
 from components.models.experts import one_by_one
-from components.models.further import FurtherTokens
+from components.models.mtp import FurtherTokens
 from components.models.pretrained import persistent_buffers
 from components.optimizers import AdamW, Optimizer
-from runner.protocols import IGNORE, Batch, Engine, EngineOptions, Loss, Reference, StepResult
 from tests.distributed.gradients import capture
 
 LENGTHS = (5, 17, 9, 30, 12, 3, 24, 8)

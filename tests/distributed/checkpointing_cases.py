@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from components.contracts.batch import Batch
+from components.contracts.engine import EngineOptions, StepResult
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.engine import FSDP2Engine
 from components.engines.fsdp2.mesh import stored, whole
 from components.losses import NextToken
 from components.models import ModelSpec
 from components.optimizers import AdamW
-from runner.protocols import Batch, EngineOptions, StepResult
 from tests.distributed.cases import COMMON, SHAPES, next_token, share, step
 
 

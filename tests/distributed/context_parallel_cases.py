@@ -22,8 +22,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from components.engines.megatron.runtime.rows import gather, make_row
-from runner.protocols import Batch
+from components.contracts.batch import Batch
+from components.engines.megatron.runtime.cp_sharding import gather, make_row
 from tests.distributed.core_attention_cases import (
     HEAD_DIM,
     VOCAB,

@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from components.engines.megatron.runtime.rows import Row, make_row
-from runner.protocols import IGNORE, Batch
+from components.contracts.batch import IGNORE, Batch
+from components.engines.megatron.runtime.cp_sharding import Row, make_row
 
 VOCAB, WINDOW, HEAD_DIM = 40, 5, 8
 FUSIONS = {"gradient_accumulation_fusion": False, "masked_softmax_fusion": False, "persist_layer_norm": False}

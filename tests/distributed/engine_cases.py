@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.engine import StepResult
+from components.contracts.errors import TrainingError
+from components.contracts.loss import LossOutput, TokenStats
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.mesh import stored, whole
 from components.engines.megatron import Megatron
 from components.losses import NextToken
 from components.optimizers import Optimizer
-from runner.errors import TrainingError
-from runner.protocols import IGNORE, Batch, LossOutput, StepResult, TokenStats
 from tests.distributed.cases import Step, engine_step, make_engine, next_token, share, step
 
 Layout = FSDP2 | Megatron

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from components.checkpoint.format import load_tensors, save_tensors, saved_keys
+from components.checkpoint.dcp import load_tensors, save_tensors, saved_keys
+from components.contracts.batch import Batch
+from components.contracts.engine import EngineOptions, StepResult
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
-from components.models.routing import RouterTerms
+from components.models.moe_config import RouterTerms
 from components.optimizers import AdamW
-from runner.protocols import Batch, EngineOptions, StepResult
 from tests.distributed.cases import LENGTHS, Step, next_token, share, spec
 from tests.distributed.gradients import capture
 

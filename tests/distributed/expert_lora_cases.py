@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from components.adapters import LoRA
-from components.checkpoint.format import save_tensors
+from components.checkpoint.dcp import save_tensors
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.models.experts import FUSED, one_by_one

@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from components.checkpoint.format import save_tensors
+from components.checkpoint.dcp import save_tensors
+from components.contracts.batch import IGNORE
+from components.contracts.engine import EngineOptions
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.models.experts import one_by_one
-from components.models.further import FurtherTokens
-from components.models.routing import RouterTerms
+from components.models.moe_config import RouterTerms
+from components.models.mtp import FurtherTokens
 from components.optimizers import AdamW
-from runner.protocols import IGNORE, EngineOptions
 from tests.distributed.cases import (
     Step,
     make_engine,

@@ -37,7 +37,7 @@ def gradients(engine: Any) -> dict[str, Tensor]:
 
 
 def megatron_gradients(engine: Any) -> dict[str, Tensor]:
-    from components.engines.megatron.runtime.weights import whole
+    from components.engines.megatron.runtime.hf_weights import whole
 
     here: dict[str, Tensor] = {}
     for parameter, members in engine.blocks.items():

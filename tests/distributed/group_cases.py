@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.engine import FSDP2Engine
-from components.engines.fsdp2.experts import grouped_experts
+from components.engines.fsdp2.grouped_experts import grouped_experts
 from components.engines.megatron import Megatron
 from tests.distributed.cases import make_engine
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from components.checkpoint.format import save_tensors
+from components.checkpoint.dcp import save_tensors
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from tests.distributed.cases import make_engine, next_token

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from components.contracts.engine import EngineOptions
 from components.engines.fsdp2.engine import FSDP2Engine
 from components.engines.fsdp2.mesh import stored
 from components.models import ModelSpec
 from components.optimizers import SGD
-from runner.protocols import EngineOptions
 from tests.distributed.cases import fsdp2, spec
 
 

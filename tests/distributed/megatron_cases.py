@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.checkpoint.flat import FlatShard
+from components.checkpoint.flat_shard import FlatShard
+from components.contracts.engine import EngineOptions
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.mesh import stored
 from components.engines.megatron import Megatron
 from components.models import ModelSpec
 from components.optimizers import AdamW
-from runner.protocols import EngineOptions
 from tests.distributed.cases import COMMON, SHAPES, Step, make_engine, next_token, share, step
 from tests.distributed.gradients import capture
 

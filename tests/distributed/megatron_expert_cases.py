@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from components.contracts.batch import IGNORE
 from components.engines.megatron import Megatron
 from components.models.experts import one_by_one
-from components.models.routing import AUX, RouterTerms, Z
-from runner.protocols import IGNORE
+from components.models.moe_config import AUX, RouterTerms, Z
 from tests.distributed.cases import Step, next_token, plain_model, sequences, share
 from tests.distributed.expert_cases import Trained, Work, make, one_step, run
 
@@ -89,8 +89,8 @@ def routed(on: Megatron, family: str, padding: int) -> tuple[Tensor, Tensor, Ten
         topk_routing_with_score_function,
     )
 
-    from components.engines.megatron.runtime.router import Traffic, routers_of
-    from components.engines.routers import Tokens
+    from components.engines.megatron.runtime.moe_router import Traffic, routers_of
+    from components.engines.shared.moe_losses import Tokens
 
     engine = make(Work(family), on)
     router = routers_of(engine.chunks)[0]

@@ -13,13 +13,15 @@ from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.adapters.export import peft_config
-from components.checkpoint.format import save_tensors
+from components.checkpoint.dcp import save_tensors
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.engine import Reference
+from components.contracts.loss import Loss
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.losses import DPO
 from components.models import WeightSource
 from components.models.initialize import seeded
-from runner.protocols import IGNORE, Batch, Loss, Reference
 from tests.distributed.adapter_cases import trained
 from tests.distributed.cases import make_engine, next_token, plain_model, sequences, share, spec, step
 from tests.distributed.gradients import capture

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from components.contracts.batch import IGNORE
+from components.contracts.engine import EngineOptions
+from components.contracts.loss import TokenStats
 from components.engines.megatron import Megatron
 from components.models import ModelSpec
 from components.optimizers import AdamW
-from runner.protocols import IGNORE, EngineOptions, TokenStats
 from tests.distributed.cases import COMMON, SHAPES, next_token, share
 from tests.distributed.gradients import capture, gradients
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from components.engines.megatron import cpu, repairs
-from components.engines.megatron.patches import find
+from components.engines.megatron.compat import cpu, no_te
+from components.engines.megatron.compat.patching import find
 
-PATCHES = [patch for patch in (*cpu.PATCHES, *repairs.PATCHES) if patch.applies]
+PATCHES = [patch for patch in (*cpu.PATCHES, *no_te.PATCHES) if patch.applies]
 SYMBOLS = list(chain.from_iterable(patch.symbols for patch in PATCHES))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.checkpoint.format import load_tensors, save_tensors
+from components.checkpoint.dcp import load_tensors, save_tensors
 from components.models import ModelSpec, WeightSource
 from tests.distributed.megatron_weights_cases import Model, Sizes, build, layout
 
@@ -36,7 +36,7 @@ def like_parameters(model: Model) -> dict[str, dict[Any, Tensor]]:
 
 
 def save_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> None:
-    from components.engines.megatron.runtime.weights import as_dtensor, fill
+    from components.engines.megatron.runtime.hf_weights import as_dtensor, fill
 
     with layout(sizes) as parallelism:
         model, weights = build(spec, parallelism), spec.weights(0)
@@ -51,7 +51,7 @@ def save_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> None:
 
 def load_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> list[str]:
     """Keys whose values, padding included, are not bitwise what ``value`` says."""
-    from components.engines.megatron.runtime.weights import as_dtensor, fill
+    from components.engines.megatron.runtime.hf_weights import as_dtensor, fill
 
     with layout(sizes) as parallelism:
         model, weights = build(spec, parallelism), spec.weights(0)
@@ -73,7 +73,7 @@ def load_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> list[str]:
 
 def gathered_moments(sizes: Sizes, spec: ModelSpec) -> dict[str, Tensor]:
     """What ``whole`` makes of tensors that are not the weights themselves."""
-    from components.engines.megatron.runtime.weights import fill, whole
+    from components.engines.megatron.runtime.hf_weights import fill, whole
 
     with layout(sizes) as parallelism:
         model, weights = build(spec, parallelism), spec.weights(0)
@@ -89,9 +89,9 @@ def gathered_moments(sizes: Sizes, spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def fsdp2_engine(spec: ModelSpec) -> Any:
+    from components.contracts.engine import EngineOptions
     from components.engines.fsdp2 import FSDP2
     from components.optimizers import AdamW
-    from runner.protocols import EngineOptions
 
     return FSDP2(dp=4, default_dp=1, reshard_after_forward=True).build(
         spec,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from components.engines.megatron.spec import Megatron
+from components.engines.megatron.config import Megatron
 from components.models import ModelSpec, WeightSource, export_folder, named_shapes
 
 Sizes = tuple[int, int, int]
@@ -55,9 +55,9 @@ class Model:
 
 
 def build(spec: ModelSpec, layout: Megatron) -> Model:
-    from components.engines.megatron.runtime.config import transformer_config
+    from components.engines.megatron.runtime.hf_weights import Meshes, blocks
     from components.engines.megatron.runtime.model import build_chunks
-    from components.engines.megatron.runtime.weights import Meshes, blocks
+    from components.engines.megatron.runtime.transformer_config import transformer_config
 
     hf = spec.config()
     config = transformer_config(hf, layout, torch.float32)
@@ -71,7 +71,7 @@ def build(spec: ModelSpec, layout: Megatron) -> Model:
 def loaded(
     folder: Path, layout: Megatron, change: Callable[[WeightSource], WeightSource] | None = None
 ) -> Model:
-    from components.engines.megatron.runtime.weights import load_weights
+    from components.engines.megatron.runtime.hf_weights import load_weights
 
     spec = ModelSpec(path=str(folder), init="pretrained")
     model, source = build(spec, layout), spec.weights(0)
@@ -87,9 +87,9 @@ def logits(model: Model) -> Tensor:
     """``[B, T, V]`` of ``IDS`` on every rank: one stage after the other, without a schedule."""
     from megatron.core import parallel_state
 
+    from components.contracts.batch import Batch
+    from components.engines.megatron.runtime.cp_sharding import make_row
     from components.engines.megatron.runtime.model import Asked
-    from components.engines.megatron.runtime.rows import make_row
-    from runner.protocols import Batch
 
     batch = Batch(IDS, IDS, torch.arange(24).expand_as(IDS).contiguous(), torch.tensor([24, 24]).int())
     row = make_row(batch, cp=1, rank=0, multiple=1)
@@ -142,7 +142,7 @@ def logits_of_a_flipped_row(sizes: Sizes, folder: Path) -> Tensor:
 
 
 def exported(sizes: Sizes, folders: dict[str, Path], target: Path) -> None:
-    from components.engines.megatron.runtime.weights import whole_tensors
+    from components.engines.megatron.runtime.hf_weights import whole_tensors
 
     with layout(sizes) as spec:
         for name, folder in folders.items():
@@ -187,7 +187,7 @@ def holdings(sizes: Sizes, folder: Path) -> Holdings:
 
 def refusals(folder: Path, changes: dict[str, dict[str, tuple[int, ...] | None]]) -> dict[str, str]:
     """What ``blocks`` says where the Hugging Face model has other shapes, or (None) lacks a parameter."""
-    from components.engines.megatron.runtime.weights import blocks
+    from components.engines.megatron.runtime.hf_weights import blocks
 
     with layout((2, 1, 1)) as parallelism:
         model = build(ModelSpec(path=str(folder), init="pretrained"), parallelism)
@@ -205,7 +205,7 @@ def refusals(folder: Path, changes: dict[str, dict[str, tuple[int, ...] | None]]
 
 def refusals_of_other_parameters(folder: Path) -> dict[str, str]:
     """What ``blocks`` says where Megatron's model is not made of the parameters that it names."""
-    from components.engines.megatron.runtime import weights
+    from components.engines.megatron.runtime import hf_weights
 
     found = {}
     with layout((2, 1, 1)) as parallelism:
@@ -214,7 +214,7 @@ def refusals_of_other_parameters(folder: Path) -> dict[str, str]:
 
         def refused(label: str, chunks: list[Any]) -> None:
             try:
-                weights.blocks(chunks, shapes)
+                hf_weights.blocks(chunks, shapes)
             except AssertionError as error:
                 found[label] = str(error)
 

@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 
+from components.contracts.batch import Batch
+from components.contracts.engine import Engine
+from components.contracts.loss import Loss
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.losses import CPO, DPO, KTO, ORPO
-from components.losses.pair_losses import PAIR_LOSSES
+from components.losses.preference_formulas import PAIR_LOSSES
 from components.optimizers import SGD
-from runner.protocols import Batch, Engine, Loss
 from tests.distributed.cases import LAYOUTS, Step, make_engine, next_token, sequences, share, step
 from tests.distributed.gradients import capture
 

@@ -7,13 +7,14 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from components.contracts.batch import IGNORE
+from components.contracts.engine import EngineOptions
 from components.data.loader import PreparedData, SplitFiles, StoreFiles, count_steps, epoch_name
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.models import ModelSpec
 from components.optimizers import AdamW
-from components.precompute import precompute
-from runner.protocols import IGNORE, EngineOptions
+from components.reference.precompute import precompute
 from tests.distributed.cases import make_engine, next_token, plain_model, sequences, share, spec, step
 from tests.pairs import make_pairs, plan_pairs
 

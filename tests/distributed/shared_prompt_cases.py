@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from components.contracts.batch import IGNORE, Batch
 from components.data.loader import DataLoader
-from components.data.store import TokenStore
-from components.engines import bins
+from components.data.store.token_store import TokenStore
 from components.engines.fsdp2 import FSDP2
+from components.engines.shared import microbatch_merging
 from components.losses import DPO
-from runner.protocols import IGNORE, Batch
 from tests.distributed.cases import Step, make_engine, plain_model, step
 from tests.distributed.gradients import capture
 from tests.pairs import plan_pairs
@@ -30,7 +30,7 @@ def dpo_step(on: FSDP2, path: Path, bound: int) -> tuple[Step, Logps]:
 
     ``bound``: tokens of the reference's bins.
     """
-    bins.MAX_TOKENS["cpu"] = bound
+    microbatch_merging.MAX_TOKENS["cpu"] = bound
     engine, loss = make_engine(on=on, reference="frozen"), DPO(beta=BETA, label_smoothing=0.0)
     store = TokenStore.open(path)
     loader = DataLoader(

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from components.contracts.engine import EngineOptions
+from components.contracts.errors import ConfigError
 from components.engines.fsdp2 import FSDP2
 from components.optimizers import AdamW
-from runner.errors import ConfigError
-from runner.protocols import EngineOptions
 from tests.distributed.cases import fsdp2, spec
 from tests.distributed.checkpointing_cases import Outcome, two_steps
 from tests.ranks import Ranks

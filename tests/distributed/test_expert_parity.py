@@ -5,9 +5,9 @@ import gc
 import psutil
 import pytest
 
-from benchmarks.parity_cells import Bench
-from benchmarks.parity_experts import CONTROLS, EXPERTS, LATENT
-from benchmarks.parity_rows import CONTROL_COLUMN, Row, Table
+from benchmarks.parity.parity_cells import Bench
+from benchmarks.parity.parity_experts import CONTROLS, EXPERTS, LATENT
+from benchmarks.parity.parity_rows import CONTROL_COLUMN, Row, Table
 from tests.ranks import Ranks
 
 REDUCED = {

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from components.adapters.merge import merge_adapter
-from components.checkpoint.format import save_tensors, saved_keys
+from components.checkpoint.dcp import save_tensors, saved_keys
+from components.contracts.errors import ConfigError
 from components.models import export_folder
-from runner.errors import ConfigError
 from tests.distributed import adapter_cases as cases
 from tests.distributed.adapter_cases import KINDS, Plain, assert_equal, continued
 from tests.distributed.cases import (

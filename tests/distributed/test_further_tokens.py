@@ -12,7 +12,7 @@ from safetensors import safe_open
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.models import named_shapes
-from components.models.further import FurtherTokens
+from components.models.mtp import FurtherTokens
 from components.models.pretrained import stored_names
 from tests.distributed import further_cases as cases
 from tests.distributed.any_to_any_cases import assert_equal, read

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from components.checkpoint.format import saved_keys
+from components.checkpoint.dcp import saved_keys
 from tests.distributed import megatron_lora_cases as cases
 from tests.distributed.cases import fsdp2, megatron, plain_model
 from tests.ranks import Ranks

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from components.checkpoint.format import load_tensors, save_tensors, saved_keys
+from components.checkpoint.dcp import load_tensors, save_tensors, saved_keys
 from components.models import ModelSpec, named_shapes
 from tests.distributed import megatron_tensors_cases as tensors_cases
 from tests.distributed import megatron_weights_cases as cases

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.memory_cells import Bench
-from benchmarks.memory_ranks import on_cpu
+from benchmarks.memory.memory_cells import Bench
+from benchmarks.memory.memory_ranks import on_cpu
 
 CELLS = [
     ("single", "small"),
@@ -35,11 +35,11 @@ CELLS = [
 
 IN_RAM = """
 from unittest import mock
-from benchmarks.memory_cells import WORKS, Bench
-from benchmarks.memory_ranks import measure, on_cpu, resident
+from benchmarks.memory.memory_cells import WORKS, Bench
+from benchmarks.memory.memory_ranks import measure, on_cpu, resident
 
 bench = Bench("cpu")
-with mock.patch("components.engines.process_group.keep_freed_memory"):
+with mock.patch("components.engines.shared.process_group.keep_freed_memory"):
     # What the first run imports late, and leaves behind, is there before the second one.
     for work, instrument in (("tiny", resident), ("small", resident), ("small", on_cpu)):
         config, _ = bench.compose("single", work)

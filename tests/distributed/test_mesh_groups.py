@@ -5,7 +5,7 @@ import pytest
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.preflight.engine_layouts import mesh_info
-from components.preflight.groups import groups
+from components.preflight.search.rank_groups import groups
 from tests.distributed.cases import fsdp2, megatron
 from tests.distributed.group_cases import engine_groups
 from tests.ranks import Ranks

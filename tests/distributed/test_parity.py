@@ -1,11 +1,11 @@
-"""The parity table of benchmarks/parity.py, reduced to rows that together touch every kind of layout."""
+"""The parity table of benchmarks/parity/, reduced to rows that together touch every kind of layout."""
 
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.parity_cells import Bench, Cell, check_mesh
-from benchmarks.parity_rows import CONTROL_COLUMN, CONTROLS, DENSE, ROWS, Row
+from benchmarks.parity.parity_cells import Bench, Cell, check_mesh
+from benchmarks.parity.parity_rows import CONTROL_COLUMN, CONTROLS, DENSE, ROWS, Row
 
 REDUCED = [
     ("hsdp", "sft packed"),

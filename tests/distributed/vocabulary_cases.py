@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from components.engines import logps
-from components.engines.logps import token_stats
-from components.engines.vocabulary import VocabularyShard
-from runner.protocols import IGNORE, TokenStats
+from components.contracts.batch import IGNORE
+from components.contracts.loss import TokenStats
+from components.engines.shared import token_log_probs
+from components.engines.shared.token_log_probs import token_stats
+from components.engines.shared.vocab_parallel import VocabularyShard
 
 V = 53
 ALL = frozenset({"logsumexp", "mean_logp"})
@@ -132,10 +133,10 @@ def on_ranks(split: Split, cases: Sequence[Case], chunk_bytes: int | None, size:
     """What one rank of ``split`` answers; ``chunk_bytes`` stands in for the default size of a chunk."""
     dist.init_process_group("gloo")
     start, rows = split[dist.get_rank()]
-    default = logps.CHUNK_BYTES["cpu"]
-    logps.CHUNK_BYTES["cpu"] = chunk_bytes or default
+    default = token_log_probs.CHUNK_BYTES["cpu"]
+    token_log_probs.CHUNK_BYTES["cpu"] = chunk_bytes or default
     try:
         shard = VocabularyShard(dist.group.WORLD, start, size)
         return [answer(case, slice(start, start + rows), shard) for case in cases]
     finally:
-        logps.CHUNK_BYTES["cpu"] = default
+        token_log_probs.CHUNK_BYTES["cpu"] = default

@@ -16,10 +16,10 @@ from unittest import mock
 
 import psutil
 
-from components.data.samples import Sample
-from components.data.stdlib import Split, stdlib_records
+from components.contracts.data import SampleKind
+from components.data.demo import Split, stdlib_records
+from components.data.records.samples import Sample
 from runner import cli
-from runner.protocols import SampleKind
 from tests.forkserver import Process, run_module
 from tests.patience import patience
 
@@ -55,8 +55,8 @@ def call_here(*arguments: str) -> int:
     with (
         little_data(),
         mock.patch("sys.argv", ["runner", *arguments]),
-        mock.patch("runner.workers.subprocess", FORKING),
-        mock.patch("runner.jobs.subprocess", FORKING),
+        mock.patch("runner.launch.spawn.subprocess", FORKING),
+        mock.patch("runner.sweeps.local_jobs.subprocess", FORKING),
     ):
         return cli.command()
 
@@ -70,7 +70,7 @@ def little_data() -> Iterator[None]:
         count = (12 if documents else 240) if split == "train" else (1 if documents else 12)
         return islice(stdlib_records(kind, split), count)
 
-    with mock.patch("components.data.tokenize.stdlib_records", first):
+    with mock.patch("components.data.tokenize.workers.stdlib_records", first):
         yield
 
 

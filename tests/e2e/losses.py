@@ -10,8 +10,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.loss import LossOutput, TokenStats
 from components.losses import NextToken
-from runner.protocols import IGNORE, Batch, LossOutput, TokenStats
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from components.contracts.engine import Engine
 from components.engines.fsdp2 import FSDP2
-from runner.protocols import Engine
 
 BUILDS = FSDP2(dp=1, default_dp=1, reshard_after_forward=False)
 

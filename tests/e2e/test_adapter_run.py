@@ -10,9 +10,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from components.contracts.errors import ConfigError
 from components.models.pretrained import content
-from runner.errors import ConfigError
-from runner.export import export
+from runner.commands.export import export
 from tests.e2e.commands import SMALL, call_here, curve, run_here
 
 LORA = (*SMALL, "adapter=lora", "adapter.r=4", "optimizer.lr=1e-2")

@@ -10,8 +10,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from runner.errors import ConfigError
-from runner.export import export
+from components.contracts.errors import ConfigError
+from runner.commands.export import export
 from tests.e2e.commands import SMALL, call_here, curve, rows, run_here
 
 

@@ -1,11 +1,11 @@
-"""A few of the kills of ``python -m benchmarks.chaos``, on both engines."""
+"""A few of the kills of ``python -m benchmarks.fault_injection``, on both engines."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import measure
+from benchmarks.fault_injection import measure
 from tests.e2e.commands import ROOT, Command
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from runner.outcome import Outcome, read_outcomes
+from runner.sweeps.job_record import Outcome, read_outcomes
 from tests.e2e.commands import ROOT, SMALL, Command, left
 from tests.e2e.test_workers import FAILS
 

@@ -12,9 +12,9 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 from optuna.trial import FrozenTrial, TrialState
 
-from hydra_plugins.runner_sweeps.study import NAME, storage_in
-from runner.errors import ConfigError, TrainingError
-from runner.outcome import Outcome, read_outcomes
+from components.contracts.errors import ConfigError, TrainingError
+from hydra_plugins.runner_sweeps.optuna_study import NAME, storage_in
+from runner.sweeps.job_record import Outcome, read_outcomes
 from tests.e2e.commands import SMALL, call_here, rows
 
 SEARCH = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.study_name=s", "hydra.sweeper.n_trials=8")
@@ -44,7 +44,7 @@ def outcomes(folder: Path) -> list[Outcome]:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
-    return lambda run: monkeypatch.setattr("runner.launch.run", run)
+    return lambda run: monkeypatch.setattr("runner.launch.run.run", run)
 
 
 def test_a_search_finds_it_and_says_what_it_was(

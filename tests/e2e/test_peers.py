@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers.__main__ import main
-from benchmarks.peers.programs import PEERS, Work, programs
+from benchmarks.baselines.__main__ import main
+from benchmarks.baselines.programs import PEERS, Work, programs
 from tests.peers import small_data
 
 OTHER = """
@@ -41,7 +41,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
         f"--other=mine={sys.executable} {folder}/other.py '{{stage}} {{dtype}}' {{steps}}",
         f"--other=broken={sys.executable} -c 'raise ValueError(4711)'",
     ]
-    output = folder / "peers.json"
+    output = folder / "baselines.json"
     output.write_text('{"sft-fp32": "old", "pt-fp32": "kept"}')
     assert main(arguments) == 0
     works = json.loads(output.read_text())

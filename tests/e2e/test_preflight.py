@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runner.errors import MISTAKE
+from components.contracts.errors import MISTAKE
 from tests.e2e.commands import SMALL, call_here, newest, rows, run_here
 
 LARGE = ["model=llama3_70b", "parallelism=megatron", *(f"parallelism.{n}" for n in ("tp=8", "pp=4", "dp=16"))]
@@ -53,7 +53,7 @@ def test_sections_are_scalars_or_tables(tmp_path: Path) -> None:
 
 
 def test_nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.launch.run_rank", None)
+    monkeypatch.setattr("runner.launch.run.run_rank", None)
     assert call_here(*SMALL, "preflight.mode=only", f"run.output_dir={tmp_path}") == 0
     assert [path.name for path in tmp_path.iterdir()] == ["preflight"]
     assert forecast(tmp_path)["batch"]["steps"] == 4
@@ -64,7 +64,7 @@ def test_every_key_has_a_reader(tmp_path: Path) -> None:
 
     assert call_here(*SMALL, "preflight.mode=only", f"run.output_dir={tmp_path}") == 0
     readers = {row["key"]: row["reader"] for row in forecast(tmp_path)["keys"]}
-    assert readers["run.max_steps"] == "runner.schema.RunConfig"
+    assert readers["run.max_steps"] == "runner.config.run_config.RunConfig"
     assert readers["optimizer.lr"] == "components.optimizers.AdamW"
     assert readers["model.architecture.vocab_size"] == "components.models.ModelSpec"
     for reader in set(readers.values()):

@@ -14,7 +14,7 @@ from hydra.core.plugins import Plugins
 
 from benchmarks.report import make_sweep
 from hydra_plugins.runner_sweeps import local
-from runner.jobs import Job
+from runner.sweeps.local_jobs import Job
 from tests.e2e.commands import SMALL, call_here, command, newest, rows, run_command, run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def test_a_sweep_of_the_readme_sweeps(text: str, tmp_path: Path, monkeypatch: py
     """Every job of it composes; none is run."""
     numbers: list[int] = []
     Plugins.instance()  # has imported the launchers
-    monkeypatch.setattr("runner.launch.run", lambda *given: numbers.append(given[1].point.number) or 1.0)
+    monkeypatch.setattr("runner.launch.run.run", lambda *given: numbers.append(given[1].point.number) or 1.0)
     monkeypatch.setattr(local, "run_jobs", lambda jobs, _: [pretend(job, numbers) for job in jobs])
     monkeypatch.chdir(tmp_path)
     assert call_here(*shlex.split(text)[3:]) == 0

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from components.checkpoint.policy import CheckpointPolicy
-from components.data.store import StoreWriter
+from components.checkpoint.manager import CheckpointPolicy
+from components.data.store.token_store import StoreWriter
 from tests.e2e.commands import SMALL, call_here, curve, newest, rows, run_here
 
 SIX = (*SMALL, "run.max_steps=6", "run.global_batch_size=2", "run.export=false")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from runner.outcome import read_outcomes
+from runner.sweeps.job_record import read_outcomes
 from tests.e2e.commands import SMALL, call_here
 
 ROOT = Path(__file__).parents[2]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from runner import launch
-from runner.errors import TrainingError
-from runner.outcome import read_outcomes
-from runner.pruning import leave_pruner
+from components.contracts.errors import TrainingError
+from runner.launch import run as launch
+from runner.sweeps.job_record import read_outcomes
+from runner.sweeps.pruner import leave_pruner
 from tests.e2e.commands import SMALL, call_here, curve, rows, run_forked, run_here
 
 
@@ -29,7 +29,7 @@ def test_the_returned_value_is_the_final_eval_loss(tmp_path: Path, monkeypatch: 
     returned: list[float] = []
     original = launch.run
     monkeypatch.setattr(
-        "runner.launch.run", lambda *a, **k: returned.append(original(*a, **k)) or returned[-1]
+        "runner.launch.run.run", lambda *a, **k: returned.append(original(*a, **k)) or returned[-1]
     )
     run = run_here(tmp_path, *SMALL, "run.export=false")
     assert returned == [rows(run, "eval/loss")[-1]["eval/loss"]]
@@ -88,7 +88,7 @@ def test_a_failed_job_does_not_stop_the_others(
             raise TrainingError("the second of them")
         return original(config, *rest)
 
-    monkeypatch.setattr("runner.launch.run", fails_once)
+    monkeypatch.setattr("runner.launch.run.run", fails_once)
     GlobalHydra.instance().clear()
     assert call_here("-m", *SMALL, "run.export=false", "run.seed=0,1,2", f"run.output_dir={tmp_path}") == 1
     assert "error: the second of them" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from components.schedulers import Constant
-from runner.outcome import Outcome, read_outcomes
+from runner.sweeps.job_record import Outcome, read_outcomes
 from tests.e2e.commands import SMALL
 
 RATES, LAYOUTS, LAYERS = ("1e-3", "3e-3"), ("single", "megatron", "pp2"), ("2", "3")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.memory_cells import GPU_WORKS, LAYOUTS, Bench
+from benchmarks.memory.memory_cells import GPU_WORKS, LAYOUTS, Bench
 
 pytestmark = [
     pytest.mark.gpu,

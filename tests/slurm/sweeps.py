@@ -11,7 +11,7 @@ from typing import Self
 
 import pytest
 
-from runner.outcome import Outcome, read_outcomes
+from runner.sweeps.job_record import Outcome, read_outcomes
 from tests.e2e.commands import command
 from tests.slurm.cluster import Cluster
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.outcome import Outcome
+from runner.sweeps.job_record import Outcome
 from tests.e2e.commands import SMALL, curve, newest
 from tests.e2e.twelve_jobs import SWEEP, check_outcomes, check_table
 from tests.slurm.cluster import NODES, Cluster, need_slurm

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from components.contracts.errors import ConfigError
 from runner import cli, distribution
-from runner.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from components.engines import attention, logps, process_group
-from components.engines.fsdp2.context import Context
+from components.contracts.batch import Batch
+from components.contracts.loss import Loss, TokenStats
+from components.engines.fsdp2.context_parallel import Context
 from components.engines.fsdp2.parallelize import Scorer
-from components.engines.further import with_further
-from components.engines.sums import Sums
+from components.engines.shared import process_group, varlen_attention
+from components.engines.shared import token_log_probs as logps
+from components.engines.shared.loss_accumulator import Sums
+from components.engines.shared.mtp import with_further
 from components.losses import DPO, KTO, ORPO, NextToken
-from components.models.further import FurtherTokens
-from runner.protocols import Batch, Loss, TokenStats
+from components.models.mtp import FurtherTokens
 from tests.distributed.cases import LAYOUTS, sequences, spec
 
 META = torch.device("meta")
@@ -45,8 +47,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def varlen(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         return (query * key[..., :1, :1, :1] * value[..., :1, :1, :1]).transpose(1, 2)
 
-    monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
-    monkeypatch.setattr(attention, "varlen", varlen)
+    monkeypatch.setattr(varlen_attention, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(varlen_attention, "varlen", varlen)
     monkeypatch.setitem(logps.CHUNK_BYTES, "meta", 1 << 12)
 
 
@@ -72,7 +74,7 @@ def micro_batch(layout: str, *, share_prompt: bool = False) -> Batch:
 def forward_and_backward(here: Batch, loss: Loss, mtp_layers: int = 0) -> None:
     described = replace(spec("qwen3"), mtp=FurtherTokens(mtp_layers))
     model, terms = (
-        described.build(described.config(), attention=attention.ATTENTION),
+        described.build(described.config(), attention=varlen_attention.ATTENTION),
         described.mtp,
     )
     scorer = Scorer(model, Context(dist.group.WORLD))

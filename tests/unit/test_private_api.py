@@ -18,16 +18,16 @@ from transformers import PreTrainedModel
 
 from components.engines.shared import torch_private
 from components.models import ModelSpec, hf_private
-from tests.unit.test_models import TINY
+from tests.unit.components.models.test_models import TINY
 
 ROOT = Path(__file__).parents[2]
 KEPT = {
-    "components/checkpoint/background.py": {"_spec"},  # torch's, below engines
-    "components/checkpoint/flat.py": {"_C", "_disabled_torch_function_impl"},
+    "components/checkpoint/async_save.py": {"_spec"},  # torch's, below engines
+    "components/checkpoint/flat_shard.py": {"_C", "_disabled_torch_function_impl"},
     "components/engines/fsdp2/engine.py": {"_flatten", "_foreach_div_", "_foreach_mul_"},
     "components/engines/megatron/runtime/optimizer.py": {"_get_model_param_range_map"},  # Megatron's
-    "components/data/reference.py": {"_values"},  # our own
-    "components/models/export.py": {"_reads_path"},  # our own
+    "components/data/store/reference_logps.py": {"_values"},  # our own
+    "components/models/export/export.py": {"_reads_path"},  # our own
 }
 """Private attributes of other objects outside of the two files."""
 

@@ -65,7 +65,7 @@ def test_what_is_installed_stays_where_it_is(folder: Path, monkeypatch: pytest.M
 def test_a_process_of_the_program_finds_its_own_packages(folder: Path) -> None:
     """Of the modules with these names in its working directory, none is even looked at."""
     program_first()
-    command = [*python_module("runner.worker")[:-2], "-c", IMPORTS_ALL]
+    command = [*python_module("runner.launch.rank_main")[:-2], "-c", IMPORTS_ALL]
     found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     components, runner, own = map(Path, found.stdout.split())

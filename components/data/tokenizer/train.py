@@ -10,10 +10,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from components.data.samples import ChatSample, TextSample
-from components.data.stdlib import stdlib_records
+from components.contracts.data import SampleKind
+from components.data.demo import stdlib_records
+from components.data.records.samples import ChatSample, TextSample
 from components.data.tokenizer import PATH
-from runner.protocols import SampleKind
 
 VOCAB_SIZE = 8192
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"

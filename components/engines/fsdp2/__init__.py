@@ -1,5 +1,5 @@
 """FSDP2 over any transformers causal language model."""
 
-from components.engines.fsdp2.spec import FSDP2
+from components.engines.fsdp2.config import FSDP2
 
 __all__ = ["FSDP2"]

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.adapters import export_adapter
-from components.engines import bins, process_group
-from components.engines.fsdp2 import state
-from components.engines.fsdp2.adapter import without_adapter
-from components.engines.fsdp2.experts import bias_buffers, grouped_experts
-from components.engines.fsdp2.iteration import discard_iteration, fsdp_modules, release
+from components.contracts.batch import Batch
+from components.contracts.engine import EngineOptions
+from components.contracts.loss import Loss, TokenStats
+from components.engines.fsdp2 import state_dict
+from components.engines.fsdp2.fsdp_private import discard_iteration, fsdp_modules, release
+from components.engines.fsdp2.grouped_experts import bias_buffers, grouped_experts
 from components.engines.fsdp2.layout import FSDP2Layout
+from components.engines.fsdp2.lora import without_adapter
 from components.engines.fsdp2.mesh import (
     REPLICATE,
     SHARD,
@@ -28,19 +30,18 @@ from components.engines.fsdp2.mesh import (
     whole,
 )
 from components.engines.fsdp2.parallelize import Scorer, build_scorer
-from components.engines.further import with_further
-from components.engines.norm import global_norm
+from components.engines.shared import microbatch_merging, process_group
+from components.engines.shared.loss_accumulator import Sums, global_norm
+from components.engines.shared.mtp import with_further
+from components.engines.shared.oom import naming_microbatch
 from components.engines.shared.train_step import TrainStepEngine
-from components.engines.sums import Sums
-from components.memory import naming_microbatch
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
 from components.optimizers import Optimizer, torch_optimizer
-from runner.protocols import Batch, EngineOptions, Loss, TokenStats
 
 
 class FSDP2Engine(TrainStepEngine):
-    """Implements ``runner.protocols.Engine`` over ``torch.distributed.fsdp.fully_shard``.
+    """Implements ``components.contracts.engine.Engine`` over ``torch.distributed.fsdp.fully_shard``.
 
     Every rank builds it together, inside a process group. Weights come from ``model`` by their Hugging Face
     names. A reference (``frozen``) is a second copy of the initial weights or ``reference_model``, or the
@@ -155,9 +156,9 @@ class FSDP2Engine(TrainStepEngine):
 
     def _logps(self, model: Scorer, microbatches: Sequence[Batch]) -> list[Tensor]:
         logps = []
-        for joined in bins.cut(microbatches, self.group, self.device):
-            found, *_ = model(bins.join(joined).to(self.device), frozenset(), None)
-            logps += bins.split(found, joined)
+        for joined in microbatch_merging.cut(microbatches, self.group, self.device):
+            found, *_ = model(microbatch_merging.join(joined).to(self.device), frozenset(), None)
+            logps += microbatch_merging.split(found, joined)
         release(model)
         return logps
 
@@ -182,13 +183,13 @@ class FSDP2Engine(TrainStepEngine):
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         optimizer = None if model_only else self.optimizer
-        return state.saved_tensors(
+        return state_dict.saved_tensors(
             self.trained, self.biases, optimizer, self.moments, dist.get_rank(), self.device
         )
 
     def load(self, path: Path) -> None:
         rank, device = dist.get_rank(), self.device
-        state.load(path, self.trained, self.biases, self.optimizer, self.moments, rank, device)
+        state_dict.load(path, self.trained, self.biases, self.optimizer, self.moments, rank, device)
 
     def export(self, path: Path) -> None:
         def gathered() -> Iterator[tuple[str, Tensor]]:

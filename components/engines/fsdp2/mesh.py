@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from components.contracts.json_types import Json
 from components.engines.shared.torch_private import (
     DTensorSpec,
     TensorMeta,
@@ -15,7 +16,6 @@ from components.engines.shared.torch_private import (
     compute_local_shape_and_global_offset,
     local_tensor,
 )
-from runner.json_types import Json
 
 REPLICATE, SHARD, CONTEXT, EXPERT, TENSOR = "dp_replicate", "dp_shard", "cp", "ep", "tp"
 

@@ -13,20 +13,23 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from components.engines.attention import ATTENTION, ATTENTION_RECOMPUTED
-from components.engines.fsdp2.adapter import describe, inject, name_on_disk
-from components.engines.fsdp2.context import Context
-from components.engines.fsdp2.execution import choose, fuse
-from components.engines.fsdp2.expert_lora import ExpertAdapter
-from components.engines.fsdp2.experts import (
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.engine import EngineOptions
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+from components.contracts.loss import TokenStats
+from components.engines.fsdp2.compile import choose, fuse
+from components.engines.fsdp2.context_parallel import Context
+from components.engines.fsdp2.fsdp_private import fsdp_modules
+from components.engines.fsdp2.grouped_experts import (
+    ExpertAdapter,
     GroupedExperts,
     bias_buffers,
     group_experts,
     grouped_experts,
 )
-from components.engines.fsdp2.further import Further
-from components.engines.fsdp2.iteration import fsdp_modules
 from components.engines.fsdp2.layout import FSDP2Layout
+from components.engines.fsdp2.lora import describe, inject, name_on_disk
 from components.engines.fsdp2.mesh import (
     CONTEXT,
     SHARD,
@@ -37,16 +40,15 @@ from components.engines.fsdp2.mesh import (
     stored,
     weight_mesh,
 )
-from components.engines.fsdp2.names import Member, only_member
-from components.engines.fsdp2.routing import Routing
+from components.engines.fsdp2.moe_router_hooks import Routing
+from components.engines.fsdp2.mtp import Further
+from components.engines.fsdp2.param_views import Member, only_member
 from components.engines.fsdp2.tensor_parallel import Enter, local, parallelize, vocabulary_shard
-from components.engines.logps import token_stats
-from components.engines.vocabulary import VocabularyShard
+from components.engines.shared.token_log_probs import token_stats
+from components.engines.shared.varlen_attention import ATTENTION, ATTENTION_RECOMPUTED
+from components.engines.shared.vocab_parallel import VocabularyShard
 from components.models import ModelSpec, WeightSource, materialize_buffers
 from components.models.hf_private import block_names
-from runner.errors import ConfigError
-from runner.json_types import Json
-from runner.protocols import IGNORE, Batch, EngineOptions, TokenStats
 
 
 class Scorer(nn.Module):

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 
-from components.engines.layout import check_tp, nearest
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+from components.engines.shared.parallel_dims import check_tp, nearest
 from components.engines.shared.torch_private import compute_local_shape_and_global_offset, own_parameters
-from components.engines.vocabulary import VocabularyShard
-from runner.errors import ConfigError
-from runner.json_types import Json
+from components.engines.shared.vocab_parallel import VocabularyShard
 
 Layer = Any
 """A module with a weight, which peft may have wrapped; torch does not know the types of attributes."""

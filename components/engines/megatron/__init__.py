@@ -1,5 +1,5 @@
 """The Megatron-Core engine; megatron itself is imported when an engine is built, and not before."""
 
-from components.engines.megatron.spec import Megatron
+from components.engines.megatron.config import Megatron
 
 __all__ = ["Megatron"]

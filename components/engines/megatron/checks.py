@@ -8,15 +8,15 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from components.adapters import LoRA
-from components.engines.layout import check_cp, check_tp
-from components.engines.megatron import table
-from components.engines.megatron.experts import FAMILIES, check_experts, experts_of
+from components.contracts.engine import EngineOptions
+from components.contracts.errors import ConfigError
+from components.engines.megatron import hf_names
 from components.engines.megatron.layout import Layout
-from components.engines.megatron.stages import check_stages, held
-from components.models.further import number
+from components.engines.megatron.moe_config import FAMILIES, check_experts, experts_of
+from components.engines.megatron.pipeline_split import check_stages, held
+from components.engines.shared.parallel_dims import check_cp, check_tp
+from components.models.mtp import number
 from components.optimizers import SGD, Optimizer
-from runner.errors import ConfigError
-from runner.protocols import EngineOptions
 
 COUNTS = (
     "tp",
@@ -210,7 +210,7 @@ def check_model(model: PreTrainedModel) -> None:
             f"model: partial_rotary_factor={rope['partial_rotary_factor']} of {kind}: the Megatron engine "
             f"rotates whole heads only; {instead}"
         )
-    if names := table.unknown(name for name, _ in model.named_parameters()):
+    if names := hf_names.unknown(name for name, _ in model.named_parameters()):
         raise ConfigError(f"model: {names[0]} of {kind} has no place in the Megatron engine; {instead}")
 
 
@@ -222,7 +222,7 @@ def has_latents(config: PreTrainedConfig) -> bool:
 def check_frozen(model: PreTrainedModel) -> None:
     """What ``model.freeze`` has frozen, against the tensors that Megatron keeps in one."""
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    parts = table.fused(trained)
+    parts = hf_names.fused(trained)
     for names in parts:
         frozen = [name for name in names if not trained[name]]
         if frozen and len(frozen) < len(names):

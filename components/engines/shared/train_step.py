@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 
-from components.engines.router_steps import RouterSteps
-from components.engines.sums import Sums, add_up, largest, reduce_counts
+from components.contracts.batch import Batch
+from components.contracts.engine import Engine, EngineOptions, StepResult
+from components.contracts.loss import Loss
+from components.engines.shared.loss_accumulator import Sums, add_up, largest, reduce_counts
+from components.engines.shared.moe_losses import RouterSteps
 from components.models import ModelSpec
-from runner.protocols import Batch, Engine, EngineOptions, Loss, StepResult
 
 
 class TrainStepEngine(Engine):

@@ -1,6 +1,7 @@
 """Core attention for mcore without transformer-engine: packed rows, sliding windows, context parallelism.
 
-What is computed is that of ``components.engines.attention``; here is who computes which part of it.
+What is computed is that of ``components.engines.shared.varlen_attention``; here is who computes which
+part of it.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -15,12 +16,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from components.engines.attention import has_kernel, varlen
-from components.engines.context_parallel import trade_heads, trade_positions
-from components.engines.megatron.runtime.pieces import Pieces, own_chunks, whole_sequences
-from components.engines.megatron.runtime.rows import Row
-from components.engines.sdpa import packed_sdpa
-from runner.json_types import Json
+from components.contracts.json_types import Json
+from components.engines.megatron.runtime.attention_spans import Pieces, own_chunks, whole_sequences
+from components.engines.megatron.runtime.cp_sharding import Row
+from components.engines.shared.sdpa import packed_sdpa
+from components.engines.shared.ulysses import trade_heads, trade_positions
+from components.engines.shared.varlen_attention import has_kernel, varlen
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 

@@ -18,33 +18,40 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
 from components.adapters import export_adapter
-from components.engines import process_group
-from components.engines.further import Scores, with_further
+from components.contracts.batch import Batch
+from components.contracts.engine import EngineOptions
+from components.contracts.loss import Loss
 from components.engines.megatron.layout import Layout
-from components.engines.megatron.runtime import schedule, state
-from components.engines.megatron.runtime.config import transformer_config
-from components.engines.megatron.runtime.groups import from_last_stage, initialize_groups, mesh, random_stream
+from components.engines.megatron.runtime import schedule, state_dict
+from components.engines.megatron.runtime.hf_weights import Meshes, fill, load_weights, whole_tensors
 from components.engines.megatron.runtime.lora import adapters_off
 from components.engines.megatron.runtime.model import padded
-from components.engines.megatron.runtime.optimizer import Update
-from components.engines.megatron.runtime.parts import (
+from components.engines.megatron.runtime.model_builder import (
     build_parts,
     distribute,
     initial_weights,
     without_dropout,
 )
-from components.engines.megatron.runtime.routing import Routing, forget_last_pass
-from components.engines.megatron.runtime.weights import Meshes, fill, load_weights, whole_tensors
+from components.engines.megatron.runtime.moe_router import Routing, forget_last_pass
+from components.engines.megatron.runtime.optimizer import Update
+from components.engines.megatron.runtime.parallel_state import (
+    from_last_stage,
+    initialize_groups,
+    mesh,
+    random_stream,
+)
+from components.engines.megatron.runtime.transformer_config import transformer_config
+from components.engines.shared import process_group
+from components.engines.shared.loss_accumulator import Sums
+from components.engines.shared.mtp import Scores, with_further
 from components.engines.shared.train_step import TrainStepEngine
-from components.engines.sums import Sums
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
 from components.optimizers import Optimizer
-from runner.protocols import Batch, EngineOptions, Loss
 
 
 class MegatronEngine(TrainStepEngine):
-    """Implements ``runner.protocols.Engine`` over megatron-core.
+    """Implements ``components.contracts.engine.Engine`` over megatron-core.
 
     Every rank builds it together, inside a process group. Losses run on the last pipeline stage, on every
     tensor- and context-parallel rank alike: they see whole rows and whole log-probabilities. Every rank of a
@@ -180,11 +187,11 @@ class MegatronEngine(TrainStepEngine):
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         blocks, biases = self.blocks, self.bias_blocks
-        return state.saved_tensors(blocks, biases, self.update, self.device, model_only=model_only)
+        return state_dict.saved_tensors(blocks, biases, self.update, self.device, model_only=model_only)
 
     def load(self, path: Path) -> None:
         self.gather_parameters()  # none may be under way into what is about to be overwritten
-        state.load(path, self.blocks, self.bias_blocks, self.update, self.device)
+        state_dict.load(path, self.blocks, self.bias_blocks, self.update, self.device)
 
     def export(self, path: Path) -> None:
         self.gather_parameters()

@@ -25,8 +25,8 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from components.adapters import LoRA
-from components.engines.megatron.runtime.latent import WholeLinear
-from components.engines.megatron.runtime.weights import Block, Blocks
+from components.engines.megatron.runtime.hf_weights import Block, Blocks
+from components.engines.megatron.runtime.mla import WholeLinear
 
 ADAPTED = ColumnParallelLinear | RowParallelLinear | WholeLinear
 

@@ -26,15 +26,15 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from components.engines.further import Scores
-from components.engines.logps import token_stats
+from components.contracts.loss import TokenStats
 from components.engines.megatron.runtime.attention import CoreAttention, packed_seq_params
-from components.engines.megatron.runtime.further import further_spec
-from components.engines.megatron.runtime.latent import LatentAttention
-from components.engines.megatron.runtime.router import Router, Traffic, routers_of
-from components.engines.megatron.runtime.rows import Row
-from components.engines.vocabulary import VocabularyShard
-from runner.protocols import TokenStats
+from components.engines.megatron.runtime.cp_sharding import Row
+from components.engines.megatron.runtime.mla import LatentAttention
+from components.engines.megatron.runtime.moe_router import Router, Traffic, routers_of
+from components.engines.megatron.runtime.mtp import further_spec
+from components.engines.shared.mtp import Scores
+from components.engines.shared.token_log_probs import token_stats
+from components.engines.shared.vocab_parallel import VocabularyShard
 
 
 @dataclass(frozen=True)

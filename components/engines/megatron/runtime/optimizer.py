@@ -12,8 +12,8 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor, nn
 
 from components.engines.megatron.layout import Layout
-from components.engines.megatron.runtime.weights import is_expert
-from components.engines.norm import global_norm
+from components.engines.megatron.runtime.hf_weights import is_expert
+from components.engines.shared.loss_accumulator import global_norm
 from components.optimizers import AdamW, Optimizer, make_moments
 
 

@@ -25,15 +25,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
-from components.engines.further import Scores
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.loss import Loss
 from components.engines.megatron.layout import Layout
+from components.engines.megatron.runtime.cp_sharding import Row, aligned_length, gather, make_row
 from components.engines.megatron.runtime.model import Asked
-from components.engines.megatron.runtime.router import traffic
-from components.engines.megatron.runtime.rows import Row, aligned_length, gather, make_row
-from components.engines.routers import Routers
-from components.memory import naming_microbatch
-from components.models.further import FurtherTokens
-from runner.protocols import IGNORE, Batch, Loss
+from components.engines.megatron.runtime.moe_router import traffic
+from components.engines.shared.moe_losses import Routers
+from components.engines.shared.mtp import Scores
+from components.engines.shared.oom import naming_microbatch
+from components.models.mtp import FurtherTokens
 
 Consume = Callable[[int, Scores], Tensor]
 """Called on the last stage with the number of a micro-batch and its statistics (``[B, T]``, whole rows on

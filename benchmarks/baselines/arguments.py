@@ -1,0 +1,47 @@
+"""What every program under test is asked; the standard library alone, for every peer's own Python."""
+
+import argparse
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+LEARNING_RATES = {"pt": 1e-3, "sft": 1e-3, "dpo": 1e-5}
+MAX_LENGTH = 1024
+ROWS = 4
+"""Rows of ``MAX_LENGTH`` tokens, or pairs, of one step."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    data: Path
+    """A folder made by ``benchmarks.baselines.samples``."""
+    stage: str
+    dtype: str
+    steps: int
+    output: Path
+    """An empty folder for whatever the program leaves behind."""
+    order: Path | None
+    """JSON, the samples of every step, for a program that can be told."""
+    share_prompt: bool
+    compile: bool
+
+    @property
+    def model(self) -> Path:
+        return self.data / "model_small"
+
+    @property
+    def lr(self) -> float:
+        return LEARNING_RATES[self.stage]
+
+
+def parse(arguments: list[str] | None = None) -> Asked:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--stage", choices=LEARNING_RATES, required=True)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--order", type=Path)
+    parser.add_argument("--share-prompt", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    asked = parser.parse_args(arguments)
+    return Asked(**{field.name: getattr(asked, field.name) for field in fields(Asked)})

@@ -1,0 +1,53 @@
+"""The samples of every step as this runner deals them, for programs that can be told."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.baselines.programs import Work, overrides
+from benchmarks.compose import composed
+from components.contracts.batch import Batch
+from runner.config.instantiate import build_experiment
+from runner.config.sources import Provenance
+from runner.launch.checks import check_launch
+from runner.launch.prepare import prepare
+from runner.launch.run_record import RunRecord
+
+
+def write_order(work: Work, data: Path, steps: int, folder: Path) -> Path:
+    """Per step the tokens of its sequences; of pairs all chosen sides, then all rejected ones (of these, with
+    shared prompts, what is computed for them).
+
+    A run is prepared in ``folder``, and never started.
+    """
+    config = composed([*overrides(work, data, steps), "run.name=order", f"run.output_dir={folder}"])
+    launch = check_launch(config, Provenance(), command=["order"])
+    prepared = RunRecord.read(prepare(replace(launch, console=Console(quiet=True)))).data
+    run = launch.experiment.run
+    loader = (
+        build_experiment(config, Provenance())
+        .data.restore(prepared)
+        .train_loader(
+            global_batch_size=run.global_batch_size,
+            micro_batch_size=run.micro_batch_size,
+            data_rank=0,
+            data_size=1,
+        )
+    )
+    order = [
+        [ids for batch in loader.microbatches(step) for ids in sequences(batch)] for step in range(steps)
+    ]
+    if work.stage == "dpo":
+        order = [[*ids[0::2], *ids[1::2]] for ids in order]
+    path = folder / f"order_{work.name}.json"
+    path.write_text(json.dumps(order))
+    return path
+
+
+def sequences(batch: Batch) -> list[list[int]]:
+    """Tokens of every sequence of a packed batch."""
+    assert batch.cu_seqlens is not None
+    parts = batch.input_ids[0].split(batch.cu_seqlens.diff().tolist())
+    return [part.tolist() for part in parts if len(part)]

@@ -1,0 +1,35 @@
+"""This runner as a user starts it, but for a logger that also writes the events of a benchmark.
+
+``python -m runner ... +logger.events._target_=benchmarks.baselines.ours.BenchLogger``
+"""
+
+from dataclasses import dataclass
+
+from benchmarks.baselines.events import Events
+from components.loggers import Ending, Row, Start
+
+
+class EventLogger:
+    """One event for every logged step; evaluations leave none."""
+
+    def __init__(self) -> None:
+        self._events = Events()
+
+    def log(self, row: Row) -> None:
+        if "train/loss" in row:
+            tokens, labels = int(row["train/num_tokens"] or 0), int(row["train/num_labels"] or 0)
+            self._events.step(tokens=tokens, labels=labels, loss=float(row["train/loss"] or 0))
+
+    def finish(self, ending: Ending) -> None:
+        """Every event is on disk."""
+
+
+@dataclass(frozen=True)
+class BenchLogger:
+    """Events in BENCH_OUT."""
+
+    def check(self) -> None:
+        """Nothing can be missing."""
+
+    def open(self, start: Start) -> EventLogger:  # noqa: ARG002
+        return EventLogger()

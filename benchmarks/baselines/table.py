@@ -1,0 +1,108 @@
+"""What is shown and what is kept of a comparison."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.baselines.programs import LOOP, OURS, Work
+from benchmarks.baselines.runs import Run, medians
+
+
+@dataclass(frozen=True)
+class Line:
+    """One program on one work item."""
+
+    work: Work
+    program: str
+    runs: Sequence[Run]
+    note: str | None = None
+    """Why there are none, or fewer."""
+
+    @property
+    def median(self) -> Run | None:
+        return medians(self.runs) if self.runs else None
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A program against the loop, this runner and the machine; None where there is nothing to compare."""
+
+    of_loop: float | None
+    of_ours: float | None
+    of_matmul: float | None
+    """Useful multiplications, counted by the loop, of what the machine can do."""
+    start_of_loop: float | None
+    """Processor seconds until the first step is done."""
+
+
+def shares(line: Line, lines: Sequence[Line], rates: Mapping[str, float]) -> Shares:
+    here = {other.program: other.median for other in lines if other.work == line.work}
+    run, loop, ours = line.median, here.get(LOOP), here.get(OURS)
+    assert run is not None
+    speed, flops = run.tokens_per_cpu_second, None if loop is None else loop.flops_per_token
+    return Shares(
+        of_loop=None if loop is None else speed / loop.tokens_per_cpu_second,
+        of_ours=None if ours is None else speed / ours.tokens_per_cpu_second,
+        of_matmul=None if flops is None else speed * flops / rates[line.work.dtype],
+        start_of_loop=None if loop is None else run.first_step_cpu_seconds / loop.first_step_cpu_seconds,
+    )
+
+
+def table(lines: Sequence[Line], rates: Mapping[str, float]) -> Table:
+    title = "useful tokens per CPU second, one thread, median of all runs"
+    result = Table(title=title, caption="start: to the end of the first step; labels: per useful token")
+    headings = ("program", "tokens/s", "of ours", "of the loop", "of matmul", "labels", "peak MiB")
+    result.add_column("work")
+    for heading in (*headings, "start, s", "start, CPU s", "of the loop's"):
+        result.add_column(heading, justify="left" if heading == "program" else "right")
+    for number, line in enumerate(lines):
+        new = number == 0 or lines[number - 1].work != line.work
+        if new and number:
+            result.add_section()
+        result.add_row(line.work.name if new else "", line.program, *cells(line, lines, rates))
+    return result
+
+
+def cells(line: Line, lines: Sequence[Line], rates: Mapping[str, float]) -> list[str]:
+    run = line.median
+    if run is None:
+        return ["-"]
+    share = shares(line, lines, rates)
+    return [
+        f"{run.tokens_per_cpu_second:.0f}",
+        ratio(share.of_ours),
+        ratio(share.of_loop),
+        "" if share.of_matmul is None else f"{100 * share.of_matmul:.0f} %",
+        f"{run.labels_per_token:.2f}",
+        f"{run.peak_mib:.0f}",
+        f"{run.first_step_seconds:.1f}",
+        f"{run.first_step_cpu_seconds:.1f}",
+        ratio(share.start_of_loop),
+    ]
+
+
+def ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} x"
+
+
+def notes(lines: Sequence[Line]) -> list[str]:
+    """Every reason once, with the work items it holds for."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        if line.note is not None:
+            reasons.setdefault((line.program, line.note), []).append(line.work.name)
+    return [f"{program} ({', '.join(works)}): {note}" for (program, note), works in reasons.items()]
+
+
+def report(lines: Sequence[Line], rates: Mapping[str, float], work: Work) -> list[dict[str, Any]]:
+    """A JSON object a line of one work item, with the numbers of every run."""
+    rows = []
+    for line in (line for line in lines if line.work == work):
+        row: dict[str, Any] = {"program": line.program, "note": line.note}
+        if (run := line.median) is not None:
+            row |= {"median": asdict(run), "shares": asdict(shares(line, lines, rates))}
+            row["tokens_per_cpu_second"] = [run.tokens_per_cpu_second for run in line.runs]
+        rows.append(row)
+    return rows

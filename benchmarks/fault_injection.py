@@ -1,0 +1,233 @@
+"""A run of two ranks, killed over and over: ``python -m benchmarks.fault_injection [--kills 40]``.
+
+SIGKILL to a random rank or to the parent, at random instants, half of them while a checkpoint is being
+written. After each, ``checkpoint.resume=auto``. At the end the weights must be bitwise those of a run that
+was left alone, no process may be left, and every checkpoint that was marked must have been readable.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from benchmarks.throughput import RESULTS, report
+from components.checkpoint.dcp import load_tensors
+from components.checkpoint.folder import complete_checkpoints, is_complete, step_of
+from components.checkpoint.resume import inspect
+
+LAYOUTS = ("fsdp2", "megatron_dp2")
+SMALL = (
+    "stage=pt",
+    "run.name=chaos",
+    "run.device=cpu",
+    "run.export=false",
+    "run.micro_batch_size=1",
+    "checkpoint.save_every=2",
+    "checkpoint.keep_last=2",
+    "data.max_length=128",
+    "model.architecture.hidden_size=64",
+    "model.architecture.intermediate_size=96",
+    "model.architecture.num_hidden_layers=2",
+)
+START_S = 300.0
+"""Within which a run must have taken its first step."""
+LEAVING_S, GONE_S = 60.0, 5.0
+"""Within which the parent of a killed rank must have left, and after it everything that it has started."""
+
+
+@dataclass
+class Tally:
+    """What the kills met, and what was wrong."""
+
+    kills: int = 0
+    in_a_save: int = 0
+    of_the_parent: int = 0
+    starts: int = 0
+    orphans: int = 0
+    unreadable: list[str] = field(default_factory=list)
+
+
+class Run:
+    """One experiment in a folder of its own, started as often as it takes."""
+
+    def __init__(self, folder: Path, layout: str, steps: int, *, in_background: bool = False) -> None:
+        self.folder, self.layout, self.steps = folder, layout, steps
+        self.in_background = in_background
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        options = [f"parallelism={self.layout}", "parallelism.dp=2", f"run.max_steps={self.steps}"]
+        options += ["checkpoint.async_save=true"] if self.in_background else []
+        command = [sys.executable, "-m", "runner", *SMALL, *options, "checkpoint.resume=auto"]
+        with (self.folder / "output.log").open("ab") as log:
+            return subprocess.Popen(
+                [*command, f"run.output_dir={self.folder}"], stdout=log, stderr=log, start_new_session=True
+            )
+
+    @property
+    def current(self) -> Path:
+        """The run folder: a new one as long as there is no checkpoint to go on from."""
+        return max(self.folder.glob("chaos/*"), default=self.folder / "none")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.current / "checkpoints"
+
+    def torn(self) -> set[str]:
+        """Steps whose folder is there and not whole: being written, or left by a kill."""
+        return {path.name for path in self.checkpoints.glob("step_*") if not is_complete(path)}
+
+    def logged(self) -> tuple[int, int]:
+        """The file of rows (a start makes a new one) and how many are in it."""
+        path = self.current / "metrics.jsonl"
+        return (path.stat().st_ino, path.read_bytes().count(b"\n")) if path.exists() else (0, 0)
+
+    def rows_at_start(self) -> int:
+        saved = complete_checkpoints(self.checkpoints)
+        return step_of(saved[-1]) if saved else 0
+
+
+def wait_for_moment(run: Run, process: "subprocess.Popen[bytes]", rng: random.Random) -> bool | None:
+    """Returns at a random instant after the first step: True in a save, False elsewhere, None at the end."""
+    known, (file, _), rows = run.torn(), run.logged(), run.rows_at_start()
+    deadline = time.monotonic() + START_S
+    while run.logged()[0] in (0, file) or run.logged()[1] <= rows:
+        if process.poll() is not None:
+            return None
+        assert time.monotonic() < deadline, f"no step in {START_S:g} s: {run.folder / 'output.log'}"
+        time.sleep(0.01)
+    if rng.random() < 0.5:
+        while process.poll() is None:
+            if run.torn() - known:
+                time.sleep(rng.uniform(0, 0.03))
+                return True
+            time.sleep(0.001)
+        return None
+    time.sleep(rng.uniform(0, 0.5))
+    return None if process.poll() is not None else False
+
+
+def kill(process: "subprocess.Popen[bytes]", tally: Tally, rng: random.Random) -> list[psutil.Process]:
+    """SIGKILL to the parent or to one of its ranks; returns all that must be gone soon."""
+    parent = psutil.Process(process.pid)
+    ranks = [child for child in parent.children() if os.getsid(child.pid) == child.pid]
+    victims = [parent, *ranks]
+    everything = [parent, *parent.children(recursive=True)]
+    victim = rng.choice(victims)
+    tally.of_the_parent += victim is parent
+    victim.send_signal(signal.SIGKILL)
+    return everything
+
+
+def orphans(processes: Sequence[psutil.Process], within: float = GONE_S) -> int:
+    """How many still run; what waits to be collected does not."""
+    _, alive = psutil.wait_procs(processes, timeout=within)
+    return sum(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in alive)
+
+
+def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """Everything in it, read in this process."""
+    known = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    found = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in known.items()
+        if isinstance(entry, dcp.metadata.TensorStorageMetadata)
+    }
+    load_tensors(checkpoint, found)
+    return found
+
+
+def unreadable(run: Run) -> Iterator[str]:
+    """Marked checkpoints of which a byte is not as it was written."""
+    for checkpoint in complete_checkpoints(run.checkpoints):
+        if wrong := inspect(checkpoint, checksums=True)[1]:
+            yield f"{checkpoint.name}: {wrong}"
+
+
+def torment(run: Run, kills: int, rng: random.Random) -> Tally:
+    """Kills and resumes until it has been killed ``kills`` times, then lets it end."""
+    tally = Tally()
+    while tally.kills < kills:
+        process = run.start()
+        tally.starts += 1
+        saving = wait_for_moment(run, process, rng)
+        assert saving is not None, f"the run ended after {tally.kills} kills: {run.folder / 'output.log'}"
+        started = kill(process, tally, rng)
+        process.wait(LEAVING_S)
+        tally.orphans += orphans(started)
+        tally.kills += 1
+        tally.in_a_save += saving
+        tally.unreadable += unreadable(run)
+        print(f"{run.layout}: kill {tally.kills} of {kills}, step {run.logged()[1]}", flush=True)
+    assert run.start().wait() == 0, f"the last start failed: {run.folder / 'output.log'}"
+    tally.starts += 1
+    return tally
+
+
+def last_tensors(run: Run) -> dict[str, Tensor]:
+    return tensors(complete_checkpoints(run.checkpoints)[-1])
+
+
+def measure(
+    layout: str, kills: int, steps: int, seed: int, folder: Path, *, in_background: bool = False
+) -> dict[str, object]:
+    """``in_background``: the run that is killed writes its checkpoints while it trains on."""
+    alone = Run(folder / "alone", layout, steps)
+    tormented = Run(folder / "tormented", layout, steps, in_background=in_background)
+    for run in (alone, tormented):
+        run.folder.mkdir(parents=True)
+    assert alone.start().wait() == 0, f"it fails by itself: {alone.folder / 'output.log'}"
+    tally = torment(tormented, kills, random.Random(seed))
+    ours, theirs = last_tensors(tormented), last_tensors(alone)
+    same = ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    return {"layout": layout, "async_save": in_background, **asdict(tally), "bitwise": same}
+
+
+def keep(found: Sequence[Mapping[str, object]], arguments: Sequence[str]) -> None:
+    """In results/fault_injection.json, beside what other layouts and ways to save gave."""
+    about = report("benchmarks.fault_injection", arguments, "2 ranks on the CPU, gloo", [], {})
+    facts = {key: about[key] for key in ("command", "date", "device", "versions")}
+    path = RESULTS / "fault_injection.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    for row in found:
+        known[f"{row['layout']}{' async_save' * bool(row['async_save'])}"] = facts | row
+    path.write_text(json.dumps(known, indent=2) + "\n")
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fault_injection", description=__doc__)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--parallelism", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument("--async-save", action="store_true", help="kill runs that save in the background")
+    parser.add_argument("--steps", type=int, help="of the run; default: 20 a kill")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args(arguments)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    found = []
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        for layout in asked.parallelism:
+            steps = asked.steps or 20 * asked.kills
+            where = Path(scratch, layout)
+            found.append(
+                measure(layout, asked.kills, steps, asked.seed, where, in_background=asked.async_save)
+            )
+            print(" ".join(f"{key} {value}" for key, value in found[-1].items()))
+    keep(found, arguments)
+    if not all(row["bitwise"] and not row["orphans"] and not row["unreadable"] for row in found):
+        sys.exit("a run did not survive")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,166 @@
+"""Layouts and works whose memory is measured, and one cell of the table of both."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from benchmarks.compose import composed
+from benchmarks.memory.memory_ranks import measure
+from components.preflight.engine_layouts import EngineLayout, memory
+from components.preflight.estimates.quantities import RankMemory, TrainStep, Workload
+from components.reference.source import resolve_reference
+from runner.config.instantiate import Experiment, build_experiment
+from runner.config.sources import Provenance
+from runner.training.rank import DTYPES
+from tests.ranks import Ranks
+
+BOUND = 0.15
+"""How far an estimate may be from what was held, by the latter."""
+
+FULL = "parallelism.activation_checkpointing=full"
+SELECTIVE = "parallelism.activation_checkpointing=selective"
+SHARDED = "parallelism.distributed_optimizer=true"
+
+LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    "single": ("parallelism=single",),
+    "single recomputed": ("parallelism=single", FULL),
+    "single selective": ("parallelism=single", SELECTIVE),
+    "fsdp2": ("parallelism=fsdp2",),
+    "fsdp2 offload": ("parallelism=fsdp2", "parallelism.cpu_offload=true"),
+    "fsdp2 kept": ("parallelism=fsdp2", "parallelism.reshard_after_forward=false"),
+    "hsdp": ("parallelism=hsdp",),
+    "fsdp2 tp2": ("parallelism=fsdp2_tp2", "parallelism.dp=1"),
+    "fsdp2 cp2": ("parallelism=fsdp2_cp2", "parallelism.dp=1"),
+    "megatron": ("parallelism=megatron",),
+    "megatron recomputed": ("parallelism=megatron", FULL),
+    "megatron selective": ("parallelism=megatron", SELECTIVE),
+    "dp2": ("parallelism=megatron_dp2",),
+    "dp2 sharded": ("parallelism=megatron_dp2", SHARDED),
+    "tp2": ("parallelism=tp2",),
+    "tp2 sp": ("parallelism=tp2", "parallelism.sequence_parallel=true"),
+    "pp2": ("parallelism=pp2",),
+    "pp2vpp2": ("parallelism=pp2vpp2",),
+    "tp2pp2": ("parallelism=tp2pp2",),
+    "cp2": ("parallelism=cp2",),
+    "fsdp2 ep2": ("parallelism=fsdp2", "parallelism.ep=2"),
+    "ep2": ("parallelism=megatron_dp2", "parallelism.ep=2"),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained on how much."""
+
+    overrides: tuple[str, ...]
+    workload: Workload
+    layouts: Collection[str] = tuple(name for name in LAYOUTS if "ep2" not in name)
+    """Those that are measured where none are named."""
+
+
+SMALL = (
+    "model.architecture.vocab_size=16384",
+    "model.architecture.hidden_size=384",
+    "model.architecture.intermediate_size=1152",
+    "model.architecture.num_hidden_layers=8",
+    "model.architecture.num_attention_heads=6",
+    "model.architecture.num_key_value_heads=2",
+    "model.architecture.head_dim=64",
+)
+
+EXPERTS = ("single", "fsdp2", "fsdp2 ep2", "megatron", "ep2")
+
+SOME = ("single", "fsdp2", "fsdp2 tp2", "fsdp2 cp2", "megatron", "dp2 sharded", "tp2", "pp2")
+
+WORKS: dict[str, Work] = {
+    "tiny": Work(("stage=pt",), Workload(rows=1, length=1024, labels=1024, num_microbatches=2)),
+    "small": Work(("stage=pt", *SMALL), Workload(rows=1, length=512, labels=512, num_microbatches=2)),
+    "short": Work(("stage=pt",), Workload(rows=1, length=64, labels=64, num_microbatches=1), SOME),
+    "bf16": Work(("stage=pt", "run.dtype=bf16"), Workload(1, 1024, 1024, 2), SOME),
+    "padded": Work(("stage=sft", "data.packing=none"), Workload(4, 256, 512, 2), SOME),
+    "dpo": Work(("stage=dpo",), Workload(1, 1024, 512, 2), SOME),
+    "lora": Work(("stage=sft", "adapter=lora"), Workload(1, 1024, 512, 2), SOME),
+    "experts": Work(("stage=pt", "model=moe_tiny"), Workload(1, 1024, 1024, 2), EXPERTS),
+}
+
+GPU = ("model=qwen3_0_6b", "model.init=random", "run.kernels=torch")
+"""As large as what a GPU's libraries keep for themselves is small beside it."""
+
+GPU_WORKS: dict[str, Work] = {
+    "0.6B": Work(("stage=pt", *GPU), Workload(1, 2048, 2048, num_microbatches=2)),
+    "0.6B bf16": Work(("stage=pt", "run.dtype=bf16", *GPU), Workload(2, 2048, 4096, num_microbatches=2)),
+    "0.6B dpo": Work(("stage=dpo", "run.dtype=bf16", *GPU), Workload(1, 4096, 2048, num_microbatches=2)),
+    "0.6B lora": Work(
+        ("stage=sft", "adapter=lora", "run.dtype=bf16", *GPU), Workload(2, 2048, 2048, num_microbatches=2)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Of one pipeline stage."""
+
+    layout: str
+    work: str
+    stage: int
+    held: int
+    """Bytes, by the rank of the stage that held most."""
+    parts: Mapping[str, int]
+
+    @property
+    def estimate(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def ratio(self) -> float:
+        return self.estimate / self.held
+
+    @property
+    def passes(self) -> bool:
+        return abs(self.ratio - 1) <= BOUND
+
+
+class Bench:
+    """Measures cells on ranks that stay up."""
+
+    def __init__(self, device: Literal["cpu", "cuda"]) -> None:
+        self.device = device
+        self.works = WORKS if device == "cpu" else GPU_WORKS
+
+    def can_run(self, layout: str) -> bool:
+        """On a GPU, layouts of one rank."""
+        return self.device == "cpu" or self.compose(layout, next(iter(self.works)))[1] == 1
+
+    def cells(self, layout: str, work: str) -> list[Cell]:
+        """One a stage."""
+        config, world_size = self.compose(layout, work)
+        workload = self.works[work].workload
+        stages = estimated(build_experiment(config, Provenance()), world_size, workload, self.device)
+        held = Ranks(world_size, megatron=True).run(measure, config, workload, self.device)
+        return [
+            Cell(layout, work, s.stage, max(h.peak for h in held if h.stage == s.stage), s.parts)
+            for s in stages
+        ]
+
+    def compose(self, layout: str, work: str) -> tuple[dict[str, Any], int]:
+        """The experiment, and how many ranks it takes."""
+        overrides = ("run.name=memory", f"run.device={self.device}", *LAYOUTS[layout])
+        config = composed((*overrides, *self.works[work].overrides))
+        return config, build_experiment(config, Provenance()).parallelism.world_size({}, 0)
+
+
+def estimated(
+    experiment: Experiment, world_size: int, workload: Workload, device: Literal["cpu", "cuda"]
+) -> list[RankMemory]:
+    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+    step = TrainStep(
+        world_size=world_size,
+        dtype=DTYPES[experiment.run.dtype],
+        device=device,
+        workload=workload,
+        loss=experiment.stage,
+        reference=source.kept,
+        adapter=experiment.adapter,
+    )
+    model = experiment.model.build(experiment.model.config())
+    assert isinstance(experiment.parallelism, EngineLayout)
+    return memory(experiment.parallelism, model, experiment.optimizer, step)

@@ -1,0 +1,158 @@
+"""What every rank of a memory measurement does, and how the bytes are counted that it held."""
+
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.engine import Engine
+from components.preflight.estimates.quantities import Workload
+from runner.config.instantiate import Experiment, build_experiment
+from runner.config.sources import Provenance
+from runner.training.rank import build_engine
+
+STEP = "the measured step"
+
+
+@dataclass(frozen=True)
+class Held:
+    """By one rank."""
+
+    stage: int
+    peak: int
+    """Bytes that torch's allocator held at once during a step, and not before the engine was built."""
+
+
+Instrument = Callable[[Callable[[], None], Callable[[], None]], int]
+"""Calls one function, then the other, and says how many bytes were held at once during the second."""
+
+
+def measure(
+    config: Mapping[str, Any], workload: Workload, device: str, instrument: Instrument | None = None
+) -> Held:
+    """The second of two steps of ``config``: the first one makes the moments."""
+    experiment = build_experiment(config, Provenance())
+    engines: list[Engine] = []
+
+    def begin() -> None:
+        engines.append(build_engine(experiment, device))
+        step(engines[0], experiment, workload)
+
+    instrument = instrument or (on_gpu if device == "cuda" else on_cpu)
+    peak = instrument(begin, lambda: step(engines[0], experiment, workload))
+    engine = engines.pop()
+    stage = stage_of(engine.describe()["mesh"])
+    engine.close()
+    return Held(stage, peak)
+
+
+def on_cpu(begin: Callable[[], None], measured: Callable[[], None]) -> int:
+    """As torch's profiler records them: every block that its allocator hands out and gets back.
+
+    What gloo's own threads give back it does not see. A block at an address that is handed out again was
+    given back; only a message whose address is not used again is counted until the end.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        begin()
+        gc.collect()
+        with record_function(STEP):
+            measured()
+    results = recorded.profiler.kineto_results
+    (span,) = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in results.events() if e.name() == STEP]
+    blocks: dict[int, int] = {}
+    total = peak = 0
+    for at, address, nbytes in sorted(allocations(results.experimental_event_tree())):
+        total += max(nbytes, 0) - blocks.pop(address, 0)
+        if nbytes > 0:
+            blocks[address] = nbytes
+        if span[0] <= at <= span[1]:
+            peak = max(peak, total)
+    return peak
+
+
+def allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
+    """Time in ns, address and signed size in bytes of every block that was handed out or given back."""
+    for event in events:
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            yield event.start_time_ns, fields.ptr, fields.alloc_size
+        yield from allocations(event.children)
+
+
+def on_gpu(begin: Callable[[], None], measured: Callable[[], None]) -> int:
+    before = torch.cuda.memory_allocated()
+    begin()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    measured()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def resident(begin: Callable[[], None], measured: Callable[[], None]) -> int:
+    """As the system sees it: all that the process has gained in RAM."""
+    gc.collect()
+    before = memory("VmRSS")
+    begin()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
+    measured()
+    return memory("VmHWM") - before
+
+
+def memory(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+
+def step(engine: Engine, experiment: Experiment, workload: Workload) -> None:
+    loss = experiment.stage
+    microbatches = loss.prepare(make_batches(experiment, workload), engine)
+    engine.begin_train_step(microbatches, loss)
+    engine.train_microbatches(microbatches, loss, last=True)
+    engine.finish_train_step(1e-4)
+
+
+def make_batches(experiment: Experiment, workload: Workload) -> list[Batch]:
+    """As full as ``workload`` lets them be: a sequence a row, or in packed rows of pairs two as long."""
+    kind, vocabulary = experiment.stage.kind, experiment.model.config().vocab_size
+    packed = experiment.data.resolve_packing(kind) != "none"
+    share = 2 if packed and kind == "preference" else 1
+    number, length = workload.rows * share, workload.length // share
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (number, length), generator=generator)
+    labels = ids.roll(-1, 1)
+    labels[:, : length - workload.labels // number] = IGNORE
+    positions = torch.arange(length).expand_as(ids).contiguous()
+    seqlens = torch.full((number,), length, dtype=torch.int32)
+    batch = Batch(ids, labels, positions, seqlens, pair_index=torch.arange(number))
+    return [pack(batch) if packed else batch] * workload.num_microbatches
+
+
+def pack(batch: Batch) -> Batch:
+    """The rows of ``batch`` end to end."""
+    seqlens = batch.seqlens
+    return Batch(
+        batch.input_ids.reshape(1, -1),
+        batch.labels.reshape(1, -1),
+        batch.position_ids.reshape(1, -1),
+        seqlens,
+        cu_seqlens=F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0)),
+        max_seqlen=int(seqlens.max()),
+        pair_index=batch.pair_index,
+    )
+
+
+def stage_of(mesh: Mapping[str, Any]) -> int:
+    """The pipeline stage of this rank, where there are any."""
+    if "pp" not in mesh["dims"]:
+        return 0
+    place = (torch.tensor(mesh["ranks"]) == int(os.environ["RANK"])).nonzero()[0]
+    return int(place[list(mesh["dims"]).index("pp")])

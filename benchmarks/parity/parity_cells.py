@@ -1,0 +1,193 @@
+"""One cell of the parity table: a run by the user's path, and how far it is from the reference."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks.compose import composed
+from benchmarks.parity import parity_ranks
+from benchmarks.parity.parity_rows import DENSE, EXPERIMENT, REFERENCE, Column, Row, Table
+from components.adapters import export_adapter
+from components.contracts.data import SampleKind
+from components.data.demo import stdlib_records
+from components.data.records.samples import ChatSample, PreferenceSample, Sample, TextSample, UnpairedSample
+from runner.config.instantiate import build_experiment
+from runner.config.sources import Provenance
+from runner.launch.checks import check_launch
+from runner.launch.prepare import prepare
+from runner.launch.run_record import RunRecord
+from tests.ranks import Ranks
+
+BOUND = 1e-5
+"""Relative: of a gradient by its parameter's norm, of a curve by its largest value."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run was."""
+
+    gradients: dict[str, Tensor]
+    losses: Tensor
+    grad_norms: Tensor
+    world_size: int
+    mesh: dict[str, int]
+    """Dimensions other than 1, of run.json."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Relative errors against the reference."""
+
+    gradient: float
+    """Of the worst parameter, at step 0: norm of the difference by norm of the reference."""
+    parameter: str
+    loss: float
+    grad_norm: float
+    seconds: float
+
+    @property
+    def passes(self) -> bool:
+        return all(error <= BOUND for error in (self.gradient, self.loss, self.grad_norm))  # NaN does not
+
+
+class Bench:
+    """The files and run folders of a table, under ``root``."""
+
+    def __init__(self, root: Path, table: Table = DENSE) -> None:
+        self.root, self.table = root, table
+        self.references: dict[str, Measured] = {}
+        for kind in ("text", "chat", "preference", "unpaired"):
+            write_samples(kind, root / f"{kind}.jsonl")
+        if any(column.adapted for column in table.columns):
+            write_adapter(root / "adapter", table.experiment)
+
+    def cell(self, row: Row, column: Column) -> tuple[Cell, Measured]:
+        """Trains ``row`` on ``column``, and the reference where that was not done before."""
+        if column.name not in self.references:
+            self.references[column.name] = self.measure(REFERENCE, column)
+        found = self.measure(row, column)
+        return compare(found, self.references[column.name]), found
+
+    def measure(self, row: Row, column: Column) -> Measured:
+        began = time.perf_counter()
+        pool = Ranks(row.world_size, megatron=True)
+        folder = self.prepare(row, column)
+        gradients = pool.run(parity_ranks.first_gradients, folder, row.fault)[0]
+        pool.run(parity_ranks.train, folder, row.fault)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        facts = RunRecord.read(folder).to_json()
+        mesh = check_mesh(row, facts)
+        losses, norms = (
+            torch.tensor([r[f"train/{key}"] for r in rows], dtype=torch.float64)
+            for key in ("loss", "grad_norm")
+        )
+        return Measured(gradients, losses, norms, facts["world_size"], mesh, time.perf_counter() - began)
+
+    def prepare(self, row: Row, column: Column) -> Path:
+        """The run folder, as the command line makes it before it starts ranks."""
+        launch = check_launch(
+            self.config(row, column), Provenance(), command=row.overrides + column.overrides
+        )
+        assert launch.world_size == row.world_size, f"{row.name}: {launch.world_size} ranks"
+        return prepare(replace(launch, console=Console(quiet=True)))
+
+    def config(self, row: Row, column: Column) -> dict[str, Any]:
+        here = (
+            "run.name=parity",
+            f"run.output_dir={self.root}/runs",
+            f"data.train={self.root}/{column.data}.jsonl",
+            f"data.cache_dir={self.root}/cache",
+            "data.num_workers=1",
+        )
+        adapter = ("adapter=lora", f"adapter.path={self.root}/adapter") if column.adapted else ()
+        return composed([*self.table.experiment, *column.overrides, *row.overrides, *here, *adapter])
+
+
+def check_mesh(row: Row, facts: dict[str, Any]) -> dict[str, int]:
+    """The mesh in run.json, but for dimensions of 1; it must be the one that ``row`` names."""
+    mesh = {name: size for name, size in facts["mesh"]["dims"].items() if size > 1}
+    chunks = facts.get("chunks_per_stage", 1)
+    assert (facts["engine"], facts["world_size"], mesh, chunks) == (
+        row.engine,
+        row.world_size,
+        dict(row.dims or {}),
+        row.chunks,
+    ), f"{row.name}: the run was {facts['engine']} on {facts['world_size']} ranks, {mesh}, {chunks} chunks"
+    return mesh
+
+
+def compare(found: Measured, reference: Measured) -> Cell:
+    assert found.gradients.keys() == reference.gradients.keys()
+    names = list(reference.gradients)
+    errors = torch.stack([relative(found.gradients[name], reference.gradients[name]) for name in names])
+    worst = int(errors.argmax())
+    return Cell(
+        gradient=errors[worst].item(),
+        parameter=names[worst],
+        loss=curve_error(found.losses, reference.losses),
+        grad_norm=curve_error(found.grad_norms, reference.grad_norms),
+        seconds=found.seconds,
+    )
+
+
+def relative(found: Tensor, reference: Tensor) -> Tensor:
+    """Where the reference is 0, of an expert that no token has chosen, only 0 will do."""
+    error = (found.double() - reference.double()).norm()
+    return error / reference.double().norm() if error else error
+
+
+def curve_error(found: Tensor, reference: Tensor) -> float:
+    """Relative to the largest value of the reference."""
+    assert found.shape == reference.shape, f"{len(found)} steps, not {len(reference)}"
+    return ((found - reference).abs().max() / reference.abs().max()).item()
+
+
+# ---- data
+
+
+def write_samples(kind: SampleKind, path: Path, count: int = 240) -> None:
+    """The first short ones of the embedded data, of uneven lengths; documents may be long."""
+    samples = (sample for sample, _ in stdlib_records(kind, "train"))
+    short = (sample for sample in samples if isinstance(sample, TextSample) or length(sample) < 400)
+    lines = [json.dumps(record(sample)) for sample in islice(short, 20 if kind == "text" else count)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def record(sample: Sample) -> dict[str, Any]:
+    """As a file has it."""
+    if isinstance(sample, UnpairedSample):
+        return {"prompt": sample.prompt, "completion": sample.completion, "label": sample.desirable}
+    return asdict(sample)
+
+
+def length(sample: Sample) -> int:
+    """Characters of all messages; a pair's longer side counts."""
+    if isinstance(sample, ChatSample):
+        return characters(sample.messages)
+    if isinstance(sample, UnpairedSample):
+        return characters(sample.prompt) + characters(sample.completion)
+    assert isinstance(sample, PreferenceSample)
+    return characters(sample.prompt) + max(characters(sample.chosen), characters(sample.rejected))
+
+
+def write_adapter(path: Path, chosen: Sequence[str] = EXPERIMENT) -> None:
+    """Of the model of the experiment ``chosen``. Neither of its factors is 0, as one is at a usual start."""
+    config = composed([*chosen, "data=demo", "adapter=lora", "adapter.r=4", "run.name=adapter"])
+    experiment = build_experiment(config, Provenance())
+    shapes = experiment.adapter.shapes(experiment.model.build(experiment.model.config()))
+    torch.manual_seed(0)
+    tensors = ((name, 0.03 * torch.randn(shape)) for name, shape in shapes.items())
+    export_adapter(experiment.adapter, experiment.model, tensors, path)
+
+
+def characters(messages: Sequence[dict[str, Any]]) -> int:
+    return sum(len(message["content"]) for message in messages)

@@ -1,0 +1,105 @@
+"""What every rank of a parity run does."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from benchmarks.parity.parity_rows import Fault
+from runner.config.instantiate import build_experiment
+from runner.config.sources import Provenance
+from runner.launch.run_dir import read_config
+from runner.launch.run_record import RunRecord
+from runner.training.rank import build_engine, run_rank
+from tests.distributed.gradients import capture
+
+
+def train(folder: Path, fault: Fault | None) -> None:
+    """The run that is prepared in ``folder``, without a word on the terminal."""
+    with silence(), broken(fault):
+        run_rank(folder)
+
+
+def first_gradients(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
+    """Those of the run's first step, unclipped, whole, by Hugging Face name; on rank 0 (empty elsewhere)."""
+    experiment, record = build_experiment(read_config(folder), Provenance()), RunRecord.read(folder)
+    run, loss = experiment.run, experiment.stage
+    unclipped = replace(experiment, optimizer=replace(experiment.optimizer, max_grad_norm=None))
+    with silence(), broken(fault):
+        engine = build_engine(unclipped, record.device)
+        data = experiment.data.restore(record.data).train_loader(
+            global_batch_size=run.global_batch_size,
+            micro_batch_size=run.micro_batch_size,
+            data_rank=engine.data_rank,
+            data_size=engine.data_size,
+        )
+        microbatches = loss.prepare(data.microbatches(0), engine)
+        gradients = capture(engine)
+        engine.begin_train_step(microbatches, loss)
+        engine.train_microbatches(microbatches, loss, last=True)
+        engine.finish_train_step(experiment.optimizer.lr)
+        engine.close()
+    return gradients if os.environ["RANK"] == "0" else {}
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        yield
+
+
+@contextmanager
+def broken(fault: Fault | None) -> Iterator[None]:
+    """While it lasts, Megatron or our engine on top of it lacks something."""
+    if fault is None:
+        yield
+    else:
+        with FAULTS[fault]():
+            yield
+
+
+@contextmanager
+def norms_not_summed() -> Iterator[None]:
+    """Under sequence parallelism a rank sees its own positions alone, and so do its norms."""
+    import components.engines.megatron.runtime.engine  # noqa: F401  patches megatron before it is used
+
+    module = sys.modules["megatron.core.distributed.finalize_model_grads"]  # a function has its name too
+    with mock.patch.object(module, "_allreduce_non_tensor_model_parallel_grads"):
+        yield
+
+
+@contextmanager
+def own_count() -> Iterator[None]:
+    """Every data rank takes its own labels, times dp, for those of all ranks."""
+    from components.engines.megatron.runtime.engine import MegatronEngine
+
+    reduce_sums = MegatronEngine.reduce_sums
+
+    def divide_by_own(self: Any, sums: Any) -> tuple[dict[str, float], int]:
+        means, _ = reduce_sums(self, sums)
+        return means, next(iter(sums.term_counts.values())) * self.data_size
+
+    with mock.patch.object(MegatronEngine, "reduce_sums", divide_by_own):
+        yield
+
+
+@contextmanager
+def own_load() -> Iterator[None]:
+    """Routers balance what their own rank sees of a micro-batch."""
+    from components.engines.shared.moe_losses import Routers
+
+    with mock.patch.object(Routers, "_add_up"):
+        yield
+
+
+FAULTS: Mapping[Fault, Callable[[], Any]] = {
+    "norms_not_summed": norms_not_summed,
+    "own_count": own_count,
+    "own_load": own_load,
+}

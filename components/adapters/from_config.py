@@ -1,0 +1,68 @@
+"""From the settings of the ``adapter`` group to a description; a folder's own settings fill the gaps."""
+
+from typing import Literal
+
+from components.adapters.lora_config import Init, LoRA
+from components.adapters.peft_folder import read_settings
+from components.adapters.targets import Targets
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Config, Json
+
+
+def none() -> None:
+    """``adapter=none``: every parameter of the model is trained."""
+
+
+def lora(
+    *,
+    path: str | None,
+    r: int | None,
+    alpha: float | None,
+    target_modules: Targets | None,
+    rslora: bool | None,
+    modules_to_save: tuple[str, ...] | None,
+    dropout: float,
+    init_lora_weights: Init | None,
+    dora: bool,
+    quantize: Literal["nf4"] | None,
+) -> LoRA:
+    """The description that these settings make; with ``path``, those that are None come from its folder.
+
+    Raises:
+        ConfigError: a setting is missing, out of range, or not that of the folder; or the folder cannot be
+            read.
+    """
+    asked: Json = {
+        "r": r,
+        "alpha": alpha,
+        "target_modules": target_modules,
+        "rslora": rslora,
+        "modules_to_save": modules_to_save,
+        "dora": dora,
+    }
+    if path is not None:
+        if init_lora_weights is not None:
+            raise ConfigError(
+                "adapter.init_lora_weights: is not read with adapter.path, which gives the values; leave it "
+                "out."
+            )
+        asked = agreed(asked, read_settings(path), path)
+    elif modules_to_save is None:
+        asked["modules_to_save"] = ()
+    for name, value in (asked if path else asked | {"init_lora_weights": init_lora_weights}).items():
+        if value is None:
+            raise ConfigError(f"adapter.{name}: is null, and there is no adapter.path; set it.")
+    return LoRA(**asked, dropout=dropout, init_lora_weights=init_lora_weights, quantize=quantize, path=path)
+
+
+def agreed(asked: Config, stored: Config, path: str) -> Json:
+    """``stored``, with which everything that was asked for agrees."""
+    for name, value in asked.items():
+        same = sorted(value) == sorted(stored[name]) if isinstance(value, tuple) else value == stored[name]
+        if value is not None and not same:
+            remedy = f"use adapter={'dora' if stored[name] else 'lora'}" if name == "dora" else "leave it out"
+            raise ConfigError(
+                f"adapter.{name}: is {value}, but the adapter at adapter.path={path} has {stored[name]}; "
+                f"{remedy}."
+            )
+    return dict(stored)

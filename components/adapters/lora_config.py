@@ -1,0 +1,173 @@
+"""The ``adapter`` group: one description from which every engine builds the same adapter."""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from components.adapters.export import finish_export
+from components.adapters.peft_folder import check_tensors, stored_weights
+from components.adapters.targets import Targets, check_experts, linear_targets, saved_modules
+from components.contracts.errors import ConfigError
+from components.models import ModelSpec, WeightSource
+from components.models.experts import OF_EXPERT, biases
+from components.models.export.hf_file_names import file_names
+from components.models.initialize import seeded
+from components.models.mtp import further_layers
+
+Init = Literal["kaiming", "gaussian"]
+
+A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+"""How the names of an adapter's parameters end, after the name of the module that they adapt."""
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adaptation (Hu et al., 2021): ``W x + scaling * B A x``, where ``W`` is frozen.
+
+    With ``dora``, its rows are scaled to a learned length (Liu et al., 2024, equation 5). Parameters are
+    named ``<module>.lora_A.weight`` ``[r, in]``, ``<module>.lora_B.weight`` ``[out, r]`` and
+    ``<module>.lora_magnitude_vector`` ``[out]``.
+    """
+
+    r: int = 16
+    alpha: float = 32.0
+    target_modules: Targets = "all-linear"
+    """``all-linear`` (but the head), ``attention``, ``mlp``, or names that modules' own end with."""
+    dropout: float = 0.0
+    """Of the input of ``A``, in training passes only."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(r) (Kalajdzievski, 2023)."""
+    init_lora_weights: Init | None = "kaiming"
+    """``A`` uniform as torch draws a linear layer, or normal with deviation 1 / r; ``B`` 0. None: read."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained whole beside the adapter, named like ``target_modules``."""
+    dora: bool = False
+    quantize: Literal["nf4"] | None = None
+    path: str | None = None
+    """An adapter's folder: the initial values. Its settings are those above."""
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise ConfigError(f"adapter.r: must be at least 1, got {self.r}.")
+        if not 0 < self.alpha < math.inf:
+            raise ConfigError(f"adapter.alpha: must be above 0, got {self.alpha}.")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"adapter.dropout: must be at least 0 and below 1, got {self.dropout}.")
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+    def check(self, model: PreTrainedModel) -> None:
+        """
+        Raises:
+            ConfigError: ``model`` (on any device) has no such modules, ``r`` exceeds one of their sizes, or
+                the folder at ``path`` holds another adapter.
+        """
+        if self.quantize is not None:
+            raise ConfigError(
+                "adapter.quantize: 4-bit weights are not sharded by either engine; use adapter=lora."
+            )
+        fixed = biases(model).values()  # which no gradient changes
+        if any(not p.requires_grad and all(p is not bias for bias in fixed) for p in model.parameters()):
+            raise ConfigError(
+                "model.freeze: an adapter freezes the whole model; leave it out, or use adapter=none."
+            )
+        if further_layers(model):
+            raise ConfigError(
+                "model.mtp.num_layers: predict further tokens where the whole model is trained; use 0 with "
+                "an adapter, or adapter=none."
+            )
+        shapes = self.shapes(model)
+        check_experts(model, self.expert_targets(model), dropout=self.dropout, dora=self.dora)
+        if self.path is not None:
+            check_tensors(self.path, shapes, file_names(model.config.model_type))
+
+    def targets(self, model: PreTrainedModel) -> list[str]:
+        """Names of the linear layers that are adapted, in the model's order.
+
+        Raises:
+            ConfigError: a name of ``target_modules`` matches nothing, or what is no linear layer.
+        """
+        return linear_targets(model, self.target_modules)
+
+    def expert_targets(self, model: PreTrainedModel) -> list[str]:
+        """Those of ``targets`` that are of experts, of which a token meets some."""
+        return [name for name in self.targets(model) if OF_EXPERT.match(name)]
+
+    def saved(self, model: PreTrainedModel) -> list[str]:
+        """Names of the modules that ``modules_to_save`` means, in the model's order."""
+        return saved_modules(model, self.modules_to_save, self.targets(model))
+
+    def shapes(self, model: PreTrainedModel) -> dict[str, torch.Size]:
+        """Every trainable parameter in the model's order; those of ``modules_to_save`` last.
+
+        Raises:
+            ConfigError: ``targets`` does, or ``r`` is larger than a side of a matrix.
+        """
+        found: dict[str, torch.Size] = {}
+        for name in self.targets(model):
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            size = min(linear.in_features, linear.out_features)
+            if self.r > size:
+                raise ConfigError(
+                    f"adapter.r: {self.r} is larger than a side of {name} "
+                    f"({linear.out_features} x {linear.in_features}); use at most {size}."
+                )
+            found[name + A] = torch.Size((self.r, linear.in_features))
+            found[name + B] = torch.Size((linear.out_features, self.r))
+            if self.dora:
+                found[name + MAGNITUDE] = torch.Size((linear.out_features,))
+        for name in self.saved(model):
+            own = model.get_submodule(name).named_parameters()
+            found |= {f"{name}.{leaf}": parameter.shape for leaf, parameter in own}
+        return found
+
+    def weights(self, model: PreTrainedModel, seed: int, base: WeightSource) -> WeightSource:
+        """Initial values by name, in float32: read from ``path``, else a function of (``seed``, name) alone.
+
+        ``base`` gives the weights of ``model``, which the lengths of its rows (dora) and ``modules_to_save``
+        start from.
+        """
+        shapes = self.shapes(model)
+        if self.path is not None:
+            return stored_weights(self.path, file_names(model.config.model_type))
+
+        def draw(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+            if name.endswith(A):
+                return self._draw_a(name, shapes[name], seed)[index]
+            if name.endswith(B):
+                return torch.zeros(shapes[name])[index]
+            if name.endswith(MAGNITUDE):
+                whole = base(name.removesuffix(MAGNITUDE) + ".weight")
+                return torch.linalg.vector_norm(whole.float(), dim=1)[index]
+            return base(name, index)
+
+        return draw
+
+    def _draw_a(self, name: str, shape: torch.Size, seed: int) -> Tensor:
+        # As peft: Linear's own initial values, whose bound depends on the whole matrix.
+        values = torch.empty(shape)
+        with seeded(seed, name):
+            if self.init_lora_weights == "gaussian":
+                return nn.init.normal_(values, std=1 / self.r)
+            return nn.init.kaiming_uniform_(values, a=math.sqrt(5))
+
+    def finish_export(
+        self, model: ModelSpec, export: Path, base: Path, seed: int, dtype: torch.dtype
+    ) -> PreTrainedTokenizerBase:
+        """See ``components.adapters.export.finish_export``."""
+        return finish_export(model, export, base, seed, dtype)
+
+    def signature(self, model: PreTrainedModel) -> str:
+        """Two adapters of one signature compute the same function of the same parameters."""
+        shapes = sorted((name, list(shape)) for name, shape in self.shapes(model).items())
+        return hashlib.sha256(json.dumps([shapes, self.scaling]).encode()).hexdigest()

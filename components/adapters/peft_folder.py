@@ -1,0 +1,120 @@
+"""Reading an adapter's folder, as peft writes it: adapter_config.json and adapter_model.safetensors."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+from components.models.export.hf_file_names import Rename
+from components.models.hub import read_json
+from components.models.pretrained import open_file
+from components.models.weights import WeightSource
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Of every name in the file."""
+
+HARMLESS = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "init_lora_weights",
+    "lora_alpha",
+    "lora_dropout",
+    "loftq_config",
+    "megatron_core",
+    "modules_to_save",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "use_dora",
+    "use_rslora",
+}
+"""Keys of adapter_config.json that are read, or change nothing about an adapter that is trained further."""
+
+WHOLE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights with which peft leaves the model under the adapter as it is; with pissa, olora
+or loftq it takes from the weights what A and B begin with."""
+
+
+def adapter_file(path: str, name: str) -> Path:
+    file = Path(path).expanduser() / name
+    if not file.is_file():
+        raise ConfigError(f"adapter.path: {path} has no {name}; give the folder of a saved adapter.")
+    return file
+
+
+def read_settings(path: str) -> Json:
+    """Read the settings of the adapter at ``path``: those of ``LoRA`` that its weights depend on.
+
+    Raises:
+        ConfigError: no LoRA, or one of a kind that our engines do not compute.
+    """
+    config = read_json(adapter_file(path, CONFIG))
+    if config.get("peft_type") != "LORA":
+        raise ConfigError(
+            f"adapter.path: {path} is a {config.get('peft_type')} adapter; only LORA ones are trained."
+        )
+    if config.get("init_lora_weights", True) not in WHOLE_BASE:
+        raise ConfigError(
+            f"adapter.path: {path}: init_lora_weights={config['init_lora_weights']} has changed the model "
+            "itself; save it as plain LoRA, with peft's path_initial_model_for_weight_conversion."
+        )
+    for key, value in config.items():
+        if key not in HARMLESS and value not in (None, False, {}, [], "none"):
+            raise ConfigError(f"adapter.path: {path}: {key}={value} is not computed by our engines.")
+    target = config.get("target_modules")
+    if not isinstance(target, list):
+        raise ConfigError(f"adapter.path: {path}: target_modules must be a list of names, got {target!r}.")
+    return {
+        "r": config.get("r", 8),  # peft's own defaults
+        "alpha": config.get("lora_alpha", 8),
+        "target_modules": tuple(sorted(target)),
+        "rslora": bool(config.get("use_rslora")),
+        "modules_to_save": tuple(config.get("modules_to_save") or ()),
+        "dora": bool(config.get("use_dora")),
+    }
+
+
+def check_tensors(path: str, shapes: Mapping[str, torch.Size], rename: Rename) -> None:
+    """
+    Raises:
+        ConfigError: the folder does not hold exactly the tensors ``shapes`` (by our names).
+    """
+    with open_file(adapter_file(path, TENSORS), "adapter.path") as file:
+        stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    missing = [name for name in shapes if PREFIX + rename(name) not in stored]
+    extra = sorted(stored.keys() - {PREFIX + rename(name) for name in shapes})
+    if missing or extra:
+        what = f"lacks {PREFIX + missing[0]}" if missing else f"has {extra[0]}, for which there is no place"
+        raise ConfigError(
+            f"adapter.path: {path} {what} ({len(missing)} missing, {len(extra)} too many); it is an adapter "
+            "of another model."
+        )
+    for name, shape in shapes.items():
+        found = stored[PREFIX + rename(name)]
+        if tuple(found) != tuple(shape):
+            raise ConfigError(
+                f"adapter.path: {path}: {name} is {found}, but the model asks for "
+                f"{list(shape)}; it is an adapter of another model."
+            )
+
+
+def stored_weights(path: str, rename: Rename) -> WeightSource:
+    """The tensors of the folder by our names, each read when it is asked for; ``rename`` gives theirs."""
+    path_of_file = adapter_file(path, TENSORS)
+
+    def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        with open_file(path_of_file, "adapter.path") as file:
+            key = PREFIX + rename(name)
+            return file.get_slice(key)[index] if index else file.get_tensor(key)
+
+    return read

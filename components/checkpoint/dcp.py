@@ -1,0 +1,84 @@
+"""Tensors on disk: ``torch.distributed.checkpoint`` under names that no engine and no layout changes.
+
+Keys are ``model/<name>``, ``<moment>/<name>`` (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``) with Hugging
+Face parameter names, ``optimizer_step``, and random streams by rank: ``rng/<rank>``, ``rng_cuda/<rank>``, and
+Megatron's ``rng_<device>_<name>/<rank>``. Weights and moments are fp32.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from components.checkpoint.files import AliasPlanner, FileRecord, MeasuredWriter
+from components.contracts.errors import TrainingError
+
+T = TypeVar("T")
+
+
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> dict[str, FileRecord]:
+    """Every rank writes its shards (replicas once) into ``path``; collective where there is a group.
+
+    Returns:
+        on every rank, all files that were written by any: they are on disk.
+
+    Raises:
+        OSError: the disk of some rank refused; raised on every rank.
+        TrainingError: the tensors cannot be written.
+    """
+    writer = MeasuredWriter(path)
+    try:
+        no_dist = not dist.is_initialized()
+        dcp.save(
+            dict(tensors),
+            storage_writer=writer,
+            planner=AliasPlanner(),
+            process_group=group,
+            no_dist=no_dist,
+        )
+    except dcp.CheckpointException as error:
+        raise cause(error, f"{path}: the checkpoint could not be written: {error}") from error
+    everywhere = share(writer.fs.records, group)
+    return {name: record for records in everywhere for name, record in sorted(records.items())}
+
+
+def load_tensors(path: Path, tensors: Mapping[str, Tensor], *, together: bool = True) -> None:
+    """Reads into ``tensors`` in place, each rank its own slices, whatever layout wrote them.
+
+    Collective where there is a group; not with ``together=False``, where every rank reads what it likes.
+
+    Raises:
+        TrainingError: a tensor is missing, has another shape, or cannot be read.
+    """
+    try:
+        no_dist = not (together and dist.is_initialized())
+        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path), no_dist=no_dist)
+    except (OSError, dcp.CheckpointException) as error:
+        raise TrainingError(f"{path}: the checkpoint could not be read: {error}") from error
+
+
+def saved_keys(path: Path) -> set[str]:
+    return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def share(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The picklable value that each rank passes, by rank, on all ranks; collective where there is a group."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def cause(error: dcp.CheckpointException, message: str) -> BaseException:
+    """Of what torch caught on ranks: the disk's refusal, an interrupt, or else a failure as ``message``."""
+    caught = [failure for failure, _ in error.failures.values()]
+    for kind in (OSError, KeyboardInterrupt, SystemExit):
+        if found := [failure for failure in caught if isinstance(failure, kind)]:
+            return found[0]
+    return TrainingError(message)

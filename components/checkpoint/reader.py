@@ -1,0 +1,57 @@
+"""Parts of a checkpoint's tensors, read one at a time by a process that needs no other."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from components.contracts.errors import ConfigError
+
+
+class StoredTensors:
+    """The tensors of the whole checkpoint ``folder``, whatever layout wrote them, without a process group."""
+
+    def __init__(self, folder: Path) -> None:
+        """ConfigError: the checkpoint cannot be read."""
+        self.folder, self._reader = folder, dcp.FileSystemReader(folder)
+        try:
+            metadata = self._reader.read_metadata()
+        except (OSError, dcp.CheckpointException) as error:
+            raise ConfigError(f"{folder}: cannot be read ({error}); take another checkpoint.") from error
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        found = metadata.state_dict_metadata.items()
+        self._stored = {key: meta for key, meta in found if isinstance(meta, TensorStorageMetadata)}
+
+    def shapes(self, kind: str) -> dict[str, torch.Size]:
+        """Of the whole tensors ``<kind>/<name>``, by name."""
+        prefix = f"{kind}/"
+        names = (key.removeprefix(prefix) for key in self._stored if key.startswith(prefix))
+        return {name: self._stored[prefix + name].size for name in names}
+
+    def read(self, key: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """The part ``index`` (slices without a step; () is the whole) on CPU, as stored.
+
+        Takes the memory of the part, and of the largest of the chunks that it lies in.
+        """
+        stored = self._stored[key]
+        every = [part.indices(size)[:2] for part, size in zip(index, stored.size, strict=False)]
+        every += [(0, size) for size in stored.size[len(every) :]]
+        offsets = torch.Size(start for start, _ in every)
+        part = torch.empty([stop - start for start, stop in every], dtype=stored.properties.dtype)
+        items = create_read_items_for_chunk_list(key, stored, [ChunkStorageMetadata(offsets, part.shape)])
+        self._reader.read_data(dcp.LoadPlan(items), Into(part)).wait()
+        return part
+
+
+class Into(dcp.DefaultLoadPlanner):
+    """Everything that is read goes into one tensor, at the place that its read item says."""
+
+    def __init__(self, part: Tensor) -> None:
+        super().__init__()
+        self.part = part
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:  # noqa: ARG002
+        return self.part

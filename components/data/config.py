@@ -1,0 +1,317 @@
+"""The ``data`` group: what to train on. ``prepare`` runs in the parent; every rank opens what it left."""
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import count
+from math import inf
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from components.contracts.data import SampleKind
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+from components.data.audit import Audit, show_progress
+from components.data.loader import PreparedData, StoreFiles, count_steps
+from components.data.packing import Packing, hold_out
+from components.data.records.formats import Format
+from components.data.splits import Part, Split, indexed_part, plan_eval
+from components.data.store.indexed import indexed_prefix
+from components.data.store.token_store import Bools
+from components.data.tokenize.encoder import Encoder
+from components.data.tokenize.truncation import LongSamples
+from components.data.tokenize.workers import STAGES, FileSource, Source, StdlibSource, build_store
+
+log = logging.getLogger(__name__)
+
+_MAX_WORKERS = 8
+_SOURCE_KEYS = ("path", "repeats", "format")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(ABC):
+    """The keys that both kinds of data have; conf/data describes them."""
+
+    max_length: int = 1024
+    packing: Literal["auto", "bfd", "concat", "none"] = "auto"
+    shuffle: bool = True
+    long_samples: LongSamples = "truncate"
+    drop_last: bool = False
+    train_on_prompt: bool = False
+    share_prompt: bool = False
+    num_workers: int | None = None
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise ConfigError(
+                f"data.max_length: must be at least 2, got {self.max_length}; "
+                "a token is trained on only after another."
+            )
+        if self.num_workers is not None and self.num_workers < 1:
+            raise ConfigError(f"data.num_workers: must be at least 1 (or null), got {self.num_workers}.")
+
+    @abstractmethod
+    def train_sources(self) -> Sequence[tuple[Source, float]]:
+        """Each with how often an epoch sees its samples."""
+
+    @abstractmethod
+    def eval_source(self) -> Source | None: ...
+
+    def held_out_fraction(self) -> float:
+        """The share of the training samples that are kept for evaluation."""
+        return 0.0
+
+    def resolve_packing(self, kind: SampleKind) -> Packing:
+        """What ``auto`` means for samples of ``kind``. ConfigError: concat, and they cannot be cut."""
+        if self.packing == "auto":
+            return "concat" if kind == "text" else "bfd"
+        if self.packing == "concat" and kind != "text":
+            raise ConfigError(
+                f"data.packing: concat cuts samples across rows, which those of stage={STAGES[kind]} do not "
+                "bear; use data.packing=bfd."
+            )
+        return self.packing
+
+    def prepare(
+        self,
+        kind: SampleKind,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        global_batch_size: int,
+        max_steps: int | None,
+        epochs: int | None,
+    ) -> PreparedData:
+        """Tokenises and plans what is not in the cache. ``max_steps`` wins where both are given.
+
+        Raises:
+            ConfigError: a mistake in an option or in a record; no sample or no step is left.
+        """
+        if kind == "text" and self.train_on_prompt:
+            raise ConfigError("data.train_on_prompt: a document has no prompt; leave it out with stage=pt.")
+        cache, packing = cache_folder(self.cache_dir), self.resolve_packing(kind)
+        self._check_share_prompt(kind, packing)
+        # A document that is cut across rows may be of any length.
+        limit = None if packing == "concat" else self.max_length
+        encoder = Encoder(tokenizer, kind, limit, self.long_samples, self.train_on_prompt)
+        train, held = self._train_split(encoder, cache, packing, seed)
+        num_epochs, num_steps = self._plan_epochs(train, global_batch_size, max_steps, epochs)
+        evaluated = self._eval_split(encoder, cache, packing, seed) if held is None else held
+        audit = Audit(
+            train=train.audit(),
+            eval=None if evaluated is None else evaluated.audit(with_left_out=held is None),
+        )
+        for warning in audit.warnings():
+            log.warning(warning)
+        return PreparedData(
+            train=train.files(num_epochs, num_steps, drop_last=self.drop_last),
+            eval=None if evaluated is None else plan_eval(evaluated, global_batch_size),
+            packing=packing,
+            pad_id=_pad_id(tokenizer),
+            global_batch_size=global_batch_size,
+            # With or without an epoch's last batch, a step stands for other rows.
+            identity=f"{train.identity}-{'whole' if self.drop_last else 'all'}",
+            audit=audit,
+        )
+
+    def cache(self) -> Path:
+        """The folder that outlives runs."""
+        return cache_folder(self.cache_dir)
+
+    def _check_share_prompt(self, kind: SampleKind, packing: Packing) -> None:
+        if not self.share_prompt:
+            return
+        if kind != "preference":
+            raise ConfigError(
+                f"data.share_prompt: only the two sides of a pair have one prompt; leave it out with "
+                f"stage={STAGES[kind]}."
+            )
+        if packing == "none":
+            raise ConfigError(
+                "data.share_prompt: data.packing=none gives every sequence a row of its own, where it sees "
+                "no other; use data.packing=bfd, or data.share_prompt=false."
+            )
+        if self.train_on_prompt:
+            raise ConfigError(
+                "data.share_prompt: data.train_on_prompt=true trains on the prompt of either side; "
+                "set one of the two to false."
+            )
+
+    def restore(self, prepared: Json) -> PreparedData:
+        """What ``prepare`` returned, from its ``to_json``."""
+        return PreparedData.from_json(prepared)
+
+    def _train_split(
+        self, encoder: Encoder, cache: Path, packing: Packing, seed: int
+    ) -> tuple[Split, Split | None]:
+        """The samples to train on and those held out of them."""
+        parts = [self._part(source, encoder, cache, repeats) for source, repeats in self.train_sources()]
+        kept = np.concatenate([part.outcome.kept for part in parts])
+        held = np.zeros_like(kept)
+        held[kept] = hold_out(int(kept.sum()), self.held_out_fraction(), seed)
+        train = self._split(parts, kept & ~held, cache, packing, seed, self.shuffle)
+        if not train.selected.any():
+            raise ConfigError(
+                f"data.eval_fraction: {self.held_out_fraction()} of {int(kept.sum())} sample(s) leaves none "
+                "to train on; lower it."
+            )
+        if not held.any():
+            return train, None
+        return train, self._split(parts, held, cache, packing, seed)
+
+    def _eval_split(self, encoder: Encoder, cache: Path, packing: Packing, seed: int) -> Split | None:
+        source = self.eval_source()
+        if source is None:
+            return None
+        part = self._part(source, encoder, cache)
+        return self._split([part], part.outcome.kept, cache, packing, seed)
+
+    def _split(
+        self,
+        parts: Sequence[Part],
+        selected: Bools,
+        cache: Path,
+        packing: Packing,
+        seed: int,
+        shuffle: bool | None = None,
+    ) -> Split:
+        return Split(parts, selected, cache, packing, self.max_length, seed, shuffle, self.share_prompt)
+
+    def _part(self, source: Source, encoder: Encoder, cache: Path, repeats: float = 1.0) -> Part:
+        prefix = indexed_prefix(source.path) if isinstance(source, FileSource) else None
+        if prefix is not None:
+            assert isinstance(source, FileSource)
+            return indexed_part(source, prefix, encoder, cache, repeats)
+        workers = self.num_workers or min(_MAX_WORKERS, os.cpu_count() or 1)
+        store, identity = build_store(source, encoder, cache, workers)
+        files = StoreFiles(str(store.path), name=source.option)
+        return Part(source.name, repeats, identity, files, store, store.outcome())
+
+    def _plan_epochs(
+        self, train: Split, global_batch_size: int, max_steps: int | None, epochs: int | None
+    ) -> tuple[int, int]:
+        """Plans epoch after epoch; how many there are then, and the steps of the run."""
+        assert max_steps is not None or epochs is not None
+        num_steps = 0
+        with show_progress("planning epochs") as advance:
+            for epoch in count():
+                if epoch == epochs if max_steps is None else num_steps >= max_steps:
+                    return epoch, num_steps if max_steps is None else max_steps
+                plan = train.plan(epoch)
+                steps = count_steps(plan, global_batch_size, drop_last=self.drop_last)
+                if not steps:
+                    raise _no_step(plan.num_rows, epoch, global_batch_size)
+                num_steps += steps
+                advance(1)
+        raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StdlibData(Data):
+    """The embedded data: the Python standard library."""
+
+    max_length: int = 512
+
+    def train_sources(self) -> Sequence[tuple[Source, float]]:
+        return [(StdlibSource("train"), 1.0)]
+
+    def eval_source(self) -> Source:
+        return StdlibSource("eval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesData(Data):
+    """A user's files. Either ``train`` or ``sources``."""
+
+    train: str | None = None
+    sources: list[Json] | None = None
+    """``{path, repeats = 1, format = data.format}`` each."""
+    eval: str | None = None
+    eval_fraction: float = 0.0
+    format: Literal["auto"] | Format = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.train is None) == (self.sources is None):
+            have = "both are given" if self.train is not None else "both are null"
+            raise ConfigError(f"data.train, data.sources: {have}; give one of them, as data.train=PATH.")
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(
+                f"data.eval_fraction: must be at least 0 and below 1, got {self.eval_fraction}."
+            )
+        if self.eval is not None and self.eval_fraction:
+            raise ConfigError("data.eval_fraction: is not read where data.eval names a file; remove one.")
+        if self.sources == []:
+            raise ConfigError("data.sources: is empty; give at least one {path: FILE}.")
+        for index, source in enumerate(self.sources or []):
+            _check_source(f"data.sources[{index}]", source)
+
+    def train_sources(self) -> Sequence[tuple[Source, float]]:
+        if self.train is not None:
+            return [(FileSource("data.train", self.train, self.format), 1.0)]
+        return [
+            (
+                FileSource(f"data.sources[{i}]", source["path"], source.get("format", self.format)),
+                float(source.get("repeats", 1.0)),
+            )
+            for i, source in enumerate(self.sources or [])
+        ]
+
+    def eval_source(self) -> Source | None:
+        return None if self.eval is None else FileSource("data.eval", self.eval, self.format)
+
+    def held_out_fraction(self) -> float:
+        return self.eval_fraction
+
+
+def _check_source(where: str, source: Json) -> None:
+    for key in source:
+        if key not in _SOURCE_KEYS:
+            near = get_close_matches(key, _SOURCE_KEYS, n=1) or [", ".join(_SOURCE_KEYS)]
+            raise ConfigError(f"{where}.{key}: nothing reads this key; did you mean {near[0]}?")
+    if not isinstance(source.get("path"), str):
+        raise ConfigError(f"{where}.path: must be a path, got {source.get('path')!r}.")
+    repeats = source.get("repeats", 1.0)
+    if isinstance(repeats, bool) or not isinstance(repeats, int | float) or not 0 < repeats < inf:
+        raise ConfigError(f"{where}.repeats: must be a number above 0 (1: once per epoch), got {repeats!r}.")
+    known = ("auto", *get_args(Format))
+    if source.get("format", "auto") not in known:
+        raise ConfigError(f"{where}.format: {source['format']!r} is none of {', '.join(known)}.")
+
+
+def _no_step(num_rows: int, epoch: int, global_batch_size: int) -> ConfigError:
+    if not num_rows:
+        return ConfigError(
+            f"data.sources: no sample is drawn in epoch {epoch}; raise their repeats, or add data."
+        )
+    return ConfigError(
+        f"run.global_batch_size: {global_batch_size} is more than the {num_rows} row(s) of epoch {epoch}, "
+        "and data.drop_last leaves out a smaller batch; lower it, or add data."
+    )
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """``cache_dir``, else $RUNNER_CACHE, else ~/.cache/runner. ConfigError: it cannot be written to."""
+    folder = Path(cache_dir or os.environ.get("RUNNER_CACHE") or "~/.cache/runner").expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir: cannot make {folder} ({error.strerror}); name another."
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"data.cache_dir: cannot write to {folder}; name another.")
+    return folder
+
+
+def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Any token will do: padding is neither attended to nor trained on."""
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return int(next(token for token in known if token is not None))

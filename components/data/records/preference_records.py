@@ -1,0 +1,114 @@
+"""Prompts with their answers: pairs, and single completions with a label."""
+
+from collections.abc import Mapping
+
+from components.data.records.messages import (
+    alpaca_prompt,
+    checked,
+    fail,
+    read_message,
+    read_string,
+    read_tools,
+    read_turns,
+    system_turn,
+)
+from components.data.records.samples import Message, PreferenceSample, UnpairedSample
+
+
+def read_preference(record: Mapping[str, object], origin: str) -> PreferenceSample:
+    chosen, rejected = (_completion(record, key, origin) for key in ("chosen", "rejected"))
+    prompt = _explicit_prompt(record, origin)
+    if prompt is None or chosen[0]["role"] != "assistant":
+        shared = _num_shared(chosen, rejected, origin)
+        prompt = _whole_prompt(prompt or [], chosen[:shared], origin)
+        chosen, rejected = chosen[shared:], rejected[shared:]
+    for answer in (chosen, rejected):
+        _check_answer(prompt, answer, origin)
+    return PreferenceSample(prompt, chosen, rejected, read_tools(record, origin))
+
+
+def read_unpaired(record: Mapping[str, object], origin: str) -> UnpairedSample:
+    """A ``completion`` beside its prompt, or the last turn of a conversation or of an alpaca record."""
+    desirable = _label(record, origin)
+    if record.get("completion") is not None:
+        prompt, completion = _explicit_prompt(record, origin), _completion(record, "completion", origin)
+    else:
+        prompt, completion = _last_turn(record, origin)
+    if not prompt:
+        fail(origin, "has no prompt", "Add a field 'prompt'.")
+    _check_answer(prompt, completion, origin)
+    return UnpairedSample(prompt, completion, desirable, read_tools(record, origin), mismatched=completion)
+
+
+def _label(record: Mapping[str, object], origin: str) -> bool:
+    key = "kto_tag" if record.get("label") is None and "kto_tag" in record else "label"
+    value = record.get(key)
+    remedy = "Write true for a completion to follow, false for one to avoid."
+    if value is None:
+        fail(origin, f"field {key!r} is missing", remedy)
+    if value not in (0, 1):  # True and False among them
+        fail(origin, f"field {key!r} is {value!r}", remedy)
+    return bool(value)
+
+
+def _last_turn(record: Mapping[str, object], origin: str) -> tuple[list[Message], list[Message]]:
+    if record.get("output") is not None:
+        answer = {"role": "assistant", "content": read_string(record, "output", origin)}
+        return alpaca_prompt(record, origin), [answer]
+    key = next((key for key in ("messages", "conversations") if record.get(key) is not None), None)
+    if key is None:
+        fail(origin, "field 'completion' is missing", f"Fields seen: {', '.join(map(str, record))}.")
+    turns = read_turns(record, key, origin)
+    return turns[:-1], turns[-1:]
+
+
+def _check_answer(prompt: list[Message], answer: list[Message], origin: str) -> None:
+    checked([*prompt, *answer], origin)
+    if answer[0]["role"] != "assistant":
+        fail(origin, f"an answer begins with a {answer[0]['role']} turn", "Begin it with the assistant's.")
+
+
+def _completion(record: Mapping[str, object], key: str, origin: str) -> list[Message]:
+    """An answer as a string, one message, or a list of messages (with the prompt or without)."""
+    value = record.get(key)
+    if value == []:
+        fail(origin, f"field {key!r} is empty", "Fill it in, or remove the record.")
+    if isinstance(value, list):
+        return [read_message(turn, f"{key}[{i}]", origin) for i, turn in enumerate(value)]
+    if isinstance(value, dict):
+        return [read_message(value, key, origin)]
+    return [{"role": "assistant", "content": read_string(record, key, origin)}]
+
+
+def _explicit_prompt(record: Mapping[str, object], origin: str) -> list[Message] | None:
+    if isinstance(record.get("prompt"), str):
+        question = {"role": "user", "content": read_string(record, "prompt", origin)}
+        return [*system_turn(record, origin), question]
+    for key in ("prompt", "conversations", "messages"):
+        if record.get(key) is not None:
+            return read_turns(record, key, origin)
+    return alpaca_prompt(record, origin) if record.get("instruction") is not None else None
+
+
+def _num_shared(chosen: list[Message], rejected: list[Message], origin: str) -> int:
+    """How many leading messages two whole conversations have in common."""
+    pairs = zip(chosen, rejected, strict=False)
+    if chosen == rejected and len(chosen) > 1:
+        return len(chosen) - 1  # the same answer twice: counted later, with those that truncation makes so
+    shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
+    if shared in (0, len(chosen), len(rejected)):
+        what = "share no leading message" if shared == 0 else "do not differ in an answer"
+        fail(origin, f"'chosen' and 'rejected' {what}", "Add a 'prompt', or give both whole conversations.")
+    return shared
+
+
+def _whole_prompt(explicit: list[Message], shared: list[Message], origin: str) -> list[Message]:
+    """The longer of a record's own prompt and the one its answers repeat; one must end with the other."""
+    short, long = sorted((explicit, shared), key=len)
+    if long[len(long) - len(short) :] != short:
+        fail(
+            origin,
+            "'prompt' is not the prompt that 'chosen' and 'rejected' begin with",
+            "Remove one of them.",
+        )
+    return long

@@ -1,0 +1,137 @@
+"""The samples of train and of eval: which of which source, their plans in the cache, their audit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+
+from components.contracts.errors import ConfigError
+from components.data import packing as packing_module
+from components.data import shared_prefix as prompts_module
+from components.data.audit import SplitAudit, audit_source, audit_split
+from components.data.loader import SplitFiles, StoreFiles, count_steps, epoch_name
+from components.data.packing import Packing, Plan, plan_epoch
+from components.data.store.concat_store import JoinedTokens
+from components.data.store.indexed import IndexedTokens
+from components.data.store.token_store import Bools, Ints, Outcome, Tokens, digest, file_digest
+from components.data.tokenize.encoder import Encoder
+from components.data.tokenize.workers import FileSource
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source, in tokens."""
+
+    name: str
+    repeats: float
+    identity: str
+    files: StoreFiles
+    tokens: Tokens
+    outcome: Outcome
+
+
+def indexed_part(source: FileSource, prefix: Path, encoder: Encoder, cache: Path, repeats: float) -> Part:
+    if encoder.kind != "text" or source.format not in ("auto", "text"):
+        raise ConfigError(f"{source.name}: an indexed data set is text; use stage=pt and data.format=auto.")
+    tokens = IndexedTokens.open(prefix, max_length=encoder.max_length)
+    tokens.check_vocabulary(encoder.vocab_size())
+    outcome = tokens.outcome(drop=encoder.long_samples == "drop")
+    if not outcome.kept.any():
+        raise ConfigError(
+            f"{source.name}: no sequence is left ({outcome.dropped} longer than data.max_length="
+            f"{encoder.max_length}, {outcome.unsupervised} of a single token)."
+        )
+    # A plan depends on the lengths alone, so there is no need to read a corpus through.
+    index = file_digest(prefix.with_name(f"{prefix.name}.idx").resolve(), cache)
+    identity = digest([index, encoder.max_length, encoder.long_samples])
+    files = StoreFiles(
+        str(prefix.absolute()), indexed=True, max_length=encoder.max_length, name=source.option
+    )
+    return Part(source.name, repeats, identity, files, tokens, outcome)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Some samples of some sources, and their plans in the cache."""
+
+    parts: Sequence[Part]
+    selected: Bools = field(repr=False)
+    """Per sample of all parts."""
+    cache: Path
+    packing: Packing
+    max_length: int
+    seed: int
+    shuffle: bool | None = None
+    """None: for evaluation, every sample once and in order."""
+    share_prompt: bool = False
+    """Of pairs: the rejected sequence leaves their prompt to the chosen one."""
+
+    @cached_property
+    def tokens(self) -> JoinedTokens:
+        return JoinedTokens([part.tokens for part in self.parts])
+
+    @cached_property
+    def identity(self) -> str:
+        sources = [[part.identity, part.repeats] for part in self.parts]
+        chosen = digest(np.packbits(self.selected).tobytes().hex())
+        sharing = ["share_prompt"] if self.share_prompt else []
+        return digest([sources, chosen, self.packing, self.max_length, self.seed, self.shuffle, *sharing])
+
+    @cached_property
+    def folder(self) -> Path:
+        stores = [part.files.path for part in self.parts]
+        code = [Path(str(module.__file__)).read_text() for module in (packing_module, prompts_module)]
+        return self.cache / "plans" / digest([self.identity, stores, code])
+
+    def plan(self, epoch: int) -> Plan:
+        """Of the cache, where it is made if need be."""
+        folder = self.folder / epoch_name(epoch)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.folder / "lock"):
+            try:
+                return Plan.load(folder)
+            except (OSError, ValueError):
+                self._make_plan(epoch).save(folder)
+                return Plan.load(folder)
+
+    @cached_property
+    def _shared(self) -> Ints | None:
+        return prompts_module.shared_lengths(self.tokens) if self.share_prompt else None
+
+    def _make_plan(self, epoch: int) -> Plan:
+        counts = [len(part.outcome.kept) for part in self.parts]
+        repeats = [1.0 if self.shuffle is None else part.repeats for part in self.parts]
+        return plan_epoch(
+            self.tokens.lengths,
+            sequences_per_sample=self.tokens.sequences_per_sample,
+            repeats=np.repeat(repeats, counts) * self.selected,
+            seed=self.seed,
+            epoch=epoch,
+            max_length=self.max_length,
+            packing=self.packing,
+            shuffle=bool(self.shuffle),
+            shared=self._shared,
+        )
+
+    def files(self, epochs: int, num_steps: int, *, drop_last: bool) -> SplitFiles:
+        stores = tuple(part.files for part in self.parts)
+        return SplitFiles(stores, str(self.folder), epochs, num_steps, drop_last)
+
+    def audit(self, *, with_left_out: bool = True) -> SplitAudit:
+        sources, start = [], 0
+        for part in self.parts:
+            selected = self.selected[start : start + len(part.outcome.kept)]
+            start += len(selected)
+            sources.append(
+                audit_source(part.name, part.tokens, part.outcome, selected, with_left_out=with_left_out)
+            )
+        capacity = self.max_length * self.tokens.sequences_per_sample
+        return audit_split(sources, self.plan(0), self.packing, capacity)
+
+
+def plan_eval(split: Split, global_batch_size: int) -> SplitFiles:
+    steps = count_steps(split.plan(0), global_batch_size, drop_last=False)
+    return split.files(1, steps, drop_last=False)

@@ -1,0 +1,1 @@
+"""Tokens and reference log-probabilities on disk."""

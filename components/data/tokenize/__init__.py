@@ -1,0 +1,1 @@
+"""From samples to tokens and masks."""

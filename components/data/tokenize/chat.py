@@ -1,0 +1,108 @@
+"""Samples to tokens, and which of them are trained on: assistant turns with their stop token, nothing else.
+
+The text is what the tokenizer's own chat template renders; ``turns`` finds the turns in it.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from transformers import PreTrainedTokenizerBase
+
+from components.data.records.samples import Message, PreferenceSample, Sample, TextSample, UnpairedSample
+from components.data.tokenize.assistant_mask import (
+    Conversation,
+    Span,
+    Template,
+    assistant_spans,
+    template_for,
+    token_span,
+)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One sequence of tokens.
+
+    ``mask[t]``: token t is a target of the loss. ``prompt_length``: the leading tokens before the first
+    target; for a pair, the prompt that both sequences begin with. ``stop_trained``: the token that ends the
+    last assistant turn (a document's end-of-sequence token) is a target.
+    """
+
+    input_ids: list[int]
+    mask: list[bool]
+    prompt_length: int
+    stop_trained: bool
+
+
+def encode(
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool, origin: str
+) -> list[Encoded]:
+    """One sequence for a document or a conversation; for a pair chosen, then rejected; for an unpaired
+    sample its completion, then the mismatched one.
+
+    ``train_on_prompt`` makes every token a target. ConfigError: the tokenizer has no chat template, or its
+    template refuses the messages, or the assistant's turns cannot be told apart exactly.
+    """
+    if isinstance(sample, TextSample):
+        return [_encode_document(sample.text, tokenizer)]
+    template = template_for(tokenizer, sample, origin)
+    if isinstance(sample, PreferenceSample):
+        encoded = _encode_pair(sample, template)
+    elif isinstance(sample, UnpairedSample):
+        encoded = _encode_answers(sample.prompt, [sample.completion, sample.mismatched], template)
+    else:
+        # Where all is trained on no turn has to be found, and any template will do.
+        encode_chat = _encode_whole if train_on_prompt else _encode_turns
+        encoded = [encode_chat(sample.messages, template)]
+    return [replace(one, mask=[True] * len(one.mask)) for one in encoded] if train_on_prompt else encoded
+
+
+def _encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    begin, end = _document_ends(tokenizer)
+    body = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    input_ids = [*begin, *body, *end]
+    return Encoded(input_ids, [True] * len(input_ids), prompt_length=0, stop_trained=bool(end))
+
+
+@lru_cache(maxsize=8)
+def _document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What goes before a document (where the tokenizer adds it by itself), and after it."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    begins = bos is not None and bos in tokenizer("")["input_ids"]
+    return [bos] if begins else [], [] if eos is None else [eos]
+
+
+def _encode_pair(sample: PreferenceSample, template: Template) -> list[Encoded]:
+    pair = _encode_answers(sample.prompt, [sample.chosen, sample.rejected], template)
+    both = zip(pair[0].input_ids, pair[1].input_ids, strict=False)
+    shortest = min(len(one.input_ids) for one in pair)
+    common = next((t for t, (chosen, rejected) in enumerate(both) if chosen != rejected), shortest)
+    # A token over the prompt's last and the answer's first character may differ: then it is not shared.
+    prompt_length = min(common, *(one.prompt_length for one in pair))
+    return [replace(one, prompt_length=prompt_length) for one in pair]
+
+
+def _encode_answers(prompt: list[Message], answers: list[list[Message]], template: Template) -> list[Encoded]:
+    """Only the answers are targets: what the assistant said in the prompt belongs to the prompt."""
+    return [_encode_turns([*prompt, *answer], template, len(prompt)) for answer in answers]
+
+
+def _encode_whole(messages: list[Message], template: Template) -> Encoded:
+    chat = template.conversation(messages)
+    return replace(_encoded(chat, [token_span(chat, (0, len(chat.text.rstrip())))]), prompt_length=0)
+
+
+def _encode_turns(messages: list[Message], template: Template, first: int = 0) -> Encoded:
+    """Targets: the assistant turns among ``messages[first:]``."""
+    chat = template.conversation(messages)
+    return _encoded(chat, assistant_spans(chat, first))
+
+
+def _encoded(chat: Conversation, spans: list[Span]) -> Encoded:
+    mask = [False] * len(chat.input_ids)
+    for start, stop in spans:
+        mask[start:stop] = [True] * (stop - start)
+    prompt_length = mask.index(True) if any(mask) else len(mask)
+    start, stop = spans[-1]
+    stop_trained = start < stop and chat.input_ids[stop - 1] in chat.template.stop_ids
+    return Encoded(chat.input_ids, mask, prompt_length, stop_trained)

@@ -1,0 +1,40 @@
+"""Samples that are longer than a sequence may be."""
+
+from dataclasses import replace
+from typing import Literal
+
+from components.data.tokenize.chat import Encoded
+
+LongSamples = Literal["truncate", "drop"]
+
+
+def fit(
+    encoded: list[Encoded], max_length: int | None, long_samples: LongSamples, *, end_of_prompt: bool = False
+) -> list[Encoded] | None:
+    """The sequences of one sample within ``max_length`` (the same list where they are); None: dropped.
+
+    A document or a conversation keeps its beginning. A pair keeps its answers and the end of its prompt: the
+    prompt loses as much as the longer answer needs, in both alike, but for its last token; an answer that is
+    still too long loses its end. ``end_of_prompt`` does so with a single sequence too.
+    """
+    if max_length is None or all(len(one.input_ids) <= max_length for one in encoded):
+        return encoded
+    if long_samples == "drop":
+        return None
+    if len(encoded) == 1 and not end_of_prompt:
+        return [_cut(encoded[0], 0, max_length)]
+    prompt = encoded[0].prompt_length
+    answer = max(len(one.input_ids) - prompt for one in encoded)
+    kept = min(prompt, max(1, max_length - answer))
+    return [_cut(one, prompt - kept, max_length) for one in encoded]
+
+
+def _cut(one: Encoded, start: int, max_length: int) -> Encoded:
+    stop = start + max_length
+    return replace(
+        one,
+        input_ids=one.input_ids[start:stop],
+        mask=one.mask[start:stop],
+        prompt_length=one.prompt_length - start,
+        stop_trained=one.stop_trained and not any(one.mask[stop:]),
+    )

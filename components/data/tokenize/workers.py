@@ -1,0 +1,258 @@
+"""Sources to token stores: in parallel where it pays, in constant memory, and once for the same content."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from itertools import chain, islice
+from pathlib import Path
+from typing import Literal, Protocol
+
+from filelock import FileLock
+from transformers import PreTrainedTokenizerBase
+
+from components.contracts.data import SampleKind
+from components.contracts.errors import FAILED, ConfigError
+from components.data.audit import show_progress
+from components.data.demo import Split, stdlib_records
+from components.data.records.formats import KINDS, Format, detect
+from components.data.records.samples import Sample
+from components.data.records.sources import Record, read_records
+from components.data.store.token_store import Chunk, StoreWriter, TokenStore, TornStore, digest, file_digest
+from components.data.tokenize.encoder import Encoder, Item, with_neighbours
+
+STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "unpaired": "kto"}
+
+_BATCH = 64  # samples a worker takes at a time
+_PATIENCE_S = 4.0  # of work in this process before workers are started: each needs two seconds to import
+
+
+# Sources
+
+
+class Source(Protocol):
+    """Where samples come from."""
+
+    @property
+    def option(self) -> str:
+        """What names it before the number of a record."""
+
+    @property
+    def name(self) -> str:
+        """The option and its value, for messages and the audit."""
+
+    def content(self, cache: Path) -> list[str]:
+        """Digests that change with what is in it."""
+
+    def items(self, kind: SampleKind) -> tuple[Format | None, Iterator[tuple[Record | Sample, str]]]:
+        """Records and their format, or ready samples and None. ConfigError: of another kind."""
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """``data.train``, ``data.eval`` or an entry of ``data.sources``."""
+
+    option: str
+    path: str
+    format: Format | Literal["auto"]
+
+    @property
+    def name(self) -> str:
+        return f"{self.option}={self.path}"
+
+    def content(self, cache: Path) -> list[str]:
+        read_records(self.path)  # a path that is missing is an error before a reader is asked for anything
+        path = Path(self.path).expanduser().resolve()
+        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        try:
+            digests = [f"{file.relative_to(path)} {file_digest(file, cache)}" for file in files]
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be read ({error.strerror}). Check the file.") from error
+        return [self.format, path.suffix, *digests]
+
+    def items(self, kind: SampleKind) -> tuple[Format | None, Iterator[tuple[Record | Sample, str]]]:
+        records = read_records(self.path)
+        first = next(records)
+        format = detect(*first) if self.format == "auto" else self.format
+        if KINDS[format] != kind:
+            remedy = "give every record a 'label', " if kind == "unpaired" else ""
+            raise ConfigError(
+                f"{self.name}: its format is {format}, and stage={STAGES[kind]} does not train on that.\n"
+                f"Use stage={STAGES[KINDS[format]]}, {remedy}or name another format in data.format."
+            )
+        return format, chain([first], records)
+
+
+@dataclass(frozen=True)
+class StdlibSource:
+    """The embedded data."""
+
+    split: Split
+    option: str = "stdlib"
+
+    @property
+    def name(self) -> str:
+        return f"stdlib ({self.split})"
+
+    def content(self, cache: Path) -> list[str]:  # noqa: ARG002
+        root = Path(sysconfig.get_path("stdlib"))
+        listing = []
+        for folder, names, files in os.walk(root):
+            names[:] = sorted(set(names) - {"site-packages", "dist-packages", "__pycache__"})
+            sources = sorted(name for name in files if name.endswith(".py"))
+            listing += [f"{folder}/{name} {os.path.getsize(f'{folder}/{name}')}" for name in sources]
+        return [self.split, sys.version, digest(listing)]
+
+    def items(self, kind: SampleKind) -> tuple[Format | None, Iterator[tuple[Record | Sample, str]]]:
+        return None, stdlib_records(kind, self.split)
+
+
+# Samples to tokens
+
+
+def encode_all(
+    items: Iterable[Item], encoder: Encoder, num_workers: int, *, patience_s: float = _PATIENCE_S
+) -> Iterator[Chunk]:
+    """Chunks in the order of ``items``, which are read only a little ahead.
+
+    Workers are started once ``patience_s`` seconds of encoding have not been enough.
+    """
+    batches, spent = _batched(iter(items)), 0.0
+    for batch in batches:
+        if num_workers > 1 and spent >= patience_s:
+            yield from _encode_in_workers(chain([batch], batches), encoder, num_workers)
+            return
+        began = time.perf_counter()
+        chunk = encoder(batch)
+        spent += time.perf_counter() - began
+        yield chunk
+
+
+def _batched(items: Iterator[Item]) -> Iterator[list[Item]]:
+    while batch := list(islice(items, _BATCH)):
+        yield batch
+
+
+def _encode_in_workers(batches: Iterator[list[Item]], encoder: Encoder, num_workers: int) -> Iterator[Chunk]:
+    # Spawned, not forked: the parent may have threads (those of the tokenizer, of a logger).
+    pool = ProcessPoolExecutor(
+        num_workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(encoder,)
+    )
+    waiting: deque[Future[Chunk]] = deque()
+    try:
+        for batch in batches:
+            waiting.append(pool.submit(_encode_in_worker, batch))
+            if len(waiting) >= 4 * num_workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise ConfigError(
+            "data.num_workers: a tokenising process died (out of memory, or its tokenizer cannot be sent to "
+            "another process);\nlower it, or use data.num_workers=1."
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_worker_encoder: Encoder
+
+
+def _start_worker(encoder: Encoder) -> None:
+    global _worker_encoder
+    _worker_encoder = encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker holds both ends of the pool's queue: it would wait for ever for a parent that was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(FAILED)
+
+
+def _encode_in_worker(batch: list[Item]) -> Chunk:
+    return _worker_encoder(batch)
+
+
+# The cache
+
+
+def build_store(source: Source, encoder: Encoder, cache: Path, num_workers: int) -> tuple[TokenStore, str]:
+    """The token store of ``source``, written where there is no whole one, and the identity of its content.
+
+    ConfigError: what is wrong with a record, a source of another kind, or one of which nothing is left.
+    """
+    settings = [encoder.kind, encoder.max_length, encoder.long_samples, encoder.train_on_prompt]
+    identity = digest([source.content(cache), _tokenizer_digest(encoder.tokenizer), settings])
+    path = cache / "tokens" / digest([identity, _code()])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        try:
+            return TokenStore.open(path), identity
+        except TornStore:
+            _write_store(path, source, encoder, num_workers)
+            return TokenStore.open(path), identity
+
+
+def _write_store(path: Path, source: Source, encoder: Encoder, num_workers: int) -> None:
+    format, records = source.items(encoder.kind)
+    items = with_neighbours(records) if encoder.kind == "unpaired" else records
+    writer = StoreWriter(
+        path,
+        vocab_size=encoder.vocab_size(),
+        sequences_per_sample=2 if encoder.kind in ("preference", "unpaired") else 1,
+        masked=encoder.kind != "text" and not encoder.train_on_prompt,
+        format=format or "embedded",
+    )
+    with writer, show_progress(f"tokenising {source.name}") as advance:
+        for chunk in encode_all(items, replace(encoder, format=format), num_workers):
+            writer.append(chunk)
+            advance(len(chunk.truncated) + chunk.dropped + chunk.unsupervised + chunk.identical)
+        if not writer.num_samples:
+            same = f", {writer.identical} with the same answer twice" if writer.identical else ""
+            raise ConfigError(
+                f"{source.name}: no sample is left ({writer.dropped} longer than data.max_length="
+                f"{encoder.max_length}, {writer.unsupervised} without a token to train on{same}).\n"
+                "Raise data.max_length, or check the answers in the file."
+            )
+
+
+def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    model = (
+        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    )
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    # What it puts around a text is not all in the model: several classes add tokens in Python.
+    return digest([model, tokenizer.chat_template, special, tokenizer("a")["input_ids"]])
+
+
+@cache
+def _code() -> list[str]:
+    """Changes with the programs that make tokens; so nobody has to remember to count a version up."""
+    own = (
+        *(
+            "records/preference_records",
+            "tokenize/chat",
+            "tokenize/encoder",
+            "tokenize/truncation",
+            "records/formats",
+            "records/messages",
+            "records/samples",
+        ),
+        *("records/sources", "demo", "store/token_store", "tokenize/workers", "tokenize/assistant_mask"),
+    )
+    files = [(Path(__file__).parents[1] / f"{name}.py").read_text() for name in own]
+    return [digest(files), version("transformers"), version("tokenizers")]

@@ -1,0 +1,82 @@
+"""Other ways to compute a block than operator by operator: torch.compile, or liger's fused kernels."""
+
+import sys
+from importlib.util import find_spec
+from typing import Literal
+
+from transformers import PreTrainedModel
+
+from components.contracts.engine import Kernels
+from components.contracts.errors import ConfigError
+from components.engines.fsdp2.grouped_experts import grouped_experts
+from components.engines.shared.torch_private import has_cpp_compiler
+
+
+def check(
+    model: PreTrainedModel, device: Literal["cpu", "cuda"], *, compiled: bool, kernels: Kernels
+) -> None:
+    """
+    Raises:
+        ConfigError: this machine has no compiler, or no fused kernels for ``model``.
+    """
+    if compiled and device == "cpu":
+        check_compiler()
+    if kernels == "liger":
+        check_liger(model, device)
+
+
+def check_compiler() -> None:
+    if not has_cpp_compiler():
+        raise ConfigError(
+            "run.compile: needs a C++ compiler on the CPU and finds none; install g++ or clang, set CXX, "
+            "or use run.compile=false."
+        )
+
+
+def check_liger(model: PreTrainedModel, device: Literal["cpu", "cuda"]) -> None:
+    if device == "cpu":
+        raise ConfigError("run.kernels: liger needs a GPU; use run.kernels=auto, or run.kernels=torch.")
+    if find_spec("liger_kernel") is None:
+        raise ConfigError(
+            "run.kernels: liger-kernel is not installed; pip install liger-kernel, or use run.kernels=torch."
+        )
+    if not has_liger(model):
+        kind = f"{model.config.model_type} ({type(model).__name__})"
+        raise ConfigError(f"run.kernels: liger-kernel does not know {kind}; use run.kernels=torch.")
+
+
+def has_liger(model: PreTrainedModel) -> bool:
+    # By module too: code of the user's own may call itself llama.
+    if find_spec("liger_kernel") is None or not type(model).__module__.startswith("transformers.models."):
+        return False
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    return model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def choose(
+    asked: Kernels, model: PreTrainedModel, device: str, *, compiled: bool
+) -> Literal["torch", "liger"]:
+    """``auto`` takes fused kernels on a GPU, where there are any and the compiler does not make its own."""
+    if asked != "auto":
+        return asked
+    return "liger" if device == "cuda" and not compiled and has_liger(model) else "torch"
+
+
+def fuse(model: PreTrainedModel) -> None:
+    """Gives the norms and MLPs of ``model`` liger's forward; parameters and their names stay.
+
+    Attention and the head are ours. The rotary embedding is a function of transformers' module, not of
+    ``model``: other models of the process would change with it.
+    """
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    off = dict.fromkeys(("rope", "cross_entropy", "fused_linear_cross_entropy"), False)
+    on = dict.fromkeys(("rms_norm", "swiglu", "geglu", "layer_norm"), True)
+    if grouped_experts(model):
+        on["swiglu"] = False  # it would look for transformers' experts, and they are ours
+    _apply_liger_kernel_to_instance(model=model, **on, **off)
+    # It also replaces the classes, for models that are built later.
+    vars(module).update(before)

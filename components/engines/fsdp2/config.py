@@ -1,0 +1,74 @@
+"""``parallelism=single``, ``fsdp2``, ``hsdp``, ``fsdp2_tp2``, ``fsdp2_cp2`` and ``fsdp2_tp2cp2``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from transformers import PreTrainedModel
+
+from components.contracts.engine import EngineOptions
+from components.contracts.errors import ConfigError
+from components.engines.fsdp2 import compile, context_parallel, moe_checks, tensor_parallel
+from components.engines.fsdp2.engine import FSDP2Engine
+from components.engines.fsdp2.layout import FSDP2Layout
+from components.engines.fsdp2.lora import check as adapter_check
+from components.engines.fsdp2.parallelize import blocks
+from components.engines.shared import process_group
+from components.engines.shared.parallel_dims import nearest, world_size
+from components.models import ModelSpec
+from components.optimizers import Optimizer
+
+
+@dataclass(frozen=True)
+class FSDP2(FSDP2Layout):
+    """Sharded data, tensor, context and expert parallelism over any transformers causal language model."""
+
+    computes_prefixes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for key in ("dp", "default_dp", "dp_replicate", "cp", "tp", "ep"):
+            size = getattr(self, key)
+            if size is not None and size < 1:
+                raise ConfigError(f"parallelism.{key}: must be at least 1, got {size}.")
+        if self.dp is not None and self.dp % self.dp_replicate:
+            fitting = [size for size in range(1, self.dp + 1) if self.dp % size == 0]
+            raise ConfigError(
+                f"parallelism.dp_replicate: {self.dp_replicate} does not divide parallelism.dp = {self.dp}; "
+                f"use {nearest(self.dp_replicate, fitting)}."
+            )
+
+    def world_size(self, environ: Mapping[str, str], num_gpus: int) -> int:
+        return world_size(
+            dp=None if self.dp is None else self.dp // self.dp_replicate,
+            default_dp=-(-self.default_dp // self.dp_replicate),
+            model_ranks=self.dp_replicate * self.cp * self.tp,
+            environ=environ,
+            num_gpus=num_gpus,
+        )
+
+    def check(
+        self,
+        model: PreTrainedModel,
+        optimizer: Optimizer,  # noqa: ARG002  every optimizer and dtype will do
+        options: EngineOptions,
+        *,
+        world_size: int,
+    ) -> None:
+        """
+        Raises:
+            ConfigError: the model has no blocks that could be sharded, no plan for ``tp`` parts, or no way to
+                share its rows among ``cp`` ranks or its experts among ``ep``; nothing here compiles or fuses
+                its blocks; or ``tp`` ranks cannot split the adapter.
+        """
+        blocks(model)
+        ranks = world_size // (self.dp_replicate * self.tp)
+        tensor_parallel.check(model, self.tp, ranks)
+        moe_checks.check(model, ep=self.ep, tp=self.tp, ranks=ranks, adapter=options.adapter)
+        context_parallel.check(model, self.cp, self.tp)
+        adapter_check(options.adapter, self.tp)
+        compile.check(model, options.device, compiled=options.compiled, kernels=options.kernels)
+
+    def build(self, model: ModelSpec, optimizer: Optimizer, options: EngineOptions) -> FSDP2Engine:
+        """Joins the process group and builds this rank's engine; every rank calls it."""
+        with process_group.joined(options.device, options.timeout_s) as device:
+            return FSDP2Engine(model, optimizer, self, options, device)

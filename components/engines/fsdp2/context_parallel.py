@@ -1,0 +1,97 @@
+"""Context parallelism: a rank holds one run of consecutive positions of every row, as long as the others'."""
+
+from dataclasses import dataclass, replace
+from typing import overload
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from components.contracts.batch import Batch
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+from components.engines.shared.parallel_dims import check_cp
+from components.engines.shared.ulysses import GatherShares, share
+from components.engines.shared.varlen_attention import attention_kwargs
+
+BY_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the largest position of a batch: no rank sees it."""
+
+
+def check(model: PreTrainedModel, cp: int, tp: int) -> None:
+    """
+    Raises:
+        ConfigError: ``cp`` ranks cannot share the heads of ``model``, or need the whole of a row elsewhere.
+    """
+    if cp == 1:
+        return
+    check_cp(cp, tp, model.config.get_text_config())
+    for module in model.modules():
+        found = getattr(module, "rope_type", None)
+        kinds = found.values() if isinstance(found, dict) else [found]
+        if kind := next((kind for kind in kinds if kind in BY_LENGTH), None):
+            raise ConfigError(
+                f"parallelism.cp: rope_type={kind} of {model.config.model_type} depends on the longest "
+                "sequence of a batch, and a rank sees a part of it; use parallelism.cp=1."
+            )
+
+
+@dataclass(frozen=True)
+class Context:
+    """The ranks that share every row. All of them get the same batches and call every method together.
+
+    A row is padded at its end to a multiple of cp; where it is packed, padding is one sequence more. After
+    attention has traded positions for heads, rows are whole and in their own order.
+    """
+
+    group: dist.ProcessGroup
+
+    @property
+    def cp(self) -> int:
+        return self.group.size()
+
+    def own(self, values: Tensor, fill: float = 0) -> Tensor:
+        """``[B, T]`` to this rank's ``[B, ceil(T / cp)]``; ``fill`` on padding."""
+        if self.cp == 1:
+            return values
+        padding = -values.shape[1] % self.cp
+        return share(F.pad(values, (0, padding), value=fill), self.cp, self.group.rank())
+
+    @overload
+    def whole(self, values: Tensor, length: int) -> Tensor: ...
+    @overload
+    def whole(self, values: None, length: int) -> None: ...
+    def whole(self, values: Tensor | None, length: int) -> Tensor | None:
+        """``[B, L]`` of every rank to the ``[B, length]`` without padding, on every rank; None stays None.
+
+        Differentiable where every rank computes the same function of the result.
+        """
+        if values is None or self.cp == 1:
+            return values
+        gathered: Tensor = GatherShares.apply(values, self.group)
+        return gathered[:, :length].clone()  # FSDP hangs hooks on it, which views may lose
+
+    def attention_kwargs(self, batch: Batch) -> Json:
+        """What to pass to the model beside this rank's positions: where sequences begin in whole rows."""
+        if self.cp == 1:
+            return attention_kwargs(batch)
+        padding = -batch.labels.shape[1] % self.cp
+        return attention_kwargs(with_padding(batch, padding)) | {"context_group": self.group}
+
+
+def with_padding(batch: Batch, padding: int) -> Batch:
+    """The boundaries of ``batch`` with ``padding`` positions more at the end of its rows."""
+    if batch.cu_seqlens is None or not padding:
+        return batch
+    assert batch.max_seqlen is not None
+    end = batch.labels.shape[1] + padding
+    prefixes = batch.prefix_lengths
+    return replace(
+        batch,
+        seqlens=F.pad(batch.seqlens, (0, 1)),
+        cu_seqlens=F.pad(batch.cu_seqlens, (0, 1), value=end),
+        max_seqlen=max(batch.max_seqlen, padding),
+        prefix_lengths=None if prefixes is None else F.pad(prefixes, (0, 1)),
+        num_keys=None if batch.num_keys is None else batch.num_keys + padding,
+    )

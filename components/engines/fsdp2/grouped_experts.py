@@ -1,0 +1,289 @@
+"""The experts of a layer in two tensors, computed together; their tokens come from every rank of ``ep``.
+
+A rank of expert parallelism has E / ep whole experts, of which a rank of tensor parallelism has rows and
+columns, as of a dense MLP. FSDP shards what is left over the ranks that hold the same experts.
+"""
+
+from collections.abc import Collection, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from components.adapters import LoRA
+from components.engines.fsdp2.mesh import EXPERT, REPLICATE, SHARD, TENSOR, distributed, part, stored
+from components.engines.fsdp2.param_views import Member
+from components.engines.fsdp2.tensor_parallel import AddUp
+from components.engines.fsdp2.token_dispatcher import Send, Take, inverse_of
+from components.models.experts import BIAS, Experts, routed
+
+ALIGNED = 8
+"""What grouped matrix products of bf16 want sizes to be multiples of."""
+KINDS = ("gate_proj", "up_proj", "down_proj")
+
+
+class GroupedExperts(nn.Module):
+    """Stands where ``Experts`` were, and is called as transformers calls its own.
+
+    ``gate_up_proj`` ``[E / ep, 2 I / tp, H]`` (the gates' rows of this rank, then its others) and
+    ``down_proj`` ``[E / ep, H, I / tp]``; on the meta device until the sharded model is made real.
+    """
+
+    def __init__(self, experts: Experts, mesh: DeviceMesh, name: str, activation: str) -> None:
+        super().__init__()
+        self.mesh, self.name, self.activation = mesh, name, ACT2FN[activation]
+        self.adapter: ExpertAdapter | None = None
+        one: Any = experts[0]
+        gate, down = one.gate_proj.weight, one.down_proj.weight
+        self.ep = mesh.get_group(EXPERT) if EXPERT in (mesh.mesh_dim_names or ()) else None
+        self.tp = mesh.get_group(TENSOR) if mesh[TENSOR].size() > 1 else None
+        self.number = len(experts) // (1 if self.ep is None else self.ep.size())
+        self.meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        self.first = 0 if self.ep is None else self.ep.rank() * self.number
+        self.rows, hidden = gate.shape[0] // mesh[TENSOR].size(), gate.shape[1]
+        self.gate_up_proj = nn.Parameter(
+            gate.new_empty(self.number, 2 * self.rows, hidden), requires_grad=gate.requires_grad
+        )
+        self.down_proj = nn.Parameter(
+            down.new_empty(self.number, hidden, self.rows), requires_grad=down.requires_grad
+        )
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts ep and tp cut each of the two."""
+        return (1 if self.ep is None else self.ep.size()) * self.mesh[TENSOR].size()
+
+    def hidden_dimensions(self) -> dict[nn.Parameter, int]:
+        """By parameter, the dimension that tensor parallelism leaves whole, beside that of experts."""
+        own = {self.gate_up_proj: 2, self.down_proj: 1}
+        return own if self.adapter is None else own | self.adapter.outer_dimensions()
+
+    # Which experts get how many rows is known when it is computed: nothing to compile.
+    @torch.compiler.disable
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """``[T, H]``: the sum over the ``[T, K]`` experts ``chosen`` of each token, times ``weights``.
+
+        Collective over the ranks of ep and of tp, which call it together; the tokens of the former differ.
+        """
+        copies, experts = chosen.shape[1], chosen.reshape(-1)
+        order = experts.argsort(stable=True)
+        inverse = inverse_of(order)
+        rows = Take.apply(hidden, order, inverse, copies)
+        size = self.number if self.ep is None else self.number * self.ep.size()
+        # Not by bincount, which has the host wait for a GPU.
+        loads = experts.new_zeros(size).index_add(0, experts, torch.ones_like(experts))
+        out = self._compute(rows, loads) if self.ep is None else self._compute_elsewhere(rows, loads, self.ep)
+        each = Take.apply(out, inverse, order, 1).view(-1, copies, hidden.shape[1])
+        total = (each * weights[..., None]).sum(1).to(hidden.dtype)
+        return total if self.tp is None else AddUp.apply(total, self.tp)
+
+    def _compute_elsewhere(self, rows: Tensor, loads: Tensor, ep: dist.ProcessGroup) -> Tensor:
+        """``rows`` lie by expert, ``loads`` ``[E]`` of each; the answers lie as they do."""
+        found = torch.empty_like(loads)
+        dist.all_to_all_single(found, loads, group=ep)
+        give, take = torch.stack([n.view(ep.size(), -1).sum(1) for n in (loads, found)]).tolist()
+        received = Send.apply(rows, give, take, ep)
+        # By sender, and of each by expert; all rows of an expert shall lie together.
+        own = torch.arange(self.number, device=found.device).repeat(ep.size())
+        order = own.repeat_interleave(found, output_size=len(received)).argsort(stable=True)
+        inverse = inverse_of(order)
+        out = self._compute(Take.apply(received, order, inverse, 1), found.view(ep.size(), -1).sum(0))
+        answers: Tensor = Send.apply(Take.apply(out, inverse, order, 1), take, give, ep)
+        return answers
+
+    def _compute(self, rows: Tensor, loads: Tensor) -> Tensor:
+        """``rows`` ``[N, H]`` through experts of this rank, the first ``loads[0]`` through the first."""
+        product = grouped if fit_grouped(rows, self.rows) else one_by_one
+        gate, up = product(rows, self.gate_up_proj, loads).chunk(2, -1)
+        gate, up = self._adapted(gate, rows, loads, "gate_proj"), self._adapted(up, rows, loads, "up_proj")
+        inner = self.activation(gate) * up
+        return self._adapted(product(inner, self.down_proj, loads), inner, loads, "down_proj")
+
+    def _adapted(self, out: Tensor, rows: Tensor, loads: Tensor, kind: str) -> Tensor:
+        """``out`` of the layer ``kind``, and that of its adapter for the same ``rows``."""
+        factors = None if self.adapter is None else self.adapter.factors(kind)
+        if self.adapter is None or factors is None:
+            return out
+        a, b = factors
+        fits = fit_grouped(rows, a.shape[1]) and out.shape[1] % ALIGNED == 0
+        product = grouped if fits else one_by_one
+        return out + self.adapter.scaling * product(product(rows, a, loads), b, loads)
+
+    # ---- names
+
+    def members(self, leaf: str) -> Iterator[Member]:
+        """The weights of experts of which the parameter ``leaf``, sharded, has a part on this rank."""
+        parameter = self.get_parameter(leaf)
+        here = part(parameter)[0]
+        by_hidden = parameter.placements[-1] != Shard(0) if isinstance(parameter, DTensor) else False
+        writes = self._is_first(REPLICATE, TENSOR, *((SHARD,) if by_hidden else ()))
+        for place, number in enumerate(range(self.first + here.start, self.first + here.stop)):
+            for kind, inside in self._inside(leaf).items():
+                cut = partial(self._cut, by_hidden=by_hidden, down=kind == "down_proj", at=(place, inside))
+                yield Member(f"{self.name}.{number}.{kind}.weight", parameter, cut, writes)
+
+    def _inside(self, leaf: str) -> dict[str, slice]:
+        if leaf == "down_proj":
+            return {"down_proj": slice(None)}
+        return {"gate_proj": slice(self.rows), "up_proj": slice(self.rows, None)}
+
+    def _is_first(self, *dims: str) -> bool:
+        return all(self.mesh.get_local_rank(name) == 0 for name in dims)
+
+    def _cut(self, tensor: Tensor, *, by_hidden: bool, down: bool, at: tuple[int, slice]) -> Tensor:
+        """The matrix of one expert, of which FSDP may have cut the hidden side, tp the other."""
+        local = stored(tensor)[at]
+        cuts: dict[str, Shard] = {}
+        if by_hidden:
+            cuts[SHARD] = Shard(0 if down else 1)
+        if self.tp is not None:
+            cuts[TENSOR] = Shard(1 if down else 0)
+        if not cuts:
+            return local
+        names = tuple(cuts)
+        if names not in self.meshes:
+            self.meshes[names] = self.mesh[names]
+        return distributed(local, self.meshes[names], list(cuts.values()))
+
+
+def fit_grouped(rows: Tensor, size: int) -> bool:
+    """Whether torch multiplies groups of ``rows`` by matrices with sides ``H`` and ``size`` at once."""
+    fits = rows.shape[1] % ALIGNED == 0 and size % ALIGNED == 0 and len(rows) > 0
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and fits
+
+
+def grouped(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
+    """``rows`` ``[N, in]``, of which ``loads[e]`` belong to ``weight[e]`` ``[out, in]``, to ``[N, out]``.
+
+    The host does not wait for ``loads``.
+    """
+    visited = Visited.apply(weight, loads)
+    return F.grouped_mm(rows, visited.transpose(1, 2), offs=loads.cumsum(0, dtype=torch.int32))
+
+
+class Visited(torch.autograd.Function):
+    """``weight`` unchanged; the gradient of what had no rows is 0: a kernel may leave what was there."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, loads: Tensor) -> Tensor:
+        ctx.save_for_backward(loads)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (loads,) = ctx.saved_tensors
+        return grads[0].masked_fill(loads[:, None, None] == 0, 0), None
+
+
+def one_by_one(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
+    """As ``grouped``. An expert without rows is computed too: its gradient is 0, and not missing."""
+    # Unbound once: the gradient of every slice would be as large as the whole.
+    parts = zip(rows.split(loads.tolist()), weight.unbind(0), strict=True)
+    return torch.cat([F.linear(own, matrix) for own, matrix in parts])
+
+
+def group_experts(model: PreTrainedModel, mesh: DeviceMesh, adapter: LoRA | None) -> None:
+    """Puts ``GroupedExperts`` over ``mesh`` into ``model`` (on the meta device), with what ``adapter`` has
+    beside them.
+
+    And makes buffers of the routers' biases: no optimizer sees them, nothing shards or casts them.
+    """
+    targets = frozenset() if adapter is None else frozenset(adapter.targets(model))
+    for name, block in routed(model).items():
+        experts: Any = block.experts
+        found = GroupedExperts(experts, mesh, f"{name}.experts", model.config.hidden_act)
+        if adapter is not None and (kinds := adapted_kinds(found.name, targets)):
+            found.adapter = ExpertAdapter(
+                kinds,
+                adapter,
+                name=found.name,
+                mesh=mesh,
+                first=found.first,
+                down_shape=found.down_proj.shape,
+            )
+        block.experts = found
+    for module in model.modules():
+        if isinstance(bias := getattr(module, BIAS, None), nn.Parameter):
+            delattr(module, BIAS)
+            module.register_buffer(BIAS, bias.detach())
+
+
+def bias_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The routers' biases of a model after ``group_experts``, by their names on disk."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(f".{BIAS}")}
+
+
+def grouped_experts(model: nn.Module) -> dict[str, GroupedExperts]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, GroupedExperts)}
+
+
+def adapted_kinds(experts: str, targets: Collection[str]) -> tuple[str, ...]:
+    """Which layers of the module called ``experts`` are adapted; ``LoRA.check`` has seen that its experts are
+    alike."""
+    return tuple(kind for kind in KINDS if f"{experts}.0.{kind}" in targets)
+
+
+class ExpertAdapter(nn.Module):
+    """``lora_A_gate_proj`` ``[E / ep, r, in]`` and ``lora_B_gate_proj`` ``[E / ep, out, r]``, and the like.
+
+    Sharded with the experts, which it is a part of; ``tp`` does not split it.
+    """
+
+    def __init__(
+        self,
+        kinds: Collection[str],
+        adapter: LoRA,
+        *,
+        name: str,
+        mesh: DeviceMesh,
+        first: int,
+        down_shape: torch.Size,
+    ) -> None:
+        """Adds to the experts called ``name``, of which ``first`` is this rank's first.
+
+        ``down_shape`` is that of their ``down_proj``.
+        """
+        super().__init__()
+        self.kinds, self.scaling = kinds, adapter.scaling
+        self.name, self.mesh, self.first = name, mesh, first
+        self._disable_adapters = False
+        """As peft's layers have it: see ``adapter.without_adapter``."""
+        number, hidden, rows = down_shape
+        for kind in kinds:
+            out, inside = (hidden, rows) if kind == "down_proj" else (rows, hidden)
+            for name, shape in {"lora_A": (adapter.r, inside), "lora_B": (out, adapter.r)}.items():
+                parameter = nn.Parameter(torch.empty(number, *shape, device="meta"))
+                self.register_parameter(f"{name}_{kind}", parameter)
+
+    def factors(self, kind: str) -> tuple[Tensor, Tensor] | None:
+        """A and B of every expert; None: there are none, or they are switched off."""
+        if kind not in self.kinds or self._disable_adapters:
+            return None
+        return self.get_parameter(f"lora_A_{kind}"), self.get_parameter(f"lora_B_{kind}")
+
+    def outer_dimensions(self) -> dict[nn.Parameter, int]:
+        """By parameter, the dimension that is not the rank's, beside that of experts."""
+        return {p: 2 if name.startswith("lora_A") else 1 for name, p in self.named_parameters()}
+
+    def members(self, leaf: str) -> Iterator[Member]:
+        """The factors of experts of which the parameter ``leaf``, sharded, has a part on this rank."""
+        parameter, (letter, kind) = self.get_parameter(leaf), (leaf[5], leaf[7:])
+        whole = not isinstance(parameter, DTensor) or parameter.placements[-1] == Shard(0)
+        writes = all(self.mesh.get_local_rank(dim) == 0 for dim in (REPLICATE, *(() if whole else (SHARD,))))
+        here = part(parameter)[0]
+        side = None if whole else Shard(1 if letter == "A" else 0)
+        for place, number in enumerate(range(self.first + here.start, self.first + here.stop)):
+            name = f"{self.name}.{number}.{kind}.lora_{letter}.weight"
+            yield Member(name, parameter, partial(self._cut, place=place, side=side), writes)
+
+    def _cut(self, tensor: Tensor, *, place: int, side: Shard | None) -> Tensor:
+        """The matrix of one expert, of which FSDP may have cut a side."""
+        local = stored(tensor)[place]
+        return local if side is None else distributed(local, self.mesh[SHARD], [side])

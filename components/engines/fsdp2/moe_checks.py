@@ -1,0 +1,99 @@
+"""Which layouts can share out the experts of a model, and what is refused."""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from components.adapters import LoRA
+from components.contracts.errors import ConfigError
+from components.engines.shared.parallel_dims import divisors, nearest
+from components.models.experts import Experts, routed
+
+
+def check(model: PreTrainedModel, *, ep: int, tp: int, ranks: int, adapter: LoRA | None) -> None:
+    """``ranks``: those that share out everything, dp / dp_replicate x cp.
+
+    Raises:
+        ConfigError: ``ep`` or ``tp`` cannot share out the experts of ``model``, which may have none; what is
+            left of them cannot be sharded; or a part of them is trained.
+    """
+    found = [block.experts for block in routed(model).values()]
+    if not found:
+        if ep > 1:
+            raise ConfigError(
+                f"parallelism.ep: {ep} ranks would share out experts, and {model.config.model_type} has none;"
+                " use parallelism.ep=1, or model=moe_tiny."
+            )
+        return
+    for experts in found:
+        assert isinstance(experts, Experts)
+        check_sizes(experts, ep=ep, tp=tp, ranks=ranks)
+    check_trained(model)
+    if adapter is not None and adapter.expert_targets(model):
+        check_adapter(adapter, model, found[0], tp=tp, ep=ep, shards=ranks // ep)
+
+
+def check_adapter(
+    adapter: LoRA, model: PreTrainedModel, experts: Any, *, tp: int, ep: int, shards: int
+) -> None:
+    """An adapter of experts, whose number on a rank may be no multiple of ``shards``."""
+    if tp > 1:
+        raise ConfigError(
+            f"parallelism.tp: {tp} ranks would split the experts that adapter.target_modules has, which "
+            "parallelism=fsdp2 does not adapt; use parallelism.tp=1 (parallelism.ep shares them out), or "
+            "adapter.target_modules=attention."
+        )
+    if adapter.modules_to_save and len(adapter.expert_targets(model)) == len(adapter.targets(model)):
+        raise ConfigError(
+            "adapter.modules_to_save: is not read by parallelism=fsdp2 where adapter.target_modules has "
+            "experts alone; use adapter.target_modules=all-linear, or leave it out."
+        )
+    rows = len(experts[0].gate_proj.weight)
+    if rows % shards and len(experts) // ep % shards:
+        raise ConfigError(
+            f"parallelism.dp: {shards} ranks (dp / dp_replicate x cp / ep) cannot share out adapters of "
+            f"experts of moe_intermediate_size = {rows}; let these be {nearest(shards, divisors(rows))}, or "
+            "use adapter.target_modules=attention."
+        )
+
+
+def check_sizes(experts: Experts, *, ep: int, tp: int, ranks: int) -> None:
+    one: Any = experts[0]
+    number, (rows, hidden) = len(experts), one.gate_proj.weight.shape
+    fitting = [size for size in divisors(number) if ranks % size == 0]
+    if ranks % ep:
+        raise ConfigError(
+            f"parallelism.ep: {ep} does not divide the {ranks} ranks (dp / dp_replicate x cp) whose "
+            f"neighbours would share out experts; use {nearest(ep, fitting)}."
+        )
+    if number % ep:
+        raise ConfigError(
+            f"parallelism.ep: {ep} does not divide the {number} experts of a layer; use "
+            f"{nearest(ep, fitting)}."
+        )
+    if rows % tp:
+        fitting = divisors(rows)
+        raise ConfigError(
+            f"parallelism.tp: {tp} does not divide moe_intermediate_size = {rows} of this model; use "
+            f"{nearest(tp, fitting)}."
+        )
+    shards = ranks // ep
+    if number // ep % shards and hidden % shards:
+        fitting = [n for n in range(1, number * hidden + 1) if number // ep % n == 0 or hidden % n == 0]
+        raise ConfigError(
+            f"parallelism.dp: {shards} ranks (dp / dp_replicate x cp / ep) divide neither the {number // ep} "
+            f"experts of each of them nor hidden_size = {hidden}; use {nearest(shards, fitting)}."
+        )
+
+
+def check_trained(model: PreTrainedModel) -> None:
+    """Those of a layer are one tensor here, or two: the last projections, and the others."""
+    for name, block in routed(model).items():
+        experts: Any = block.experts
+        for leaves in (("gate_proj", "up_proj"), ("down_proj",)):
+            wanted = {getattr(e, leaf).weight.requires_grad for e in experts for leaf in leaves}
+            if len(wanted) > 1:
+                raise ConfigError(
+                    f"model.freeze: matches some of {name}.experts.*.{leaves[0]} and the like, and "
+                    'parallelism=fsdp2 trains all of a layer or none; use a pattern like "*.mlp.experts.*".'
+                )

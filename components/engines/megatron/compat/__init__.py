@@ -1,0 +1,1 @@
+"""Patches of megatron-core, which is imported after they are installed."""

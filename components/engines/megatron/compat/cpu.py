@@ -1,0 +1,221 @@
+"""CUDA means CPU: unmodified megatron-core on gloo ranks of a machine without a GPU.
+
+What a patch changes for the rest of the program is kept small. Names of ``torch.cuda`` are replaced for
+everyone: without a GPU they raise, or do nothing. Everything that works without Megatron, like
+``torch.zeros`` or ``Tensor.type``, is replaced only where Megatron reads it.
+"""
+
+from collections.abc import Callable
+from functools import cache, wraps
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from components.engines.megatron.compat import cpu_moe, warnings
+from components.engines.megatron.compat.patching import Patch, during
+from components.engines.megatron.compat.patching import install as install_patches
+
+CPU = torch.device("cpu")
+
+
+@cache
+def install() -> None:
+    """Once a process, before anything of megatron is used; where CUDA exists nothing is patched.
+
+    Raises:
+        AttributeError: this release of megatron-core has no such symbol; the message names it.
+    """
+    warnings.install()
+    if not torch.cuda.is_available():
+        import_uncompiled()
+        install_patches(PATCHES)
+
+
+def import_uncompiled() -> None:
+    """megatron.core with its small functions as they are written.
+
+    Importing it hands some forty of them to torch.compile: seconds in every process, and a C++ compiler
+    where one of them runs. It keeps what it took for torch.compile, for modules that it imports later;
+    everyone else's stays what it is.
+    """
+    during(torch, "compile", leave_eager)(import_module)("megatron.core.jit")
+
+
+def leave_eager(_: object) -> Callable[..., Any]:
+    def compile(function: Any = None, **_: object) -> Any:
+        return compile if function is None else function
+
+    return compile
+
+
+# ---- torch.cuda
+
+
+def current_device(_: object) -> Callable[[], torch.device]:
+    return lambda: CPU
+
+
+def synchronize(_: object) -> Callable[..., None]:
+    return lambda *_, **__: None
+
+
+def get_rng_state(_: object) -> Callable[..., Tensor]:
+    return lambda *_, **__: torch.get_rng_state()
+
+
+def set_rng_state(_: object) -> Callable[..., None]:
+    return lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def manual_seed(_: object) -> Callable[[int], None]:
+    def seed_default(seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    return seed_default
+
+
+def current_stream(_: object) -> Callable[..., None]:
+    return lambda *_, **__: None
+
+
+# ---- Megatron's own
+
+
+def set_tracked_state(_: object) -> Callable[..., None]:
+    return lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def torch_on_cpu(_: object) -> "TorchOnCPU":
+    return TorchOnCPU()
+
+
+class TorchOnCPU:
+    """``torch`` as one module of Megatron sees it: tensors made on "cuda" are made on the CPU."""
+
+    def __init__(self) -> None:
+        self.tensor, self.zeros = on_cpu(torch.tensor), on_cpu(torch.zeros)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(factory)
+    def make(*args: object, **kwargs: object) -> Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def stay(_: object) -> Callable[..., Tensor]:
+    return lambda tensor, *_, **__: tensor
+
+
+def name_cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    def named(tensor: Tensor, *to: Any) -> object:
+        return original(tensor, *to) if to else original(tensor).replace("torch.", "torch.cuda.", 1)
+
+    return named
+
+
+def chunks_of_rank(_: object) -> Callable[[Tensor, int, dist.ProcessGroup], Tensor]:
+    def own_chunks(pos_emb: Tensor, seq_dim: int, cp_group: dist.ProcessGroup) -> Tensor:
+        """Chunks r and ``2 * cp - 1 - r`` of ``2 * cp``, along ``seq_dim``."""
+        chunks = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
+        return torch.cat([chunks[cp_group.rank()], chunks[-1 - cp_group.rank()]], dim=seq_dim)
+
+    return own_chunks
+
+
+def keep_sent(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def send_aliases(**tensors: Any) -> object:
+        for name in ("tensor_send_prev", "tensor_send_next"):
+            if tensors[name] is not None:
+                tensors[name] = tensors[name].detach()
+        return original(**tensors)
+
+    return send_aliases
+
+
+PATCHES = (
+    Patch(
+        symbols=("torch.cuda.current_device",),
+        why="raises; Megatron makes parameters, buffers and messages on this device",
+        replace=current_device,
+    ),
+    Patch(
+        symbols=("torch.cuda.synchronize",),
+        why="raises; follows every batched exchange between pipeline stages",
+        replace=synchronize,
+    ),
+    Patch(
+        symbols=("torch.cuda.current_stream",),
+        why="raises; asked for before every reduction of gradients",
+        replace=current_stream,
+        versions=">=0.19",
+    ),
+    Patch(
+        symbols=("torch.cuda.get_rng_state", "torch.cuda.random.get_rng_state"),
+        why="raises; on the CPU dropout draws from the CPU's generator: trackers are to keep its state",
+        replace=get_rng_state,
+    ),
+    Patch(
+        symbols=("torch.cuda.set_rng_state",),
+        why="puts the call off until CUDA is initialised, which is never; a checkpoint restores with it",
+        replace=set_rng_state,
+    ),
+    Patch(
+        symbols=("torch.cuda.manual_seed",),
+        why="puts the call off likewise: every tracker would start from the same state",
+        replace=manual_seed,
+    ),
+    Patch(
+        symbols=("megatron.core.tensor_parallel.random._set_cuda_rng_state",),
+        why="puts the call off likewise: a tracker would draw from the stream that it is to leave alone",
+        replace=set_tracked_state,
+    ),
+    Patch(
+        symbols=(
+            "megatron.core.optimizer.optimizer.torch",
+            "megatron.core.optimizer.clip_grads.torch",
+            "megatron.core.pipeline_parallel.schedules.torch",
+        ),
+        why='makes small tensors with device="cuda"',
+        replace=torch_on_cpu,
+    ),
+    Patch(
+        symbols=(
+            "megatron.core.models.common.language_module.language_module.LanguageModule"
+            ".setup_embeddings_and_output_layer",
+        ),
+        why="moves tied embeddings with Tensor.cuda before the stages that share them agree on them",
+        replace=during(Tensor, "cuda", stay),
+    ),
+    Patch(
+        symbols=("megatron.core.models.common.embeddings.rotary_pos_embedding.get_pos_emb_on_this_cp_rank",),
+        why="indexes with a tensor in pinned memory, which only CUDA can pin",
+        replace=chunks_of_rank,
+    ),
+    Patch(
+        symbols=(
+            "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params.__init__",
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.__init__",
+            "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32",
+        ),
+        why="takes torch.cuda.FloatTensor and its kin alone, by Tensor.type",
+        replace=during(Tensor, "type", name_cuda_type),
+    ),
+    Patch(
+        symbols=("megatron.core.pipeline_parallel.p2p_communication._p2p_ops",),
+        why="gloo reads a tensor until it is sent, but the schedules swap its data as soon as they may on "
+        "CUDA, where the stream orders both: the receiver would get what lies there next",
+        replace=keep_sent,
+    ),
+    *cpu_moe.PATCHES,
+)

@@ -1,0 +1,100 @@
+"""CUDA means CPU where tokens travel to their experts."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from components.engines.megatron.compat.patching import Patch
+
+
+def torch_in_order(_: object) -> "TorchInOrder":
+    return TorchInOrder()
+
+
+class TorchInOrder:
+    """``torch`` as one module of Megatron sees it: a machine whose one stream runs everything in order."""
+
+    def __init__(self) -> None:
+        self.cuda = CudaInOrder()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class CudaInOrder:
+    def Stream(self) -> "OneStream":
+        return OneStream()
+
+    current_stream = Stream
+
+    def stream(self, _: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class OneStream:
+    """A stream, and an event of it: whatever was begun has ended."""
+
+    def wait_stream(self, _: "OneStream") -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> "OneStream":
+        return self
+
+
+def as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def move(tensor: object, as_numpy: bool = False, **_: object) -> object:
+        return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+    return move
+
+
+def gather_any(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original)
+    def gather(
+        input_: Tensor,
+        group: dist.ProcessGroup,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return original(input_, group, output_split_sizes, use_global_buffer)
+        # Sent to every rank, which sizes may differ in.
+        ranks, received = group.size(), list(output_split_sizes)
+        out = input_.new_empty(sum(received), *input_.shape[1:])
+        copies = torch.cat([input_] * ranks)
+        dist.all_to_all_single(out, copies, received, [len(input_)] * ranks, group=group)
+        return out
+
+    return gather
+
+
+PATCHES = (
+    Patch(
+        symbols=(
+            "megatron.core.transformer.moe.token_dispatcher.torch",
+            "megatron.core.transformer.moe.shared_experts.torch",
+        ),
+        why="makes streams, and waits for them",
+        replace=torch_in_order,
+    ),
+    Patch(
+        symbols=("megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",),
+        why="makes numbers of split sizes on their way from a GPU only",
+        replace=as_numbers,
+    ),
+    Patch(
+        symbols=("megatron.core.tensor_parallel.mappings._gather_along_first_dim",),
+        why="gloo gathers no parts of different sizes",
+        replace=gather_any,
+    ),
+)

@@ -1,0 +1,54 @@
+"""What megatron-core cannot do without transformer-engine, although torch can; on every device."""
+
+from collections.abc import Callable
+from copy import copy
+from functools import cache, wraps
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+from components.engines.megatron.compat.patching import Patch
+from components.engines.megatron.compat.patching import install as install_patches
+
+
+@cache
+def install() -> None:
+    """Once a process, after ``cpu.install``.
+
+    Raises:
+        AttributeError: this release of megatron-core has no such symbol; the message names it.
+    """
+    install_patches(PATCHES)
+
+
+def mark_sequence_parallel(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    @wraps(original)
+    def new(cls: type, config: Any, *args: object, **kwargs: object) -> nn.Module:
+        plain = copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            # finalize_model_grads adds up what the ranks of tp have found, each on its own positions.
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+    return new
+
+
+def has_transformer_engine(_: bool) -> bool:
+    return find_spec("transformer_engine") is not None
+
+
+PATCHES = (
+    Patch(
+        symbols=("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",),
+        why="refuses sequence_parallel, which changes nothing for a norm but the reduction of its gradient",
+        replace=mark_sequence_parallel,
+    ),
+    Patch(
+        symbols=("megatron.core.transformer.multi_latent_attention.HAVE_TE",),
+        why="is true without transformer-engine, whose classes are None then, and asks for their instances",
+        replace=has_transformer_engine,
+    ),
+)

@@ -1,0 +1,70 @@
+"""``parallelism=megatron`` and its named sizes (``tp2``, ``pp2vpp2``, ``tp2cp2``, ...)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from transformers import PreTrainedModel
+
+from components.contracts.engine import EngineOptions
+from components.contracts.errors import ConfigError
+from components.engines.megatron.checks import check_keys, check_run
+from components.engines.megatron.layout import Layout
+from components.engines.shared import process_group
+from components.engines.shared.parallel_dims import world_size
+from components.models import ModelSpec
+from components.optimizers import Optimizer
+
+if TYPE_CHECKING:
+    from components.engines.megatron.runtime.engine import MegatronEngine
+
+
+@dataclass(frozen=True)
+class Megatron(Layout):
+    """Tensor, pipeline, context and data parallelism by Megatron-Core, on GPUs or on gloo ranks of a CPU."""
+
+    # mcore's packed rotary embedding counts positions from cu_seqlens: from 0 in every sequence.
+    computes_prefixes: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_keys(self)
+
+    def world_size(self, environ: Mapping[str, str], num_gpus: int) -> int:
+        return world_size(
+            dp=self.dp,
+            default_dp=self.default_dp,
+            model_ranks=self.model_ranks,
+            environ=environ,
+            num_gpus=num_gpus,
+        )
+
+    def data_size(self, world_size: int) -> int:
+        """Into how many shares a global batch is split."""
+        return world_size // self.model_ranks
+
+    def check(
+        self, model: PreTrainedModel, optimizer: Optimizer, options: EngineOptions, *, world_size: int
+    ) -> None:
+        """
+        Raises:
+            ConfigError: Megatron, or our engine on top of it, cannot do this, or would do it wrongly.
+        """
+        if options.compiled:
+            raise ConfigError(
+                "run.compile: Megatron does not compile its blocks; use parallelism=fsdp2 or "
+                "parallelism=single, or run.compile=false."
+            )
+        if options.kernels == "liger":
+            raise ConfigError(
+                "run.kernels: Megatron's are those of parallelism.transformer_impl; use run.kernels=auto."
+            )
+        check_run(self, model, optimizer, options, world_size=world_size)
+
+    def build(self, model: ModelSpec, optimizer: Optimizer, options: EngineOptions) -> "MegatronEngine":
+        """Joins the process group and builds this rank's engine; every rank calls it."""
+        from components.engines.megatron.runtime.engine import MegatronEngine
+
+        assert not options.compiled
+        assert options.kernels != "liger"
+        with process_group.joined(options.device, options.timeout_s) as device:
+            return MegatronEngine(model, optimizer, self, options, device)

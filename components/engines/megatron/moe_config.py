@@ -1,0 +1,145 @@
+"""What layers of experts compute, and what of a layout fits them; without importing megatron."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from components.contracts.errors import ConfigError
+from components.engines.megatron.layout import Layout
+from components.engines.shared.parallel_dims import divisors, nearest
+
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
+"""Model types whose layers of experts are computed."""
+
+KEYS = (
+    "ep",
+    "etp",
+    "moe_token_dispatcher",
+    "capacity_factor",
+    "moe_token_drop_policy",
+    "moe_pad_to_capacity",
+    "shared_expert_overlap",
+)
+"""Of a layout, that are about experts alone."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The layers of experts of one model, whatever its family calls their sizes."""
+
+    layers: tuple[bool, ...]
+    """Which of the layers of the model they are."""
+    number: int
+    top_k: int
+    intermediate: int
+    score: Literal["softmax", "sigmoid"]
+    """What makes a router's logits scores of experts ..."""
+    normalized: bool
+    """... whether those of the chosen experts are made to add up to 1 ..."""
+    scaling: float = 1.0
+    """... and what they are then multiplied by."""
+    groups: int = 1
+    """Experts of a token lie in ``kept_groups`` of so many groups: those with the best two scores."""
+    kept_groups: int = 1
+    shared: int = 0
+    """Intermediate size of the experts that every token visits; 0: there are none."""
+    biased: bool = False
+    """Whether a bias is added to scores before the best are chosen."""
+    fp32: bool = False
+    """Whether logits are computed in fp32, whatever the dtype of the model."""
+
+
+def experts_of(hf: PreTrainedConfig) -> Experts | None:
+    """As transformers reads ``hf``; None: every layer is dense."""
+    found = layers_of(hf) if hf.model_type in FAMILIES else None
+    return found if found is not None and any(found.layers) else None
+
+
+def layers_of(hf: PreTrainedConfig) -> Experts:
+    layers = range(hf.num_hidden_layers)
+    if hf.model_type == "mixtral":
+        every = (True,) * hf.num_hidden_layers
+        sizes = hf.num_local_experts, hf.num_experts_per_tok, hf.intermediate_size
+        return Experts(every, *sizes, score="softmax", normalized=True)
+    sizes = hf.num_local_experts, hf.num_experts_per_tok, hf.moe_intermediate_size
+    if hf.model_type == "qwen3_moe":
+        step = hf.decoder_sparse_step
+        routed = tuple(n not in hf.mlp_only_layers and (n + 1) % step == 0 for n in layers)
+        return Experts(routed, *sizes, score="softmax", normalized=hf.norm_topk_prob)
+    return Experts(
+        tuple(n >= hf.first_k_dense_replace for n in layers),
+        *sizes,
+        score="sigmoid",
+        normalized=hf.norm_topk_prob,
+        scaling=hf.routed_scaling_factor,
+        groups=hf.n_group,
+        kept_groups=hf.topk_group,
+        shared=hf.n_shared_experts * hf.moe_intermediate_size,
+        biased=True,
+        fp32=True,
+    )
+
+
+def check_experts(layout: Layout, model: PreTrainedModel, world_size: int) -> None:
+    """The keys of experts against the model.
+
+    Raises:
+        ConfigError: they say something of what the model does not have, or do not fit its sizes.
+    """
+    experts, kind = experts_of(model.config), model.config.model_type
+    if experts is None:
+        for key in KEYS:
+            if (value := getattr(layout, key)) != getattr(Layout, key):
+                raise ConfigError(
+                    f"parallelism.{key}: is {value!r}, but {kind} has no experts; leave it out."
+                )
+        return
+    check_sizes(layout, experts, world_size)
+    check_routing(layout, model.config, experts)
+
+
+def check_sizes(layout: Layout, experts: Experts, world_size: int) -> None:
+    ranks = world_size // layout.pp
+    for key, size, count, what in (
+        ("ep", layout.ep, experts.number, "the experts"),
+        ("etp", layout.etp, experts.intermediate, "the intermediate size of an expert"),
+    ):
+        if count % size:
+            fitting = [n for n in divisors(count) if ranks % n == 0]
+            raise ConfigError(
+                f"parallelism.{key}: {size} does not divide {what} of this model, {count}; "
+                f"use {nearest(size, fitting)}."
+            )
+    if ranks % (layout.ep * layout.etp):
+        fitting = [n for n in divisors(experts.number) if ranks % (n * layout.etp) == 0]
+        remedy = f"use parallelism.ep={nearest(layout.ep, fitting)}" if fitting else "use parallelism.etp=1"
+        raise ConfigError(
+            f"parallelism.ep: ep x etp = {layout.ep} x {layout.etp} does not divide the {ranks} ranks of a "
+            f"pipeline stage (tp x cp x dp); {remedy}."
+        )
+    if experts.shared % layout.tp:
+        raise ConfigError(
+            f"parallelism.tp: {layout.tp} does not divide {experts.shared}, the intermediate size of the "
+            f"shared experts; use {nearest(layout.tp, divisors(experts.shared))}."
+        )
+
+
+def check_routing(layout: Layout, hf: PreTrainedConfig, experts: Experts) -> None:
+    if layout.tp > 1 and not layout.sequence_parallel:
+        raise ConfigError(
+            "parallelism.sequence_parallel: is false, but ranks of tp would route every token once each; "
+            "set parallelism.sequence_parallel=true for a model with experts."
+        )
+    if layout.shared_expert_overlap and not experts.shared:
+        raise ConfigError(
+            f"parallelism.shared_expert_overlap: {hf.model_type} has no shared experts; leave it out."
+        )
+    most = experts.number / experts.top_k
+    factor = layout.capacity_factor
+    if layout.moe_pad_to_capacity and factor is not None and factor > most:
+        raise ConfigError(
+            f"parallelism.capacity_factor: with {factor:g} an expert has room for more tokens "
+            f"than there are, which moe_pad_to_capacity cannot fill; use at most {most:g}, or "
+            "parallelism.moe_pad_to_capacity=false."
+        )

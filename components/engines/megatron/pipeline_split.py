@@ -1,0 +1,144 @@
+"""Which layers a pipeline stage holds, decided as Megatron does, but without importing it."""
+
+import re
+
+from components.contracts.errors import ConfigError
+from components.engines.megatron.layout import Layout
+from components.engines.shared.parallel_dims import nearest
+
+
+def check_stages(layout: Layout, num_layers: int) -> None:
+    """
+    Raises:
+        ConfigError: ``num_layers`` cannot be split over the stages and their chunks as asked.
+    """
+    if layout.pipeline_layout is not None:
+        check_layout(layout.pipeline_layout, layout.pp, layout.vpp, num_layers)
+    elif layout.first_stage_layers is not None or layout.last_stage_layers is not None:
+        check_uneven(layout, num_layers)
+    else:
+        check_even(layout.pp, layout.vpp, num_layers)
+
+
+def check_even(pp: int, vpp: int, num_layers: int) -> None:
+    if num_layers % pp:
+        fitting = [size for size in range(1, num_layers + 1) if num_layers % (size * vpp) == 0]
+        other = f"use {nearest(pp, fitting)}, or say" if fitting else "say"
+        raise ConfigError(
+            f"parallelism.pp: {pp} does not divide num_hidden_layers = {num_layers} of this model; {other} "
+            "what a stage holds with first_stage_layers, last_stage_layers or pipeline_layout."
+        )
+    if num_layers // pp % vpp:
+        fitting = [size for size in range(1, num_layers + 1) if num_layers // pp % size == 0]
+        raise ConfigError(
+            f"parallelism.vpp: {vpp} does not divide the {num_layers // pp} layers of each of {pp} stages; "
+            f"use {nearest(vpp, fitting)}."
+        )
+
+
+def check_uneven(layout: Layout, num_layers: int) -> None:
+    """The first and the last stage as told; those between share what is left."""
+    ends = {"first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers}
+    told = {key: layers for key, layers in ends.items() if layers is not None}
+    for key, layers in told.items():
+        if layers % layout.vpp:
+            raise ConfigError(
+                f"parallelism.{key}: {layers} layers cannot be cut into vpp = {layout.vpp} chunks; "
+                f"use a multiple of {layout.vpp}."
+            )
+    left, stages = num_layers - sum(told.values()), layout.pp - len(told)
+    if left < 0 or (left > 0 and not stages) or (stages and (left == 0 or left % (stages * layout.vpp))):
+        words = " + ".join(f"{key} = {layers}" for key, layers in told.items())
+        raise ConfigError(
+            f"parallelism.{next(iter(told))}: {words} leaves {left} of {num_layers} layers to {stages} other "
+            f"stage(s) of vpp = {layout.vpp} chunks; leave {needed(stages * layout.vpp)}."
+        )
+
+
+def needed(chunks: int) -> str:
+    return f"a multiple of {chunks}, and one at least" if chunks else "none"
+
+
+def check_layout(text: str, pp: int, vpp: int, num_layers: int) -> None:
+    """A layout string has a part a chunk, an embedding at the start, the loss at the end."""
+    parts = parse(text)
+    if len(parts) != pp * vpp:
+        raise ConfigError(
+            f"parallelism.pipeline_layout: {text!r} has {len(parts)} parts, but pp x vpp = {pp} x {vpp}; "
+            f"give {pp * vpp} parts, separated by |, or other sizes."
+        )
+    layers = "".join(parts)
+    if layers[:1] != "E" or layers[-1:] != "L" or layers.count("E") != 1 or layers.count("L") != 1:
+        raise ConfigError(
+            f"parallelism.pipeline_layout: {text!r} must begin with E (the embedding) and end with L "
+            "(the loss), and have each once."
+        )
+    if layers.count("t") != num_layers:
+        raise ConfigError(
+            f"parallelism.pipeline_layout: {text!r} has {layers.count('t')} layers (t), this model has "
+            f"{num_layers}; give {num_layers}."
+        )
+
+
+def parse(text: str) -> list[str]:
+    """``Et*2|(t|)*2tL`` to ``["Ett", "t", "t", "tL"]``: what every chunk holds, in the order of layers.
+
+    Megatron's grammar: commas are decoration, ``(...)*n`` and ``x*n`` repeat.
+
+    Raises:
+        ConfigError: anything else than E, t, L and | is left.
+    """
+    plain = text.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
+    if strange := re.search(r"[^EtL|]", plain):
+        raise ConfigError(
+            f"parallelism.pipeline_layout: {text!r}: {strange[0]!r} means nothing here; write E (embedding), "
+            "t (a layer), L (loss), | (the next chunk), x*n and (...)*n."
+        )
+    return plain.split("|")
+
+
+def with_further(text: str | None, number: int) -> str | None:
+    """The layout string ``text`` as Megatron wants it with layers for further tokens (m): before the loss."""
+    if text is None or not number:
+        return text
+    return "|".join(parse(text)).removesuffix("L") + "m" * number + "L"
+
+
+def held(layout: Layout, num_layers: int) -> list[list[str]]:
+    """By stage, what each of its chunks holds: E (the embedding), t (a layer), L (the loss).
+
+    ``check_stages`` has passed.
+    """
+    if layout.pipeline_layout is not None:
+        parts = parse(layout.pipeline_layout)
+    else:
+        layers = layers_by_stage(layout, num_layers)
+        parts = ["t" * (layers[chunk % layout.pp] // layout.vpp) for chunk in range(layout.pp * layout.vpp)]
+        parts[0] = "E" + parts[0]
+        parts[-1] += "L"
+    return [parts[stage :: layout.pp] for stage in range(layout.pp)]
+
+
+def layers_by_stage(layout: Layout, num_layers: int) -> list[int]:
+    """Those between the first and the last stage share what these leave."""
+    ends = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
+    told = {stage: layers for stage, layers in ends.items() if layers is not None}
+    each = (num_layers - sum(told.values())) // max(layout.pp - len(told), 1)
+    return [told.get(stage, each) for stage in range(layout.pp)]
+
+
+def numbered(layout: Layout, num_layers: int, further: int = 0) -> list[list[int]]:
+    """By stage, the numbers of its layers, those of one chunk after those of another; of the last one also
+    the ``further`` that come after them."""
+    chunks = held(layout, num_layers)
+    found: list[list[int]] = [[] for _ in chunks]
+    first = 0
+    for chunk in range(layout.vpp):
+        for stage, own in enumerate(chunks):
+            end = first + own[chunk].count("t")
+            found[stage] += range(first, end)
+            first = end
+    found[-1] += range(num_layers, num_layers + further)
+    return found

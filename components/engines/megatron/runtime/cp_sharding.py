@@ -1,0 +1,152 @@
+"""A micro-batch as one context-parallel rank computes it.
+
+Context parallelism gives every rank a zig-zag share: a sequence is cut into ``2 * cp`` chunks and rank r
+holds chunks r and ``2 * cp - 1 - r``, so that causal attention costs every rank the same. Packed sequences
+are cut one by one, padded rows as a whole. Two layouts of the same positions therefore appear here: the
+whole row, and the row in rank order, which is the shares of ranks 0, 1, ... end to end.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.json_types import Json
+from components.engines.shared.ulysses import GatherShares, share
+
+
+@dataclass(frozen=True)
+class Row:
+    """This rank's share of ``B`` aligned rows of length ``cp * L``, made from a micro-batch ``[B, T]``."""
+
+    input_ids: Tensor
+    """int64 ``[B, L]``; 0 on padding."""
+    labels: Tensor
+    """int64 ``[B, L]``; ``IGNORE`` on padding."""
+    position_ids: Tensor
+    """int64 ``[B, L]``; 0 on padding."""
+    cu_seqlens: Tensor | None
+    """int32 ``[S' + 1]``, packed only: of the whole aligned row, where padding at the end is one sequence
+    more. It stays on the CPU, where it is read."""
+    max_seqlen: int | None
+    """Packed only: the longest span of ``cu_seqlens``."""
+    index: Tensor
+    """int64 ``[B, T]``: where position t of the micro-batch lies in the row in rank order."""
+    cp: int
+    rank: int
+
+    def to(self, device: torch.device) -> Self:
+        """The same row with every tensor but ``cu_seqlens`` on ``device``."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: Json = {k: v.to(device) for k, v in tensors.items() if k != "cu_seqlens"}
+        return replace(self, **moved)
+
+    def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
+        """``[B, T]`` of the micro-batch to this rank's ``[B, L]``; ``fill`` on padding."""
+        whole = values.new_full((len(values), self.cp * self.input_ids.shape[1]), fill)
+        return share(whole.scatter(1, self.index, values), self.cp, self.rank)
+
+
+def aligned_length(batch: Batch, *, cp: int, multiple: int) -> int:
+    """Length of the whole aligned row: sequences (packed) or rows (padded) that ``cp`` can cut, padded to
+    a multiple of ``multiple``."""
+    step = math.lcm(multiple, alignment(cp))
+    if batch.cu_seqlens is None:
+        return round_up(batch.input_ids.shape[1], step)
+    spans = batch.cu_seqlens.diff().tolist()
+    return round_up(sum(round_up(span, alignment(cp)) for span in spans), step)
+
+
+def make_row(batch: Batch, *, cp: int, rank: int, multiple: int, length: int | None = None) -> Row:
+    """The share of ``rank``; every rank of ``cp`` passes the same ``batch``, which is on the CPU.
+
+    Args:
+        multiple: the whole row is as long as a multiple of this.
+        length: of the whole row, the same for all rows of a pipeline call; at least ``aligned_length`` and
+            such a multiple. None: ``aligned_length``.
+    """
+    assert batch.prefix_lengths is None, "every sequence stands alone in a row"
+    needed = aligned_length(batch, cp=cp, multiple=multiple)
+    length = needed if length is None else length
+    step = math.lcm(multiple, alignment(cp))
+    assert length >= needed, f"a row of {needed} does not fit into {length}"
+    assert length % step == 0, f"a row of {length} is no multiple of {step}"
+    ends = boundaries(batch, cp, length)
+    index = rank_order(ends, cp)[places(batch, ends)].expand_as(batch.labels)
+
+    def shared(values: Tensor, fill: int) -> Tensor:
+        whole = values.new_full((len(values), length), fill)
+        return share(whole.scatter(1, index, values), cp, rank)
+
+    packed = batch.cu_seqlens is not None
+    return Row(
+        input_ids=shared(batch.input_ids, 0),
+        labels=shared(batch.labels, IGNORE),
+        position_ids=shared(batch.position_ids, 0),
+        cu_seqlens=ends.int() if packed else None,
+        max_seqlen=int(ends.diff().max()) if packed else None,
+        index=index,
+        cp=cp,
+        rank=rank,
+    )
+
+
+def gather(values: Tensor, row: Row, group: dist.ProcessGroup | None) -> Tensor:
+    """``[B, L]`` of every rank to the whole ``[B, T]``, like ``Batch.labels``, on every rank.
+
+    Collective over ``group``, the ranks of ``cp`` (None: there is one). Differentiable where every rank
+    computes the same function of the result: see ``GatherShares``.
+    """
+    if row.cp > 1:
+        assert group is not None, "a row cut by context parallelism is gathered over its group"
+        values = GatherShares.apply(values, group)
+    return values.gather(1, row.index)
+
+
+def alignment(cp: int) -> int:
+    """What the length of a sequence must be a multiple of, so that ``cp`` ranks can cut it."""
+    return 2 * cp if cp > 1 else 1
+
+
+def round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def boundaries(batch: Batch, cp: int, length: int) -> Tensor:
+    """int64 ``[S' + 1]``: where every sequence of the whole aligned row begins, and the end of the last."""
+    if batch.cu_seqlens is None:
+        return torch.tensor([0, length])
+    spans = [round_up(span, alignment(cp)) for span in batch.cu_seqlens.diff().tolist()]
+    padding = length - sum(spans)
+    return F.pad(torch.tensor([*spans, padding] if padding else spans).cumsum(0), (1, 0))
+
+
+def places(batch: Batch, ends: Tensor) -> Tensor:
+    """int64 ``[T]``: where position t of the micro-batch lies in the whole aligned row."""
+    position = torch.arange(batch.labels.shape[1])
+    if batch.cu_seqlens is None:
+        return position
+    begin = batch.cu_seqlens[:-1].long()
+    return position + (ends[: len(begin)] - begin)[batch.sequence_ids()[0]]
+
+
+def rank_order(ends: Tensor, cp: int) -> Tensor:
+    """int64 ``[W]``: where every position of the whole row lies in the row in rank order.
+
+    ``ends`` is int64 ``[S' + 1]`` with every span a multiple of ``2 * cp``, or ``cp`` is 1.
+    """
+    length = int(ends[-1])
+    position = torch.arange(length)
+    if cp == 1:
+        return position
+    spans = ends.diff()
+    begin = ends[:-1].repeat_interleave(spans)
+    size = (spans // (2 * cp)).repeat_interleave(spans)
+    chunk = (position - begin) // size
+    rank = torch.minimum(chunk, 2 * cp - 1 - chunk)
+    return rank * (length // cp) + begin // cp + (chunk >= cp) * size + (position - begin) % size

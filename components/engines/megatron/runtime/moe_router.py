@@ -1,0 +1,198 @@
+"""Routers of experts: transformers' choice, and what they add to the loss, in Megatron's layers."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
+from megatron.core.transformer.moe.router import Router as MegatronRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from components.contracts.batch import Batch
+from components.engines.megatron.moe_config import Experts, experts_of
+from components.engines.megatron.runtime.cp_sharding import Row
+from components.engines.megatron.runtime.parallel_state import same_batch, same_microbatch
+from components.engines.shared.moe_losses import Routed, Routers, RouterSteps, Tokens, normalized
+from components.models.experts import routed
+from components.models.moe_config import RouterTerms
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the routers of a rank are told of one micro-batch."""
+
+    tokens: Tokens
+    """In the order in which layers of experts see them."""
+    routers: Routers | None
+    """Where they are counted; None: nowhere, and nothing is added to the loss."""
+
+
+def traffic(batch: Batch, row: Row, routers: Routers | None, device: torch.device, *, split: bool) -> Traffic:
+    """Of this rank's share of ``batch``; ``split``: over the ranks of tp too (sequence parallelism).
+
+    Layers have ``[s, b, h]``: the rows' first tokens, then their second ones.
+    """
+    own = row.scatter(batch.real_sequence_ids(), fill=-1).transpose(0, 1)
+    if split:
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        own = own.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
+    return Traffic(Tokens(own.reshape(-1).to(device), batch.seqlens.to(device)), routers)
+
+
+class Router(MegatronRouter):
+    """Chooses experts as the routers of transformers do.
+
+    Capacity is Megatron's: a share of the positions of this rank, of which padding takes none up. What was
+    dropped is not made up for: the weights of the other experts of a token stay as they are.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
+    ) -> None:
+        super().__init__(config, pg_collection)
+        self.experts: Experts = config.experts
+        self.layer = -1
+        """Among the layers of experts of the whole model."""
+        self.traffic: Traffic | None = None
+        """Of the micro-batch that is on its way through the chunk."""
+        self.again: deque[tuple[Traffic, Tensor]] = deque()
+        """Of those that the backward pass will compute again, with their load. Every schedule runs the
+        backward passes of a chunk in the order of its forward passes."""
+        if self.experts.biased:
+            bias = torch.zeros(self.num_experts, device=torch.cuda.current_device())
+            self.expert_bias = nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, hidden: Tensor, _: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``[s, b, h]`` to ``[s * b, E]`` twice: the weights of experts, and which of them are chosen."""
+        return self.routing(self.gating(hidden.flatten(0, 1)))
+
+    def gating(self, hidden: Tensor) -> Tensor:
+        if self.experts.fp32:
+            return F.linear(hidden.float(), self.weight.float())
+        return F.linear(hidden, self.weight)
+
+    def routing(self, logits: Tensor, _: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        scores, chosen, weights = choose(logits, self.experts, getattr(self, "expert_bias", None))
+        traffic, load = self._next()
+        given = torch.zeros_like(scores).scatter(1, chosen, weights)
+        taken = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
+        dropped = None
+        if self.config.moe_expert_capacity_factor is not None:
+            given, taken = self._drop(given, taken, traffic.tokens)
+            dropped = ~taken.gather(1, chosen)
+        if traffic.routers is not None:
+            balanced = scores if self.experts.score == "softmax" else normalized(scores)
+            routed = Routed(logits, balanced, chosen, dropped)
+            given, made = traffic.routers.attach(given, self.layer, routed, traffic.tokens, recomputed=load)
+            if not torch.is_grad_enabled():
+                self.again.append((traffic, made))
+        return given, taken
+
+    def _next(self) -> tuple[Traffic, Tensor | None]:
+        """What these tokens are, and their load if the backward pass is computing them again."""
+        if self.again and torch.is_grad_enabled():
+            return self.again.popleft()
+        assert self.traffic is not None, "a router that was told of no micro-batch"
+        return self.traffic, None
+
+    def _drop(self, weights: Tensor, taken: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        real = (tokens.sequences >= 0)[:, None]
+        return apply_router_token_dropping(
+            weights * real,
+            taken & real,
+            router_topk=self.experts.top_k,
+            capacity_factor=self.config.moe_expert_capacity_factor,
+            drop_policy=self.config.moe_token_drop_policy,
+            pad_to_capacity=self.config.moe_pad_expert_input_to_capacity,
+        )
+
+
+def choose(logits: Tensor, experts: Experts, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """From ``[T, E]``: scores float32 ``[T, E]``, the chosen experts int64 ``[T, K]``, and their weights.
+
+    As Qwen3MoeTopKRouter, MixtralTopKRouter and DeepseekV3TopkRouter of transformers.
+    """
+    scores = logits.float().softmax(-1) if experts.score == "softmax" else logits.float().sigmoid()
+    preferred = scores.detach() if bias is None else scores.detach() + bias
+    if experts.groups > 1:
+        grouped = preferred.unflatten(1, (experts.groups, -1))
+        kept = grouped.topk(2, dim=-1)[0].sum(-1).topk(experts.kept_groups, sorted=False)[1]
+        left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, kept, False)
+        preferred = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1)
+    chosen = preferred.topk(experts.top_k, sorted=experts.groups == 1)[1]
+    weights = scores.gather(1, chosen)
+    if experts.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if experts.score == "sigmoid" else 0))
+    return scores, chosen, weights * experts.scaling
+
+
+def routers_of(modules: Iterable[nn.Module]) -> list[Router]:
+    return [router for module in modules for router in module.modules() if isinstance(router, Router)]
+
+
+class Routing(RouterSteps):
+    """Every rank has one, be there layers of experts in its pipeline stage or none."""
+
+    def __init__(self, routers: Routers, layers: Sequence[Router], *, drops: bool) -> None:
+        super().__init__(routers, drops=drops)
+        self.layers = layers
+
+    @classmethod
+    def build(
+        cls,
+        terms: RouterTerms,
+        meta: PreTrainedModel,
+        layers: Sequence[Router],
+        device: torch.device,
+        *,
+        drops: bool,
+    ) -> "Routing | None":
+        """None: ``meta`` has no experts. ``layers``: those of this rank."""
+        experts = experts_of(meta.config)
+        if experts is None:
+            return None
+        routers = Routers(
+            terms,
+            layers=len(routed(meta)),
+            experts=experts.number,
+            top_k=experts.top_k,
+            device=device,
+            sharing=same_microbatch(),
+            data=same_batch(),
+            counted=True,
+        )
+        return cls(routers, layers, drops=drops)
+
+    def begin(self, counts: Mapping[str, int] | None) -> None:
+        super().begin(counts)
+        self.abort()
+
+    def abort(self) -> None:
+        for layer in self.layers:
+            layer.again.clear()
+
+    def finish(self, loss: float) -> tuple[float, dict[str, float]]:
+        assert not any(layer.again for layer in self.layers), "a layer that was not computed again"
+        return super().finish(loss)
+
+    @torch.no_grad()
+    def update_biases(self) -> None:
+        for layer in self.layers:
+            if (change := self.bias_change(layer.layer)) is not None:
+                layer.expert_bias.add_(change)
+
+
+def forget_last_pass(chunks: Iterable[nn.Module]) -> None:
+    """Megatron's dispatchers keep tensors of it, and these its graph, at whose ends is the model: nothing of
+    all that would ever be freed, threads of process groups among it."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, MoELayer):
+            held = vars(module.token_dispatcher)
+            held |= {name: None for name, value in held.items() if isinstance(value, Tensor)}

@@ -1,0 +1,69 @@
+"""Megatron's layers for further tokens (``components.models.mtp``), given tokens that are shifted.
+
+Megatron itself shifts them with exchanges between context-parallel ranks, sequence after sequence of a row.
+"""
+
+from collections.abc import Callable
+
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+    get_mtp_num_layers_to_build,
+)
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+
+class FurtherLayer(MultiTokenPredictionLayer):
+    """The layer of one depth. Every tensor- and context-parallel rank of the last stage calls it together."""
+
+    def _get_embeddings(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        embedding: Callable[..., Tensor],
+        hidden_states: Tensor,
+        **_: object,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``input_ids`` are those of this depth."""
+        embedded = embedding(input_ids=input_ids, position_ids=position_ids)
+        hidden = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+        return input_ids, position_ids, embedded, hidden
+
+    def _checkpointed_forward(
+        self,
+        forward_func: Callable[..., Tensor],
+        hidden_states: Tensor,
+        decoder_input: Tensor,
+        **others: object,
+    ) -> Tensor:
+        """Megatron hands everything to a function that keeps tensors alone, and boundaries are none."""
+
+        def forward(hidden: Tensor, embedded: Tensor) -> Tensor:
+            return forward_func(hidden_states=hidden, decoder_input=embedded, **others)
+
+        kept: Tensor = tensor_parallel.checkpoint(forward, False, hidden_states, decoder_input)
+        return kept
+
+
+def further_spec(
+    config: TransformerConfig, decoder: TransformerBlockSubmodules, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Those of this chunk, each around such a layer as the last of ``decoder``; None: it has none."""
+    number = get_mtp_num_layers_to_build(config, vp_stage=vp_stage)
+    if not number:
+        return None
+    parts = MultiTokenPredictionLayerSubmodules(
+        enorm=WrappedTorchNorm,
+        hnorm=WrappedTorchNorm,
+        eh_proj=ColumnParallelLinear,
+        transformer_layer=decoder.layer_specs[-1],
+        layer_norm=WrappedTorchNorm,
+    )
+    return MultiTokenPredictionBlockSubmodules([ModuleSpec(FurtherLayer, submodules=parts)] * number)

@@ -1,0 +1,159 @@
+"""What a checkpoint of this engine holds: tensors under names that no engine and no layout changes."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor, nn
+
+from components.checkpoint.dcp import load_tensors, saved_keys
+from components.checkpoint.flat_shard import FlatShard
+from components.engines.megatron.runtime.hf_weights import Block, Blocks, Meshes, as_dtensor, replicas
+from components.engines.megatron.runtime.optimizer import Member, Update
+
+STEP = "optimizer_step"
+"""Updates made so far: AdamW's bias correction counts them, and a skipped step is none."""
+
+LOAD_BYTES = 1 << 30
+"""Of tensors that are read at once, in host memory ..."""
+
+LOAD_SHARE = 1 / 20
+"""... and of a rank's state: parts of fused layers are there twice while they are put in place."""
+
+Piece = tuple[nn.Parameter, str]
+"""A parameter, and which of what is kept of it: ``model`` or a moment."""
+
+
+def saved_tensors(
+    blocks: Blocks, biases: Blocks, update: Update, device: torch.device, *, model_only: bool
+) -> dict[str, Tensor]:
+    """What this rank writes; with ``model_only`` of the weights alone. No communication.
+
+    Ranks that hold the same parameters write the ranges that the distributed optimizer gave them. Without it
+    they take turns at writing one (in host memory), so that together they write one copy. ``biases`` are no
+    optimizer's.
+    """
+    meshes, kinds, tensors = Meshes.of_rank("cpu"), ["model"], dict[str, Tensor]()
+    if not model_only:
+        update.make_moments()
+        kinds += update.moments
+        tensors |= random_states(device)
+        if blocks:  # a pipeline stage may have no layer, and so no count
+            tensors[STEP] = torch.tensor([update.step], dtype=torch.float32)
+    for number, (parameter, members) in enumerate(blocks.items()):
+        of = update.of(parameter)
+        if of.distributed:
+            tensors |= flat_shards(parameter, members, of, kinds, meshes)
+        elif number % of.replicas.size() == of.replicas.rank():
+            for kind in kinds:
+                values = update.read(parameter, kind)
+                for member in members:
+                    if member.primary:
+                        part = member.read(values).contiguous().cpu()
+                        tensors[f"{kind}/{member.name}"] = as_dtensor(member, part, meshes.of(member))
+    for parameter, (member,) in biases.items():
+        if replicas(parameter).rank() == 0:
+            tensors[f"model/{member.name}"] = parameter.detach().cpu()
+    return tensors
+
+
+def flat_shards(
+    parameter: nn.Parameter, members: Sequence[Block], of: Member, kinds: Sequence[str], meshes: Meshes
+) -> dict[str, Tensor]:
+    """This rank's range of ``parameter``, by key; what every rank of tp holds, the first of them writes."""
+    found = of.shard(parameter)
+    if found is None:
+        return {}
+    main, where = found
+    shards: dict[str, Tensor] = {}
+    for member in members:
+        parts = list(member.boxes(parameter.shape, where))
+        if parts and member.primary and (meshes.first(member) or member.dim is not None):
+            for kind in kinds:
+                flat = of.values(main, kind).reshape(-1)
+                shards[f"{kind}/{member.name}"] = FlatShard.of(flat, member.shape, parts)
+    return shards
+
+
+def load(path: Path, blocks: Blocks, biases: Blocks, update: Update, device: torch.device) -> None:
+    """Restores what any engine wrote on any number of ranks.
+
+    A rank that had no twin when the checkpoint was written keeps its own random streams.
+    """
+    update.make_moments()
+    keys = saved_keys(path)
+    step = torch.zeros(1)
+    streams = {name: value for name, value in random_states(device).items() if name in keys}
+    kept_apart = {f"model/{member.name}": torch.empty(member.shape) for (member,) in biases.values()}
+    load_tensors(path, {STEP: step, **streams, **kept_apart})
+    for parameter, (member,) in biases.items():
+        parameter.data.copy_(kept_apart[f"model/{member.name}"])
+    kinds = ("model", *update.moments)
+    kept = 4 * len(kinds) * sum(parameter.numel() for parameter in blocks)
+    sharded_over = update.shards
+    for some in batches(blocks, kinds, min(LOAD_BYTES, LOAD_SHARE * kept / sharded_over)):
+        load_pieces(path, blocks, some, update)
+    update.set_step(int(step.item()))
+    restore(streams, device)
+
+
+def batches(blocks: Blocks, kinds: Sequence[str], limit: float) -> Iterator[list[Piece]]:
+    """All that is kept of every parameter, in lists of at most ``limit`` bytes, or one piece."""
+    some: list[Piece] = []
+    size = 0
+    for piece in ((parameter, kind) for parameter in blocks for kind in kinds):
+        needed = 4 * piece[0].numel()
+        if some and size + needed > limit:
+            yield some
+            some, size = [], 0
+        some.append(piece)
+        size += needed
+    if some:
+        yield some
+
+
+def load_pieces(path: Path, blocks: Blocks, pieces: Sequence[Piece], update: Update) -> None:
+    meshes = Meshes.of_rank("cpu")
+    targets: dict[str, Tensor] = {}
+    wholes: dict[Piece, Tensor] = {}
+    copies: list[tuple[Block, Tensor, Tensor]] = []
+    for parameter, kind in pieces:
+        # Zero, as the padding of the vocabulary has no place in a checkpoint.
+        whole = wholes[parameter, kind] = torch.zeros(parameter.shape)
+        for member in blocks[parameter]:
+            part = member.read(whole).contiguous()
+            targets[f"{kind}/{member.name}"] = as_dtensor(member, part, meshes.of(member))
+            copies.append((member, whole, part))
+    load_tensors(path, targets, together=False)
+    for member, whole, part in copies:
+        member.write(whole, part)
+    for (parameter, kind), whole in wholes.items():
+        update.write(parameter, kind, whole)
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """This rank's streams as they are now: torch's, the GPU's, and Megatron's, which are the device's too."""
+    rank = dist.get_rank()
+    states = {f"rng/{rank}": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"rng_cuda/{rank}"] = torch.cuda.get_rng_state()
+    tracked = get_cuda_rng_tracker().get_states()
+    return states | {tracked_key(name, device): state for name, state in tracked.items()}
+
+
+def tracked_key(name: str, device: torch.device) -> str:
+    return f"rng_{device.type}_{name}/{dist.get_rank()}"
+
+
+def restore(streams: dict[str, Tensor], device: torch.device) -> None:
+    tracker, rank = get_cuda_rng_tracker(), dist.get_rank()
+    states = tracker.get_states()
+    tracker.set_states(
+        {name: streams.get(tracked_key(name, device), state) for name, state in states.items()}
+    )
+    if f"rng/{rank}" in streams:
+        torch.set_rng_state(streams[f"rng/{rank}"])
+    if f"rng_cuda/{rank}" in streams:
+        torch.cuda.set_rng_state(streams[f"rng_cuda/{rank}"])

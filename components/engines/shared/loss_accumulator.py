@@ -1,0 +1,102 @@
+"""The sums and counts of one train step or of one evaluation."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from components.contracts.loss import LossOutput
+
+
+def reduce_counts(
+    counts: Mapping[str, int], group: dist.ProcessGroup, device: torch.device
+) -> dict[str, int]:
+    """Adds ``counts`` over the data ranks of ``group``; every rank passes the same keys in the same order."""
+    # Exact in float64: no run counts to 2 ** 53.
+    return dict(zip(counts, map(round, add_up(list(counts.values()), group, device)), strict=True))
+
+
+def add_up(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Adds float64 ``values`` over the ranks of ``group``, each of which passes as many."""
+    packed = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(packed, group=group)
+    total: list[float] = packed.tolist()
+    return total
+
+
+def largest(value: float) -> float:
+    """The largest ``value`` that a rank of the run has passed: through host memory, no GPU waits for it."""
+    packed = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(packed, dist.ReduceOp.MAX)
+    return packed.item()
+
+
+@dataclass
+class Sums:
+    """Un-normalised sums of this rank. They stay on the device: nothing is read back inside a step."""
+
+    counts: Mapping[str, int] | None = None
+    """Global counts by term, where they are known before the first forward."""
+    main_apart: bool = False
+    """Whether means tell the main term by itself: the model adds others to it, here or elsewhere."""
+    terms: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
+    term_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    metrics: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
+    metric_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def objective(self, output: LossOutput) -> Tensor:
+        """What enters the backward pass: each term times N_main / N_term; the first term is the main one."""
+        main, *others = output.terms.items()
+        if not others:
+            return main[1]
+        assert self.counts is not None, "a loss of several terms needs its counts at begin_train_step"
+        n_main = self.counts[main[0]]
+        scaled = [term * (n_main / max(self.counts[name], 1)) for name, term in others]
+        return torch.stack([main[1], *scaled]).sum()
+
+    def add(self, output: LossOutput, counts: Mapping[str, int]) -> None:
+        """Adds one micro-batch."""
+        for name, term in output.terms.items():
+            self.terms[name] += term.detach().double()
+            self.term_counts[name] += counts[name]
+        for name, (total, count) in output.metrics.items():
+            self.metrics[name] += total.double()
+            self.metric_counts[name] += count
+
+    def reduce(self, group: dist.ProcessGroup, device: torch.device) -> tuple[dict[str, float], int]:
+        """``(means, N_main)`` over all data ranks, in one all-reduce.
+
+        ``means["loss"]`` is the sum over terms of sum / count, NaN where the main term has no count; every
+        further term stands under its own name too, and with ``main_apart`` the main one as ``lm_loss``.
+        Every data rank holds the same names: a rank without rows has run an empty micro-batch.
+        """
+        tables = (self.terms, self.term_counts, self.metrics, self.metric_counts)
+        values = [torch.as_tensor(v, dtype=torch.float64, device=device) for t in tables for v in t.values()]
+        packed = torch.stack(values)
+        dist.all_reduce(packed, group=group)
+        numbers = iter(packed.tolist())
+        terms, term_counts, metrics, metric_counts = ({name: next(numbers) for name in t} for t in tables)
+        main, *others = term_counts
+        parts = {name: terms[name] / count for name, count in term_counts.items() if count}
+        means = {name: parts.get(name, math.nan) for name in others}
+        if self.main_apart:
+            means["lm_loss"] = parts.get(main, math.nan)
+        means |= {name: metrics[name] / count if count else math.nan for name, count in metric_counts.items()}
+        loss = math.fsum(parts.values()) if main in parts else math.nan
+        return {"loss": loss, **means}, round(term_counts[main])
+
+
+def global_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """L2 norm over the parts of all ranks of ``group``, float64 scalar; every rank of it calls this.
+
+    In float64, as a sum of 500,000 squares in float32 is good to 5e-5.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    dist.all_reduce(total, group=group)
+    return total.sqrt()

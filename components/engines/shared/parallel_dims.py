@@ -1,0 +1,92 @@
+"""How many ranks a layout takes, which sizes fit a model, and what to suggest instead."""
+
+from collections.abc import Iterable, Mapping
+
+from transformers import PreTrainedConfig
+
+from components.contracts.errors import ConfigError
+from components.rank_info import RankInfo
+
+
+def world_size(
+    *, dp: int | None, default_dp: int, model_ranks: int, environ: Mapping[str, str], num_gpus: int
+) -> int:
+    """Ranks of the run: ``model_ranks`` (tp x pp x cp) times dp.
+
+    Where dp is unset it fills WORLD_SIZE, else the visible GPUs, else it is ``default_dp``.
+
+    Raises:
+        ConfigError: the sizes do not fit WORLD_SIZE.
+    """
+    place = RankInfo.read(environ)
+    joined = place.world_size if place.launched else None
+    if dp is None:
+        available = joined or num_gpus
+        ranks = max(available // model_ranks, 1) * model_ranks if available else default_dp * model_ranks
+    else:
+        ranks = dp * model_ranks
+    if joined is not None and ranks != joined:
+        takes = f"{ranks} ranks" if dp is not None else f"a multiple of {model_ranks} ranks"
+        raise ConfigError(
+            f"parallelism.dp: this layout takes {takes} but the launcher started WORLD_SIZE={joined}; "
+            f"start so many processes, or choose sizes whose product tp x pp x cp x dp is {joined}."
+        )
+    return ranks
+
+
+RECOMPUTED_MORE: Mapping[str, tuple[str, ...]] = {
+    "none": ("selective", "full"),
+    "selective": ("full",),
+    "full": (),
+}
+"""activation_checkpointing -> what has the backward pass compute more again."""
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def nearest(size: int, fitting: Iterable[int]) -> str:
+    """The one or two of ``fitting`` that are nearest to ``size``, in words."""
+    return " or ".join(str(other) for other in sorted(sorted(fitting, key=lambda n: abs(n - size))[:2]))
+
+
+def check_tp(tp: int, config: PreTrainedConfig) -> None:
+    """Tensor parallelism deals out heads, columns of the MLP and rows of the vocabulary; a rank gets some.
+
+    Raises:
+        ConfigError: ``tp`` does not fit the model.
+    """
+    keys = ("num_key_value_heads", "num_attention_heads", "intermediate_size")
+    counts = {key: getattr(config, key) for key in keys}
+
+    def lacking(tp: int) -> str | None:
+        for key, count in counts.items():
+            if count % tp:
+                return f"does not divide {key} = {count} of this model"
+        rows = -(-config.vocab_size // tp)
+        if rows * (tp - 1) >= config.vocab_size:
+            return (
+                f"leaves a rank without a row of the vocabulary, which has vocab_size = {config.vocab_size}"
+            )
+        return None
+
+    if reason := lacking(tp):
+        fitting = [size for size in range(1, counts["num_key_value_heads"] + 1) if lacking(size) is None]
+        raise ConfigError(f"parallelism.tp: {tp} {reason}; use {nearest(tp, fitting)}.")
+
+
+def check_cp(cp: int, tp: int, config: PreTrainedConfig, *, instead: str = "") -> None:
+    """The all-to-all of context parallelism deals the heads of a tensor-parallel rank out over ``cp``.
+
+    Raises:
+        ConfigError: ``cp`` does not divide them; ``instead`` is a remedy beside other sizes.
+    """
+    heads = config.num_attention_heads // tp
+    if heads % cp:
+        fitting = [size for size in range(1, heads + 1) if heads % size == 0]
+        remedy = f"parallelism.cp={nearest(cp, fitting)}" + (f", or {instead}" if instead else "")
+        raise ConfigError(
+            f"parallelism.cp: {cp} does not divide the {heads} attention heads of a rank, which are shared "
+            f"out over cp; use {remedy}."
+        )

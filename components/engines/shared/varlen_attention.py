@@ -1,0 +1,227 @@
+"""Causal attention within every sequence of a batch, packed or padded, for any transformers model.
+
+The engines run models with ``attn_implementation=ATTENTION`` and pass ``attention_kwargs(batch)`` to them.
+Nothing is guessed: without sequence boundaries attention refuses to run, since a guess would let packed
+sequences see each other without a word.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from components.contracts.batch import Batch
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+from components.engines.shared.sdpa import causal_sdpa, packed_sdpa
+from components.engines.shared.ulysses import trade_heads, trade_positions
+
+ATTENTION = "runner_varlen"
+"""The name to give transformers as ``attn_implementation``."""
+
+ATTENTION_RECOMPUTED = "runner_varlen_recomputed"
+"""The same attention, computed again in the backward pass instead of kept."""
+
+NO_MASK = torch.empty(1, 1, 0, 0)
+"""transformers hands a 4-D mask over as it is. Without any it would look for packed sequences in
+position_ids, once a forward pass, for which the host must wait for a GPU."""
+
+HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
+"""What models pass down to every attention layer and what does not change causal attention."""
+
+
+def attention_kwargs(batch: Batch) -> Json:
+    """What to pass to ``model(...)`` beside input_ids, position_ids and ``use_cache=False``.
+
+    Where ranks hold a share of every row, ``context_group`` too, and ``batch`` has the whole rows.
+    """
+    if batch.cu_seqlens is None:
+        return {"attention_mask": NO_MASK, "padded": True}
+    boundaries = {
+        "attention_mask": NO_MASK,
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "max_length_q": batch.max_seqlen,
+    }
+    if batch.prefix_lengths is None:
+        return boundaries
+    cu_seq_lens_k, key_index = keys_with_prefixes(batch)
+    return boundaries | {"cu_seq_lens_k": cu_seq_lens_k, "key_index": key_index}
+
+
+def keys_with_prefixes(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The keys of every sequence: the prefix that it sees in the sequence before, then its own.
+
+    Returns:
+        int32 ``[S + 1]``, where those of every sequence begin once they lie end to end; and int64
+        ``[num_keys]``, where each of them lies in the row. Nothing is read back from the device.
+    """
+    assert batch.cu_seqlens is not None
+    assert batch.prefix_lengths is not None
+    begin, prefix = batch.cu_seqlens[:-1], batch.prefix_lengths
+    ends = F.pad((batch.cu_seqlens.diff() + prefix).cumsum(0, dtype=torch.int32), (1, 0))
+    sequences = torch.arange(len(prefix), device=prefix.device)
+    sequence = sequences.repeat_interleave(ends.diff(), output_size=batch.num_keys)
+    offset = torch.arange(len(sequence), device=prefix.device) - ends[sequence]
+    own = begin[sequence] + offset - prefix[sequence]
+    shared = begin[sequence - 1] + offset
+    return ends, torch.where(offset < prefix[sequence], shared, own)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    key_index: Tensor | None = None,
+    padded: bool = False,
+    is_causal: bool | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface.
+
+    Args:
+        query: ``[B, heads, T, D]``; key and value may have fewer heads (each serves a group of them), and
+            value another D, which is then that of the result.
+        attention_mask: must be None or ``NO_MASK``; padding is on the right, where no token can look.
+        scaling: of the scores; None is ``D ** -0.5``.
+        sliding_window: how many tokens, itself included, a token sees.
+        cu_seq_lens_q: int32 ``[S + 1]`` with ``max_length_q``, for a packed batch (B = 1).
+        cu_seq_lens_k: with ``key_index``, where sequences have other keys than their own tokens; see
+            ``keys_with_prefixes``. ``max_length_q`` bounds them too.
+        padded: one sequence a row.
+
+    Returns:
+        ``([B, T, heads, D], None)``
+
+    Raises:
+        ConfigError: the model's attention is not causal, or has a feature that is not computed here.
+    """
+    refuse(module, is_causal, others)
+    assert attention_mask is None or not attention_mask.numel(), (
+        "pass no attention_mask: boundaries are cu_seq_lens_q or padded=True"
+    )
+    options: Json = {"scale": scaling, "window": sliding_window}
+    if padded:
+        assert cu_seq_lens_q is None, "padded=True and cu_seq_lens_q contradict each other"
+        return causal_sdpa(query, key, value, dropout=dropout, **options), None
+    assert cu_seq_lens_q is not None, (
+        "no sequence boundaries: pass cu_seq_lens_q and max_length_q, or padded=True"
+    )
+    assert max_length_q is not None, "cu_seq_lens_q comes with max_length_q"
+    assert query.shape[0] == 1, f"a packed batch is one row, got {query.shape[0]}"
+    if key_index is not None:
+        key, value = key.index_select(2, key_index), value.index_select(2, key_index)
+    ends = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
+    if has_kernel(query, dropout):
+        return varlen(query, key, value, ends[0], max_length_q, ends[1], **options), None
+    spans = [boundaries.diff().tolist() for boundaries in ends]
+    return packed_sdpa(query, key, value, *spans, dropout=dropout, **options), None
+
+
+def recomputed(module: nn.Module, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, None]:
+    """``attention`` that keeps query, key and value for the backward pass, and the state of dropout."""
+    if not torch.is_grad_enabled():
+        return attention(module, *tensors, **options)  # type: ignore[arg-type]
+    return checkpoint(attention, module, *tensors, use_reentrant=False, **options)
+
+
+# Sequences are told apart by numbers, of which every batch would be compiled anew.
+@torch.compiler.disable
+def over_ranks(
+    attend: Callable[..., tuple[Tensor, None]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Tensor | None,
+    context_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """``attend``, which sees whole rows; with ``context_group`` each of its ranks passes and gets its share.
+
+    What ``attend`` keeps for the backward pass is then of whole rows and a share of the heads, so that
+    nothing is sent again to compute it again.
+    """
+    if context_group is None:
+        return attend(module, query, key, value, *others, **options)
+    traded = trade_positions(query, key, value, context_group, heads=1, positions=2)
+    out, _ = attend(module, *traded, *others, **options)
+    return trade_heads(out, context_group, heads=2, positions=1), None
+
+
+def refuse(module: nn.Module, is_causal: bool | None, others: dict[str, object]) -> None:
+    """Raises where the model asks for something that would be left out of the result."""
+    kind = type(module).__name__
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise ConfigError(f"model: {kind} attends to later tokens; choose a causal language model.")
+    for name, argument in others.items():
+        if name not in HARMLESS and argument is not None:
+            raise ConfigError(
+                f"model: {kind} needs {name} in its attention, which our engines do not compute."
+            )
+
+
+def has_kernel(query: Tensor, dropout: float) -> bool:
+    """Whether ``varlen`` can be used: the CUDA kernel takes half precision only and has no dropout."""
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """All sequences in one CUDA kernel, with the meaning of ``packed_sdpa``.
+
+    The kernel has one width of heads: narrower values get columns of zeros, whose results are cut off.
+    """
+    missing = key.shape[-1] - value.shape[-1]
+    if missing:
+        value = F.pad(value, (0, missing))
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    options: Json = {"enable_gqa": True} if takes_enable_gqa() and q.shape[1] != k.shape[1] else {}
+    # Window (left, right) around every token: (-1, 0) is plain causal.
+    size = (-1 if window is None else window - 1, 0)
+    ends = (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
+    longest = (max_seqlen, max_seqlen_k or max_seqlen)
+    out = varlen_attn(q, k, v, *ends, *longest, scale=scale, window_size=size, **options)
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0)[..., :-missing] if missing else out.unsqueeze(0)
+
+
+@cache
+def takes_enable_gqa() -> bool:
+    """torch 2.11 groups heads without being told; 2.13 wants to be told."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> None:
+    """transformers' mask interface: without one of our own it drops the caller's mask without a word."""
+    assert attention_mask is None, "pass no attention_mask: boundaries are cu_seq_lens_q or padded=True"
+
+
+for name, function in ((ATTENTION, attention), (ATTENTION_RECOMPUTED, recomputed)):
+    AttentionInterface.register(name, partial(over_ranks, function))
+    AttentionMaskInterface.register(name, no_mask)

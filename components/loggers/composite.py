@@ -1,0 +1,43 @@
+"""Every row to every logger."""
+
+import logging
+from collections.abc import Callable, Mapping
+
+from components.loggers.base import Ending, Logger, LoggerSpec, Row, Start
+
+log = logging.getLogger(__name__)
+
+
+class Loggers:
+    """Those of a run, by name. One that fails is told of once and left out from then on; the run goes on."""
+
+    def __init__(self, specs: Mapping[str, LoggerSpec], start: Start) -> None:
+        self._open: dict[str, Logger] = {}
+        for name, spec in specs.items():
+            try:
+                logger = spec.open(start)
+            except Exception as error:  # noqa: BLE001  whatever a tracker raises
+                warn(name, error)
+            else:
+                if logger is not None:
+                    self._open[name] = logger
+
+    def log(self, row: Row) -> None:
+        self._each(lambda logger: logger.log(row))
+
+    def finish(self, ending: Ending) -> None:
+        self._each(lambda logger: logger.finish(ending))
+        self._open = {}
+
+    def _each(self, call: Callable[[Logger], None]) -> None:
+        for name, logger in list(self._open.items()):
+            try:
+                call(logger)
+            except Exception as error:  # noqa: BLE001  whatever a tracker raises
+                warn(name, error)
+                del self._open[name]
+
+
+def warn(name: str, error: Exception) -> None:
+    reason = " ".join(str(error).split())
+    log.warning(f"logger={name} failed and is left out from here on: {type(error).__name__}: {reason}")

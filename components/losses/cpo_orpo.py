@@ -1,0 +1,102 @@
+"""Preference losses that need no reference model."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from components.contracts.batch import Batch
+from components.contracts.errors import ConfigError
+from components.contracts.loss import ReferenceChoice, TokenStats
+from components.losses.preference_base import Pairs, PairwiseLoss, check_label_smoothing
+from components.losses.preference_formulas import hinge, ipo, sigmoid
+
+
+@dataclass(frozen=True)
+class CPO(PairwiseLoss):
+    """Contrastive preference optimisation (Xu et al. 2024, equations 3 and 5), and SimPO (Meng et al. 2024,
+    equation 6): log-probabilities per token, and a margin gamma between rewards.
+
+    ``ipo`` takes log-probabilities per token too, as TRL's CPOTrainer has it.
+    """
+
+    loss: Literal["sigmoid", "hinge", "ipo", "simpo"]
+    cpo_alpha: float
+    """Weight of the chosen answer's negative log-likelihood."""
+    simpo_gamma: float | None = None
+    """Of ``loss=simpo``: by how much the rewards should differ. None: 0.5."""
+    label_smoothing: float = 0.0
+
+    reference: ClassVar[ReferenceChoice] = "none"
+    nll_option: ClassVar[str] = "cpo_alpha"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_label_smoothing(self.label_smoothing)
+        if self.label_smoothing and self.loss not in ("sigmoid", "simpo"):
+            raise ConfigError(
+                f"stage.label_smoothing: stage.loss={self.loss} does not read it; "
+                "remove it, or use stage.loss=sigmoid or simpo."
+            )
+        if self.simpo_gamma is None:
+            return
+        if self.loss != "simpo":
+            raise ConfigError(
+                f"stage.simpo_gamma: stage.loss={self.loss} does not read it; "
+                "remove it, or use stage.loss=simpo."
+            )
+        if not 0 <= self.simpo_gamma < math.inf:
+            raise ConfigError(f"stage.simpo_gamma: must be a number of at least 0, got {self.simpo_gamma}.")
+
+    @property
+    def nll_weight(self) -> float:
+        return self.cpo_alpha
+
+    def pairs(self, stats: TokenStats, batch: Batch) -> Pairs:
+        found = super().pairs(stats, batch)
+        return found.per_token() if self.loss in ("ipo", "simpo") else found
+
+    def pair_loss(self, pairs: Pairs) -> Tensor:
+        chosen, rejected, beta = pairs.chosen, pairs.rejected, self.beta
+        if self.loss == "hinge":
+            return hinge(chosen, rejected, beta=beta)
+        if self.loss == "ipo":
+            return ipo(chosen, rejected, beta=beta)
+        if self.loss == "simpo":
+            chosen = chosen - (0.5 if self.simpo_gamma is None else self.simpo_gamma) / beta
+        return sigmoid(chosen, rejected, beta=beta, label_smoothing=self.label_smoothing)
+
+
+@dataclass(frozen=True)
+class ORPO(PairwiseLoss):
+    """Odds-ratio preference optimisation (Hong et al. 2024, equations 4 to 7), beta its lambda: the negative
+    log-likelihood of the chosen answer, and beta times how little its odds exceed those of the other.
+
+    The likelihood of a sequence is the geometric mean over its tokens. The negative log-likelihood is a term
+    of its own, over the answer's labels, with weight 1.
+    """
+
+    reference: ClassVar[ReferenceChoice] = "none"
+
+    @property
+    def nll_weight(self) -> float:
+        return 1.0
+
+    def pairs(self, stats: TokenStats, batch: Batch) -> Pairs:
+        return super().pairs(stats, batch).per_token()
+
+    def pair_loss(self, pairs: Pairs) -> Tensor:
+        return -self.beta * F.logsigmoid(log_odds(pairs.chosen) - log_odds(pairs.rejected))
+
+
+def log_odds(log_probability: Tensor) -> Tensor:
+    """``log(p / (1 - p))``; near p = 1 and near p = 0 alike exact (Mächler 2012)."""
+    near_one = log_probability > -math.log(2)
+    # Each branch gets values that the other's gradient is finite at.
+    large = torch.where(near_one, log_probability, -math.log(2))
+    small = torch.where(near_one, -math.log(2), log_probability)
+    complement = torch.where(near_one, (-large.expm1()).log(), (-small.exp()).log1p())
+    return log_probability - complement

@@ -1,0 +1,107 @@
+"""Losses over single answers, each desirable or not, against a reference model."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from components.contracts.batch import DESIRABLE, MISMATCHED, UNDESIRABLE, Batch
+from components.contracts.errors import ConfigError
+from components.contracts.loss import LossEngine, LossOutput, ReferenceChoice, TokenStats
+from components.losses.preference_base import attach_reference, log_ratios
+
+
+@dataclass(frozen=True)
+class KTO:
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, equations 7 and 8).
+
+    With r = beta * log-ratio and z = beta * KL, a desirable answer costs ``w_d * sigmoid(z - r)`` and another
+    one ``w_u * sigmoid(r - z)``.
+
+    KL is the mean log-ratio of mismatched answers over the global batch, at least 0, without gradient.
+    ``apo_zero_unpaired`` has z = 0 (D'Oosterlinck et al. 2024, equation 7, one answer at a time).
+    """
+
+    beta: float
+    loss: Literal["kto", "apo_zero_unpaired"]
+    desirable_weight: float
+    undesirable_weight: float
+    reference: ReferenceChoice = "auto"
+    reference_path: str | None = None
+
+    kind: ClassVar[Literal["unpaired"]] = "unpaired"
+    requires: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < math.inf:
+            raise ConfigError(f"stage.beta: must be a number above 0, got {self.beta}.")
+        for option in ("desirable_weight", "undesirable_weight"):
+            value = getattr(self, option)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"stage.{option}: must be a number of at least 0, got {value}.")
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"loss": sum(len(which(batch, label)) for label in (DESIRABLE, UNDESIRABLE))}
+
+    def weights(self, batch: Batch) -> Tensor | None:  # noqa: ARG002
+        return None
+
+    def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:
+        """The answers alone, with the reference's log-probabilities and the constant ``kl``."""
+        with_reference = attach_reference(microbatches, engine, self.reference)
+        kl = self._kl(with_reference, engine) if self.loss == "kto" else 0.0
+        answers = [batch.select(sequence_labels(batch) != MISMATCHED) for batch in with_reference]
+        return [replace(batch, constants={**batch.constants, "kl": kl}) for batch in answers]
+
+    def _kl(self, microbatches: Sequence[Batch], engine: LossEngine) -> float:
+        """0 off the last pipeline stage, where no loss is computed."""
+        mismatched = [batch.select(sequence_labels(batch) == MISMATCHED) for batch in microbatches]
+        found = engine.logps(mismatched)
+        total = 0.0
+        if found is not None:
+            policy = zip(mismatched, found, strict=True)
+            # A cache's log-probabilities come with the data, and those of the engine from its device.
+            ratios = [
+                log_ratios(TokenStats(logps), batch.to(logps.device), self.reference)
+                for batch, logps in policy
+            ]
+            total = torch.stack([ratio.double().sum() for ratio in ratios]).sum().item()
+        count = sum(int((batch.seqlens > 0).sum()) for batch in mismatched)
+        total, answers = engine.sum_over_data([total, count])
+        return max(total / max(answers, 1), 0.0)
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        log_ratio = batch.sum_per_sequence(log_ratios(stats, batch, self.reference))
+        logps = batch.sum_per_sequence(stats.logps.detach())
+        sides = [
+            which(batch, label).to(logps.device, non_blocking=True) for label in (DESIRABLE, UNDESIRABLE)
+        ]
+        good, bad = (log_ratio[side] for side in sides)
+        kl = batch.constants["kl"]
+        loss = self.desirable_weight * torch.sigmoid(self.beta * (kl - good)).sum()
+        loss = loss + self.undesirable_weight * torch.sigmoid(self.beta * (bad - kl)).sum()
+        count = good.numel() + bad.numel()
+        metrics = {
+            "rewards/chosen": (self.beta * good.detach().sum(), good.numel()),
+            "rewards/rejected": (self.beta * bad.detach().sum(), bad.numel()),
+        }
+        metrics |= {
+            f"logps/{name}": (logps[side].sum(), len(side))
+            for name, side in zip(("chosen", "rejected"), sides, strict=True)
+        }
+        if self.loss == "kto":
+            metrics["kl"] = log_ratio.new_full((), kl * count), count
+        return LossOutput({"loss": loss}, metrics)
+
+
+def sequence_labels(batch: Batch) -> Tensor:
+    assert batch.sequence_labels is not None, "unpaired data carries sequence_labels"
+    return batch.sequence_labels
+
+
+def which(batch: Batch, label: int) -> Tensor:
+    """int64 ``[n]``, on the host: the sequences with that label."""
+    return (sequence_labels(batch) == label).nonzero()[:, 0]

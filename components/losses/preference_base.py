@@ -1,0 +1,185 @@
+"""What losses over pairs of answers, one chosen and one rejected, have in common."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.errors import ConfigError
+from components.contracts.loss import LossEngine, LossOutput, ReferenceChoice, TokenStats
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The answers of a micro-batch, float64 ``[pairs]`` each."""
+
+    chosen: Tensor
+    """Scores: log-ratios, or log-probabilities where there is no reference."""
+    rejected: Tensor
+    chosen_tokens: Tensor
+    """How many labels each answer has."""
+    rejected_tokens: Tensor
+
+    def per_token(self) -> "Pairs":
+        """The same with every score divided by the answer's tokens."""
+        return replace(
+            self, chosen=self.chosen / self.chosen_tokens, rejected=self.rejected / self.rejected_tokens
+        )
+
+
+@dataclass(frozen=True)
+class PairwiseLoss(ABC):
+    """A sum of ``pair_loss`` over pairs and, where ``nll_weight`` is not 0, a second term: so many times the
+    negative log-likelihood of the chosen answers, which counts their tokens.
+
+    Reports rewards and log-probabilities of the answers, the margin between rewards, and the share of pairs
+    in which it is above 0, under TRL's names.
+    """
+
+    beta: float
+
+    kind: ClassVar[Literal["preference"]] = "preference"
+    requires: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < math.inf:
+            raise ConfigError(f"stage.beta: must be a number above 0, got {self.beta}.")
+        if not 0 <= self.nll_weight < math.inf:
+            raise ConfigError(
+                f"stage.{self.nll_option}: must be a number of at least 0, got {self.nll_weight}."
+            )
+
+    @abstractmethod
+    def pair_loss(self, pairs: Pairs) -> Tensor:
+        """float64 ``[pairs]``: what each pair costs."""
+
+    nll_option: ClassVar[str] = "nll_weight"
+    """The option that ``nll_weight`` is set by."""
+
+    @property
+    def nll_weight(self) -> float:
+        return 0.0
+
+    def token_scores(self, stats: TokenStats, batch: Batch) -> Tensor:  # noqa: ARG002
+        """float32 or float64 like ``labels``: what adds up to the score of an answer."""
+        return stats.logps
+
+    def pairs(self, stats: TokenStats, batch: Batch) -> Pairs:
+        scores = batch.sum_per_sequence(self.token_scores(stats, batch))
+        tokens = batch.sum_per_sequence(batch.labels != IGNORE)
+        chosen, rejected = (side.to(scores.device, non_blocking=True) for side in pair_indices(batch))
+        return Pairs(scores[chosen], scores[rejected], tokens[chosen], tokens[rejected])
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        counts = {"loss": len(pair_indices(batch)[0])}
+        if self.nll_weight:
+            counts["nll"] = int((is_chosen(batch) & (batch.labels != IGNORE)).sum())
+        return counts
+
+    def weights(self, batch: Batch) -> Tensor | None:  # noqa: ARG002
+        return None
+
+    def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:  # noqa: ARG002
+        return microbatches
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        pairs = self.pairs(stats, batch)
+        terms = {"loss": self.pair_loss(pairs).sum()}
+        if self.nll_weight:
+            nll = -(stats.logps * is_chosen(batch)).sum(dtype=torch.float64)
+            terms["nll"] = self.nll_weight * nll
+        chosen, rejected = self.beta * pairs.chosen, self.beta * pairs.rejected
+        logps = batch.sum_per_sequence(stats.logps)
+        first, second = (side.to(logps.device, non_blocking=True) for side in pair_indices(batch))
+        metrics = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).double(),
+            "logps/chosen": logps[first],
+            "logps/rejected": logps[second],
+        }
+        return LossOutput(terms, {k: (v.detach().sum(), v.numel()) for k, v in metrics.items()})
+
+
+def check_label_smoothing(share: float) -> None:
+    """ConfigError: ``share`` is no share of preferences that may be the wrong way round."""
+    if not 0 <= share < 0.5:
+        raise ConfigError(
+            f"stage.label_smoothing: must be at least 0 and below 0.5 (at 0.5 nothing is preferred), "
+            f"got {share}."
+        )
+
+
+@dataclass(frozen=True)
+class ReferencedLoss(PairwiseLoss):
+    """Scores are log-ratios to a reference model; ``reference=none`` takes its log-probabilities for 0."""
+
+    reference: ReferenceChoice = field(default="auto", kw_only=True)
+    reference_path: str | None = field(default=None, kw_only=True)
+    """A Hugging Face folder with another model than the one that is trained."""
+
+    def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:
+        return attach_reference(microbatches, engine, self.reference)
+
+    def token_scores(self, stats: TokenStats, batch: Batch) -> Tensor:
+        return log_ratios(stats, batch, self.reference)
+
+
+def attach_reference(
+    microbatches: Sequence[Batch], engine: LossEngine, reference: ReferenceChoice
+) -> Sequence[Batch]:
+    """The batches with ``ref_logps``; as they are where they carry them already, or none are wanted."""
+    if reference == "none" or all(batch.ref_logps is not None for batch in microbatches):
+        return microbatches
+    logps = engine.logps(microbatches, reference=True)
+    if logps is None:
+        return microbatches
+    return [replace(batch, ref_logps=ref) for batch, ref in zip(microbatches, logps, strict=True)]
+
+
+def log_ratios(stats: TokenStats, batch: Batch, reference: ReferenceChoice) -> Tensor:
+    """float32 like ``labels``. Differenced by token: two sums over an answer are large and nearly equal."""
+    if reference == "none":
+        return stats.logps
+    assert batch.ref_logps is not None, "prepare() attaches the reference's log-probabilities"
+    return stats.logps - batch.ref_logps
+
+
+def pair_indices(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Indices of the chosen and of the rejected sequences, pair by pair: int64 ``[pairs]`` each."""
+    assert batch.pair_index is not None, "preference data carries pair_index"
+    order = batch.pair_index.argsort()
+    order = order[batch.pair_index[order] >= 0]
+    chosen, rejected = order[0::2], order[1::2]
+    ids = batch.pair_index[order].tolist()
+    whole = all(index % 2 == 0 for index in ids[0::2]) and [i + 1 for i in ids[0::2]] == ids[1::2]
+    assert whole, f"a pair is split over micro-batches: {ids}"
+    return chosen, rejected
+
+
+def is_chosen(batch: Batch) -> Tensor:
+    """bool like ``labels``: the positions of chosen sequences."""
+    assert batch.pair_index is not None, "preference data carries pair_index"
+    chosen = batch.pair_index % 2 == 0  # which -1 is not
+    return chosen.to(batch.labels.device, non_blocking=True)[batch.sequence_ids()]
+
+
+def verbosity_weights(batch: Batch, ld_alpha: float) -> Tensor:
+    """float64 like ``labels``: 1 for as many labels of an answer as the shorter of its pair has, then
+    ``ld_alpha`` (LD-DPO, Liu et al. 2024, equation 12)."""
+    labelled = batch.labels != IGNORE
+    lengths = batch.sum_per_sequence(labelled)
+    shorter = lengths.clone()
+    chosen, rejected = (side.to(lengths.device, non_blocking=True) for side in pair_indices(batch))
+    for side in (chosen, rejected):
+        shorter[side] = torch.minimum(lengths[chosen], lengths[rejected])
+    sequences = batch.sequence_ids()
+    before = (lengths.cumsum(0) - lengths)[sequences]  # labels of all sequences before
+    place = labelled.reshape(-1).cumsum(0).view_as(batch.labels) - before
+    return torch.where(place <= shorter[sequences], 1.0, ld_alpha).double()

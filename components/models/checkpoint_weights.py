@@ -1,0 +1,82 @@
+"""Initial weights that are those of a checkpoint: ``checkpoint.init_from``."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from components.checkpoint.folder import read_meta
+from components.checkpoint.reader import StoredTensors
+from components.contracts.errors import ConfigError
+from components.models.pretrained import beyond
+from components.models.weights import WeightSource
+
+INIT_FROM = "checkpoint.init_from"
+"""The option that names the checkpoint."""
+
+
+def checkpoint_content(folder: Path) -> str:
+    """Hash the checksums that were taken when the checkpoint ``folder`` was written."""
+    files = read_meta(folder).files
+    sums = {name: record.xxh3 for name, record in files.items() if name.endswith(".distcp")}
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+
+
+def checkpoint_weights(
+    folder: Path,
+    shapes: Mapping[str, torch.Size],
+    option: str,
+    *,
+    without_further: PreTrainedModel | None = None,
+) -> WeightSource:
+    """The tensors ``shapes`` out of the checkpoint ``folder``; it may hold no others.
+
+    But for layers for further tokens that the model ``without_further`` has none of.
+
+    Raises:
+        ConfigError: (naming ``option``) it lacks one, or has another, or one of another shape.
+    """
+    tensors = StoredTensors(folder)
+    stored = tensors.shapes("model")
+    if without_further is not None:
+        kept = set(beyond(stored, without_further))
+        stored = {name: shape for name, shape in stored.items() if name in shapes or name in kept}
+    check_shapes(folder, stored, shapes, option)
+
+    def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        return tensors.read(f"model/{name}", index)
+
+    return read
+
+
+def check_shapes(
+    folder: Path, stored: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size], option: str
+) -> None:
+    missing = [name for name in wanted if name not in stored]
+    extra = [name for name in stored if name not in wanted]
+    if any(name.endswith(".lora_A.weight") for name in extra):
+        raise ConfigError(
+            f"{option}: {folder} holds an adapter, and not of this model; continue an adapter with "
+            "adapter.path=RUN/export."
+        )
+    if missing and not extra:
+        raise ConfigError(
+            f"{option}: {folder} lacks {missing[0]} ({len(missing)} missing): its run trained a part of the "
+            "model, or a smaller one; use model.path=RUN/export, or the model options of its run."
+        )
+    if missing or extra:
+        what = f"lacks {missing[0]}" if missing else f"has {extra[0]}, for which there is no place"
+        raise ConfigError(
+            f"{option}: {folder} {what} ({len(missing)} missing, {len(extra)} too many); it is of another "
+            "model: use the model options of its run."
+        )
+    for name, shape in wanted.items():
+        if stored[name] != shape:
+            raise ConfigError(
+                f"{option}: {folder}: {name} is {list(stored[name])}, but the model asks for {list(shape)}; "
+                "use the model options of its run."
+            )

@@ -1,0 +1,1 @@
+"""Writing Hugging Face model folders."""

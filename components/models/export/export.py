@@ -1,0 +1,119 @@
+"""Writing a folder that ``AutoModelForCausalLM.from_pretrained`` reads."""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from components.models.config import ModelSpec
+from components.models.export.hf_file_names import file_names
+
+SHARD_BYTES = 4 * 2**30
+
+Sizes = dict[str, int]
+"""Bytes of every tensor in a file, by name."""
+
+
+def export_folder(
+    spec: ModelSpec,
+    tensors: Iterable[tuple[str, Tensor]],
+    path: Path,
+    dtype: torch.dtype,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes config.json and safetensors files of at most ``shard_bytes`` (or one tensor).
+
+    Every rank calls it with the tensors that it writes (Hugging Face name, whole tensor in the
+    ``stored_dtype`` of ``dtype``); over
+    all ranks each tensor comes once, tied ones under one name. ``path`` is on a disk that all ranks share.
+    The folder is complete when a rank returns. Making ``tensors`` may be collective: they are consumed on
+    every rank.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    rename = file_names(spec.config().model_type)
+    renamed = ((rename(name), tensor) for name, tensor in tensors)
+    written = gather(write_shards(path, renamed, shard_bytes))
+    if rank() == 0:
+        finish_folder(spec, path, dtype, [shard for shards in written for shard in shards])
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def finish_folder(spec: ModelSpec, path: Path, dtype: torch.dtype, shards: list[tuple[Path, Sizes]]) -> None:
+    """Adds the configurations to the files that were written, and gives these their names."""
+    save_config(spec.config(), path, dtype)
+    copy_generation_config(spec, path)
+    name_shards(path, shards)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gather(mine: list[tuple[Path, Sizes]]) -> list[list[tuple[Path, Sizes]]]:
+    """What every rank has, by rank; a collective call where there is a process group."""
+    if not dist.is_initialized():
+        return [mine]
+    everyone: list[list[tuple[Path, Sizes]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) -> list[tuple[Path, Sizes]]:
+    """Under names of their own: how many there are, which is part of the final ones, is known at the end."""
+    shards = []
+    for number, shard in enumerate(sharded(tensors, limit)):
+        file = path / f".shard-{rank()}-{number}"
+        save_file(shard, file, metadata={"format": "pt"})
+        shards.append((file, {name: tensor.nbytes for name, tensor in shard.items()}))
+    return shards
+
+
+def copy_generation_config(spec: ModelSpec, path: Path) -> None:
+    if spec._reads_path and (source := spec.folder() / GENERATION_CONFIG_NAME).is_file():
+        shutil.copyfile(source, path / GENERATION_CONFIG_NAME)
+
+
+def save_config(config: PreTrainedConfig, path: Path, dtype: torch.dtype) -> None:
+    config.use_cache, config.dtype = True, dtype
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    config.save_pretrained(path)
+
+
+def sharded(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.detach().cpu().contiguous()
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def name_shards(path: Path, shards: list[tuple[Path, Sizes]]) -> None:
+    """Gives the files the names that transformers looks for, and writes its index if there are several."""
+    if len(shards) == 1:
+        shards[0][0].replace(path / SAFE_WEIGHTS_NAME)
+        return
+    weight_map: dict[str, str] = {}
+    stem, suffix = SAFE_WEIGHTS_NAME.split(".")
+    for number, (file, sizes) in enumerate(shards, start=1):
+        name = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
+        assert not weight_map.keys() & sizes.keys(), "a tensor was written twice"
+        file.replace(path / name)
+        weight_map |= dict.fromkeys(sizes, name)
+    total = sum(sum(sizes.values()) for _, sizes in shards)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")

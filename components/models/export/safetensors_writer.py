@@ -1,0 +1,79 @@
+"""Safetensors files that are written tensor by tensor, byte for byte as ``safetensors`` writes them."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub.constants import SAFETENSORS_WEIGHTS_FILE_PATTERN
+from torch import Tensor
+
+from components.models.config import ModelSpec
+from components.models.experts import stored_dtype
+from components.models.export.export import SHARD_BYTES, finish_folder
+from components.models.export.hf_file_names import file_names
+from components.models.weights import WeightSource
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+ALIGNMENT = 8
+"""Of where the first tensor begins."""
+
+
+def stream_folder(
+    spec: ModelSpec,
+    shapes: Mapping[str, torch.Size],
+    source: WeightSource,
+    path: Path,
+    dtype: torch.dtype,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write what ``export_folder`` writes, in one process that holds one tensor of ``shapes`` at a time."""
+    path.mkdir(parents=True, exist_ok=True)
+    rename = file_names(spec.config().model_type)
+    ours = {rename(name): name for name in shapes}
+    sizes = {name: size_of(shapes[ours[name]], stored_dtype(name, dtype)) for name in ours}
+    split = split_state_dict_into_shards_factory(
+        sizes,
+        get_storage_size=int,
+        filename_pattern=SAFETENSORS_WEIGHTS_FILE_PATTERN,
+        max_shard_size=shard_bytes,
+    )
+    written = []
+    for file, names in split.filename_to_tensors.items():
+        unfinished, stored = path / f".{file}", {name: shapes[ours[name]] for name in names}
+        stream_file(unfinished, stored, lambda name: source(ours[name]), dtype)
+        written.append((unfinished, {name: sizes[name] for name in names}))
+    finish_folder(spec, path, dtype, written)
+
+
+def stream_file(
+    path: Path, shapes: Mapping[str, torch.Size], source: Callable[[str], Tensor], dtype: torch.dtype
+) -> None:
+    """Write the tensors in the order of their dtypes and names."""
+    dtypes = {name: stored_dtype(name, dtype) for name in shapes}
+    sizes = {name: size_of(shape, dtypes[name]) for name, shape in shapes.items()}
+    names = sorted(sizes, key=lambda name: (-dtypes[name].itemsize, name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + sizes[name]
+        header[name] = {
+            "dtype": DTYPES[dtypes[name]],
+            "shape": list(shapes[name]),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            tensor = source(name).to(dtypes[name]).contiguous()
+            assert tensor.shape == shapes[name], name
+            file.write(tensor.flatten().view(torch.uint8).numpy().data)
+
+
+def size_of(shape: torch.Size, dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize

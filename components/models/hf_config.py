@@ -1,0 +1,117 @@
+"""transformers configurations, made from a description or read from a folder."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Config
+from components.models.hub import one_line, read_json
+
+INVALID = (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError)
+"""What transformers raises for configurations it cannot build."""
+
+ELSEWHERE = {
+    "output_router_logits": "model.moe.aux_loss",
+    "router_aux_loss_coef": "model.moe.aux_loss_coef",
+    "num_mtp_layers": "model.mtp.num_layers",
+    "num_nextn_predict_layers": "model.mtp.num_layers",
+}
+"""Fields of configurations that would be ignored, and what to use instead."""
+
+UNDECLARED = {"qwen3_moe": {"head_dim"}}
+"""What a model reads of its configuration, and files have, but transformers declares no field for."""
+
+
+def make_config(architecture: Config) -> PreTrainedConfig:
+    """The configuration that ``model.architecture`` describes: ``model_type`` and transformers' own keys.
+
+    Raises:
+        ConfigError: an unknown model_type or key (with the nearest match), or a value transformers refuses.
+    """
+    fields = dict(architecture)
+    model_type = fields.pop("model_type", None)
+    if model_type is None:
+        raise ConfigError("model.architecture.model_type: is missing; qwen3 or llama, for example.")
+    if model_type not in CONFIG_MAPPING:
+        hint = near(str(model_type), CONFIG_MAPPING)
+        raise ConfigError(f"model.architecture.model_type: transformers has no {model_type!r}.{hint}")
+    kind = CONFIG_MAPPING[model_type]
+    known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+    known |= UNDECLARED.get(model_type, set())
+    for key in fields:
+        if key in ELSEWHERE:
+            raise ConfigError(f"model.architecture.{key}: is not read; use {ELSEWHERE[key]}.")
+        if key not in known:
+            raise ConfigError(
+                f"model.architecture.{key}: {kind.__name__} has no such field.{near(key, known)}"
+            )
+    try:
+        config = kind(**fields)
+    except INVALID as error:
+        raise ConfigError(f"model.architecture: {one_line(error)}") from error
+    check_rope(config)
+    return config
+
+
+def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
+    """The configuration in ``folder``.
+
+    Raises:
+        ConfigError: no config.json, a malformed one, an unknown model_type, or code that is not trusted.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"model.path: {folder} has no config.json; give the folder of a saved transformers model."
+        )
+    raw = read_json(path)
+    model_type = raw.get("model_type")
+    if model_type not in CONFIG_MAPPING and not trust_remote_code:
+        if "auto_map" in raw:
+            raise ConfigError(
+                f"model.trust_remote_code: is false, but {folder} brings its own model code; "
+                "read it, then set model.trust_remote_code=true."
+            )
+        hint = near(str(model_type), CONFIG_MAPPING)
+        raise ConfigError(f"model.path: {path}: transformers has no model_type {model_type!r}.{hint}")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (*INVALID, OSError, ImportError) as error:
+        raise ConfigError(f"model.path: {path}: {one_line(error)}") from error
+
+
+def check_same(architecture: Config, config: PreTrainedConfig, path: str) -> None:
+    """A named shape loaded from elsewhere must be that shape, or an override of it would be ignored."""
+    made = make_config(architecture)
+    if made.model_type != config.model_type:
+        raise ConfigError(
+            f"model.architecture.model_type: is {made.model_type}, but model.path={path} is "
+            f"{config.model_type}; use model=hf for models of any shape."
+        )
+    for key, value in architecture.items():
+        if value is not None and getattr(made, key) != getattr(config, key):
+            raise ConfigError(
+                f"model.architecture.{key}: is {value}, but model.path={path} has {getattr(config, key)}; "
+                "the shape cannot be changed with model.init=pretrained."
+            )
+
+
+def check_rope(config: PreTrainedConfig) -> None:
+    """transformers only warns of a rope_type it does not know, and fails when the model is built."""
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    known = {"default", *ROPE_INIT_FUNCTIONS}
+    if rope_type not in known:
+        raise ConfigError(
+            f"model.architecture.rope_parameters.rope_type: no {rope_type!r}.{near(rope_type, known)}"
+        )
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(word, list(known), n=3)
+    return f" Did you mean {' or '.join(matches)}?" if matches else ""

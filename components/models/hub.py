@@ -1,0 +1,90 @@
+"""The files of a saved model: a folder on this machine, or a repository of the Hugging Face hub."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+
+DESCRIPTION = ("*.json", "*.py", "*.txt", "*.jinja", "*.model")
+SAFETENSORS, BIN = "*.safetensors", "*.bin"
+
+REASONS: tuple[tuple[type[Exception], str], ...] = (
+    (GatedRepoError, "gated: accept its licence and set HF_TOKEN"),
+    (RepositoryNotFoundError, "the hub has no such model, or it is private"),
+    (RevisionNotFoundError, "it has no such model.revision"),
+    (LocalEntryNotFoundError, "the hub cannot be reached, and there is no copy in its cache"),
+    (HFValidationError, "not a folder, and no name the hub could have"),
+)
+
+
+def model_folder(option: str, path: str, revision: str | None = None, *, weights: bool = False) -> Path:
+    """``path`` if it is a folder, else a local copy of the hub's model ``path`` at ``revision``.
+
+    Without ``weights`` only the small files are downloaded.
+
+    Raises:
+        ConfigError: (naming ``option``) it is neither.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ConfigError(
+                f"model.revision: {option}={path} is a folder and has no revisions; leave it out."
+            )
+        return folder
+    if folder.exists():
+        raise ConfigError(f"{option}={path}: is a file; give the folder it is in.")
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        raise ConfigError(f"{option}={path}: no such folder; give one, or the id of a model.")
+    return download(option, path, revision, weights)
+
+
+@cache
+def download(option: str, repository: str, revision: str | None, weights: bool) -> Path:
+    try:
+        folder = fetch(repository, revision, DESCRIPTION)
+        if weights:
+            folder = fetch(repository, revision, (*DESCRIPTION, SAFETENSORS))
+            if not any(folder.glob(SAFETENSORS)):
+                folder = fetch(repository, revision, (*DESCRIPTION, BIN))
+    except (OSError, HFValidationError) as error:
+        reason = next((text for kind, text in REASONS if isinstance(error, kind)), one_line(error))
+        raise ConfigError(
+            f"{option}={repository}: neither a folder nor a model the Hugging Face hub can give ({reason}); "
+            "pass the folder of a saved model."
+        ) from error
+    return folder
+
+
+def fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
+
+
+def read_json(path: Path) -> Json:
+    """The object in a JSON file; ConfigError names the file, and the line where it is malformed."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {one_line(error)}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: malformed JSON: {error.msg}.") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold a JSON object, not {type(value).__name__}.")
+    return value
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text on one line, cut where it becomes an essay."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:200] + " ..."

@@ -1,0 +1,1 @@
+"""Estimates of memory, communication and time, without running anything."""

@@ -1,0 +1,159 @@
+"""How much arithmetic a step needs, and how much the device could have done (MFU)."""
+
+import time
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from components.models.attention_shape import heads
+from components.models.experts import OF_EXPERT, share_of_experts
+from components.models.mtp import number
+
+DENSE_PEAKS = {
+    "A100": (312e12, 19.5e12),
+    "A10": (125e12, 31.2e12),
+    "B200": (2250e12, 75e12),
+    "GH200": (989e12, 67e12),
+    "H100 NVL": (835e12, 60e12),
+    "H100 PCIe": (756e12, 51e12),
+    "H100": (989e12, 67e12),
+    "H200 NVL": (835e12, 60e12),
+    "H200": (989e12, 67e12),
+    "L4": (121e12, 30.3e12),
+    "L40S": (362e12, 91.6e12),
+    "RTX 3090": (71e12, 35.6e12),
+    "RTX 4090": (165e12, 82.6e12),
+    "RTX A6000": (155e12, 38.7e12),
+}
+"""FLOP/s of dense bf16 tensor cores and of fp32 without TF32, from NVIDIA's data sheets."""
+
+MEASURE_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class MatmulSizes:
+    """What a model multiplies its tokens with."""
+
+    linear: float
+    """Weights a token is multiplied with, of experts those of the chosen ones; embeddings are looked up and
+    norms are no matmuls."""
+    head: float
+    """Weights of the output head, which only labelled positions need."""
+    attention: tuple[tuple[float, float], ...]
+    """Per layer: heads x head_dim (the mean of that of keys and that of values), and how many tokens back it
+    sees."""
+    frozen_linear: float = 0.0
+    """How much of ``linear`` is not trained, and needs no gradient ..."""
+    frozen_head: float = 0.0
+    """... and of ``head``."""
+
+
+def matmul_sizes(model: PreTrainedModel, *, adapted: bool = False) -> MatmulSizes:
+    """Counts on the shapes of ``model``, which may be on the meta device, with its experts one by one.
+
+    ``adapted``: all of it is frozen beside an adapter, whose own few products are left out.
+    """
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    head = model.get_output_embeddings().weight
+    skipped = {id(weight) for weight in (*tables, head)}
+    chosen, passes = share_of_experts(model), 1 + number(model.config)  # of the head, one more a depth
+    weights = [
+        (p.numel() * (chosen if OF_EXPERT.match(name) else 1.0), adapted or not p.requires_grad)
+        for name, p in model.named_parameters()
+        if p.ndim > 1 and id(p) not in skipped
+    ]
+    return MatmulSizes(
+        sum(numel for numel, _ in weights),
+        float(passes * head.numel()),
+        attention_sizes(model.config),
+        sum(numel for numel, frozen in weights if frozen),
+        float(passes * head.numel() if adapted or not head.requires_grad else 0),
+    )
+
+
+def attention_sizes(config: PreTrainedConfig) -> tuple[tuple[float, float], ...]:
+    text, found = config.get_text_config(), heads(config)
+    width = found.number * (found.key + found.value) / 2
+    window = getattr(text, "sliding_window", None) or inf
+    kinds = list(getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers)
+    kinds += kinds[-1:] * number(config)
+    return tuple((width, window if kind == "sliding_attention" else inf) for kind in kinds)
+
+
+def train_flops(
+    sizes: MatmulSizes,
+    *,
+    num_tokens: int,
+    num_labels: int,
+    sum_squared_seqlens: float,
+    forward_only_passes: int = 0,
+) -> float:
+    """FLOPs that one training step needs (matmuls, forward and backward; nothing is counted twice).
+
+    The convention of PaLM (Chowdhery et al., 2022, appendix B), 6 x weights x tokens plus attention, with
+    two corrections that leave it a count of what is *needed*: attention is causal, so a sequence of T tokens
+    has T^2 / 2 pairs instead of T^2, and the head is applied where there is a label, which in pre-training is
+    everywhere. Recomputed activations and padding do not count, nor do gradients of frozen weights.
+
+    Args:
+        sum_squared_seqlens: Over the sequences of the step, packed or not.
+        forward_only_passes: Passes without gradient over the same tokens: 1 for dpo's reference model.
+    """
+    pairs = sum(
+        width * min(sum_squared_seqlens / 2, window * num_tokens) for width, window in sizes.attention
+    )
+    # Query times key, and weight times value: two matmuls of 2 FLOPs a pair and channel.
+    forward = 2 * sizes.linear * num_tokens + 2 * sizes.head * num_labels + 4 * pairs
+    unneeded = 2 * sizes.frozen_linear * num_tokens + 2 * sizes.frozen_head * num_labels
+    return forward * (3 + forward_only_passes) - unneeded
+
+
+@cache
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s that one rank can reach: a data sheet's for known GPUs, else measured here, once.
+
+    The measurement is a square matmul repeated for 0.2 s with the threads this process has, so on CPU the
+    MFU says how much of the time goes into matmuls at their best speed.
+    """
+    if device.type == "cuda":
+        known = data_sheet_peak(torch.cuda.get_device_name(device), dtype)
+        if known is not None:
+            return known
+    return measure_peak(device, dtype)
+
+
+def data_sheet_peak(name: str, dtype: torch.dtype) -> float | None:
+    """The peak of the GPU ``name`` ("NVIDIA H100 80GB HBM3"); the longest entry that is part of it wins.
+
+    Laptop parts share a name with desktop ones that are twice as fast, so they are left to be measured.
+    """
+    words = f" {name.replace('-', ' ')} "
+    if " Laptop " in words:
+        return None
+    for known in sorted(DENSE_PEAKS, key=len, reverse=True):
+        if f" {known} " in words:
+            return DENSE_PEAKS[known][0 if dtype in (torch.bfloat16, torch.float16) else 1]
+    return None
+
+
+def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = torch.ones(2, size, size, device=device, dtype=dtype)
+    best, deadline = inf, time.perf_counter() + MEASURE_SECONDS
+    torch.mm(a, b)
+    while best == inf or time.perf_counter() < deadline:  # once at least, however busy the machine is
+        synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, b)
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

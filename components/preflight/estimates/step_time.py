@@ -1,0 +1,146 @@
+"""The parameters, the arithmetic and the estimated time of a step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from components.contracts.data import BatchStats
+from components.models.attention_shape import heads
+from components.models.experts import routed, share_of_experts
+from components.models.mtp import number
+from components.preflight.engine_layouts import comm_cost, mesh_info
+from components.preflight.estimates.device_specs import HOST, Device
+from components.preflight.estimates.flops import MatmulSizes, matmul_sizes, train_flops
+from components.preflight.estimates.parameter_counts import census
+from components.preflight.estimates.quantities import ModelSize
+from components.preflight.estimates.workload import first_steps
+from components.preflight.search.candidate import Case
+
+
+def parameter_counts(case: Case) -> dict[str, int]:
+    """total, trainable, and active: those that take part in computing a token, all but for idle experts."""
+    found = census(case.model, case.adapter)
+    idle = (1 - share_of_experts(case.model)) * sum(p.numel for p in found if p.of_experts)
+    total = sum(p.numel for p in found)
+    trained = sum(p.numel for p in found if p.trained)
+    return {"total": total, "trainable": trained, "active": total - round(idle)}
+
+
+def model_size(case: Case) -> ModelSize:
+    config, counts, of = case.model.config.get_text_config(), parameter_counts(case), heads(case.model.config)
+    experts = [p for p in census(case.model, case.adapter) if p.of_experts]
+    layers = len(routed(case.model))
+    return ModelSize(
+        parameters=counts["total"],
+        trained=counts["trainable"],
+        layers=config.num_hidden_layers + number(config),
+        hidden=config.hidden_size,
+        query=of.number * (of.key + of.value) // 2,
+        key=of.shared * (of.key + of.value) // 2,
+        experts=sum(p.numel for p in experts),
+        experts_trained=sum(p.numel for p in experts if p.trained),
+        routed_layers=layers,
+        chosen=config.num_experts_per_tok if layers else 0,
+    )
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The arithmetic of a mean step, in any layout."""
+
+    size: ModelSize
+    sequences: float
+    tokens: float
+    labels: float
+    computed: float
+    """Tokens, those that several sequences share counted once."""
+    flops: float
+    forward: float
+    """Of ``flops``, one forward pass ..."""
+    attention: float
+    """... and in that, queries times keys and weights times values."""
+
+
+def step_work(case: Case) -> StepWork:
+    """A mean over the first steps: what ``perf/mfu`` of a run counts."""
+    sizes = matmul_sizes(case.model, adapted=case.adapter is not None)
+    steps = first_steps(case.data)
+    passes = 0 if case.reference == "none" else 1
+
+    def flops(sizes: MatmulSizes, step: BatchStats, passes: int = 0) -> float:
+        return train_flops(
+            sizes,
+            num_tokens=step.num_computed_tokens,
+            num_labels=step.num_labels,
+            sum_squared_seqlens=step.sum_squared_seqlens,
+            forward_only_passes=passes,
+        )
+
+    unfrozen = replace(sizes, frozen_linear=0.0, frozen_head=0.0)
+    attention = MatmulSizes(0.0, 0.0, sizes.attention)
+    return StepWork(
+        size=model_size(case),
+        sequences=fmean(step.num_tokens / step.seqlen_mean for step in steps),
+        tokens=fmean(step.num_tokens for step in steps),
+        labels=fmean(step.num_labels for step in steps),
+        computed=fmean(step.num_computed_tokens for step in steps),
+        flops=fmean(flops(sizes, step, passes) for step in steps),
+        forward=fmean(flops(unfrozen, step) / 3 for step in steps),
+        attention=fmean(flops(attention, step) / 3 for step in steps),
+    )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Estimated seconds of a step, and what they are made of."""
+
+    compute: float
+    """All ranks at the assumed MFU, recomputation included."""
+    waiting: float
+    """For what is sent within the step and after it."""
+    idle: float
+    """In the bubble of a pipeline."""
+    behind: float
+    """What is sent behind computation; it counts where it takes longer than that."""
+
+    @property
+    def total(self) -> float:
+        return max(self.compute + self.idle, self.behind) + self.waiting
+
+
+def step_time(case: Case, work: StepWork) -> StepTime:
+    """``work`` over the ranks, and what ``case.layout`` adds: see ``StepCost``."""
+    device = case.device
+    cost = comm_cost(
+        case.layout,
+        work.size,
+        world_size=case.world_size,
+        dtype=case.dtype,
+        tokens=work.computed / case.data_size,
+        num_microbatches=case.workload.num_microbatches,
+    )
+    again = {"none": 0.0, "full": work.forward, "selective": work.attention}[cost.recomputed]
+    compute = (work.flops + again) / (case.world_size * device.flops * device.mfu)
+    dims = mesh_info(case.layout, case.world_size)["dims"]
+    seconds = dict.fromkeys(("within", "behind", "after"), 0.0)
+    for sent in cost.sent:
+        seconds[sent.when] += sent.num_bytes / bandwidth(device, dims, sent.dimension, sent.span)
+    idle = (compute + seconds["within"]) * cost.bubble / (1 - cost.bubble)
+    return StepTime(compute, seconds["within"] + seconds["after"], idle, seconds["behind"])
+
+
+def bandwidth(
+    device: Device, dims: Mapping[str, int], dimension: str, neighbours: int | None = None
+) -> float:
+    """Bytes a second among the ranks of one ``dimension``, or among ``neighbours``: the slowest link between
+    two that follow each other counts."""
+    if dimension == "host":
+        return HOST
+    if neighbours is not None:
+        return device.link if neighbours <= device.per_node else device.network
+    span = 1
+    for name, size in reversed(list(dims.items())):
+        span *= size
+        if name == dimension:
+            break
+    return device.link if span <= device.per_node else device.network

@@ -1,0 +1,51 @@
+"""What the rows of a run ask of a rank, known from its plan."""
+
+from functools import lru_cache
+
+import numpy as np
+
+from components.contracts.configs import Prepared
+from components.contracts.data import BatchStats
+from components.data.loader import PreparedData
+from components.preflight.estimates.quantities import Workload
+
+LARGEST = 16
+"""Micro-batches whose labels are counted."""
+
+
+@lru_cache(maxsize=64)
+def largest_microbatch(data: Prepared, micro_batch_size: int, data_size: int) -> Workload:
+    """The micro-batch with the most tokens of the first epoch.
+
+    Of padded rows a sample is as many lines as it has sequences. Labels are the most that one of the
+    ``LARGEST`` has.
+    """
+    assert isinstance(data, PreparedData)
+    tokens, plans = data.train.open()
+    plan, packed = plans[0], data.packing != "none"
+    spans = plan.segments[:, 2] - plan.segments[:, 1]
+    combine = np.add if packed else np.maximum
+    rows = combine.reduceat(spans, plan.row_offsets[:-1])
+    sizes = combine.reduceat(rows, np.arange(0, len(rows), micro_batch_size))
+    lines = micro_batch_size * (1 if packed else tokens.sequences_per_sample)
+    labels = 0
+    for number in np.argsort(-sizes, kind="stable")[:LARGEST].tolist():
+        stop = min((number + 1) * micro_batch_size, plan.num_rows)
+        segments = plan.rows(number * micro_batch_size, stop).tolist()
+        labels = max(labels, sum(tokens.count(seq, first + 1, last + 1) for seq, first, last in segments))
+    longest = int(sizes.max())
+    return Workload(
+        rows=lines,
+        length=-(-longest // lines) if packed else longest,
+        labels=labels,
+        num_microbatches=data.global_batch_size // (data_size * micro_batch_size),
+    )
+
+
+@lru_cache(maxsize=4)
+def first_steps(data: Prepared, count: int = 8) -> tuple[BatchStats, ...]:
+    """The global batches of the first ``count`` steps, or of as many as there are."""
+    loader = data.train_loader(
+        global_batch_size=data.global_batch_size, micro_batch_size=1, data_rank=0, data_size=1
+    )
+    return tuple(loader.stats(step) for step in range(min(count, loader.num_steps)))

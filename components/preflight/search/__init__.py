@@ -1,0 +1,1 @@
+"""Candidate layouts, and what to change when a run does not fit."""

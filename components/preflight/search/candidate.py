@@ -1,0 +1,124 @@
+"""What is about to run, as far as its size, its time and its memory depend on it; and variations of it."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+import torch
+from transformers import PreTrainedModel
+
+from components.adapters import LoRA
+from components.contracts.configs import Prepared
+from components.contracts.engine import EngineOptions, Kernels, Reference
+from components.contracts.json_types import Config
+from components.contracts.loss import Loss
+from components.engines.shared.parallel_dims import divisors
+from components.optimizers import Optimizer
+from components.preflight.checks import check_batch, check_shared_prompt
+from components.preflight.engine_layouts import EngineLayout, memory
+from components.preflight.estimates.device_specs import Device
+from components.preflight.estimates.quantities import RankMemory, TrainStep, Workload
+from components.preflight.estimates.workload import largest_microbatch
+
+TOLERANCE = 0.15
+
+
+@dataclass(frozen=True)
+class Case:
+    """One experiment in one layout."""
+
+    layout: EngineLayout
+    world_size: int
+    model: PreTrainedModel
+    """The transformers model on the meta device, without its adapter."""
+    adapter: LoRA | None
+    optimizer: Optimizer
+    loss: Loss
+    reference: Reference
+    """What the engine keeps for reference passes."""
+    reference_model: PreTrainedModel | None
+    """On the meta device; None: of the same shape as ``model``."""
+    data: Prepared
+    micro_batch_size: int
+    dtype: torch.dtype
+    device: Device
+    compiled: bool
+    kernels: Kernels
+    shares_prompts: bool
+    max_length: int
+    """``data.max_length``"""
+    cut: int = 1
+    """That is divided by so much, in a variation."""
+
+    @property
+    def data_size(self) -> int:
+        return self.layout.data_size(self.world_size)
+
+    @property
+    def workload(self) -> Workload:
+        """Of the largest micro-batch."""
+        found = largest_microbatch(self.data, self.micro_batch_size, self.data_size)
+        # Packed rows are as long as they may be, a padded one as its sample.
+        packed = self.data.packing != "none"
+        length = -(-found.length // self.cut) if packed else min(found.length, self.max_length // self.cut)
+        return replace(found, length=length, labels=-(-found.labels * length // found.length))
+
+    @cached_property
+    def memory(self) -> list[RankMemory]:
+        """Of a rank of every pipeline stage, at the peak of a train step."""
+        step = TrainStep(
+            world_size=self.world_size,
+            dtype=self.dtype,
+            device=self.device.kind,
+            workload=self.workload,
+            loss=self.loss,
+            reference=self.reference,
+            reference_model=self.reference_model,
+            adapter=self.adapter,
+        )
+        return memory(self.layout, self.model, self.optimizer, step)
+
+    @property
+    def largest(self) -> RankMemory:
+        """Of the stage whose ranks hold most."""
+        return max(self.memory, key=lambda rank: rank.total)
+
+    @property
+    def room(self) -> int:
+        """Bytes that a rank may ask for. Of a machine that ranks share only clear misfits are refused: those
+        that are over by more than an estimate may be wrong."""
+        return self.device.memory if self.device.certain else int(self.device.memory * (1 + TOLERANCE))
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """Sizes that split the share of a data rank, up to sixteen rows; none where there are no shares."""
+        share, rest = divmod(self.data.global_batch_size, self.data_size)
+        return [] if rest else [size for size in divisors(share) if size <= 16]
+
+    def fits(self) -> bool:
+        return self.largest.total <= self.room
+
+    def check(self) -> None:
+        """Raises ConfigError where the layout, the batch and the model do not go together."""
+        check_shared_prompt(self.shares_prompts, self.layout)
+        check_batch(self.data.global_batch_size, self.micro_batch_size, self.data_size)
+        options = EngineOptions(
+            self.dtype,
+            self.device.kind,
+            adapter=self.adapter,
+            compiled=self.compiled,
+            kernels=self.kernels,
+        )
+        self.layout.check(self.model, self.optimizer, options, world_size=self.world_size)
+        if self.adapter is not None:
+            self.adapter.check(self.model)
+
+    def relaid(self, changes: Config) -> Self:
+        """With other keys of the layout, and as many ranks as it then takes.
+
+        Raises:
+            ConfigError: the keys contradict each other.
+        """
+        layout = replace(self.layout, **changes)
+        ranks = layout.world_size({}, 0) if "dp" in changes else self.world_size
+        return replace(self, layout=layout, world_size=ranks, device=self.device.shared_by(ranks))

@@ -1,0 +1,135 @@
+"""Layouts of FSDP2 beside the one that was asked for: what they send, which hold less, all there are."""
+
+from collections.abc import Iterator, Mapping
+from math import gcd
+from typing import Any
+
+import torch
+
+from components.engines.fsdp2.layout import FSDP2Layout
+from components.engines.shared.parallel_dims import RECOMPUTED_MORE, divisors
+from components.preflight.estimates.communication import (
+    FP32,
+    all_reduced,
+    gathered,
+    tensor_parallel,
+    traded_heads,
+    traded_tokens,
+)
+from components.preflight.estimates.quantities import ModelSize, Sent, StepCost
+
+
+def mesh(layout: FSDP2Layout, world_size: int) -> dict[str, Any]:
+    """As ``components.engines.fsdp2.mesh.make_mesh`` cuts the ranks."""
+    replicate, cp, tp = layout.dp_replicate, layout.cp, layout.tp
+    dims = {
+        "dp_replicate": replicate,
+        "dp_shard": world_size // (replicate * cp * tp),
+        "cp": cp,
+        "tp": tp,
+    }
+    found = {"dims": dims, "ranks": torch.arange(world_size).view(*dims.values()).tolist()}
+    if layout.ep == 1:
+        return found
+    experts = {
+        "dp_replicate": replicate,
+        "dp_shard": world_size // (replicate * layout.ep * tp),
+        "ep": layout.ep,
+        "tp": tp,
+    }
+    ranks = torch.arange(world_size).view(*experts.values()).tolist()
+    return found | {"experts": {"dims": experts, "ranks": ranks}}
+
+
+def cost(
+    layout: FSDP2Layout,
+    size: ModelSize,
+    *,
+    world_size: int,
+    dtype: torch.dtype,
+    tokens: float,
+    num_microbatches: int,
+) -> StepCost:
+    """Every micro-batch gathers the weights, once more for its backward pass where a block lets go of them;
+    gradients are scattered once a step, in fp32 (Rajbhandari et al., 2020, section 7)."""
+    shards = world_size // (layout.dp_replicate * layout.tp)
+    held, trained = size.parameters / layout.tp, size.trained / layout.tp
+    experts, taught = size.experts / layout.tp, size.experts_trained / layout.tp
+    gathers = num_microbatches * (2 if layout.reshard_after_forward else 1)
+
+    def spread(whole: float, experts: float) -> float:
+        """Sent to gather ``whole``, of which the ``experts`` are dealt out first."""
+        return gathered(whole - experts, shards) + gathered(experts / layout.ep, shards // layout.ep)
+
+    weights = gathers * spread(held, experts) * dtype.itemsize + spread(trained, taught) * FP32
+    sent = [Sent("dp_shard", weights, when="behind")]
+    if layout.dp_replicate > 1:
+        copies = all_reduced(trained / shards * FP32, layout.dp_replicate)
+        sent.append(Sent("dp_replicate", copies, when="behind"))
+    if layout.cp > 1:
+        sent.append(traded_heads(size, layout.cp, layout.tp, tokens, dtype.itemsize))
+    if layout.tp > 1:
+        own = tokens / layout.cp
+        recomputed = layout.activation_checkpointing
+        sent.append(tensor_parallel(size, layout.tp, own, dtype.itemsize, recomputed=recomputed))
+    if layout.ep > 1:
+        sent.append(
+            traded_tokens(
+                size,
+                layout.ep,
+                tokens / layout.cp,
+                dtype.itemsize,
+                recomputed=layout.activation_checkpointing,
+                span=layout.ep * layout.tp,
+            )
+        )
+    if layout.cpu_offload:
+        shard = (gathers * held * dtype.itemsize + trained * FP32) / shards
+        sent.append(Sent("host", shard, when="behind"))
+    return StepCost(sent, bubble=0.0, recomputed=layout.activation_checkpointing)
+
+
+def leaner(layout: FSDP2Layout, world_size: int) -> list[dict[str, Any]]:
+    """On the same ranks; then on more."""
+    dp = layout.data_size(world_size)
+    found: list[dict[str, Any]] = [
+        {"activation_checkpointing": kind} for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
+    ]
+    if not layout.reshard_after_forward:
+        found.append({"reshard_after_forward": True})
+    if layout.dp_replicate > 1:
+        found.append({"dp_replicate": 1})
+    if not layout.cpu_offload:
+        found.append({"cpu_offload": True})
+    found.append({"ep": 2 * layout.ep})
+    for key in ("tp", "cp"):
+        size = getattr(layout, key) * 2
+        if dp % 2 == 0:
+            found.append({key: size, "dp": dp // 2})
+        found.append({key: size, "dp": dp})
+    found += [{"dp": dp * times} for times in (2, 4, 8)]
+    return [keys for keys in found if shares_experts(vars(layout) | {"dp": dp} | keys)]
+
+
+def shares_experts(keys: Mapping[str, Any]) -> bool:
+    """Whether the ranks that shard a parameter are whole sets of those that have all experts between them."""
+    return bool((keys["dp"] // keys["dp_replicate"] * keys["cp"]) % keys["ep"] == 0)
+
+
+def layouts(devices: int, per_node: int, *, experts: int = 0) -> Iterator[Mapping[str, Any]]:
+    """Every way to share ``devices`` ranks, as keys; matrices are split within a node of ``per_node``.
+
+    ``experts``: of every layer that has some, dealt out where there are any.
+    """
+    for tp in divisors(devices):
+        if tp > per_node:
+            continue
+        for cp in divisors(devices // tp):
+            dp = devices // (tp * cp)
+            nodes = -(-devices // per_node)
+            copies = {1, nodes} if dp % nodes == 0 else {1}
+            yield from (
+                {"dp": dp, "dp_replicate": n, "cp": cp, "tp": tp, "ep": ep}
+                for n in sorted(copies)
+                for ep in divisors(gcd(experts, dp // n * cp) if experts else 1)
+            )

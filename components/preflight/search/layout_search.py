@@ -1,0 +1,148 @@
+"""``preflight.mode=plan``: layouts for a number of devices, by the time that a step is estimated to take."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Config
+from components.engines.fsdp2 import FSDP2
+from components.engines.megatron import Megatron
+from components.engines.shared.parallel_dims import RECOMPUTED_MORE
+from components.models.experts import number_of_experts
+from components.optimizers import SGD
+from components.preflight.engine_layouts import EngineLayout
+from components.preflight.estimates.step_time import StepTime, StepWork, step_time, step_work
+from components.preflight.formatting import as_seconds, as_size
+from components.preflight.report import Report, device_section
+from components.preflight.search.candidate import Case
+from components.preflight.search.fsdp2_layouts import layouts as fsdp2_layouts
+from components.preflight.search.megatron_layouts import layouts as megatron_layouts
+
+DEFAULTS: Mapping[str, EngineLayout] = {
+    "fsdp2": FSDP2(dp=None, default_dp=2, reshard_after_forward=True),
+    "megatron": Megatron(),
+}
+"""``parallelism=NAME`` without further keys: what is varied here, and what need not be typed."""
+
+SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that fits, in its fastest form."""
+
+    case: Case
+    overrides: tuple[str, ...]
+    time: StepTime
+
+
+def search(case: Case, work: StepWork, devices: int) -> list[Found]:
+    """The fastest ``SHOWN`` meshes of both engines, each in its fastest form that fits.
+
+    Variants are asked whether the run bears them, and whether they fit, in the order of their times: these
+    questions cost more than times do.
+
+    Raises:
+        ConfigError: none fits ``devices``.
+    """
+    bases = {n: on for n, mesh in enumerate(meshes(case, devices)) if (on := relaid(mesh, case))}
+    timed = [(step_time(variant, work), n, variant) for n in bases for variant in variants(bases[n][1])]
+    found: dict[int, Found] = {}
+    borne: dict[int, bool] = {}
+    for time, n, variant in sorted(timed, key=by_total):
+        engine, base = bases[n]
+        if n not in borne:
+            borne[n] = bears(base)
+        if borne[n] and n not in found and variant.fits():
+            found[n] = Found(variant, typed(engine, variant), time)
+        if len(found) == SHOWN:
+            break
+    if not found:
+        raise ConfigError(
+            f"preflight.devices: no layout of {devices} device(s) with {as_size(case.device.memory)} each "
+            f"holds this run and divides run.global_batch_size={case.data.global_batch_size}; use more "
+            "devices or another global batch, lower data.max_length, or train an adapter (adapter=lora)."
+        )
+    return list(found.values())
+
+
+def meshes(case: Case, devices: int) -> Iterator[tuple[str, Config]]:
+    """Engine and keys of every way to share the devices."""
+    layers, per_node = case.model.config.get_text_config().num_hidden_layers, case.device.per_node
+    sharded = not isinstance(case.optimizer, SGD)
+    experts = number_of_experts(case.model)
+    yield from (("fsdp2", keys) for keys in fsdp2_layouts(devices, per_node, experts=experts))
+    yield from (
+        ("megatron", keys)
+        for keys in megatron_layouts(devices, per_node, layers, sharded=sharded, experts=experts)
+    )
+
+
+def relaid(mesh: tuple[str, Config], case: Case) -> tuple[str, Case] | None:
+    """``case`` on a mesh of an engine, with its smallest micro-batch; None: there is none."""
+    engine, keys = mesh
+    try:
+        base = replace(case, layout=DEFAULTS[engine]).relaid(keys)
+    except ConfigError:
+        return None
+    sizes = base.micro_batches
+    return (engine, replace(base, micro_batch_size=sizes[0])) if sizes else None
+
+
+def variants(base: Case) -> list[Case]:
+    """Of one mesh, plainer ones first."""
+    return [
+        replace(base.relaid({"activation_checkpointing": kind}), micro_batch_size=size)
+        for kind in RECOMPUTED_MORE
+        for size in base.micro_batches
+    ]
+
+
+def bears(base: Case) -> bool:
+    """Whether ``base`` fits in its leanest form, and its run is one that the engine takes."""
+    if not base.relaid({"activation_checkpointing": "full"}).fits():
+        return False
+    try:
+        base.check()
+    except ConfigError:
+        return False
+    return True
+
+
+def by_total(timed: tuple[StepTime, int, Case]) -> float:
+    """Sorted so, of equal times the one that comes first stays first."""
+    return timed[0].total
+
+
+def typed(engine: str, case: Case) -> tuple[str, ...]:
+    """The overrides that lead to ``case``."""
+    usual, keys = vars(DEFAULTS[engine]), vars(case.layout)
+    changed = [f"parallelism.{key}={str(keys[key]).lower()}" for key in keys if keys[key] != usual[key]]
+    return (f"parallelism={engine}", *changed, f"run.micro_batch_size={case.micro_batch_size}")
+
+
+def plan(case: Case, devices: int) -> Report:
+    """The fastest layouts for ``devices``, for a terminal and for preflight.json.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    work = step_work(case)
+    found = search(case, work, devices)
+    rows: list[Config] = [
+        {
+            "overrides": " ".join(each.overrides),
+            "memory": each.case.largest.total,
+            "seconds": each.time.total,
+            "compute_s": each.time.compute,
+            "waiting_s": each.time.waiting,
+            "idle_s": each.time.idle,
+            "behind_s": each.time.behind,
+        }
+        for each in found
+    ]
+    texts = [
+        f"{as_seconds(row['seconds'])} a step, {as_size(row['memory'])} a rank: {row['overrides']}"
+        for row in rows
+    ]
+    return Report({"device": device_section(case), "plan": rows}, {"plan": "\n".join(texts)})

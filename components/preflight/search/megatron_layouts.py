@@ -1,0 +1,153 @@
+"""Layouts of Megatron beside the one that was asked for: what they send, which hold less, all there are."""
+
+from collections.abc import Callable, Iterator, Mapping
+from math import gcd
+from typing import Any
+
+import torch
+
+from components.engines.megatron.layout import Layout
+from components.engines.shared.parallel_dims import RECOMPUTED_MORE, divisors
+from components.preflight.estimates.communication import (
+    FP32,
+    all_reduced,
+    gathered,
+    gathered_keys,
+    tensor_parallel,
+    traded_heads,
+    traded_tokens,
+)
+from components.preflight.estimates.quantities import ModelSize, Sent, StepCost
+
+
+def mesh(layout: Layout, world_size: int) -> dict[str, Any]:
+    """As Megatron orders ranks: neighbours share matrices, then sequences, then the data, then the layers."""
+    dims = {
+        "pp": layout.pp,
+        "dp": world_size // layout.model_ranks,
+        "cp": layout.cp,
+        "tp": layout.tp,
+    }
+    found = {"dims": dims, "ranks": torch.arange(world_size).view(*dims.values()).tolist()}
+    if layout.ep == layout.etp == 1:
+        return found
+    copies = world_size // (layout.pp * layout.ep * layout.etp)
+    experts = {"pp": layout.pp, "dp": copies, "ep": layout.ep, "etp": layout.etp}
+    ranks = torch.arange(world_size).view(*experts.values()).tolist()
+    return found | {"experts": {"dims": experts, "ranks": ranks}}
+
+
+def cost(
+    layout: Layout,
+    size: ModelSize,
+    *,
+    world_size: int,
+    dtype: torch.dtype,
+    tokens: float,
+    num_microbatches: int,
+) -> StepCost:
+    """Of a pipeline of p stages, v chunks each and m micro-batches, a stage waits ``p - 1`` of every
+    ``m v + p - 1`` turns (Narayanan et al., 2021, section 2.2)."""
+    tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, world_size // layout.model_ranks
+    sent = [gradients(layout, size, dp * cp, dtype)]
+    own, recomputed = tokens / cp, layout.activation_checkpointing
+    layers = {"layers": size.layers / pp, "routed_layers": size.routed_layers / pp}
+    stage = ModelSize(**vars(size) | layers)
+    if cp > 1:
+        exchange = traded_heads if layout.cp_comm_type == "a2a" else gathered_keys
+        sent.append(exchange(stage, cp, tp, tokens, dtype.itemsize))
+    if tp > 1:
+        sent.append(tensor_parallel(stage, tp, own, dtype.itemsize, recomputed=recomputed))
+    if layout.ep > 1:
+        # Ranks of tp send a part each of the tokens that they share, which ranks of etp gather again.
+        passed, span = own * layout.etp / tp, layout.ep * layout.etp
+        sent.append(traded_tokens(stage, layout.ep, passed, dtype.itemsize, recomputed=recomputed, span=span))
+    if pp > 1:
+        width = size.hidden / (tp if layout.sequence_parallel else 1)
+        sent.append(Sent("pp", 2 * layout.vpp * own * width * dtype.itemsize, when="within"))
+    if layout.optimizer_cpu_offload:
+        trained = size.trained / (tp * pp)
+        sent.append(Sent("host", trained * (FP32 + dtype.itemsize) / (dp * cp), when="after"))
+    turns = num_microbatches * layout.vpp + pp - 1
+    return StepCost(sent, bubble=(pp - 1) / turns, recomputed=recomputed)
+
+
+def gradients(layout: Layout, size: ModelSize, ranks: int, dtype: torch.dtype) -> Sent:
+    """In fp32, once a step; the distributed optimizer scatters them and gathers the new weights.
+
+    ``ranks`` add them up, of experts those that have the same ones.
+    """
+    alike = ranks * layout.tp // (layout.ep * layout.etp)
+    split, dealt = layout.tp * layout.pp, layout.ep * layout.etp * layout.pp
+
+    def sent(whole: int, experts: int, how: Callable[[float, int], float]) -> float:
+        return how((whole - experts) / split, ranks) + how(experts / dealt, alike)
+
+    trained = size.trained, size.experts_trained
+    if layout.distributed_optimizer:
+        weights = sent(size.parameters, size.experts, gathered) * dtype.itemsize
+        num_bytes = sent(*trained, gathered) * FP32 + weights
+    else:
+        num_bytes = sent(*trained, all_reduced) * FP32
+    overlaps = layout.overlap_grad_reduce and layout.pp == 1
+    return Sent("dp", num_bytes, when="behind" if overlaps else "after")
+
+
+def leaner(layout: Layout, world_size: int) -> list[dict[str, Any]]:
+    """On the same ranks; then on more."""
+    dp = world_size // layout.model_ranks
+    found: list[dict[str, Any]] = [
+        {"activation_checkpointing": kind} for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
+    ]
+    if not layout.distributed_optimizer and dp * layout.cp > 1:
+        found.append({"distributed_optimizer": True})
+    if not layout.sequence_parallel and layout.tp > 1:
+        found.append({"sequence_parallel": True})
+    if not layout.optimizer_cpu_offload:
+        found.append({"optimizer_cpu_offload": True, "distributed_optimizer": True})
+    found.append({"ep": 2 * layout.ep})
+    for key in ("tp", "pp", "cp"):
+        size = getattr(layout, key) * 2
+        if dp % 2 == 0:
+            found.append({key: size, "dp": dp // 2})
+        found.append({key: size, "dp": dp})
+    found += [{"dp": dp * times, "distributed_optimizer": True} for times in (2, 4, 8)]
+    return [keys for keys in found if shares_experts(vars(layout) | {"dp": dp} | keys)]
+
+
+def shares_experts(keys: Mapping[str, Any]) -> bool:
+    """Whether the ranks of a stage are whole sets of those that have all experts between them."""
+    return bool((keys["tp"] * keys["cp"] * keys["dp"]) % (keys["ep"] * keys["etp"]) == 0)
+
+
+def layouts(
+    devices: int, per_node: int, num_layers: int, *, sharded: bool, experts: int = 0
+) -> Iterator[Mapping[str, Any]]:
+    """Every way to share ``devices`` ranks, as keys; matrices are split within a node of ``per_node``.
+
+    ``sharded``: with the distributed optimizer. ``experts``: of every layer that has some, whole ones on a
+    rank.
+    """
+    for tp in divisors(devices):
+        if tp > per_node:
+            continue
+        for pp in divisors(devices // tp):
+            if num_layers % pp:
+                continue
+            for cp in divisors(devices // (tp * pp)):
+                dp = devices // (tp * pp * cp)
+                chunks = [n for n in (1, 2, 4) if num_layers // pp % n == 0] if pp > 1 else [1]
+                yield from (
+                    {
+                        "tp": tp,
+                        "pp": pp,
+                        "vpp": vpp,
+                        "cp": cp,
+                        "ep": ep,
+                        "dp": dp,
+                        "sequence_parallel": tp > 1,
+                        "distributed_optimizer": sharded and dp * cp > 1,
+                    }
+                    for vpp in chunks
+                    for ep in divisors(gcd(experts, tp * cp * dp) if experts else 1)
+                )

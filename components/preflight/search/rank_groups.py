@@ -1,0 +1,68 @@
+"""Which global ranks form each group of a layout."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from components.contracts.json_types import Config, Json
+from components.preflight.engine_layouts import EngineLayout, mesh_info
+
+
+def groups(layout: EngineLayout, world_size: int) -> dict[str, list[list[int]]]:
+    """dimension -> its groups, each its global ranks in order, for dimensions of more than one rank.
+
+    ``dp x cp``, ``dp_shard x cp``: where sequences are split, these add up gradients, share what is sharded.
+    ``ep``, ``etp``: the same ranks once more, as they share experts out and split them.
+    """
+    mesh = mesh_info(layout, world_size)
+    dims: Mapping[str, int] = mesh["dims"]
+    names = list(dims)
+    wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
+    if dims.get("cp", 1) > 1 and dims[data := names[names.index("cp") - 1]] > 1:
+        wanted[f"{data} x cp"] = (data, "cp")
+    found = {label: along(mesh, members) for label, members in wanted.items()}
+    if experts := mesh.get("experts"):
+        found |= {name: along(experts, (name,)) for name in ("ep", "etp") if name in experts["dims"]}
+    return {label: members for label, members in found.items() if len(members[0]) > 1}
+
+
+def along(mesh: Config, members: Sequence[str]) -> list[list[int]]:
+    """The ranks that differ in the dimensions ``members`` alone."""
+    dims: Mapping[str, int] = mesh["dims"]
+    ranks, names = torch.tensor(mesh["ranks"]).view(*dims.values()), list(dims)
+    last = [names.index(name) for name in members]
+    first = [index for index in range(len(names)) if index not in last]
+    size = math.prod(dims[name] for name in members)
+    grouped: list[list[int]] = ranks.permute(*first, *last).reshape(-1, size).tolist()
+    return grouped
+
+
+def in_short(ranks: Sequence[int]) -> str:
+    """``0-7``, ``0 8 .. 56`` (every eighth), else all of them."""
+    steps = {b - a for a, b in itertools.pairwise(ranks)}
+    if len(ranks) > 2 and steps == {1}:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) > 3 and len(steps) == 1:
+        return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"
+    return " ".join(map(str, ranks))
+
+
+def group_rows(layout: EngineLayout, world_size: int) -> list[Json]:
+    """A row a group, for preflight.json."""
+    return [
+        {"dimension": label, "group": number, "size": len(ranks), "ranks": " ".join(map(str, ranks))}
+        for label, members in groups(layout, world_size).items()
+        for number, ranks in enumerate(members)
+    ]
+
+
+def group_lines(layout: EngineLayout, world_size: int) -> list[str]:
+    """``tp 8: 0-7, ..., 504-511``: a text a dimension, with its first and its last group."""
+    texts = []
+    for label, members in groups(layout, world_size).items():
+        shown = [in_short(ranks) for ranks in dict.fromkeys((tuple(members[0]), tuple(members[-1])))]
+        between = ", ..., " if len(members) > 2 else ", "
+        texts.append(f"{label} {len(members[0])}: {between.join(shown)}")
+    return texts

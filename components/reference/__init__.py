@@ -1,0 +1,1 @@
+"""The reference model of preference losses, and its precomputed log-probabilities."""

@@ -1,0 +1,40 @@
+"""One job of a sweep in a process of its own, which reads from its standard input what to run."""
+
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import setup_globals
+from omegaconf import DictConfig, open_dict
+
+from runner.search_path import program_first, python_module
+
+COMMAND = tuple(python_module("hydra_plugins.runner_sweeps.local_job"))
+
+
+def to_pass_on(command: Sequence[str], config: DictConfig) -> bytes:
+    """The user's command and the composed config of one job, as ``main`` reads them."""
+    return pickle.dumps((list(command), config))
+
+
+def main() -> None:
+    from runner.launch.rank_main import die_with_parent
+
+    die_with_parent()
+    program_first()
+    del os.environ["RUNNER_PARENT"]  # which is for ranks
+    setup_globals()
+    sys.argv, config = pickle.load(sys.stdin.buffer)
+    HydraConfig.instance().set_config(config)
+    os.environ.update(config.hydra.job.env_set)
+    with open_dict(config):
+        del config["hydra"]
+    from runner.cli import exit_code, run_job
+
+    sys.exit(exit_code(lambda: run_job(config)))
+
+
+if __name__ == "__main__":
+    main()

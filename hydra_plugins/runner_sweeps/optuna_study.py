@@ -1,0 +1,148 @@
+"""The study of a sweep: Optuna's record of its trials, in a file that many processes write to."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from components.contracts.errors import ConfigError
+from hydra_plugins.runner_sweeps.search_space import Space
+from runner.config.sources import did_you_mean
+from runner.sweeps.job_record import Outcome
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+    from optuna.storages import JournalStorage
+    from optuna.trial import FrozenTrial
+
+T = TypeVar("T")
+
+JOURNAL, NAME = "study.journal", "sweep"
+SEARCHES = "searches"
+"""The attribute of a study that says what its command was."""
+
+FINISHED = ("done", "pruned", "refused", "failed")
+"""Of outcomes: those that end a trial; any other job is to run again."""
+
+
+def storage_in(sweep: Path) -> "JournalStorage":
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna.storages.JournalStorage(JournalFileBackend(str(sweep / JOURNAL)))
+
+
+def open_study(sweep: Path, space: Space) -> "Study":
+    """The study of ``sweep``, made where there is none.
+
+    Raises:
+        ConfigError: it searches something else.
+    """
+    import optuna
+
+    study = optuna.create_study(storage=storage_in(sweep), study_name=NAME, load_if_exists=True)
+    before, now = study.user_attrs.get(SEARCHES), space.described()
+    if before is None:
+        study.set_user_attr(SEARCHES, now)
+    elif before != now:
+        changed = " ".join(sorted(set(before) ^ set(now)))
+        raise ConfigError(
+            f"hydra.sweeper.study_name: the study in {sweep} is of another command, which differs in "
+            f"{changed}; give another name, or that command."
+        )
+    return study
+
+
+def ask(study: "Study", space: Space, sampler: "BaseSampler") -> "FrozenTrial":
+    """The next trial, whose number is how many there were."""
+    from optuna.samplers import RandomSampler
+
+    study.sampler = sampler
+    number = study.ask(space.distributions()).number
+    study.sampler = RandomSampler()  # at the last trial of a grid, its sampler would stop a loop of Optuna's
+    return study.get_trials(deepcopy=False)[number]
+
+
+def tell(study: "Study", trial: "FrozenTrial", outcome: Outcome | None) -> bool:
+    """What became of ``trial``; returns whether that was its end, or it is to run again."""
+    from optuna.trial import TrialState
+
+    if outcome is None or outcome.status not in FINISHED:
+        return False
+    if outcome.status == "pruned":
+        study.tell(trial.number, state=TrialState.PRUNED)
+    elif outcome.status == "done" and outcome.loss is not None:
+        study.tell(trial.number, outcome.loss)
+    else:
+        study.tell(trial.number, state=TrialState.FAIL)
+    return True
+
+
+def make_sampler(
+    name: str, options: Mapping[str, object] | None, seed: int, number: int, space: Space
+) -> "BaseSampler":
+    """For trial ``number`` alone, such that a search that was interrupted draws what it would have drawn.
+
+    Raises:
+        ConfigError: there is no such sampler, or not with such options.
+    """
+    from optuna.samplers import GridSampler, RandomSampler, TPESampler
+
+    kinds: dict[str, Callable[..., BaseSampler]] = {
+        "tpe": partial(TPESampler, seed=seed + number),
+        "random": partial(RandomSampler, seed=seed + number),
+        "grid": partial(GridSampler, space.grid() if name == "grid" else {}, seed=seed),
+    }
+    return made("sampler", name, kinds, options)
+
+
+def make_pruner(name: str, options: Mapping[str, object] | None) -> "BasePruner | None":
+    """None where there is to be none.
+
+    Raises:
+        ConfigError: there is no such pruner, or not with such options.
+    """
+    from optuna.pruners import MedianPruner, SuccessiveHalvingPruner
+
+    kinds: dict[str, Callable[..., BasePruner | None]] = {
+        "none": lambda: None,
+        "median": MedianPruner,
+        "asha": SuccessiveHalvingPruner,
+    }
+    return made("pruner", name, kinds, options)
+
+
+def made(
+    key: str, name: str, kinds: Mapping[str, Callable[..., T]], options: Mapping[str, object] | None
+) -> T:
+    if name not in kinds:
+        raise ConfigError(f"hydra.sweeper.{key}: there is no {name}; {did_you_mean(str(name), kinds)}")
+    try:
+        return kinds[name](**(options or {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"hydra.sweeper.{key}_options: {error}; use those of Optuna's documentation, or null."
+        ) from error
+
+
+class TrialPruner:
+    """In a job: reports its evaluations to the study, and asks whether it is worth going on with."""
+
+    def __init__(
+        self, number: int, sweep: str, pruner: str, pruner_options: Mapping[str, object] | None
+    ) -> None:
+        import optuna
+
+        storage = storage_in(Path(sweep))
+        study = optuna.load_study(
+            storage=storage, study_name=NAME, pruner=make_pruner(pruner, pruner_options)
+        )
+        place = storage.get_study_id_from_name(NAME)
+        self.trial = optuna.Trial(study, storage.get_trial_id_from_study_id_trial_number(place, number))
+
+    def __call__(self, step: int, loss: float) -> bool:
+        self.trial.report(loss, step)
+        return self.trial.should_prune()

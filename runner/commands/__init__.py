@@ -1,0 +1,1 @@
+"""Commands besides ``python -m runner``."""

@@ -1,0 +1,110 @@
+"""``python -m runner.export checkpoint=DIR output=DIR``: the model in a checkpoint, for other programs.
+
+checkpoint=DIR  a checkpoint folder, or that of a run: its newest whole one. Of a run that trains an adapter
+                the output is the adapter's folder; with merge=true a model that it is added to
+adapter=DIR     instead, with merge=true: an adapter's folder, added to its model
+base=DIR        with adapter: the model, where it is not where the adapter says
+dtype=fp32      or bf16, of the written weights; else that of the checkpoint's run, or with adapter fp32
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from components.contracts.errors import ConfigError
+from runner.cli import exit_code
+from runner.config.sources import Provenance, did_you_mean
+
+KEYS = {
+    "checkpoint": None,
+    "adapter": None,
+    "output": None,
+    "merge": ("true", "false"),
+    "base": None,
+    "dtype": ("fp32", "bf16"),
+}
+"""And the values that a key may have; None: any."""
+
+
+def parse(arguments: Sequence[str]) -> dict[str, str]:
+    """
+    Raises:
+        ConfigError: not KEY=VALUE, an unknown key or value, one that is missing, or that is not read.
+    """
+    given: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if key not in KEYS or not equals:
+            raise ConfigError(f"{argument}: is none of the keys, as KEY=VALUE; {did_you_mean(key, KEYS)}")
+        allowed = KEYS[key]
+        if allowed is not None and value not in allowed:
+            raise ConfigError(f"{argument}: must be {' or '.join(allowed)}.")
+        given[key] = value
+    if "output" not in given:
+        raise ConfigError(f"output: is missing. Usage: {(__doc__ or '').splitlines()[0]}")
+    if ("checkpoint" in given) == ("adapter" in given):
+        have = "both are given" if "adapter" in given else "is missing"
+        raise ConfigError(f"checkpoint, adapter: {have}; give one of them. Usage: {usage()}")
+    if "adapter" in given and given.get("merge") != "true":
+        raise ConfigError(
+            "merge: must be true with adapter; without, the adapter's own folder is the export."
+        )
+    if "base" in given and "adapter" not in given:
+        raise ConfigError(
+            "base: is not read with checkpoint, whose run says what its model is; leave it out."
+        )
+    return given
+
+
+def usage() -> str:
+    return (__doc__ or "").splitlines()[0]
+
+
+def export(arguments: Sequence[str]) -> None:
+    given = parse(arguments)
+    if "checkpoint" in given:
+        print(export_checkpoint(given))
+        return
+    from components.adapters.merge import merge_adapter
+    from runner.training.rank import DTYPES
+
+    dtype = DTYPES[given.get("dtype", "fp32")]
+    print(merge_adapter(given["adapter"], given["output"], base=given.get("base"), dtype=dtype))
+
+
+def export_checkpoint(given: Mapping[str, str]) -> Path:
+    """The folder that was written, from the checkpoint and the config of its run."""
+    from components.adapters.merge import new_folder
+    from components.checkpoint import whole_checkpoint
+    from components.checkpoint.to_hf import Trained
+    from runner.config.instantiate import build_component
+    from runner.launch.run_dir import read_config
+    from runner.training.rank import DTYPES
+
+    point = whole_checkpoint("checkpoint", given["checkpoint"])
+    run = point.parent.parent
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(
+            f"checkpoint: {run} has no config.yaml, which says what the model is; give one in a run's folder."
+        )
+    config, target = read_config(run), new_folder(given["output"])
+    model, adapter = (build_component(group, config[group], Provenance()) for group in ("model", "adapter"))
+    trained = Trained(
+        model, adapter, point, run, config["run"]["seed"], config["checkpoint"].get("init_from")
+    )
+    stored = DTYPES[config["run"]["dtype"]]
+    dtype = DTYPES[given["dtype"]] if "dtype" in given else None
+    if adapter is None:
+        if given.get("merge") == "true":
+            raise ConfigError("merge: the checkpoint is of a whole model, not of an adapter; leave it out.")
+        return trained.export_model(target, dtype or stored)
+    if given.get("merge") == "true":
+        return trained.export_merged(target, dtype or stored)
+    if dtype is not None:
+        raise ConfigError("dtype: an adapter is kept in fp32; leave it out, or use merge=true.")
+    return trained.export_adapter(target, stored)
+
+
+def main() -> NoReturn:
+    sys.exit(exit_code(lambda: export(sys.argv[1:])))

@@ -1,0 +1,96 @@
+"""``python -m runner.report FOLDER [output=FILE]``: one HTML page of a run, a sweep or a folder of runs.
+
+FOLDER       that of a run (outputs/NAME/STAMP), of a sweep (outputs/sweeps/STAMP), or one that holds runs
+output=FILE  else report.html in FOLDER
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from components.contracts.errors import ConfigError
+from components.report import Entry, write_page
+from runner.cli import exit_code
+from runner.sweeps.job_record import Outcome, read_outcomes
+
+
+def report(arguments: Sequence[str]) -> None:
+    folder, output = parse(arguments)
+    try:
+        runs = write_page(f"{folder.parent.name} / {folder.name}", entries(folder), output)
+    except OSError as error:
+        raise ConfigError(
+            f"output: cannot write {output}: {error.strerror}; give output=FILE, one that you may write."
+        ) from error
+    counts = Counter(run.status for run in runs)
+    print(f"{len(runs)} run(s): {', '.join(f'{count} {status}' for status, count in counts.items())}")
+    print(output)
+
+
+def parse(arguments: Sequence[str]) -> tuple[Path, Path]:
+    """FOLDER and where the page goes, both absolute.
+
+    Raises:
+        ConfigError: something else was given.
+    """
+    usage = f"Usage: {(__doc__ or '').splitlines()[0]}"
+    folders = [argument for argument in arguments if "=" not in argument]
+    options = dict(argument.split("=", maxsplit=1) for argument in arguments if "=" in argument)
+    for key in options:
+        if key != "output":
+            raise ConfigError(f"{key}: is no option; there is output=FILE alone. {usage}")
+    if len(folders) != 1:
+        raise ConfigError(f"FOLDER: {len(folders)} are given; give one. {usage}")
+    folder = Path(folders[0]).absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; give that of a run, of a sweep, or of runs.")
+    output = Path(options.get("output", folder / "report.html")).absolute()
+    if output.is_dir():
+        raise ConfigError(
+            f"output: {output} is a folder; name a file in it, such as output={output}/report.html."
+        )
+    return folder, output
+
+
+def entries(folder: Path) -> list[Entry]:
+    """Of a sweep, its jobs; otherwise the run in ``folder``, or all runs below it by their stamps.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (folder / "run.json").is_file():
+        return [Entry(0, folder)]
+    if outcomes := read_outcomes(folder):
+        return [entry(folder, outcome) for outcome in outcomes]
+    found = sorted(
+        {*folder.glob("*/run.json"), *folder.glob("*/*/run.json")}, key=lambda path: path.parts[-2]
+    )
+    if not found:
+        raise ConfigError(
+            f"{folder}: holds no run and no sweep; give outputs/NAME/STAMP or outputs/sweeps/STAMP."
+        )
+    return [Entry(number, path.parent) for number, path in enumerate(found)]
+
+
+def entry(sweep: Path, outcome: Outcome) -> Entry:
+    return Entry(
+        number=outcome.number,
+        folder=None if outcome.folder is None else where_now(sweep, Path(outcome.folder)),
+        overrides=outcome.overrides,
+        status=outcome.status,
+        loss=outcome.loss,
+        error=outcome.error,
+        seconds=outcome.seconds,
+    )
+
+
+def where_now(sweep: Path, folder: Path) -> Path:
+    """``folder``, or its place beside the sweep where all outputs have been moved or copied."""
+    moved = sweep.parent.parent.joinpath(*folder.parts[-2:])
+    return moved if not folder.is_dir() and moved.is_dir() else folder
+
+
+def main() -> NoReturn:
+    sys.exit(exit_code(lambda: report(sys.argv[1:])))

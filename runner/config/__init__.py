@@ -1,0 +1,1 @@
+"""From a composed config to checked objects."""

@@ -1,0 +1,158 @@
+"""From a composed config to components: every key is checked against the signature that will read it."""
+
+import inspect
+import json
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from hydra.utils import get_object
+from pydantic import TypeAdapter, ValidationError
+
+from components.checkpoint import whole_checkpoint
+from components.contracts.configs import AdapterConfig, DataConfig, ModelConfig, OptimizerConfig
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Config, Json
+from components.contracts.loss import Loss
+from components.contracts.parallelism import ParallelismSpec
+from components.contracts.scheduler import SchedulerSpec
+from components.loggers import LoggerSpec
+from runner.config.renamed_keys import check_renamed
+from runner.config.run_config import (
+    CheckpointConfig,
+    EarlyStoppingConfig,
+    PreflightConfig,
+    ProfilerConfig,
+    RunConfig,
+    check_restarts,
+    watched_metric,
+)
+from runner.config.sources import Provenance, did_you_mean
+
+T = TypeVar("T")
+
+GROUPS = ("model", "adapter", "parallelism", "optimizer", "scheduler", "stage", "data")
+NODES: Mapping[str, type] = {
+    "run": RunConfig,
+    "checkpoint": CheckpointConfig,
+    "early_stopping": EarlyStoppingConfig,
+    "profiler": ProfilerConfig,
+    "preflight": PreflightConfig,
+}
+"""Top-level nodes that are not groups, and the classes that check them."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Every component as its own checked description; nothing heavy has been built."""
+
+    run: RunConfig
+    checkpoint: CheckpointConfig
+    early_stopping: EarlyStoppingConfig
+    profiler: ProfilerConfig
+    preflight: PreflightConfig
+    model: ModelConfig
+    adapter: AdapterConfig | None
+    """None: the model itself is trained."""
+    parallelism: ParallelismSpec
+    optimizer: OptimizerConfig
+    scheduler: SchedulerSpec
+    stage: Loss
+    data: DataConfig
+    logger: Mapping[str, LoggerSpec]
+    """By name, any number of them."""
+
+
+def build_experiment(config: Config, where: Provenance) -> Experiment:
+    """Builds the descriptions of all groups.
+
+    Raises:
+        ConfigError: a key that nothing reads, a missing or ill-typed value, a value a component refuses.
+    """
+    known = {field.name for field in fields(Experiment)}
+    for key in config:
+        if key not in known:
+            raise ConfigError(f"{key} ({where.of(key)}): nothing reads this key; {did_you_mean(key, known)}")
+    for group in (*GROUPS, *NODES, "logger"):
+        if group not in config:
+            raise ConfigError(f"{group} (the command line): is missing; choose one of its options.")
+    parts: Json = {group: build_component(group, config[group], where) for group in GROUPS}
+    parts["logger"] = build_loggers(config["logger"], where)
+    nodes: Json = {name: construct(kind, name, config[name], where) for name, kind in NODES.items()}
+    experiment = Experiment(**nodes, **parts)
+    check_restarts(experiment.run, experiment.checkpoint)
+    watched_metric(experiment.run, experiment.checkpoint, experiment.early_stopping)
+    if experiment.checkpoint.init_from is None:
+        return experiment
+    point = whole_checkpoint("checkpoint.init_from", experiment.checkpoint.init_from)  # the newest now
+    return replace(
+        experiment,
+        checkpoint=replace(experiment.checkpoint, init_from=str(point)),
+        model=replace(experiment.model, initial_checkpoint=point),
+    )
+
+
+def build_loggers(nodes: object, where: Provenance) -> dict[str, LoggerSpec]:
+    """Each by its name, ``logger.NAME``."""
+    if not isinstance(nodes, Mapping):
+        raise ConfigError(
+            f"logger ({where.of('logger')}): must be a mapping of loggers, got {nodes!r}; use logger=[jsonl]."
+        )
+    for name, node in nodes.items():
+        if not isinstance(node, Mapping):
+            raise ConfigError(
+                f"logger.{name} ({where.of(f'logger.{name}')}): must be a logger of that name, with _target_ "
+                f"and its keys, got {node!r}; its options have names such as logger.wandb.mode."
+            )
+    return {name: build_component(f"logger.{name}", node, where) for name, node in nodes.items()}
+
+
+def build_component(group: str, node: Config, where: Provenance) -> Any:
+    """The object that ``node['_target_']`` names, called with the other keys."""
+    path = node.get("_target_") if isinstance(node, Mapping) else None
+    if not isinstance(path, str):
+        raise ConfigError(f"{group}._target_ ({where.of(group)}): must name the class that reads this group.")
+    try:
+        target = get_object(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        name = f"{group}._target_"
+        raise ConfigError(
+            f"{name} ({where.of(name)}): cannot import {path}; name an installed class."
+        ) from error
+    return construct(target, group, {k: v for k, v in node.items() if k != "_target_"}, where)
+
+
+def construct(target: Callable[..., T], group: str, values: Config, where: Provenance) -> T:
+    """``target(**values)`` after binding and type-checking every value against the signature."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{group} ({where.of(group)}): must be a mapping of keys, got {values!r}.")
+    parameters = inspect.signature(target).parameters
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for key in values:
+        if key not in parameters and not open_ended:
+            name = f"{group}.{key}"
+            check_renamed(name, where.of(name))
+            hint = did_you_mean(name, (f"{group}.{p}" for p in parameters))
+            raise ConfigError(f"{name} ({where.of(name)}): nothing reads this key; {hint}")
+    for key, parameter in parameters.items():
+        required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        if required and key not in values:
+            raise ConfigError(f"{group}.{key} ({where.of(group)}): is missing; set {group}.{key}=VALUE.")
+    return target(**{k: typed(f"{group}.{k}", v, hints.get(k, object), where) for k, v in values.items()})
+
+
+def typed(name: str, value: object, annotation: Any, where: Provenance) -> Any:
+    """``value`` as ``annotation``: strictly (no text for a number), but a list may become a tuple."""
+    if isinstance(annotation, type) and is_dataclass(annotation) and isinstance(value, Mapping):
+        return construct(annotation, name, value, where)
+    try:
+        return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise ConfigError(f"{name} ({where.of(name)}): got {value!r}; {lower_first(reason)}.") from error
+
+
+def lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,216 @@
+"""The keys that the loop itself reads; everything else belongs to a component.
+
+The comments of conf/config.yaml describe every key.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from components.contracts.engine import Kernels
+from components.contracts.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """``run.*`` of the composed config."""
+
+    name: str
+    output_dir: str
+    max_steps: int | None
+    epochs: int | None
+    global_batch_size: int
+    micro_batch_size: int
+    seed: int
+    dtype: Literal["fp32", "bf16"]
+    device: Literal["auto", "cpu", "cuda"]
+    log_every: int
+    eval_every: int
+    log_num_zeros: bool
+    export: bool
+    final_sample_tokens: int
+    max_time: float | str | None
+    hang_timeout_s: float
+    max_restarts: int
+    loss_spike_factor: float | None
+    max_consecutive_skips: int
+    deterministic: bool
+    compile: bool
+    kernels: Kernels
+
+    def __post_init__(self) -> None:
+        check_at_least_1(
+            "run",
+            self,
+            "global_batch_size",
+            "micro_batch_size",
+            "max_consecutive_skips",
+            "max_steps",
+            "epochs",
+        )
+        intervals = ("log_every", "eval_every", "final_sample_tokens")
+        check_at_least_0("run", self, *intervals, "seed", "hang_timeout_s", "max_restarts")
+        if not math.isfinite(self.hang_timeout_s):
+            raise ConfigError(
+                f"run.hang_timeout_s: is {self.hang_timeout_s}; give a number of seconds, or 0 for off."
+            )
+        if self.max_time is not None:
+            seconds(self.max_time)
+        if self.loss_spike_factor is not None and not 1 < self.loss_spike_factor < math.inf:
+            raise ConfigError(
+                f"run.loss_spike_factor: must be above 1, got {self.loss_spike_factor}; use 3, or null for "
+                "no guard."
+            )
+        if self.seed >= 2**63:
+            raise ConfigError(f"run.seed: must be below 2**63, got {self.seed}.")
+        if self.max_steps is None and self.epochs is None:
+            raise ConfigError("run.max_steps: is null and so is run.epochs; give one of them.")
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ConfigError(
+                f"run.name: {self.name!r} is not a folder name; leave out '/' and a leading '.'."
+            )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """``checkpoint.*``: what is saved and kept, and what a run begins with."""
+
+    save_every: int
+    save_every_epochs: int
+    model_only: bool
+    keep_last: int
+    keep_best: str | None
+    keep_best_mode: Literal["min", "max"]
+    async_save: bool
+    on_error: Literal["stop", "continue"]
+    resume: str
+    verify: bool
+    allow_mismatch: bool
+    init_from: str | None
+
+    def __post_init__(self) -> None:
+        check_at_least_0("checkpoint", self, "save_every", "save_every_epochs", "keep_last")
+
+
+@dataclass(frozen=True)
+class EarlyStoppingConfig:
+    """``early_stopping.*``."""
+
+    metric: str | None
+    patience: int
+    mode: Literal["min", "max"]
+
+    def __post_init__(self) -> None:
+        check_at_least_1("early_stopping", self, "patience")
+
+
+@dataclass(frozen=True)
+class ProfilerConfig:
+    """``profiler.*``."""
+
+    enabled: bool
+    steps: tuple[int, int]
+    ranks: tuple[int, ...]
+    memory: bool
+    shapes: bool
+    stacks: bool
+
+    def __post_init__(self) -> None:
+        first, last = self.steps
+        if not 1 <= first <= last:
+            raise ConfigError(
+                f"profiler.steps: must be the first and the last step to record, from 1 on, got [{first}, "
+                f"{last}]; use [3, 4]."
+            )
+
+
+@dataclass(frozen=True)
+class PreflightConfig:
+    """``preflight.*``."""
+
+    mode: Literal["check", "only", "plan"]
+    devices: int | None
+    device_memory: float | str | None
+    device_name: str | None
+
+    def __post_init__(self) -> None:
+        check_at_least_1("preflight", self, "devices")
+
+
+@dataclass(frozen=True)
+class WatchedMetric:
+    """The evaluation metric that ``checkpoint.keep_best`` and ``early_stopping.metric`` watch."""
+
+    name: str
+    mode: Literal["min", "max"]
+
+
+def check_at_least_1(node: str, config: Any, *keys: str) -> None:
+    for key in keys:
+        value = getattr(config, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"{node}.{key}: must be at least 1, got {value}.")
+
+
+def check_at_least_0(node: str, config: Any, *keys: str) -> None:
+    for key in keys:
+        if getattr(config, key) < 0:
+            raise ConfigError(f"{node}.{key}: must be 0 (off) or more, got {getattr(config, key)}.")
+
+
+def watched_metric(
+    run: RunConfig, checkpoint: CheckpointConfig, early_stopping: EarlyStoppingConfig
+) -> WatchedMetric | None:
+    """Return the metric that checkpoints and early stopping watch, or None if they watch none.
+
+    Raises:
+        ConfigError: they watch different metrics, or a metric that no evaluation has, or nothing evaluates.
+    """
+    watched = {
+        "checkpoint.keep_best": (checkpoint.keep_best, checkpoint.keep_best_mode),
+        "early_stopping.metric": (early_stopping.metric, early_stopping.mode),
+    }
+    given = {key: WatchedMetric(name, mode) for key, (name, mode) in watched.items() if name is not None}
+    for key, metric in given.items():
+        if not metric.name.startswith("eval/"):
+            raise ConfigError(f"{key}: {metric.name!r} is not a metric of the evaluation; use eval/loss.")
+        if not run.eval_every:
+            raise ConfigError(
+                f"{key}: {metric.name} is looked at after every evaluation, and the only one is at the end "
+                "(run.eval_every=0); set run.eval_every."
+            )
+    if len(set(given.values())) > 1:
+        raise ConfigError(
+            f"early_stopping.metric: watches {early_stopping.mode} {early_stopping.metric}, and "
+            f"checkpoint.keep_best {checkpoint.keep_best_mode} {checkpoint.keep_best}; name one metric and "
+            "one mode."
+        )
+    return next(iter(given.values()), None)
+
+
+def check_restarts(run: RunConfig, checkpoint: CheckpointConfig) -> None:
+    if run.max_restarts and checkpoint.model_only:
+        raise ConfigError(
+            "run.max_restarts: nothing starts again from weights only; set checkpoint.model_only=false or "
+            "run.max_restarts=0."
+        )
+
+
+def seconds(value: float | str) -> float:
+    """Parse ``run.max_time``: seconds, ``HH:MM:SS``, or ``3h30m``.
+
+    Raises:
+        ConfigError: it is none of these, or not above 0.
+    """
+    text = str(value)
+    clock = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", text)
+    units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
+    if found := clock or units:
+        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+        total = float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
+    else:
+        total = float(text) if re.fullmatch(r"\d+(\.\d*)?", text) else 0.0
+    if total <= 0:
+        raise ConfigError(f"run.max_time: {text!r} is no time; give seconds, HH:MM:SS, or 3h30m.")
+    return total

@@ -1,0 +1,1 @@
+"""From checked objects to running ranks and a run folder."""

@@ -1,0 +1,216 @@
+"""First part of a launch: what speaks against a run, before anything of it is written or started."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from components import preflight
+from components.checkpoint import Resume, RunIdentity, check_whole, newest_undamaged
+from components.contracts.configs import AdapterConfig, Prepared
+from components.contracts.json_types import Config
+from components.loggers import terminal
+from components.rank_info import RankInfo, check_place
+from components.reference.source import ReferenceSource, about_reference, resolve_reference
+from runner.config.instantiate import Experiment, build_experiment
+from runner.config.sources import Provenance
+from runner.launch.plan import Inspected, make_case
+from runner.launch.restart import begun_by_this_job
+from runner.logging_setup import log_to
+from runner.training.rank import engine_options
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A composed experiment, its device and its number of ranks."""
+
+    config: Config
+    where: Provenance
+    command: Sequence[str]
+    began: float
+    """Seconds since the epoch; ``run.max_time`` counts from there."""
+    experiment: Experiment
+    reference: ReferenceSource
+    device: Literal["cpu", "cuda"]
+    world_size: int
+    local_ranks: int
+    console: Console
+    note: str | None = None
+    """What was assumed of a run that is only forecast."""
+
+    def inspect(self) -> Inspected:
+        """Checks everything that can be checked here, and prepares the data."""
+        model = self.check_components()
+        with log_to(None, self.console):
+            data = self.prepare_data()
+        peak = self.experiment.optimizer.lr
+        self.experiment.scheduler.check(peak=peak, total_steps=data.num_steps)
+        identity, run = self.identity(model, data), self.experiment.run
+        own = begun_by_this_job(Path(run.output_dir, run.name), self.command, os.environ)
+        resume = self.resume_point(own, identity, data)
+        case = make_case(
+            self.experiment,
+            self.reference,
+            model,
+            data,
+            world_size=self.world_size,
+            kind=self.device,
+            local_ranks=self.experiment.preflight.devices or self.local_ranks,
+        )
+        return Inspected(data, identity, resume, own, case)
+
+    def check_components(self) -> nn.Module:
+        """Each by itself and with the layout; returns the model, on the meta device."""
+        run, experiment = self.experiment.run, self.experiment
+        if experiment.preflight.mode != "plan":  # which looks for another layout
+            data_size = experiment.parallelism.data_size(self.world_size)
+            preflight.check_batch(run.global_batch_size, run.micro_batch_size, data_size)
+        preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
+        preflight.check_further_tokens(experiment.model.mtp.num_layers, experiment.stage.kind)
+        for logger in experiment.logger.values():
+            logger.check()
+        model = experiment.model.meta_model
+        preflight.check_adapter(experiment.adapter, model, experiment.model.moe.bias_update_rate)
+        self.check_layout(model, experiment.adapter)
+        if (init_from := experiment.checkpoint.init_from) is not None and experiment.checkpoint.verify:
+            check_whole(Path(init_from), checksums=True, option="checkpoint.init_from")
+        experiment.model.weights(run.seed)  # opened only: what is missing shows before a rank starts
+        if self.reference.other:
+            with about_reference():
+                self.check_layout(self.reference.model.meta_model)
+            self.reference.check(model.config, experiment.model.load_tokenizer())
+        return model
+
+    def check_layout(self, model: nn.Module, adapter: AdapterConfig | None = None) -> None:
+        """Whether the engine computes ``model``, which is on the meta device, in this layout."""
+        experiment = self.experiment
+        if experiment.preflight.mode == "plan":
+            return
+        options = engine_options(experiment, self.device, adapter=adapter)
+        experiment.parallelism.check(model, experiment.optimizer, options, world_size=self.world_size)
+
+    def identity(self, model: nn.Module, data: Prepared) -> RunIdentity:
+        run = self.experiment.run
+        return RunIdentity(
+            model=self.experiment.model.signature(model),
+            data=data.identity,
+            optimizer=type(self.experiment.optimizer).__name__.lower(),
+            reference=self.reference.origin,
+            seed=run.seed,
+            global_batch_size=run.global_batch_size,
+            **self.frozen(model),
+        )
+
+    def frozen(self, model: nn.Module) -> dict[str, str]:
+        """The part of the run's identity that is there where a part of the model is not trained."""
+        experiment = self.experiment
+        if experiment.adapter is not None:
+            trained = experiment.adapter.signature(model)
+        elif experiment.model.freeze:
+            trained = experiment.model.trained_signature(model)
+        else:
+            return {}
+        return {"trained": trained, "base": experiment.model.content()}
+
+    def resume_point(self, own: Path | None, identity: RunIdentity, data: Prepared) -> Path | None:
+        """The checkpoint to go on from, where the run has steps left from there; None: a new run."""
+        experiment, run, checkpoint = self.experiment, self.experiment.run, self.experiment.checkpoint
+        with log_to(None, self.console):
+            saved = None if own is None else newest_undamaged(own / "checkpoints")
+            asked = Resume(
+                str(saved or checkpoint.resume), verify=checkpoint.verify, force=checkpoint.allow_mismatch
+            )
+            resume = asked.point(Path(run.output_dir), run.name, identity)
+        # The same run was checked when it began; its export may be all that is left.
+        if saved is not None:
+            return resume
+        if checkpoint.resume != "auto":  # which begins with the weights where there is nothing to go on with
+            preflight.check_start(self.config["checkpoint"]["init_from"], resume)
+        preflight.check_length(run.eval_every, data.eval is not None, data.num_steps, resume)
+        stopping, profiler = experiment.early_stopping, experiment.profiler
+        preflight.check_early_stop(stopping.metric, stopping.mode, stopping.patience, resume)
+        if profiler.enabled:
+            left = data.num_steps - preflight.steps_done(resume)
+            preflight.check_profile(profiler.steps[1], profiler.ranks, left, self.world_size)
+        return resume
+
+    def prepare_data(self) -> Prepared:
+        """Tokens and plans in the cache of this machine's filesystem."""
+        run, experiment = self.experiment.run, self.experiment
+        stage, data = experiment.stage, experiment.data
+        preflight.check_normalisation(getattr(stage, "normalize", None), data.resolve_packing(stage.kind))
+        tokenizer = experiment.model.load_tokenizer()
+        preflight.check_model_fits_data(experiment.model.config(), tokenizer, data.max_length)
+        return data.prepare(
+            stage.kind,
+            tokenizer,
+            seed=run.seed,
+            global_batch_size=run.global_batch_size,
+            max_steps=run.max_steps,
+            epochs=run.epochs,
+        )
+
+
+def check_launch(
+    config: Config, where: Provenance, command: Sequence[str], began: float | None = None
+) -> Launch:
+    """Build the experiment of ``config`` and check the options that concern no component of it.
+
+    Raises:
+        ConfigError: one of them is wrong.
+    """
+    experiment = build_experiment(config, where)
+    run, ahead, checkpoint = experiment.run, experiment.preflight, experiment.checkpoint
+    if checkpoint.init_from is not None:  # ranks read the checkpoint that is the newest now
+        config = {**config, "checkpoint": {**config["checkpoint"], "init_from": checkpoint.init_from}}
+    reference = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+    check_place(os.environ)
+    place = RankInfo.read()
+    preflight.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=place.launched)
+    preflight.check_forecast(ahead.mode, experiment.parallelism)
+    device = preflight.resolve_device(run.device, ahead.device_name)
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    world_size = experiment.parallelism.world_size(os.environ, gpus)
+    local_ranks = place.local_world_size if place.launched else world_size
+    if ahead.mode == "check":
+        preflight.check_ranks(world_size, device, local_ranks)
+    preflight.check_restarts(run.max_restarts, place.launched)
+    preflight.check_shared_name(
+        checkpoint.resume, of_sweep=where.point is not None, named=where.given("run.name")
+    )
+    launch = Launch(
+        config=config,
+        where=where,
+        command=command,
+        began=time.time() if began is None else began,
+        experiment=experiment,
+        reference=reference,
+        device=device,
+        world_size=world_size,
+        local_ranks=local_ranks,
+        console=terminal(experiment.logger),
+    )
+    if ahead.mode == "only" and not where.given("run.global_batch_size"):
+        return with_assumed_batch(launch)
+    return launch
+
+
+def with_assumed_batch(launch: Launch) -> Launch:
+    """Round up the default batch size for a forecast of a large layout; a run has to be told its own."""
+    run = launch.experiment.run
+    unit = run.micro_batch_size * launch.experiment.parallelism.data_size(launch.world_size)
+    assumed = preflight.next_batch(run.global_batch_size, unit)
+    if assumed == run.global_batch_size:
+        return launch
+    return replace(
+        launch,
+        experiment=replace(launch.experiment, run=replace(run, global_batch_size=assumed)),
+        config={**launch.config, "run": {**launch.config["run"], "global_batch_size": assumed}},
+        note=f"run.global_batch_size is not given, and {assumed} is assumed",
+    )

@@ -1,0 +1,105 @@
+"""What is known of a run before it starts; with ``preflight.mode=only`` and ``plan``, and no run."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from torch import nn
+
+from components import preflight
+from components.checkpoint import RunIdentity
+from components.contracts.configs import Prepared
+from components.contracts.json_types import Config
+from components.preflight.search.layout_search import plan
+from components.reference.source import ReferenceSource
+from runner.config.instantiate import Experiment
+from runner.launch.run_dir import create_run_folder, write_config
+from runner.sweeps.job_record import Point
+from runner.training.rank import DTYPES
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A run that nothing speaks against, but perhaps its size."""
+
+    data: Prepared
+    identity: RunIdentity
+    resume: Path | None
+    """The checkpoint to go on from."""
+    own: Path | None
+    """The folder of an earlier start of this run, which SLURM starts again."""
+    case: preflight.Case | None
+    """None means that the layout has no forecast."""
+
+
+def make_case(
+    experiment: Experiment,
+    reference: ReferenceSource,
+    model: nn.Module,
+    data: Prepared,
+    *,
+    world_size: int,
+    kind: Literal["cpu", "cuda"],
+    local_ranks: int,
+) -> preflight.Case | None:
+    """What ``model`` (on the meta device) and ``data`` ask of the ranks, and what these have.
+
+    None means that there is no forecast: not for a layout, an optimizer or an adapter of the user's own.
+    """
+    parts = preflight.known_parts(experiment.parallelism, experiment.optimizer, experiment.adapter)
+    if parts is None:
+        return None
+    layout, optimizer, adapter = parts
+    run, dtype, ahead = experiment.run, DTYPES[experiment.run.dtype], experiment.preflight
+    device = preflight.find_device(
+        kind, ahead.device_name, ahead.device_memory, local_ranks=local_ranks, dtype=dtype
+    )
+    return preflight.Case(
+        layout=layout,
+        world_size=world_size,
+        model=model,
+        adapter=adapter,
+        optimizer=optimizer,
+        loss=experiment.stage,
+        reference=reference.kept,
+        reference_model=reference.model.meta_model if reference.other else None,
+        data=data,
+        micro_batch_size=run.micro_batch_size,
+        dtype=dtype,
+        device=device,
+        compiled=run.compile,
+        kernels=run.kernels,
+        max_length=experiment.data.max_length,
+        shares_prompts=experiment.data.share_prompt,
+    )
+
+
+def look_ahead(found: Inspected, config: Config, experiment: Experiment, point: Point | None) -> float:
+    """Prints it and writes it into a folder of its own; NaN, as there is no loss.
+
+    Raises:
+        ConfigError: the run would not fit a device that is known (after all of that), or no layout does.
+    """
+    case, console, ahead = found.case, Console(), experiment.preflight
+    assert case is not None, "preflight.check_forecast has refused it"
+    if ahead.mode == "plan":
+        report = plan(case, ahead.devices or case.world_size)
+    else:
+        report = preflight.survey(case, config)
+        console.print(found.data.audit.render())
+    console.print(report.render_all())
+    folder = create_run_folder(experiment.run.output_dir, "preflight")
+    if point is not None:
+        point.began(folder)
+    write_config(folder, config)
+    (folder / "preflight.json").write_text(report.to_json())
+    console.print(f"preflight folder: {folder}", soft_wrap=True, highlight=False)
+    if ahead.mode == "only" and case.device.certain:
+        preflight.check_fits(case)
+    elif ahead.mode == "only" and not case.fits():
+        console.print(
+            "It does not fit this machine; preflight.device_name=H100 tells of another.", highlight=False
+        )
+    return math.nan

@@ -1,0 +1,87 @@
+"""Second part of a launch: the folder of a run that nothing speaks against."""
+
+import os
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from components import preflight
+from components.contracts.configs import Prepared
+from runner.launch import slurm_env
+from runner.launch.checks import Launch
+from runner.launch.failures import forget_reports
+from runner.launch.plan import Inspected
+from runner.launch.run_dir import (
+    create_run_folder,
+    git_commit,
+    reopen_run_folder,
+    versions,
+    write_code_diff,
+    write_config,
+)
+from runner.launch.run_record import ReferenceCache, RunRecord, SweepPlace
+
+
+def prepare(launch: Launch) -> Path:
+    """Check everything that can be checked here, prepare the data, and fill the run folder."""
+    found, point, console = launch.inspect(), launch.where.point, launch.console
+    if found.case is not None:
+        preflight.check_fits(found.case)
+    survey = preflight.survey(found.case, launch.config)
+    folder, record = open_folder(launch, found)
+    if point is not None:
+        point.began(folder)
+    reference = reference_cache(launch, found.data)
+    write_config(folder, launch.config)
+    replace(
+        record,
+        command=list(launch.command),
+        started=datetime.now().astimezone().isoformat(timespec="seconds"),
+        versions=versions(),
+        git_commit=git_commit(),
+        began=launch.began,
+        stopped=None,
+        ended=None,
+        restarts=0,
+        world_size=launch.world_size,
+        device=launch.device,
+        error=None,
+        overrides=list(launch.where.overrides),
+        resumed_from=None if found.resume is None else str(found.resume.absolute()),
+        sweep=None if point is None else SweepPlace(str(point.sweep), point.number),
+        slurm=slurm_env.job_facts(os.environ),
+        identity=vars(found.identity),
+        reference=reference,
+        data=found.data.to_json(),
+    ).write(folder)
+    write_code_diff(folder)
+    (folder / "audit.json").write_text(found.data.audit.to_json())
+    (folder / "preflight.json").write_text(survey.to_json())
+    console.print(found.data.audit.render(), survey.render(), sep="\n")
+    console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+    return folder
+
+
+def open_folder(launch: Launch, found: Inspected) -> tuple[Path, RunRecord]:
+    """Create the run folder, or open that of the run that goes on; return it with its record."""
+    run, own = launch.experiment.run, found.own
+    if own is None and launch.experiment.checkpoint.resume == "auto" and found.resume is not None:
+        own = found.resume.parent.parent
+    if own is None:
+        return create_run_folder(run.output_dir, run.name), RunRecord()
+    folder = reopen_run_folder(own.absolute(), preflight.steps_done(found.resume))
+    forget_reports(folder)
+    recorded = (folder / "run.json").exists()  # perhaps only its checkpoints were copied
+    return folder, RunRecord.read(folder) if recorded else RunRecord()
+
+
+def reference_cache(launch: Launch, data: Prepared) -> ReferenceCache | None:
+    """Find the log-probabilities of the reference. None means that the run needs no cache of them."""
+    run, source = launch.experiment.run, launch.reference
+    if source.choice != "precomputed":
+        return None
+    folder = source.folder(launch.experiment.data.cache(), run.seed, run.dtype)
+    lacking: bool = data.lacks_reference(folder)
+    how = "computed now, once, into" if lacking else "read from"
+    launch.console.print(f"reference: {how} {folder}", soft_wrap=True, highlight=False)
+    return ReferenceCache(str(folder), compute=lacking)

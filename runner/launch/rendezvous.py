@@ -1,0 +1,83 @@
+"""Runs whose ranks were started by somebody else (torchrun, srun): agreeing on one folder.
+
+The first rank prepares the run while the others wait at a key-value store, so that no collective can time
+out during tokenisation. On further nodes the first local rank repeats the preparation of the data: it finds
+the cache on a shared filesystem, and builds it on a local one.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from components.contracts.errors import MISTAKE, ConfigError
+from components.rank_info import RankInfo
+
+PATIENCE = timedelta(days=2)
+"""How long the other ranks wait for a corpus to be tokenised."""
+
+
+def meet(environ: Mapping[str, str]) -> dist.TCPStore:
+    """The store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where the launcher does not.
+
+    Keep it alive: the process group meets at the same store.
+    """
+    hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    place = RankInfo.read(environ)
+    store = dist.TCPStore(
+        place.master_addr,
+        place.master_port,
+        is_master=place.rank == 0 and not hosted,
+        wait_for_workers=False,
+    )
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    return store
+
+
+def agree_on_folder(
+    store: dist.Store,
+    environ: Mapping[str, str],
+    prepare: Callable[[], Path],
+    prepare_data: Callable[[], object],
+) -> Path:
+    """``prepare`` on rank 0, ``prepare_data`` on the first rank of every other node; all return one folder.
+
+    Raises:
+        ConfigError: on rank 0 what ``prepare`` raised; elsewhere SystemExit with the same exit code.
+    """
+    round_key = f"runner/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    place = RankInfo.read(environ)
+    if place.rank == 0:
+        return publish(store, round_key, prepare)
+    answer = fetch(store, round_key)
+    if "error" in answer:
+        raise SystemExit(MISTAKE)
+    if place.node:
+        node_key = f"{round_key}/node/{place.node}"
+        if place.local_rank == 0:
+            prepare_data()
+            store.set(node_key, "{}")
+        fetch(store, node_key)
+    folder = Path(answer["folder"])
+    if not folder.is_dir():
+        raise ConfigError(f"run.output_dir: this node does not see {folder}; put it on a shared filesystem.")
+    return folder
+
+
+def publish(store: dist.Store, key: str, prepare: Callable[[], Path]) -> Path:
+    try:
+        folder = prepare()
+    except BaseException as error:
+        store.set(key, json.dumps({"error": str(error)}))
+        raise
+    store.set(key, json.dumps({"folder": str(folder)}))
+    return folder
+
+
+def fetch(store: dist.Store, key: str) -> dict[str, str]:
+    store.wait([key], PATIENCE)
+    answer: dict[str, str] = json.loads(store.get(key))
+    return answer

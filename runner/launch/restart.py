@@ -1,0 +1,68 @@
+"""A run starts again in its own folder: after a failure (``run.max_restarts``), or with its SLURM job."""
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from components import preflight
+from components.checkpoint import newest_undamaged
+from components.contracts.errors import FinalError, TrainingError
+from runner.launch.run_dir import reopen_run_folder
+from runner.launch.run_record import RunRecord
+from runner.launch.slurm_env import job_facts, max_requeues
+from runner.launch.spawn import run_workers
+from runner.logging_setup import log_to
+
+log = logging.getLogger("runner")
+
+
+def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> None:
+    """``run_workers``, and after a failure again, ``max_restarts`` times at most.
+
+    Raises:
+        TrainingError: that of the last start, or one that no other start would mend (FinalError).
+    """
+    for number in range(1, max_restarts + 1):
+        try:
+            run_workers(folder, world_size)
+        except FinalError:
+            raise
+        except TrainingError as error:
+            step = go_back(folder, number)
+            with log_to(folder / "train.log", None):
+                log.info("%s", error)
+            first = str(error).splitlines()[0]
+            print(f"restart {number} of {max_restarts}, from step {step}: {first}", file=sys.stderr)
+        else:
+            return
+    run_workers(folder, world_size)
+
+
+def go_back(folder: Path, restarts: int) -> int:
+    """Leaves ``folder`` as it was at its newest checkpoint, or where the run began; returns that step."""
+    record = RunRecord.read(folder)
+    point = newest_undamaged(folder / "checkpoints") or record.checkpoint
+    step = preflight.steps_done(point)
+    reopen_run_folder(folder, step)
+    resumed_from = None if point is None else str(point)
+    replace(record, resumed_from=resumed_from, restarts=restarts).write(folder)
+    return step
+
+
+def begun_by_this_job(runs: Path, command: Sequence[str], environ: Mapping[str, str]) -> Path | None:
+    """The run folder of this SLURM job from before SLURM started it again; None: there is none.
+
+    Raises:
+        ConfigError: RUNNER_MAX_REQUEUES, which says that the job is one run, is no number.
+    """
+    job, requeues = job_facts(environ), max_requeues(environ)
+    if job is None or not job.restarts or not requeues:
+        return None
+    newest_first = sorted(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in newest_first:
+        record = RunRecord.read(path.parent)
+        if record.slurm is not None and record.slurm.job == job.job and record.command == list(command):
+            return path.parent
+    return None

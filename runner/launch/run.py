@@ -1,0 +1,85 @@
+"""Third part of a launch: the ranks, and how the run is concluded."""
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from components.contracts.errors import DONE, TrainingError
+from components.contracts.json_types import Config
+from components.rank_info import RankInfo
+from runner.config.sources import Provenance
+from runner.launch import rendezvous, slurm_env
+from runner.launch.checks import Launch, check_launch
+from runner.launch.failures import report, reporting
+from runner.launch.final_report import say_stopped, summarize
+from runner.launch.plan import look_ahead
+from runner.launch.prepare import prepare
+from runner.launch.restart import run_with_restarts
+from runner.launch.run_record import RunRecord, recording_end
+from runner.training.rank import run_rank
+from runner.training.stop import PRUNED
+from runner.training.watchdog import end_process
+
+
+def run(config: Config, where: Provenance, command: Sequence[str], began: float) -> float:
+    """Run an experiment from start to end; return its final loss: eval, else train, NaN if none was logged.
+
+    Unless ``preflight.mode`` is ``check``, only print what is known of it before it starts, and return NaN.
+
+    Args:
+        began: seconds since the epoch; ``run.max_time`` counts from there.
+
+    Raises:
+        ConfigError: before any rank starts.
+        TrainingError: a rank failed.
+        SystemExit: with code DONE, after a signal has stopped it: no other job of a sweep is to begin.
+    """
+    launch, place = check_launch(config, where, command, began), RankInfo.read()
+    if launch.experiment.preflight.mode != "check":
+        if launch.note is not None:
+            launch.console.print(launch.note, highlight=False)
+        return look_ahead(launch.inspect(), launch.config, launch.experiment, where.point)
+    if place.launched:
+        return run_launched(launch, place)
+    folder, restarts = prepare(launch), launch.experiment.run.max_restarts
+    with recording_end(folder):
+        if launch.world_size > 1 or restarts:
+            run_with_restarts(folder, launch.world_size, restarts)
+        else:
+            run_rank(folder)
+        return conclude(launch, folder)
+
+
+def run_launched(launch: Launch, place: RankInfo) -> float:
+    """Run one rank under torchrun or srun; rank 0 does what the parent process does otherwise."""
+    store = rendezvous.meet(os.environ)
+    folder = rendezvous.agree_on_folder(store, os.environ, partial(prepare, launch), launch.prepare_data)
+
+    def give_up(error: TrainingError) -> None:
+        report(folder, error, stalled=True)
+        end_process(error)
+
+    if place.rank != 0:
+        with reporting(folder):
+            run_rank(folder, give_up)
+        return RunRecord.read(folder).results.final_loss()
+    with recording_end(folder):
+        with reporting(folder):
+            run_rank(folder, give_up)
+        return conclude(launch, folder)
+
+
+def conclude(launch: Launch, folder: Path) -> float:
+    """Print how the run went and where things are; return its final loss."""
+    record = RunRecord.read(folder)
+    if record.stopped is None:
+        summarize(launch.experiment, folder)
+    else:
+        reason, overrides = record.stopped.reason, launch.where.overrides
+        goes_on = say_stopped(launch.experiment.checkpoint, folder, record.stopped, launch.command, overrides)
+        if goes_on and reason in slurm_env.REASONS:
+            slurm_env.queue_again(os.environ)
+        if reason not in ("run.max_time", PRUNED):
+            raise SystemExit(DONE)
+    return record.results.final_loss()

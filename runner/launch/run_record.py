@@ -1,0 +1,119 @@
+"""``run.json``: what is known of a run, from its preparation to its end. Nothing here imports torch."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from components.atomic_write import write_atomic
+from runner.launch.slurm_env import JobFacts
+from runner.training.run_summary import Results
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Where and why a run has stopped before its end."""
+
+    step: int
+    of: int
+    """Number of steps of the whole run."""
+    reason: str
+    """Name of a signal, run.max_time, or pruned."""
+
+
+@dataclass(frozen=True)
+class SweepPlace:
+    """The sweep of a run, and which of its jobs the run is."""
+
+    folder: str
+    number: int
+
+
+@dataclass(frozen=True)
+class ReferenceCache:
+    """Where the log-probabilities of the reference are kept."""
+
+    folder: str
+    compute: bool
+    """Whether ranks have to compute some of them first."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Everything in run.json. What an older version has not written has its default."""
+
+    command: list[str] = field(default_factory=list)
+    started: str = ""
+    """Local time, ISO 8601."""
+    versions: dict[str, str] = field(default_factory=dict)
+    git_commit: str | None = None
+    began: float = 0.0
+    """Seconds since the epoch; ``run.max_time`` counts from there."""
+    stopped: Stopped | None = None
+    ended: Literal["done", "failed", "stopped"] | None = None
+    """None means that the run is under way, or was killed."""
+    restarts: int = 0
+    world_size: int = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    error: str | None = None
+    overrides: list[str] = field(default_factory=list)
+    resumed_from: str | None = None
+    """Absolute path of a checkpoint."""
+    sweep: SweepPlace | None = None
+    slurm: JobFacts | None = None
+    identity: dict[str, Any] = field(default_factory=dict)
+    """Fields of ``RunIdentity``."""
+    reference: ReferenceCache | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    """What ``data.restore`` reads."""
+    results: Results = field(default_factory=Results)
+    engine_facts: Mapping[str, Any] = field(default_factory=dict)
+    """``Engine.describe()``. In the file its keys stand beside the others, which have precedence."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the record of the run in ``folder``."""
+        return cls.from_json(json.loads((folder / "run.json").read_text()))
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Make the record from the content of run.json."""
+        nested = {"stopped": Stopped, "sweep": SweepPlace, "slurm": JobFacts, "reference": ReferenceCache}
+        own: dict[str, Any] = {f.name: content[f.name] for f in fields(cls) if f.name in content}
+        for name, kind in nested.items():
+            if own.get(name) is not None:
+                own[name] = kind(**own[name])
+        own["results"] = Results(**own.get("results") or {})
+        return cls(**own, engine_facts={name: content[name] for name in content if name not in own})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of run.json."""
+        own = asdict(self)
+        facts = own.pop("engine_facts")
+        return own | {name: facts[name] for name in facts if name not in own}
+
+    def write(self, folder: Path) -> None:
+        """Replace the run.json of ``folder``."""
+        write_atomic(folder / "run.json", json.dumps(self.to_json(), indent=2) + "\n")
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint that the run has resumed from."""
+        return None if self.resumed_from is None else Path(self.resumed_from)
+
+
+@contextmanager
+def recording_end(folder: Path) -> Iterator[None]:
+    """Record how the run in ``folder`` has ended."""
+    try:
+        yield
+    except BaseException as error:
+        failed = isinstance(error, Exception)
+        with suppress(OSError):  # the disk may be what it has failed of
+            ended: Literal["failed", "stopped"] = "failed" if failed else "stopped"
+            replace(RunRecord.read(folder), ended=ended, error=str(error) if failed else None).write(folder)
+        raise
+    record = RunRecord.read(folder)
+    replace(record, ended="stopped" if record.stopped else "done", error=None).write(folder)

@@ -1,0 +1,1 @@
+"""Sweeps: records, tables and launchers of their jobs."""

@@ -1,0 +1,30 @@
+"""Runs that are not worth going on with: what a sweep has left in its folder for its jobs to ask."""
+
+import json
+import pkgutil
+from pathlib import Path
+
+from components.contracts.json_types import Config
+from runner.launch.run_record import SweepPlace
+from runner.training.stop import Pruner
+
+FILE = "pruner.json"
+
+
+def leave_pruner(sweep: Path, target: str, options: Config) -> None:
+    """For every job of ``sweep``: ``target`` (module:class), called with the job's number and ``options``."""
+    (sweep / FILE).write_text(json.dumps({"target": target, "options": dict(options)}) + "\n")
+
+
+def leave_no_pruner(sweep: Path) -> None:
+    (sweep / FILE).unlink(missing_ok=True)
+
+
+def pruner_of(sweep: SweepPlace | None) -> Pruner | None:
+    """Of a job, by its ``sweep`` in run.json; None where nobody asks about its evaluations."""
+    path = None if sweep is None else Path(sweep.folder) / FILE
+    if sweep is None or path is None or not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    pruner: Pruner = pkgutil.resolve_name(found["target"])(number=sweep.number, **found["options"])
+    return pruner

@@ -1,0 +1,1 @@
+"""Sweeps as arrays of SLURM jobs."""

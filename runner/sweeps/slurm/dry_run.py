@@ -1,0 +1,41 @@
+"""What would be submitted: script, environment and jobs."""
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.sweeps.slurm.sbatch import Allocation
+
+if TYPE_CHECKING:
+    from runner.sweeps.slurm.job import SlurmJob
+
+CONCERNS = re.compile(r"(CUDA|GLOO|HF|MASTER|NCCL|OMP|PYTHON|RUNNER|SBATCH|SLURM|SRUN|TORCH|VIRTUAL|WANDB)_?")
+SECRET = re.compile("KEY|PASSWORD|SECRET|TOKEN")
+
+
+def show(allocation: Allocation, folder: Path, jobs: Sequence["SlurmJob"]) -> None:
+    """Prints it on stdout."""
+    print(allocation.script(folder, len(jobs)))
+    print("# environment: that of this shell, as sbatch passes it on. Of it, what may concern a run:")
+    for line in concerning(os.environ):
+        print(line)
+    if allocation.ranks is None:
+        print("# the job's one task starts its ranks itself")
+    else:
+        print(
+            f"# each task is one of {allocation.ranks} ranks, with RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK, "
+            "MASTER_ADDR (the first node) and MASTER_PORT from its variables of SLURM"
+        )
+    print("# jobs")
+    for job in jobs:
+        print(f"# {job.point.number}: {shlex.join(job.point.overrides)}")
+    print(f"nothing was submitted (hydra.launcher.dry_run=true); jobs: {len(jobs)}")
+
+
+def concerning(environ: Mapping[str, str]) -> list[str]:
+    """Lines of bash; values of what looks like a secret are left out."""
+    found = sorted((name, value) for name, value in environ.items() if CONCERNS.match(name))
+    return [f"export {name}={'***' if SECRET.search(name) else shlex.quote(value)}" for name, value in found]

@@ -1,0 +1,92 @@
+"""One job of a sweep as a batch system gets it: composed where the sweep was started, run somewhere else."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from components.contracts.errors import DONE, FAILED, MISTAKE
+from components.contracts.json_types import Config
+from components.rank_info import RankInfo
+from runner.cli import exit_code, explained
+from runner.config.sources import Provenance
+from runner.launch import slurm_env
+from runner.launch.rank_main import leave
+from runner.search_path import program_first
+from runner.sweeps.job_record import SWEEP_FOLDER, Point, read_outcome
+from runner.sweeps.sweep import run_point
+
+CODES = {"done": DONE, "pruned": DONE, "stopped": DONE, "refused": MISTAKE}
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A composed config without anything of Hydra; every rank that the batch system starts calls it."""
+
+    config: Config
+    where: Provenance
+    command: tuple[str, ...]
+    """Of the sweep."""
+    environ: Mapping[str, str]
+    """What ``hydra.job.env_set`` adds to the environment."""
+
+    @property
+    def point(self) -> Point:
+        assert self.where.point is not None
+        return self.where.point
+
+    def check(self, tasks: int | None, gpus: int) -> None:
+        """What can be told without the machine it will run on: keys, batches, and model against layout.
+
+        Args:
+            tasks: of which each is a rank; None: one task, which starts as many ranks as it needs.
+            gpus: that a task sees.
+
+        Raises:
+            ConfigError: the job would be refused there.
+        """
+        from components import preflight
+        from runner.config.instantiate import build_experiment
+        from runner.training.rank import Device, engine_options
+
+        experiment = build_experiment(self.config, self.where)
+        run, layout = experiment.run, experiment.parallelism
+        world_size = layout.world_size({} if tasks is None else {"WORLD_SIZE": str(tasks)}, gpus)
+        ahead = experiment.preflight
+        preflight.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=tasks is not None)
+        preflight.check_restarts(run.max_restarts, tasks is not None)
+        preflight.check_batch(run.global_batch_size, run.micro_batch_size, layout.data_size(world_size))
+        preflight.check_shared_prompt(experiment.data.share_prompt, layout)
+        for logger in experiment.logger.values():
+            logger.check()
+        model = experiment.model.meta_model
+        if experiment.adapter is not None:
+            experiment.adapter.check(model)
+        device: Device = "cuda" if gpus and run.device != "cpu" else "cpu"
+        options = engine_options(experiment, device, adapter=experiment.adapter)
+        layout.check(model, experiment.optimizer, options, world_size=world_size)
+
+    def __call__(self) -> NoReturn:
+        """Ends the process, without the teardown that peers can hold up: see ``rank_main.main``."""
+        program_first()
+        os.environ |= dict(self.environ)
+        os.environ |= slurm_env.ranks(os.environ)
+        os.environ[SWEEP_FOLDER] = str(self.point.sweep)
+        first = RankInfo.read().rank == 0
+        leave(exit_code(self.noted if first else self.run))
+
+    def run(self) -> float:
+        began = time.time()
+        from runner.launch.run import run
+
+        return run(self.config, self.where, self.command, began)
+
+    def noted(self) -> None:
+        """``run``, with its outcome written down: rank 0 does it.
+
+        Raises:
+            SystemExit: with the exit code that the outcome deserves.
+        """
+        run_point(self.point, self.run, explained)
+        raise SystemExit(CODES.get(read_outcome(self.point.path).status, FAILED))

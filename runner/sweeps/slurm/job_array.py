@@ -1,0 +1,174 @@
+"""The jobs of a sweep in SLURM's queue: watching them, cancelling them, and saying what became of each."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from components.contracts.errors import INTERRUPTED
+from runner.launch.failures import blame, last_lines, reports
+from runner.sweeps.job_record import Outcome, Point, read_outcome
+
+OVER = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+    }
+)
+GONE = "NO LONGER IN THE QUEUE"
+"""Of a job that SLURM speaks of no more: it is long over, or was cancelled before it began."""
+LAST_POLL_S, PATIENCE_S = 30.0, 60.0
+"""Between two questions to SLURM at most; for cancelled jobs to save what they have."""
+WRITING_S = 10.0
+"""For a file that another node has written to be seen here."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """One job of the array: ``17_2``, or ``17`` where it is the only one."""
+
+    id: str
+    point: Point
+    logs: Path
+
+    @property
+    def log(self) -> Path:
+        """Of rank 0 and of the job script."""
+        return self.logs / f"{self.id}_0_log.out"
+
+
+class Queue:
+    """What SLURM says of some jobs: ``squeue`` answers with or without an accounting database."""
+
+    def __init__(self, jobs: Sequence[Submitted]) -> None:
+        self.arrays = ",".join(sorted({job.id.split("_")[0] for job in jobs}))
+        self.known = {job.id: ("PENDING", "") for job in jobs}
+
+    def ask(self) -> dict[str, tuple[str, str]]:
+        """Of every job its state and the reason; what they were where SLURM does not answer."""
+        command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r", "--jobs"]
+        answer = subprocess.run([*command, self.arrays], capture_output=True, text=True, check=False)
+        if answer.returncode and "Invalid job id" not in answer.stderr:
+            print(f"squeue: {answer.stderr.strip()}; asking again", file=sys.stderr)
+            return self.known
+        rows = (line.split("|") for line in answer.stdout.splitlines())
+        found = {number: (state, reason) for number, state, reason in rows}
+        # Tasks that were cancelled with their array before they began stay together: 17_[3-5].
+        rest = {number.partition("_[")[0]: said for number, said in found.items() if "[" in number}
+        unknown = (GONE, "")
+        self.known = {n: found.get(n, rest.get(n.split("_")[0], unknown)) for n in self.known}
+        return self.known
+
+
+class Array:
+    """Watches ``jobs`` until all are over, and completes the outcome of each."""
+
+    def __init__(self, jobs: Sequence[Submitted]) -> None:
+        self.jobs, self.queue = {job.id: job for job in jobs}, Queue(jobs)
+        self.shown: dict[str, str] = {}
+
+    def wait(self) -> None:
+        """Until all are over.
+
+        Raises:
+            KeyboardInterrupt: asked to leave, and the jobs are cancelled.
+            SystemExit: they are left to SLURM, as the user wishes.
+        """
+        try:
+            self.watch()
+        except KeyboardInterrupt:
+            if not wants_cancel(len(self.jobs)):
+                print(f"left to SLURM: squeue --jobs {self.queue.arrays}; scancel {self.queue.arrays}")
+                raise SystemExit(INTERRUPTED) from None
+            self.cancel()
+            raise
+
+    def watch(self, *, until: float = float("inf"), cancelled: bool = False) -> None:
+        """Until all are over, or the clock says ``until``; asks often at first, and later less so."""
+        began = time.monotonic()
+        while self.jobs and (now := time.monotonic()) < until:
+            for number, (state, reason) in self.queue.ask().items():
+                if number in self.jobs:
+                    self.show(number, state)
+                    if state in OVER or state == GONE:
+                        settle(self.jobs[number], state, reason, cancelled=cancelled)
+                        del self.jobs[number]
+            if self.jobs:
+                time.sleep(min(max((now - began) / 10, 1.0), LAST_POLL_S))
+
+    def show(self, number: str, state: str) -> None:
+        if self.shown.get(number) != state:
+            self.shown[number] = state
+            print(f"job {self.jobs[number].point.number} (SLURM {number}): {state.lower()}", flush=True)
+
+    def cancel(self) -> None:
+        """Those that run save what they have first."""
+        print(f"jobs that are cancelled: {len(self.jobs)}", flush=True)
+        subprocess.run(["scancel", *self.jobs], check=False)
+        self.watch(until=time.monotonic() + PATIENCE_S, cancelled=True)
+
+
+def wants_cancel(count: int) -> bool:
+    """Asks at a terminal; yes where there is none, or where Ctrl-C is the answer."""
+    if not sys.stdin.isatty():
+        return True
+    try:
+        answer = input(f"\njobs that are not over: {count}; cancel them? [y/N] ")
+    except (KeyboardInterrupt, EOFError):
+        return True
+    return answer.strip().lower() in {"y", "yes"}
+
+
+def settle(job: Submitted, state: str, reason: str, *, cancelled: bool) -> None:
+    """Completes the outcome of a job that is over, and says what a user should read of a failure.
+
+    Rank 0 writes the outcome, and may have been well when another rank failed, or have had no time to.
+    """
+    known = written(job, expected=state == "COMPLETED")
+    healthy = state in {"COMPLETED", GONE}
+    in_time = known.status == "done" or (known.status == "stopped" and known.loss is not None)  # run.max_time
+    if known.status in {"refused", "pruned"} or (in_time and healthy):
+        return
+    if cancelled and known.status != "failed":
+        job.point.write(replace(known, status="stopped", error=known.error or "cancelled"))
+        return
+    ended = f"SLURM job {job.id}: {state}" + ("" if reason in {"", "None"} else f" ({reason})")
+    error = what_happened(job, known, ended)
+    job.point.write(replace(known, status="failed", error=error))
+    where = job.logs / f"{job.id}_*"
+    print(f"job {job.point.number} failed; {ended}; logs: {where}\n{error}", file=sys.stderr, flush=True)
+
+
+def written(job: Submitted, *, expected: bool) -> Outcome:
+    """The outcome as the job has left it; of one that never began, an empty one."""
+    deadline = time.monotonic() + (WRITING_S if expected else 0.0)
+    while True:
+        known = Outcome(job.point.number, job.point.overrides, "running")
+        if job.point.path.exists():
+            known = read_outcome(job.point.path)
+        if known.status != "running" or time.monotonic() >= deadline:
+            return known
+        time.sleep(1.0)
+
+
+def what_happened(job: Submitted, known: Outcome, ended: str) -> str:
+    """The failure of the rank that failed first; else what was last heard of the job, and how it ended."""
+    folder = None if known.folder is None else Path(known.folder)
+    if folder is not None and reports(folder):
+        return f"TrainingError: {blame(folder, ())}"
+    if known.status == "failed":
+        return str(known.error)
+    if known.status == "stopped":
+        onward = "nothing is saved" if folder is None else f"it goes on with checkpoint.resume={folder}"
+        return f"{ended}\nit was stopped, and is not queued again; {onward}"
+    return f"the end of {job.log}:{last_lines(job.log)}\n{ended}"

@@ -1,0 +1,143 @@
+"""What the jobs of a sweep ask SLURM for, and the script that asks for it."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+from runner.launch.slurm_env import MAX_REQUEUES
+
+if TYPE_CHECKING:
+    from runner.sweeps.slurm.job import SlurmJob
+
+
+PYTHON = (sys.executable, "-P")
+"""Jobs do not search the working directory before the packages of this program."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """``hydra.launcher`` of ``hydra/launcher=slurm``; conf/hydra/launcher/slurm.yaml describes every key."""
+
+    name: str
+    nodes: int
+    tasks_per_node: int
+    gpus_per_node: int | None
+    cpus_per_task: int | None
+    mem_gb: float | None
+    timeout_min: int
+    account: str | None
+    partition: str | None
+    qos: str | None
+    constraint: str | None
+    signal_delay_s: int
+    max_requeues: int
+    array_parallelism: int
+    setup: tuple[str, ...]
+    srun_args: tuple[str, ...]
+    sbatch_args: tuple[str, ...]
+    dry_run: bool
+
+    def __post_init__(self) -> None:
+        for key in ("nodes", "tasks_per_node", "timeout_min", "array_parallelism"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"hydra.launcher.{key}: must be at least 1, got {getattr(self, key)}.")
+        for key in ("signal_delay_s", "max_requeues"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"hydra.launcher.{key}: must be 0 or more, got {getattr(self, key)}.")
+        for word in self.sbatch_args:
+            if not re.fullmatch("--[a-z].*", word):
+                raise ConfigError(
+                    f"hydra.launcher.sbatch_args: {word!r} is no long option; use --NAME=VALUE."
+                )
+        if self.signal_delay_s >= 60 * self.timeout_min:
+            raise ConfigError(
+                f"hydra.launcher.signal_delay_s: {self.signal_delay_s} s before the time limit of "
+                f"{self.timeout_min} min is before the job begins; lower it, or raise "
+                "hydra.launcher.timeout_min."
+            )
+
+    @property
+    def ranks(self) -> int | None:
+        """Of every job; None: a lone task, which starts as many as its layout takes."""
+        tasks = self.nodes * self.tasks_per_node
+        return None if tasks == 1 else tasks
+
+    def parameters(self) -> Json:
+        """What submitit makes a script of; names are sbatch's."""
+        return {
+            "job_name": self.name,
+            "nodes": self.nodes,
+            "ntasks_per_node": self.tasks_per_node,
+            "gpus_per_node": self.gpus_per_node,
+            "cpus_per_task": self.cpus_per_task,
+            "mem": None if self.mem_gb is None else f"{round(self.mem_gb * 1024)}M",
+            "time": self.timeout_min,
+            "account": self.account,
+            "partition": self.partition,
+            "qos": self.qos,
+            "constraint": self.constraint,
+            "signal_delay_s": self.signal_delay_s,
+            "array_parallelism": self.array_parallelism,
+            "setup": self.exports() + list(self.setup),
+            "srun_args": list(self.srun_args),
+            "stderr_to_stdout": True,
+            "wckey": None,
+            "additional_parameters": self.options(),
+        }
+
+    def options(self) -> dict[str, str | bool]:
+        """Those of sbatch that submitit has no name for; True: without a value."""
+        words = ["--requeue" if self.max_requeues else "--no-requeue", *self.sbatch_args]
+        pairs = (word.removeprefix("--").partition("=") for word in words)
+        return {name: value if equals else True for name, equals, value in pairs}
+
+    def exports(self) -> list[str]:
+        """Variables that every job of ours needs, whichever its ranks."""
+        lines = [
+            "export SLURM_KILL_BAD_EXIT=1  # a task that fails ends the others",
+            f"export {MAX_REQUEUES}={self.max_requeues}",
+        ]
+        if self.cpus_per_task is not None:  # srun asks for one where it is not told
+            lines.append(f"export SRUN_CPUS_PER_TASK={self.cpus_per_task}")
+        return lines
+
+    def script(self, folder: Path, count: int) -> str:
+        """What ``submit`` would submit for ``count`` jobs; SLURM need not be there."""
+        from submitit.slurm.slurm import _make_sbatch_string
+
+        command = shlex.join([*PYTHON, "-u", "-m", "submitit.core._submit", str(folder)])
+        size = count if count > 1 else None
+        return _make_sbatch_string(command=command, folder=folder, map_count=size, **self.parameters())
+
+    def submit(self, folder: Path, jobs: Sequence["SlurmJob"]) -> list[str]:
+        """Submits one array, whose scripts and logs lie in ``folder``; the id of every job.
+
+        Raises:
+            ConfigError: SLURM is not here, or refuses.
+        """
+        from submitit import SlurmExecutor
+        from submitit.core.utils import FailedJobError
+
+        try:
+            executor = SlurmExecutor(folder=folder, python=shlex.join(PYTHON))
+        except RuntimeError as error:
+            raise ConfigError(
+                "hydra/launcher=slurm: there is no srun here; start the sweep where SLURM is, or look at its "
+                "script with hydra.launcher.dry_run=true."
+            ) from error
+        executor.update_parameters(**self.parameters())
+        try:
+            return [job.job_id for job in executor.submit_array(jobs)]
+        except (FailedJobError, subprocess.CalledProcessError) as error:
+            said = re.findall(r"(?:sbatch: )?error: (.*)", str(error)) or [str(error)]
+            raise ConfigError(
+                f"hydra.launcher: sbatch refuses: {'; '.join(said)}. Mend the key it speaks of "
+                "(hydra.launcher.dry_run=true shows the script)."
+            ) from error

@@ -1,0 +1,135 @@
+"""Sweeps: one job after another or side by side, a table at the end, and an exit code that tells of failures.
+
+Hydra's sweepers and launchers raise the first failure and show no other; so a job never raises here: it
+writes its outcome, and who started the sweep reads them all.
+"""
+
+import json
+import math
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from components.atomic_write import write_atomic
+from components.contracts.errors import DONE, FAILED, MISTAKE
+from components.contracts.json_types import Json
+from runner.launch.run_record import RunRecord
+from runner.sweeps.job_record import Outcome, Point, Status, best, read_outcome, read_outcomes
+from runner.sweeps.table import show
+from runner.training.stop import PRUNED
+
+
+def run_point(point: Point, task: Callable[[], float], explained: Callable[[Exception], int]) -> float:
+    """One job: its loss, NaN where there is none.
+
+    ``explained`` prints what a user should read of a failure and returns the exit code it deserves.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: a signal; no other job of this process is to begin.
+    """
+    point.began()
+    began, loss = time.monotonic(), math.nan
+
+    def ended(status: Status, error: str | None = None) -> None:
+        known = None if math.isnan(loss) else loss
+        point.ended(status, loss=known, error=error, seconds=time.monotonic() - began)
+
+    try:
+        loss = task()
+    except Exception as error:  # noqa: BLE001  all of it is printed and written down
+        mistake = explained(error) == MISTAKE
+        words = str(error) if mistake else f"{type(error).__name__}: {error}"
+        ended("refused" if mistake else "failed", words)
+    except (KeyboardInterrupt, SystemExit):
+        ended("stopped")
+        raise
+    else:
+        ended(how_it_ended(point))
+    return loss
+
+
+def how_it_ended(point: Point) -> Status:
+    """Of a job that raised nothing: ``stopped`` where its time was up (``run.max_time``)."""
+    folder = read_outcome(point.path).folder
+    if folder is None or not Path(folder, "run.json").is_file():  # a forecast has none
+        return "done"
+    stopped = RunRecord.read(Path(folder)).stopped
+    if stopped is None:
+        return "done"
+    return "pruned" if stopped.reason == PRUNED else "stopped"
+
+
+def begin(folder: Path, overrides: Sequence[str]) -> None:
+    """Writes down what is swept; of a sweep that goes on, what it was begun with stays."""
+    (folder / "jobs").mkdir(parents=True, exist_ok=True)
+    path = folder / "sweep.json"
+    if not path.exists():
+        write_json(path, {"began": now(), "command": sys.argv, "overrides": list(overrides)})
+
+
+def conclude(folder: Path, code: int) -> int:
+    """Prints the table of a sweep whose command ends with ``code``; returns the code it should end with.
+
+    A refused point is listed and fails nothing, as long as another was not refused.
+    """
+    outcomes = read_outcomes(folder)
+    if not outcomes or code == MISTAKE:  # jobs never raise: it is the sweep itself that was refused
+        return code
+    counts = Counter(outcome.status for outcome in outcomes)
+    if code == DONE and (counts["failed"] or counts["running"]):
+        code = FAILED
+    elif code == DONE and set(counts) == {"refused"}:
+        code = MISTAKE
+    winner = best(outcomes)
+    facts = {"ended": now(), "exit_code": code, "jobs": len(outcomes), "counts": counts}
+    facts["best"] = None if winner is None else winner.number
+    path = folder / "sweep.json"
+    write_json(path, json.loads(path.read_text()) | facts)
+    show(outcomes, Console())
+    print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    if winner is not None:
+        (folder / "best.yaml").write_text(yaml.safe_dump(about_best(winner), sort_keys=False, width=1000))
+        print(f"best: job {winner.number}, loss {winner.loss:.4f}: {folder / 'best.yaml'}")
+    print(f"sweep folder: {folder}")
+    return code
+
+
+def now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def write_json(path: Path, facts: object) -> None:
+    write_atomic(path, json.dumps(facts, indent=2) + "\n")
+
+
+def about_best(winner: Outcome) -> Json:
+    words = alone(winner.overrides, sys.argv)
+    return {
+        "job": winner.number,
+        "loss": winner.loss,
+        "folder": winner.folder,
+        "overrides": words,
+        "command": shlex.join(["python", "-m", "runner", *words]),
+    }
+
+
+def sweeps(command: Sequence[str]) -> bool:
+    """Whether ``command`` asks for more than one run."""
+    return any(word in ("-m", "--multirun") or word.startswith("sweep=") for word in command)
+
+
+def alone(overrides: Sequence[str], command: Sequence[str]) -> list[str]:
+    """With which one job of the sweep ``command`` runs by itself: a sweep file among them sweeps no more."""
+    places = [word for word in command if word.startswith(("--config-dir=", "-cd="))]
+    pairs = pairwise(command)
+    places += [f"--config-dir={after}" for word, after in pairs if word in ("--config-dir", "-cd")]
+    swept = any(word.startswith("sweep=") for word in overrides)
+    return [*places, *overrides, *(["hydra.mode=RUN"] if swept else [])]

@@ -1,0 +1,169 @@
+"""The training loop, the same for every engine, loss and kind of data.
+
+for every global batch:
+    microbatches = loss.prepare(data.microbatches(step), engine)
+    engine.begin_train_step(microbatches, loss)
+    engine.train_microbatches(microbatches, loss, last=True)
+    engine.finish_train_step(lr)
+    log, evaluate, save where due; leave where a stop was asked for
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from components.checkpoint import CheckpointPolicy
+from components.contracts.batch import Batch
+from components.contracts.data import DataLoader
+from components.contracts.engine import Engine
+from components.contracts.errors import FinalError
+from components.contracts.loss import Loss
+from components.engines.shared.oom import naming_step
+from runner.config.run_config import CheckpointConfig, EarlyStoppingConfig, RunConfig, watched_metric
+from runner.launch.run_record import Stopped
+from runner.training.metrics import Reporter
+from runner.training.profiler import Profiler
+from runner.training.state import TrainState
+from runner.training.stop import Stop
+from runner.training.watchdog import Watchdog
+
+log = logging.getLogger("runner")
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything the loop is wired to."""
+
+    engine: Engine
+    loss: Loss
+    train_data: DataLoader
+    eval_data: DataLoader | None
+    lr: Callable[[int], float]
+    checkpoints: CheckpointPolicy
+    reporter: Reporter
+    profiler: Profiler
+    state: TrainState
+    run: RunConfig
+    checkpoint: CheckpointConfig
+    early_stopping: EarlyStoppingConfig
+    stop: Stop
+    watchdog: Watchdog
+
+
+def train(t: Training) -> None:
+    """Runs from ``t.state.step`` to the last step of the data, or to an early stop; every rank calls it.
+
+    Or, where ``t.stop`` has a reason, to a checkpoint of the step under way.
+    """
+    last = t.train_data.num_steps
+    if t.state.owes_evaluation:  # of the step at which a stop has cut it short
+        evaluate(t)
+    while t.state.step < last and t.stop.reason is None and not stalled(t):
+        step = t.state.step + 1
+        t.watchdog.beat(f"in step {step}")
+        with t.profiler.step(step), naming_step(f"step {step}"):
+            train_step(t)
+        t.checkpoints.poll(t.engine)
+        t.stop.allow_for(t.checkpoints.last_write_s)
+        t.stop.agreed()  # sets t.stop.reason, on all ranks alike
+
+        improved = False
+        t.state.owes_evaluation = t.eval_data is not None and (step == last or every(t.run.eval_every, step))
+        if t.state.owes_evaluation and t.stop.reason is None:
+            improved = evaluate(t)
+
+        ends_here = step == last or t.stop.reason is not None or stalled(t)
+        if ends_here or save_due(t, step) or (improved and t.checkpoint.keep_best is not None):
+            save(t)
+    if stalled(t):
+        since = "the start" if t.state.best_step is None else f"step {t.state.best_step}"
+        watched = t.early_stopping.metric
+        log.info("stopped early at step %d: %s has not improved since %s", t.state.step, watched, since)
+
+
+def stopped(t: Training) -> Stopped | None:
+    """Return where and why the run has stopped. None means that it has come to its end."""
+    if t.stop.reason is None:
+        return None
+    return Stopped(t.state.step, t.train_data.num_steps, t.stop.reason)
+
+
+def train_step(t: Training) -> None:
+    """One optimizer step on global batch ``t.state.step``."""
+    began, step = time.perf_counter(), t.state.step
+    microbatches = t.loss.prepare(t.train_data.microbatches(step), t.engine)
+    t.engine.begin_train_step(microbatches, t.loss)
+    t.engine.train_microbatches(microbatches, t.loss, last=True)
+    max_loss = t.state.max_loss(t.run.loss_spike_factor)
+    result = t.engine.finish_train_step(t.lr(step), max_loss=max_loss)
+    stats = t.train_data.stats(step)
+    t.state.advance(
+        num_samples=stats.num_samples, num_tokens=stats.num_tokens, skipped=result.skipped, loss=result.loss
+    )
+    seconds, epoch = time.perf_counter() - began, t.train_data.epoch(t.state.step)
+    t.reporter.step(t.state, stats, result, lr=t.lr(step), epoch=epoch, seconds=seconds)
+    if result.skipped:
+        t.reporter.skipped(t.state.step, result, max_loss, t.train_data.sample_ids(step))
+    if t.state.skipped_in_a_row >= t.run.max_consecutive_skips:
+        raise FinalError(
+            f"step {t.state.step}: the update was skipped {t.state.skipped_in_a_row} steps in a row "
+            "(run.max_consecutive_skips), as the log says; lower optimizer.lr, or look at the samples that "
+            "it names."
+        )
+
+
+def evaluate(t: Training) -> bool:
+    """Evaluate on the whole evaluation set; return whether the watched metric is better than ever before.
+
+    If a stop interrupts the evaluation, nothing is recorded.
+    """
+    if t.eval_data is None:
+        return False
+    with naming_step(f"evaluation at step {t.state.step}"):
+        means = t.engine.evaluate(eval_batches(t, t.eval_data), t.loss)
+    if t.stop.reason is not None:
+        return False
+    t.state.owes_evaluation = False
+    t.reporter.evaluation(t.state, means)
+    if t.state.step < t.train_data.num_steps:
+        t.stop.evaluated(t.state.step, means["loss"])
+    watched = watched_metric(t.run, t.checkpoint, t.early_stopping)
+    if watched is None:
+        return False
+    # Groups of ranks add up for themselves: a last bit must not have them decide differently.
+    agreed = {name: t.engine.max_over_ranks(value) for name, value in means.items()}
+    return t.state.evaluated(agreed, watched.name, watched.mode)
+
+
+def eval_batches(t: Training, data: DataLoader) -> Iterator[Sequence[Batch]]:
+    for number in range(data.num_steps):
+        t.watchdog.beat(f"in batch {number + 1} of the evaluation at step {t.state.step}")
+        yield data.microbatches(number)
+        if t.stop.agreed() is not None:
+            return
+
+
+def stalled(t: Training) -> bool:
+    """Whether what ``early_stopping.metric`` watches has not improved for long; the same on every rank."""
+    watched = f"{t.early_stopping.mode} {t.early_stopping.metric}"
+    return t.state.best_of == watched and t.state.evals_since_best >= t.early_stopping.patience
+
+
+def save(t: Training) -> None:
+    t.watchdog.beat(f"saving step {t.state.step}")
+    with t.stop.saving():
+        t.checkpoints.save(t.engine, t.state)
+    t.stop.agreed()  # asked for while it was saved: no other step is begun, nor saved
+
+
+def every(cadence: int, step: int) -> bool:
+    return cadence > 0 and step % cadence == 0
+
+
+def save_due(t: Training, step: int) -> bool:
+    """Return whether a checkpoint is due after ``step``, by steps or by epochs."""
+    if every(t.checkpoint.save_every, step):
+        return True
+    epochs = int(t.train_data.epoch(step))
+    return epochs > int(t.train_data.epoch(step - 1)) and every(t.checkpoint.save_every_epochs, epochs)

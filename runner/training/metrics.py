@@ -1,0 +1,180 @@
+"""What a run shows: the console line, the progress bar, and a row for every logger."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import psutil
+import torch
+from rich.progress import Progress, TaskID
+
+from components.contracts.data import BatchStats
+from components.contracts.engine import StepResult
+from components.loggers import Ending, Loggers
+from runner.launch.run_record import Stopped
+from runner.training.run_summary import Results
+from runner.training.state import TrainState
+from runner.training.stop import PRUNED
+
+log = logging.getLogger("runner")
+
+Row = dict[str, float | int | None]
+
+NAMED_SAMPLES = 16
+"""At most, of those whose update is skipped."""
+
+
+@dataclass
+class Window:
+    """Steps since the last logged one; throughput is an average over them."""
+
+    steps: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
+class Reporter:
+    """Reports on the main rank; elsewhere it has no loggers and no progress bar, and says nothing."""
+
+    log_every: int
+    flops: Callable[[BatchStats], float]
+    """Floating point operations of one step on a global batch."""
+    peak_flops: float | None
+    """Per second, of all ranks together; None where it is not known."""
+    max_over_ranks: Callable[[float], float]
+    """See ``Engine.max_over_ranks``."""
+    loggers: Loggers | None = None
+    progress: Progress | None = None
+    results: Results = field(default_factory=Results)
+    stopped: Stopped | None = None
+    window: Window = field(default_factory=Window)
+    task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        if self.progress is not None:
+            self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+        if self.loggers is not None:
+            self.loggers.finish(self._ending(error))
+
+    def start(self, state: TrainState, total_steps: int) -> None:
+        if self.progress is not None:
+            self.task = self.progress.add_task("training", total=total_steps, completed=state.step)
+
+    def step(
+        self,
+        state: TrainState,
+        stats: BatchStats,
+        result: StepResult,
+        *,
+        lr: float,
+        epoch: float,
+        seconds: float,
+    ) -> None:
+        """Count one step and, every ``log_every`` steps, write a row. Every rank calls it."""
+        window = self.window
+        window.steps += 1
+        window.tokens += stats.num_tokens
+        window.flops += self.flops(stats)
+        window.seconds += seconds
+        if self.progress is not None and self.task is not None:
+            self.progress.update(self.task, completed=state.step)
+        if self.log_every and state.step % self.log_every == 0:
+            row = train_row(state, stats, result, lr, epoch) | performance(window, self.peak_flops)
+            row |= self._memory()
+            self.window = Window()
+            self._write(row, train_line(row))
+
+    def skipped(self, step: int, result: StepResult, max_loss: float, samples: Sequence[str]) -> None:
+        """Says why the update of ``step`` was skipped, and on which samples."""
+        if self.loggers is None:
+            return
+        if not math.isfinite(result.loss):
+            why = f"loss is {result.loss}"
+        elif not math.isfinite(result.grad_norm):
+            why = f"gradient norm is {result.grad_norm}"
+        else:
+            why = f"loss is {result.loss:.4f}, over {max_loss:.4f} (run.loss_spike_factor)"
+        named = ", ".join(samples[:NAMED_SAMPLES])
+        more = len(samples) - NAMED_SAMPLES
+        rest = f" and {more} more" if more > 0 else ""
+        log.warning(f"step {step}: {why}; the update is skipped; samples {named}{rest}")
+
+    def evaluation(self, state: TrainState, means: Mapping[str, float]) -> None:
+        row: Row = {"step": state.step, **{f"eval/{name}": value for name, value in means.items()}}
+        numbers = "  ".join(f"{name} {value:.4f}" for name, value in means.items())
+        self._write(row, f"step {state.step}  eval: {numbers}")
+
+    def _write(self, row: Row, line: str) -> None:
+        if self.loggers is not None:
+            log.info(line)
+            self.results.add(row)
+            self.loggers.log(row)
+
+    def _memory(self) -> Row:
+        """Return the largest peak of all ranks' GPU allocators or, on a CPU, this process's resident set."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            return {"perf/peak_memory_gib": self.max_over_ranks(torch.cuda.max_memory_allocated() / 2**30)}
+        return {"perf/rss_gib": psutil.Process().memory_info().rss / 2**30}
+
+    def _ending(self, error: BaseException | None) -> Ending:
+        last = self.results.last
+        if isinstance(error, KeyboardInterrupt):
+            return Ending("stopped", last, "interrupted")
+        if error is not None:
+            return Ending("failed", last, f"{type(error).__name__}: {error}")
+        if self.stopped is not None:
+            pruned = self.stopped.reason == PRUNED  # nobody will go on with it
+            return Ending("done" if pruned else "stopped", last, self.stopped.reason)
+        return Ending("done", last)
+
+
+def train_row(state: TrainState, stats: BatchStats, result: StepResult, lr: float, epoch: float) -> Row:
+    """Return the metrics of one step; ``total_*`` and ``epoch`` count from the first step of the run."""
+    row: Row = {
+        "step": state.step,
+        "train/loss": result.loss,
+        "train/grad_norm": result.grad_norm,
+        "train/lr": lr,
+        "train/num_tokens": stats.num_tokens,
+        "train/num_labels": stats.num_labels,
+        "train/total_tokens": state.num_tokens,
+        "train/total_samples": state.num_samples,
+        "train/total_skipped": state.skipped,
+        "train/epoch": epoch,
+        "train/seqlen_mean": stats.seqlen_mean,
+        "train/seqlen_max": stats.seqlen_max,
+    }
+    if result.num_zeros is not None:
+        row["train/num_zeros_in_grad"] = result.num_zeros
+    return row | {f"train/{name}": value for name, value in result.metrics.items()}
+
+
+def performance(window: Window, peak_flops: float | None) -> Row:
+    flops_per_s = window.flops / window.seconds
+    return {
+        "perf/tokens_per_s": window.tokens / window.seconds,
+        "perf/step_ms": 1000 * window.seconds / window.steps,
+        "perf/mfu": flops_per_s / peak_flops if peak_flops else None,
+    }
+
+
+def train_line(row: Row) -> str:
+    memory_gib = row["perf/peak_memory_gib"] if "perf/peak_memory_gib" in row else row["perf/rss_gib"]
+    return (
+        f"step {row['step']}  loss {row['train/loss']:.4f}  lr {row['train/lr']:.2e}  "
+        f"grad_norm {row['train/grad_norm']:.3f}  {row['perf/tokens_per_s']:,.0f} tok/s  "
+        f"{row['train/num_tokens']:,} tokens  {row['train/total_samples']:,} samples  "
+        f"{row['perf/step_ms']:.0f} ms  skipped {row['train/total_skipped']}  {memory_gib:.2f} GiB"
+    )

@@ -1,0 +1,47 @@
+"""Global batches that are ready when their step begins."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from components.contracts.batch import Batch
+from components.contracts.data import BatchStats, DataLoader
+
+
+class Prefetched:
+    """A ``DataLoader`` that makes the micro-batches of the next step while the present one is computed.
+
+    With ``pin`` they lie in page-locked memory, from which a GPU copies them without the host waiting. A
+    step that was not foreseen (the first, or after a jump) is made when it is asked for.
+    """
+
+    def __init__(self, loader: DataLoader, *, pin: bool) -> None:
+        self._loader, self._pin = loader, pin
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return self._loader.num_steps
+
+    def microbatches(self, step: int) -> list[Batch]:
+        foreseen, self._ahead = self._ahead, None
+        made = foreseen[1] if foreseen is not None and foreseen[0] == step else self._make(step)
+        batches = made.result()
+        if step + 1 < self.num_steps:
+            self._ahead = step + 1, self._make(step + 1)
+        return batches
+
+    def stats(self, step: int) -> BatchStats:
+        return self._loader.stats(step)
+
+    def sample_ids(self, step: int) -> list[str]:
+        return self._loader.sample_ids(step)
+
+    def epoch(self, step: int) -> float:
+        return self._loader.epoch(step)
+
+    def _make(self, step: int) -> Future[list[Batch]]:
+        return self._thread.submit(self._collate, step)
+
+    def _collate(self, step: int) -> list[Batch]:
+        batches = self._loader.microbatches(step)
+        return [batch.pin_memory() for batch in batches] if self._pin else batches

@@ -1,0 +1,62 @@
+"""Where the time of a few steps went: ``profiler.enabled=true``."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from runner.config.run_config import ProfilerConfig
+
+log = logging.getLogger("runner")
+
+ROWS = 60
+"""Of the table: operators, the most expensive first."""
+
+
+class Profiler:
+    """Records steps ``profiler.steps`` of this process on the ranks of ``profiler.ranks``.
+
+    Leaves ``step_S_rank_R.json``, a Chrome trace (chrome://tracing, https://ui.perfetto.dev), and a table of
+    operators, ``step_S_rank_R.txt``, in ``folder``; S is the first of these steps.
+    """
+
+    def __init__(self, profiler: ProfilerConfig, folder: Path, rank: int, device: torch.device) -> None:
+        self.folder, self.rank, self.device = folder, rank, device
+        self.first, self.last = profiler.steps
+        self.steps, self.recorder = 0, None
+        if profiler.enabled and rank in profiler.ranks:
+            self.recorder = profile(
+                activities=activities(device),
+                record_shapes=profiler.shapes,
+                profile_memory=profiler.memory,
+                with_stack=profiler.stacks,
+            )
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around train step ``number``, from 1 on, of the whole run."""
+        self.steps += 1
+        if self.recorder is not None and self.steps == self.first:
+            self.recorder.start()
+        yield
+        if self.recorder is not None and self.steps == self.last:
+            self.recorder.stop()
+            self.write(self.recorder, number)
+            self.recorder = None
+
+    def write(self, recorder: profile, last: int) -> None:
+        self.folder.mkdir(exist_ok=True)
+        first = last - (self.last - self.first)
+        trace = self.folder / f"step_{first}_rank_{self.rank}.json"
+        recorder.export_chrome_trace(str(trace))
+        averages = recorder.key_averages(group_by_input_shape=bool(recorder.record_shapes))
+        table = averages.table(sort_by=f"self_{self.device.type}_time_total", row_limit=ROWS)
+        trace.with_suffix(".txt").write_text(table)
+        log.info(f"profile of steps {first} to {last}: {trace}")
+
+
+def activities(device: torch.device) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]

@@ -1,0 +1,259 @@
+"""One rank's part: wires the components of a prepared run folder into the loop."""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from components.checkpoint import CheckpointPolicy, RunIdentity, read_meta
+from components.contracts.data import BatchStats
+from components.contracts.engine import Engine, EngineOptions
+from components.contracts.errors import TrainingError
+from components.contracts.json_types import Config
+from components.loggers import Loggers, Start
+from components.loggers.console import Terminal, terminal
+from components.preflight import steps_done
+from components.preflight.estimates.flops import matmul_sizes, peak_flops, train_flops
+from components.rank_info import RankInfo
+from components.reference.precompute import precompute
+from components.reference.source import resolve_reference
+from runner.config.instantiate import Experiment, build_experiment
+from runner.config.run_config import seconds
+from runner.config.sources import Provenance
+from runner.launch.run_dir import read_config
+from runner.launch.run_record import RunRecord
+from runner.launch.signals import StopRequest, announce, handling
+from runner.logging_setup import log_to
+from runner.sweeps.pruner import pruner_of
+from runner.training.determinism import deterministic
+from runner.training.loop import Training, stopped, train
+from runner.training.metrics import Reporter
+from runner.training.prefetch import Prefetched
+from runner.training.profiler import Profiler
+from runner.training.state import TrainState
+from runner.training.stop import Stop
+from runner.training.watchdog import Watchdog, end_process
+
+Device = Literal["cpu", "cuda"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_process) -> None:
+    """Trains, evaluates, saves and exports; every rank of the run calls it with the same folder.
+
+    ``give_up`` ends the process where nothing moves any more (``run.hang_timeout_s``).
+    """
+    config, record = read_config(folder), RunRecord.read(folder)
+    experiment = build_experiment(config, Provenance())
+    # The one place where ranks differ: the first one speaks and writes the run's own files.
+    place = RankInfo.read()
+    main = place.rank == 0
+    console = terminal(experiment.logger) if main else None
+    run = experiment.run
+    requested = StopRequest(
+        announce if main and "RUNNER_PARENT" not in os.environ else str, patient=place.launched
+    )
+    with (
+        log_to(folder / "train.log" if main else None, console),
+        deterministic(run.deterministic),
+        Watchdog(
+            folder / "logs", place.rank, run.hang_timeout_s, give_up, on_request=place.launched
+        ) as watchdog,
+        ExitStack() as handlers,
+    ):
+        if record.reference is not None and record.reference.compute:
+            with closing(build_reference(experiment, record.device), record.world_size) as engine:
+                fill_reference(experiment, engine, folder, record, main, watchdog)
+        watchdog.beat("building the engine")
+        with closing(build_engine(experiment, record.device), record.world_size) as engine:
+            record = replace(record, engine_facts=engine.describe())
+            if main:
+                record.write(folder)
+            with reporter(experiment, engine, folder, console, config, record) as report:
+                training = wire(experiment, engine, folder, record, report, requested, watchdog)
+                handlers.enter_context(handling(requested))
+                with training.checkpoints:
+                    train(training)
+                report.stopped = stopped(training)
+                if main:
+                    replace(record, stopped=report.stopped, results=report.results).write(folder)
+                if run.export and report.stopped is None:
+                    watchdog.beat("in the export")
+                    engine.export(folder / "export")
+
+
+@contextmanager
+def closing(engine: Engine, world_size: int) -> Iterator[Engine]:
+    """Closes ``engine`` when the context is left, by an error only where this is the only rank."""
+    try:
+        yield engine
+    except BaseException:
+        # With peers, closing would wait for what they never join; this process ends by itself.
+        if world_size == 1:
+            engine.close()
+        raise
+    engine.close()
+
+
+def build_engine(experiment: Experiment, device: Device) -> Engine:
+    """The engine that trains, with what it keeps for reference passes."""
+    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+    options = engine_options(
+        experiment,
+        device,
+        adapter=experiment.adapter,
+        reference=source.kept,
+        reference_model=source.model if source.other else None,
+    )
+    return experiment.parallelism.build(experiment.model, experiment.optimizer, options)
+
+
+def build_reference(experiment: Experiment, device: Device) -> Engine:
+    """An engine that is only asked what the reference says."""
+    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+    # Its reference is the model itself, without dropout.
+    options = engine_options(experiment, device, reference="adapter_off")
+    return experiment.parallelism.build(source.to_ask(), experiment.optimizer, options)
+
+
+def engine_options(experiment: Experiment, device: Device, **others: Any) -> EngineOptions:
+    """Collect what ``run`` says of an engine; ``others`` are the fields that do not come from there."""
+    run = experiment.run
+    return EngineOptions(
+        dtype=DTYPES[run.dtype],
+        device=device,
+        seed=run.seed,
+        compiled=run.compile,
+        kernels=run.kernels,
+        count_zeros=run.log_num_zeros,
+        timeout_s=run.hang_timeout_s,
+        **others,
+    )
+
+
+def fill_reference(
+    experiment: Experiment,
+    engine: Engine,
+    folder: Path,
+    record: RunRecord,
+    main: bool,
+    watchdog: Watchdog,
+) -> None:
+    """Computes with ``engine`` what the cache lacks of the reference's log-probabilities."""
+    assert record.reference is not None
+    precompute(
+        engine,
+        experiment.data.restore(record.data),
+        Path(record.reference.folder),
+        scratch=folder / "reference",
+        micro_batch_size=experiment.run.micro_batch_size,
+        writes=main,
+        merges=RankInfo.read().local_rank == 0,
+        beat=partial(watchdog.beat, "computing the reference's log-probabilities"),
+    )
+
+
+def wire(
+    experiment: Experiment,
+    engine: Engine,
+    folder: Path,
+    record: RunRecord,
+    report: Reporter,
+    requested: StopRequest,
+    watchdog: Watchdog,
+) -> Training:
+    """The loop's arguments, at the start of the run or where ``record.checkpoint`` left off."""
+    run, saving, place = experiment.run, experiment.checkpoint, RankInfo.read()
+    share = {"data_rank": engine.data_rank, "data_size": engine.data_size}
+    cache = None if record.reference is None else Path(record.reference.folder)
+    data = experiment.data.restore(record.data)
+    rows = {"global_batch_size": run.global_batch_size, "micro_batch_size": run.micro_batch_size}
+    train_data = Prefetched(
+        data.train_loader(**rows, **share, reference=cache), pin=engine.device.type == "cuda"
+    )
+    state = TrainState()
+    point = record.checkpoint
+    if point is not None:
+        watchdog.beat(f"loading {point}")
+        engine.load(point)
+        state = TrainState(**read_meta(point).state)
+    report.start(state, train_data.num_steps)
+    deadline = math.inf if run.max_time is None else record.began + seconds(run.max_time)
+    return Training(
+        engine=engine,
+        loss=experiment.stage,
+        train_data=train_data,
+        eval_data=data.eval_loader(**rows, **share, reference=cache),
+        lr=partial(experiment.scheduler.lr, peak=experiment.optimizer.lr, total_steps=train_data.num_steps),
+        checkpoints=CheckpointPolicy(
+            folder / "checkpoints",
+            identity=RunIdentity(**record.identity),
+            keep_last=saving.keep_last,
+            keep_best=saving.keep_best is not None,
+            model_only=saving.model_only,
+            on_error=saving.on_error,
+            in_background=saving.async_save,
+            first_of_node=place.local_rank == 0,
+            current=point,
+        ),
+        reporter=report,
+        profiler=Profiler(experiment.profiler, folder / "profile", place.rank, engine.device),
+        state=state,
+        run=run,
+        checkpoint=saving,
+        early_stopping=experiment.early_stopping,
+        stop=Stop(
+            engine.max_over_ranks,
+            requested,
+            deadline,
+            save_s=save_seconds(engine),
+            prune=pruner_of(record.sweep) if place.rank == 0 else None,
+        ),
+        watchdog=watchdog,
+    )
+
+
+def save_seconds(engine: Engine) -> float:
+    """What a first save may take: fp32 weights and two moments, to a disk that writes 200 MB a second."""
+    return float(engine.describe()["trained_parameters"]) * 12 / 200e6
+
+
+def reporter(
+    experiment: Experiment,
+    engine: Engine,
+    folder: Path,
+    console: Terminal | None,
+    config: Config,
+    record: RunRecord,
+) -> Reporter:
+    """Speaks and logs where there is a ``console``; silent on every other rank."""
+    sizes = matmul_sizes(experiment.model.meta_model, adapted=experiment.adapter is not None)
+    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+
+    def flops(stats: BatchStats) -> float:
+        return train_flops(
+            sizes,
+            num_tokens=stats.num_computed_tokens,
+            num_labels=stats.num_labels,
+            sum_squared_seqlens=stats.sum_squared_seqlens,
+            forward_only_passes=source.forward_only_passes,
+        )
+
+    if console is None:
+        return Reporter(experiment.run.log_every, flops, None, engine.max_over_ranks)
+    begun = Start(folder, config, record.to_json(), steps_done(record.checkpoint))
+    return Reporter(
+        experiment.run.log_every,
+        flops,
+        peak_flops(engine.device, DTYPES[experiment.run.dtype]) * record.world_size,
+        engine.max_over_ranks,
+        Loggers(experiment.logger, begun),
+        console.progress_bar(),
+        record.results,
+    )

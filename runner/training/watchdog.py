@@ -1,0 +1,103 @@
+"""Where every thread stands when a run has stopped making progress: ``run.hang_timeout_s``."""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from components.contracts.errors import FAILED, TrainingError
+
+GRACE_S = 10.0
+"""After which the interpreter's own watchdog acts, where a thread that keeps its lock stops this one."""
+
+
+class Watchdog:
+    """Ends this process when ``timeout`` seconds have passed without a ``beat``; 0: never.
+
+    First the stacks of all threads go to ``folder/stacks_<rank>.txt``. Where a parent or a launcher started
+    this rank (``on_request``), SIGQUIT has them written at any time, whatever the rank is doing.
+
+    Args:
+        give_up: is told what happened, on a thread of its own, and ends the process.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        timeout: float,
+        give_up: Callable[[TrainingError], object],
+        *,
+        on_request: bool,
+    ) -> None:
+        self.path, self.timeout, self.give_up = stacks_path(folder, rank), timeout, give_up
+        self.on_request = on_request
+        self.doing, self.since, self.ended = "", 0.0, threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = self.path.open("a")  # an earlier start of the same run has left its own here
+        if self.on_request:
+            faulthandler.register(signal.SIGQUIT, self.file)
+        self.beat("at the start")
+        if self.timeout:
+            self.thread.start()
+        return self
+
+    def beat(self, doing: str) -> None:
+        """There was progress; from here on this rank is ``doing``: "in step 12"."""
+        self.doing, self.since = doing, time.monotonic()
+        if self.timeout:
+            faulthandler.dump_traceback_later(self.timeout + GRACE_S, file=self.file, exit=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.ended.set()
+        if self.timeout:
+            faulthandler.cancel_dump_traceback_later()
+            self.thread.join()
+        if self.on_request:
+            faulthandler.unregister(signal.SIGQUIT)
+        self.file.close()
+        discard_if_empty(self.path)
+
+    def _watch(self) -> None:
+        while not self.ended.wait(self._left()):
+            if self._left() <= 0:
+                self._give_up()
+                return
+
+    def _left(self) -> float:
+        return self.since + self.timeout - time.monotonic()
+
+    def _give_up(self) -> None:
+        began = time.strftime("%H:%M:%S", time.localtime(time.time() + self.since - time.monotonic()))
+        what = f"no progress for {self.timeout:g} s (run.hang_timeout_s), since {began}, {self.doing}"
+        self.file.write(f"{what}\n")
+        self.file.flush()
+        faulthandler.dump_traceback(self.file)
+        everyone = self.path.with_name("stacks_*.txt")
+        self.give_up(TrainingError(f"{what}; stacks of all threads: {everyone}"))
+
+
+def end_process(error: TrainingError) -> None:
+    """For a rank that runs in the user's own process: its main thread cannot be reached."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(FAILED)
+
+
+def stacks_path(folder: Path, rank: int) -> Path:
+    return folder / f"stacks_{rank}.txt"
+
+
+def discard_if_empty(path: Path) -> None:
+    if path.exists() and not path.stat().st_size:
+        path.unlink()

@@ -1,0 +1,225 @@
+"""What an adapter is made of, against peft; folders; and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from components.adapters import LoRA, export_adapter, lora
+from components.adapters.export import peft_config
+from components.contracts.errors import ConfigError
+from components.models import ModelSpec
+from tests.distributed.cases import spec
+
+SETTINGS: dict[str, Any] = {
+    "path": None,
+    "r": 4,
+    "alpha": 8.0,
+    "target_modules": "all-linear",
+    "rslora": False,
+    "modules_to_save": None,
+    "dropout": 0.0,
+    "init_lora_weights": "kaiming",
+    "dora": False,
+    "quantize": None,
+}
+READ = dict.fromkeys(("r", "alpha", "target_modules", "rslora", "modules_to_save", "init_lora_weights"))
+
+
+def described(**changes: Any) -> LoRA:
+    return lora(**SETTINGS | changes)
+
+
+def trained_by_peft(model: nn.Module, config: LoraConfig) -> dict[str, torch.Size]:
+    inject_adapter_in_model(config, model)
+    named = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return {name.replace(".modules_to_save", "").replace(".default", ""): p.shape for name, p in named}
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "words"),
+    [
+        ("qwen3", "all-linear", "all-linear"),
+        ("phi3", "all-linear", "all-linear"),
+        ("qwen3", "attention", ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        ("phi3", "attention", ["qkv_proj", "o_proj"]),
+        ("latent", "attention", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
+        ("gemma", "mlp", ["gate_proj", "up_proj", "down_proj"]),
+        ("qwen3", ("v_proj", "layers.1.mlp.up_proj"), ["v_proj", "layers.1.mlp.up_proj"]),
+    ],
+)
+def test_what_is_adapted_is_what_peft_adapts(family: str, target: Any, words: Any) -> None:
+    """Names, shapes and order; and the description written for peft means the same."""
+    description, here = spec(family), described(target_modules=target)
+    ours = here.shapes(description.build(description.config()))
+    config = LoraConfig(r=4, target_modules=words, task_type="CAUSAL_LM")
+    model = description.build(description.config())
+    written = peft_config(here, model)
+    assert trained_by_peft(model, config) == ours
+    assert trained_by_peft(description.build(description.config()), written) == ours
+    assert list(ours) == list(dict.fromkeys(ours))
+
+
+def test_modules_that_are_trained_whole() -> None:
+    description = spec("llama")
+    model = description.build(description.config())
+    adapter = described(target_modules="attention", modules_to_save=("lm_head", "norm"))
+    ours = adapter.shapes(model)
+    assert adapter.saved(model) == ["model.norm", "lm_head"]
+    assert {name: shape for name, shape in ours.items() if "lora" not in name} == {
+        "model.norm.weight": (32,),
+        "lm_head.weight": (160, 32),
+    }
+    # Whole names: peft would take "norm" for every name that ends so, "q_norm" among them.
+    assert trained_by_peft(model, peft_config(adapter, model)) == ours
+
+
+def test_initial_values_are_a_function_of_seed_and_name() -> None:
+    """Of any part of a matrix too; ``A`` within the bound of torch's linear layers, ``B`` zero."""
+    description, adapter = spec("qwen3"), described(dora=True)
+    model, base = description.build(description.config()), description.weights(0)
+    first, again = (adapter.weights(model, seed, base) for seed in (3, 3))
+    other = adapter.weights(model, 4, base)
+    name = "model.layers.0.mlp.down_proj"
+    a = first(f"{name}.lora_A.weight")
+    assert torch.equal(again(f"{name}.lora_A.weight", (slice(1, 3),)), a[1:3])
+    assert not torch.equal(other(f"{name}.lora_A.weight"), a)
+    assert not torch.equal(first("model.layers.1.mlp.down_proj.lora_A.weight"), a)
+    bound = 48**-0.5
+    assert 0.9 * bound < a.abs().max() <= bound
+    assert not first(f"{name}.lora_B.weight").any()
+    lengths = base(f"{name}.weight").norm(dim=1)
+    torch.testing.assert_close(first(f"{name}.lora_magnitude_vector"), lengths)
+    spread = described(init_lora_weights="gaussian").weights(model, 3, base)(f"{name}.lora_A.weight").std()
+    assert 0.15 < spread < 0.35  # 1 / r
+
+
+def random_tensors(adapter: LoRA, description: ModelSpec) -> dict[str, Tensor]:
+    shapes = adapter.shapes(description.build(description.config()))
+    torch.manual_seed(1)
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("adapter")
+    adapter = described(target_modules="attention", rslora=True)
+    export_adapter(adapter, spec("qwen3"), random_tensors(adapter, spec("qwen3")).items(), path)
+    return path
+
+
+def continued(path: Path, **changes: Any) -> LoRA:
+    return described(**READ | {"path": str(path)} | changes)
+
+
+def test_a_folder_is_read_as_it_was_written(folder: Path) -> None:
+    description = spec("qwen3")
+    model, adapter = description.build(description.config()), continued(folder)
+    adapter.check(model)
+    assert adapter.scaling == 8 / 4**0.5
+    weights = adapter.weights(model, 0, description.weights(0))
+    for name, value in random_tensors(adapter, description).items():
+        assert torch.equal(weights(name), value)
+        assert torch.equal(weights(name, (slice(0, 2), slice(1, 3))), value[:2, 1:3])
+    assert adapter.signature(model) == described(target_modules="attention", rslora=True).signature(model)
+    assert adapter.signature(model) != described(target_modules="attention").signature(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 33}, "adapter.r: 33 is larger than a side of model.layers.0.self_attn.q_proj .* at most 32"),
+        ({"r": 0}, "adapter.r: must be at least 1"),
+        ({"r": None}, "adapter.r: is null, and there is no adapter.path"),
+        ({"alpha": 0.0}, "adapter.alpha: must be above 0"),
+        ({"dropout": 1.0}, "adapter.dropout: must be at least 0 and below 1"),
+        (
+            {"target_modules": ("q_prj",)},
+            "adapter.target_modules: 'q_prj' matches no module of qwen3. Did you mean q_proj",
+        ),
+        (
+            {"target_modules": ()},
+            "adapter.target_modules: an empty list matches no linear layer of qwen3; .* q_proj,",
+        ),
+        (
+            {"target_modules": ("norm",)},
+            "adapter.target_modules: model.norm is a Qwen3RMSNorm; only linear layers",
+        ),
+        ({"target_modules": ("lm_head",)}, "adapter.target_modules: lm_head is the head, .*modules_to_save="),
+        ({"modules_to_save": ("embed_tokens",)}, "modules_to_save: model.embed_tokens is tied"),
+        ({"modules_to_save": ("q_proj",)}, "self_attn.q_proj is adapted too"),
+        ({"modules_to_save": ("mlp",)}, "mlp is no single module"),
+        ({"quantize": "nf4"}, "adapter.quantize: .*; use adapter=lora"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(changes: dict[str, Any], message: str) -> None:
+    description = spec("qwen3")
+    with pytest.raises(ConfigError, match=message):
+        described(**changes).check(description.build(description.config()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 8}, "adapter.r: is 8, but the adapter at adapter.path=.* has 4; leave it out"),
+        ({"target_modules": "mlp"}, "adapter.target_modules: is mlp, but"),
+        ({"dora": True}, "adapter.dora: is True, .* has False; use adapter=lora"),
+        ({"init_lora_weights": "gaussian"}, "adapter.init_lora_weights: is not read with adapter.path"),
+    ],
+)
+def test_settings_that_contradict_the_folder_are_refused(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        continued(folder, **changes)
+
+
+def test_names_are_asked_for_in_any_order(folder: Path) -> None:
+    target = continued(folder).target_modules
+    assert continued(folder, target_modules=tuple(reversed(target))).target_modules == target
+
+
+def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    deep, config = spec("deep"), json.loads((folder / "adapter_config.json").read_text())
+    with pytest.raises(ConfigError, match=r"lacks .*layers\.2.* \(24 missing, 0 too many\); .*another model"):
+        continued(folder).check(deep.build(deep.config()))
+    wide = ModelSpec(architecture=(spec("qwen3").architecture or {}) | {"num_attention_heads": 8})
+    with pytest.raises(ConfigError, match=r"q_proj.lora_B.weight is \[32, 4\], .* asks for \[64, 4"):
+        continued(folder).check(wide.build(wide.config()))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"rank_pattern": {"q_proj": 2}}))
+    with pytest.raises(ConfigError, match=r"rank_pattern=.* is not computed"):
+        continued(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa_niter_4"}))
+    with pytest.raises(ConfigError, match="init_lora_weights=pissa_niter_4 has changed the model"):
+        continued(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "IA3"}))
+    with pytest.raises(ConfigError, match="is a IA3 adapter"):
+        continued(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file(tensors | {"other": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
+    qwen = spec("qwen3")
+    with pytest.raises(ConfigError, match="has other, for which there is no place"):
+        continued(tmp_path).check(qwen.build(qwen.config()))
+    with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
+        continued(tmp_path / "nowhere")
+
+
+def test_frozen_parameters_want_no_gradient() -> None:
+    frozen = ModelSpec(architecture=spec("qwen3").architecture, freeze=("lm_head.*", "*.layers.0.mlp.*"))
+    model = frozen.build(frozen.config())
+    still = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    mlp = {f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    assert still == mlp | {"model.embed_tokens.weight"}  # tied
+    assert frozen.trained_signature(model) != frozen.signature(model) == spec("qwen3").signature(model)
+    for patterns, message in (("x.*",), "'x.*' matches no parameter"), (("*",), "leaves nothing to train"):
+        bad = ModelSpec(architecture=spec("qwen3").architecture, freeze=patterns)
+        with pytest.raises(ConfigError, match=message):
+            bad.build(bad.config())
+    with pytest.raises(ConfigError, match=r"model\.freeze: an adapter freezes the whole model"):
+        described().check(model)

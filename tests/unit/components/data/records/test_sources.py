@@ -1,0 +1,193 @@
+"""Files of records: what each kind yields, and what is said of one that is not as it should be."""
+
+import csv
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from components.contracts.errors import ConfigError
+from components.data.records.sources import read_records
+
+RECORDS = [{"text": "one"}, {"text": 'two, "2"\nwith a line'}, {"text": "drei 🙂"}]
+SHARED = Path(__file__).resolve().parents[6] / "shared" / "data"
+
+
+def write(path: Path) -> Path:
+    """The three records in the kind of file the name asks for."""
+    match path.suffix:
+        case ".json":
+            path.write_text(json.dumps(RECORDS, indent=2), encoding="utf-8")
+        case ".jsonl":
+            lines = (json.dumps(record) for record in RECORDS)
+            path.write_text("\n\n".join(lines), encoding="utf-8")
+        case ".csv":
+            with path.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, ["text"])
+                writer.writeheader()
+                writer.writerows(RECORDS)
+        case ".parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
+        case ".txt":
+            path.write_text("one\n\n  two  \r\ndrei 🙂", encoding="utf-8")
+        case "":
+            datasets.Dataset.from_list(RECORDS).save_to_disk(str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("a.json", [1, 2, 3]),
+        ("a.jsonl", [1, 3, 5]),
+        ("a.csv", [2, 3, 5]),
+        ("a.parquet", [1, 2, 3]),
+        ("a.JSON", [1, 2, 3]),
+        ("saved", [1, 2, 3]),
+    ],
+)
+def test_every_kind_yields_the_same_records(tmp_path: Path, name: str, places: list[int]) -> None:
+    path = write(tmp_path / name.lower()).rename(tmp_path / name)
+    assert list(read_records(str(path))) == [
+        (record, f"{path}:{place}") for record, place in zip(RECORDS, places, strict=True)
+    ]
+
+
+def test_a_line_of_txt_is_a_document(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt")
+    found = [(record["text"], origin) for record, origin in read_records(str(path))]
+    assert found == [("one", f"{path}:1"), ("  two  ", f"{path}:3"), ("drei 🙂", f"{path}:4")]
+
+
+def test_folder_is_read_in_order_and_without_hidden_files(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    for name in ("b/c.csv", "d.txt", "a.jsonl", ".hidden.json", "_SUCCESS.txt"):
+        write(tmp_path / name)
+    (tmp_path / "README.md").write_text("not data")
+    files = [origin.rpartition(":")[0] for _, origin in read_records(str(tmp_path))]
+    assert files == [str(tmp_path / name) for name in ("a.jsonl", "b/c.csv", "d.txt") for _ in range(3)]
+
+
+def test_json_that_is_jsonl_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("\ufeff" + "\n".join(json.dumps(record) for record in RECORDS), encoding="utf-8")
+    assert [record for record, _ in read_records(str(path))] == RECORDS
+
+
+def test_cell_beyond_the_limit_of_the_csv_module(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text\n" + "x" * 200_000)
+    [(record, _)] = read_records(str(path))
+    assert len(record["text"]) == 200_000
+
+
+def test_jsonl_is_streamed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n{broken')
+    records = read_records(str(path))
+    assert next(records)[0] == {"text": "fine"}
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: malformed JSON"):
+        next(records)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "holds no record"),
+        ("a.json", b"[]", "holds no record"),
+        ("a.json", b" ", "holds no record"),
+        ("a.txt", b"\n\n", "holds no record"),
+        ("a.csv", b"text\n", "holds no record"),
+        ("a.json", b'[{"text": 1},\n {"text" 2}]', "a.json:2: malformed JSON"),
+        ("a.json", b'{"text": "x"}', "a.json: is a JSON object, not a list of objects"),
+        ("a.json", b'"text"', "a.json: is a JSON string, not a list of objects"),
+        ("a.json", b'[{"text": "x"}, 3]', "a.json:2: is a JSON int, not an object"),
+        ("a.jsonl", b'{"text": "x"}\n["x"]', "a.jsonl:2: is a JSON list, not an object"),
+        ("a.json", b'{"text": "x"}\n{"text": "x"', "a.json:2: malformed JSON"),
+        ("a.csv", b"a,a\n1,2", "a.csv:1: is no header of distinct field names"),
+        (
+            "a.csv",
+            b"I am a document of some length and there is no header before me to say so.\nx",
+            "no header",
+        ),
+        ("a.csv", b"text,label\nx,1\nonly one\n", "a.csv:3: has 1 cells under 2 names"),
+        ("a.csv", b"text\nx,1\n", "a.csv:2: has 2 cells under 1 names"),
+        ("a.csv", b'text\n"open', "a.csv:2: malformed csv"),
+        ("a.parquet", b"PAR1 no parquet", "a.parquet: is no readable parquet file"),
+        ("a.parquet", b"", "a.parquet: is no readable parquet file"),
+        ("a.txt", b"caf\xe9", "a.txt: is not UTF-8"),
+        ("a.xlsx", b"x", "cannot read a file with '.xlsx'"),
+        ("data", b"x", "cannot read a file with 'no extension'"),
+    ],
+)
+def test_bad_file(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        list(read_records(str(path)))
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_path() -> None:
+    with pytest.raises(ConfigError, match=r"/no/such/file\.json: no such file or folder"):
+        read_records("/no/such/file.json")
+
+
+def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jsonl")
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)  # permission bits do not stop a test that runs as root
+    with pytest.raises(ConfigError, match=r"a\.jsonl: cannot be read \(Permission denied\)"):
+        list(read_records(str(path)))
+
+
+def test_folder_without_data(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("nothing here")
+    with pytest.raises(ConfigError, match=r"holds no \.json, \.jsonl, \.csv, \.parquet, \.txt file"):
+        list(read_records(str(tmp_path)))
+
+
+def test_empty_file_in_a_folder_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"b\.jsonl: holds no record"):
+        list(read_records(str(tmp_path)))
+
+
+def test_saved_dataset_of_several_splits_asks_for_one(tmp_path: Path) -> None:
+    split = datasets.Dataset.from_list(RECORDS)
+    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ConfigError, match="holds the splits test, train"):
+        list(read_records(str(tmp_path / "saved")))
+    assert len(list(read_records(str(tmp_path / "saved" / "train")))) == 3
+
+
+def test_torn_saved_dataset(tmp_path: Path) -> None:
+    path = write(tmp_path / "saved")
+    (path / "state.json").unlink()
+    with pytest.raises(ConfigError, match="is no readable saved dataset"):
+        list(read_records(str(path)))
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"no real files under {SHARED}")
+@pytest.mark.parametrize(
+    ("name", "count", "fields"),
+    [
+        ("alpaca_en_demo.json", 999, {"instruction", "input", "output"}),
+        ("dpo_en_demo.json", 300, {"conversations", "chosen", "rejected"}),
+        ("c4_demo.jsonl", 300, {"text"}),
+        ("wiki_demo.txt", 30, {"text"}),
+    ],
+)
+def test_real_file(name: str, count: int, fields: set[str]) -> None:
+    records = list(read_records(str(SHARED / name)))
+    assert len(records) == count
+    assert all(fields <= record.keys() for record, _ in records)

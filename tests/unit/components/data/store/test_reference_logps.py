@@ -1,0 +1,206 @@
+"""Log-probabilities of a reference by sequence and position: whoever computed them, in whatever batches."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.errors import TrainingError
+from components.data.loader import PreparedData, SplitFiles, StoreFiles, epoch_name
+from components.data.packing import Plan, plan_epoch
+from components.data.shared_prefix import shared_lengths
+from components.data.store.token_store import TokenStore
+from components.reference.precompute import precompute
+from tests.pairs import make_pairs
+from tests.unit.components.data.store.test_token_store import make_store
+
+MAX_LENGTH = 20
+
+
+@dataclass
+class Scores:
+    """In place of an engine: what it says of a token depends on that token and its position alone."""
+
+    data_rank: int = 0
+    data_size: int = 1
+    answers: bool = True
+    """False: not on the last pipeline stage."""
+    factor: float = 1.0
+    asked: list[tuple[int, ...]] = field(default_factory=list)
+
+    def logps(self, batches: Sequence[Batch], *, reference: bool) -> list[Tensor] | None:
+        assert reference
+        self.asked += [tuple(batch.input_ids.flatten().tolist()) for batch in batches]
+        return [expected(batch, self.factor) for batch in batches] if self.answers else None
+
+    def barrier(self) -> None:
+        pass
+
+
+def expected(batch: Batch, factor: float = 1.0) -> Tensor:
+    there = batch.labels != IGNORE
+    return torch.where(there, -factor * (batch.labels + batch.position_ids / 100 + 1), 0.0)
+
+
+def prepare(
+    store: TokenStore, folder: Path, packing: Any, epochs: int = 1, shared: bool = False
+) -> PreparedData:
+    for epoch in range(epochs):
+        plan = plan_epoch(
+            store.lengths,
+            sequences_per_sample=2,
+            repeats=None,
+            seed=0,
+            epoch=epoch,
+            max_length=MAX_LENGTH,
+            packing=packing,
+            shuffle=True,
+            shared=shared_lengths(store) if shared else None,
+        )
+        plan.save(folder / epoch_name(epoch))
+    steps = sum(-(-Plan.load(folder / epoch_name(epoch)).num_rows // 2) for epoch in range(epochs))
+    split = SplitFiles((StoreFiles(str(store.path)),), str(folder), epochs, steps, drop_last=False)
+    return PreparedData(split, None, packing, 0, 2, "identity", audit=None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TokenStore:
+    return make_pairs(tmp_path / "store")
+
+
+def fill(data: PreparedData, tmp_path: Path, *engines: Scores, micro_batch_size: int = 1) -> Path:
+    """As the ranks do: all write their share, and the last puts them together."""
+    for number, engine in enumerate(engines):
+        last = number == len(engines) - 1
+        precompute(
+            engine,  # type: ignore[arg-type]
+            data,
+            tmp_path / "reference",
+            scratch=tmp_path / "scratch",
+            micro_batch_size=micro_batch_size,
+            writes=False,
+            merges=last,
+            beat=int,
+        )
+    shutil.rmtree(tmp_path / "scratch")
+    return tmp_path / "reference"
+
+
+def batches(data: PreparedData, folder: Path | None, micro_batch_size: int = 1) -> list[Batch]:
+    loader = data.loader(data.train, 2, micro_batch_size, 0, 1, reference=folder)
+    return [batch for step in range(loader.num_steps) for batch in loader.microbatches(step)]
+
+
+def assert_attached(data: PreparedData, folder: Path, factor: float = 1.0) -> None:
+    found = batches(data, folder)
+    assert any((batch.labels != IGNORE).any() for batch in found)
+    for batch in found:
+        assert batch.ref_logps is not None
+        assert batch.ref_logps.dtype == torch.float32
+        torch.testing.assert_close(batch.ref_logps, expected(batch, factor), rtol=0, atol=0)
+
+
+FORMS: list[tuple[Any, bool]] = [("none", False), ("bfd", False), ("bfd", True)]
+
+
+@pytest.mark.parametrize("written", FORMS)
+@pytest.mark.parametrize("read", FORMS)
+def test_what_one_form_computes_every_form_reads(
+    store: TokenStore, tmp_path: Path, written: tuple[Any, bool], read: tuple[Any, bool]
+) -> None:
+    """A prompt that is shared is computed for the chosen side alone, and asked for by neither."""
+    source = prepare(store, tmp_path / "plans", written[0], shared=written[1])
+    folder = fill(source, tmp_path, Scores())
+    target = prepare(store, tmp_path / "others", read[0], epochs=2, shared=read[1])
+    assert not target.lacks_reference(folder)
+    assert_attached(target, folder)
+
+
+def test_ranks_write_their_shares_and_copies_of_them_nothing(store: TokenStore, tmp_path: Path) -> None:
+    """Two data ranks, each of two tensor ranks, of which one comes too late."""
+    data = prepare(store, tmp_path / "plans", "none")
+    ranks = [Scores(rank, 2, factor=factor) for rank in (0, 1) for factor in (1.0, 5.0)]
+    assert_attached(data, fill(data, tmp_path, *ranks))
+
+
+def test_a_first_stage_takes_nobodys_place(store: TokenStore, tmp_path: Path) -> None:
+    data = prepare(store, tmp_path / "plans", "none")
+    assert_attached(data, fill(data, tmp_path, Scores(answers=False), Scores()))
+
+
+def test_every_sample_is_asked_about_once(store: TokenStore, tmp_path: Path) -> None:
+    data, engine = prepare(store, tmp_path / "plans", "none", epochs=3), Scores()
+    fill(data, tmp_path, engine)
+    assert len(set(engine.asked)) == len(engine.asked) == len(store.lengths) // 2
+
+
+def test_a_longer_run_adds_to_what_is_there(store: TokenStore, tmp_path: Path) -> None:
+    whole = prepare(store, tmp_path / "plans", "none")
+    train = SplitFiles(whole.train.stores, whole.train.plans, 1, 1, drop_last=False)
+    short = PreparedData(train, None, "none", 0, 2, "identity", audit=None)  # type: ignore[arg-type]
+    assert short.lacks_reference(tmp_path / "reference")
+    folder = fill(short, tmp_path, Scores())
+    assert not short.lacks_reference(folder)
+    assert whole.lacks_reference(folder)
+    with pytest.raises(TrainingError, match="lacks log-probabilities"):
+        batches(whole, folder)
+    fill(whole, tmp_path, Scores())
+    assert not whole.lacks_reference(folder)
+
+
+def test_what_a_run_did_not_ask_about_stays(store: TokenStore, tmp_path: Path) -> None:
+    whole = prepare(store, tmp_path / "plans", "none")
+    folder = fill(whole, tmp_path, Scores())
+    train = SplitFiles(whole.train.stores, whole.train.plans, 1, 1, drop_last=False)
+    fill(PreparedData(train, None, "none", 0, 2, "identity", audit=None), tmp_path, Scores())  # type: ignore[arg-type]
+    assert_attached(whole, folder)
+
+
+class Drifting(Scores):
+    """Says something else at every call, as rounding does where batches are others."""
+
+    def logps(self, batches: Sequence[Batch], *, reference: bool) -> list[Tensor] | None:
+        self.factor += 1
+        return super().logps(batches, reference=reference)
+
+
+def test_the_first_answer_counts(store: TokenStore, tmp_path: Path) -> None:
+    """Of five samples an epoch drops one; the epoch after asks about it, and about its neighbour again."""
+    made = prepare(store, tmp_path / "plans", "none", epochs=3)
+    train = SplitFiles(made.train.stores, made.train.plans, 3, 6, drop_last=True)
+    data, engine = PreparedData(train, None, "none", 0, 2, "identity", audit=None), Drifting()  # type: ignore[arg-type]
+    folder = fill(data, tmp_path, engine)
+    assert len(set(engine.asked)) == 5 < len(engine.asked)
+    for number, batch in enumerate(batches(data, folder)[:4]):
+        assert batch.ref_logps is not None
+        assert torch.equal(batch.ref_logps, expected(batch, factor=2.0 + number // 2))
+
+
+def test_a_damaged_file_is_computed_again(
+    store: TokenStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = prepare(store, tmp_path / "plans", "none")
+    folder = fill(data, tmp_path, Scores())
+    (file,) = folder.glob("*.npy")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert data.lacks_reference(folder)
+    assert "damaged" in caplog.text
+    fill(data, tmp_path, Scores())
+    assert_attached(data, folder)
+
+
+def test_other_tokens_have_a_file_of_their_own(store: TokenStore, tmp_path: Path) -> None:
+    folder = fill(prepare(store, tmp_path / "plans", "none"), tmp_path, Scores())
+    other = make_store(tmp_path / "other", [[1, 2, 3], [1, 2, 4]], [[0, 1, 1], [0, 1, 1]], per_sample=2)
+    assert prepare(other, tmp_path / "more", "none").lacks_reference(folder)
+
+
+def test_a_reference_that_is_not_finite_is_no_reference(store: TokenStore, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="not numbers"):
+        fill(prepare(store, tmp_path / "plans", "none"), tmp_path, Scores(factor=float("nan")))

@@ -1,0 +1,166 @@
+"""Token stores: what was written is read, and a torn one never is."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from components.data.store import token_store as store_module
+from components.data.store.concat_store import JoinedTokens
+from components.data.store.token_store import Chunk, StoreWriter, TokenStore, TornStore, file_digest
+
+
+def make_chunk(
+    sequences: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], per_sample: int = 1
+) -> Chunk:
+    samples = len(sequences) // per_sample
+    return Chunk(
+        tokens=np.array([token for ids in sequences for token in ids], np.uint32),
+        mask=np.array([one for mask in masks for one in mask], np.bool_),
+        lengths=np.array([len(ids) for ids in sequences], np.int64),
+        truncated=np.zeros(samples, np.bool_),
+        stop_trained=np.ones(samples, np.bool_),
+        records=np.arange(samples),
+        dropped=0,
+        unsupervised=0,
+    )
+
+
+def make_store(
+    path: Path,
+    sequences: Sequence[Sequence[int]],
+    masks: Sequence[Sequence[int]] | None = None,
+    *,
+    per_sample: int = 1,
+    vocab_size: int = 1000,
+) -> TokenStore:
+    """A store of ``sequences``, written in chunks of two samples; without masks all is a target."""
+    every = masks or [[1] * len(ids) for ids in sequences]
+    writer = StoreWriter(
+        path, vocab_size=vocab_size, sequences_per_sample=per_sample, masked=masks is not None, format="text"
+    )
+    with writer:
+        for i in range(0, len(sequences), 2 * per_sample):
+            part = slice(i, i + 2 * per_sample)
+            writer.append(make_chunk(sequences[part], every[part], per_sample))
+    return TokenStore.open(path)
+
+
+SEQUENCES = [[5, 6, 7], [8, 9], [1, 2, 3, 4]]
+MASKS = [[1, 0, 1], [1, 1], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("masks", [None, MASKS])
+@pytest.mark.parametrize(
+    ("vocab_size", "kind"), [(1000, np.uint16), (2**16, np.uint16), (2**16 + 1, np.uint32)]
+)
+def test_reads_what_was_written(
+    tmp_path: Path, masks: list[list[int]] | None, vocab_size: int, kind: type
+) -> None:
+    store = make_store(tmp_path / "s", SEQUENCES, masks, vocab_size=vocab_size)
+    assert store.lengths.tolist() == [3, 2, 4]
+    for i, ids in enumerate(SEQUENCES):
+        wanted = masks[i] if masks else [1] * len(ids)
+        assert store.tokens(i, 0, len(ids)).tolist() == ids
+        assert store.tokens(i, 0, 1).dtype == kind
+        assert store.mask(i, 0, len(ids)).tolist() == [bool(one) for one in wanted]
+        assert store.count(i, 0, len(ids)) == sum(wanted)
+        assert store.outcome().num_supervised[i] == sum(wanted[1:])
+
+
+@pytest.mark.parametrize("span", [(0, 2), (1, 3), (2, 99), (3, 5), (0, 0)])
+def test_a_span_ends_with_its_sequence(tmp_path: Path, span: tuple[int, int]) -> None:
+    store = make_store(tmp_path / "s", SEQUENCES, MASKS)
+    assert store.tokens(0, *span).tolist() == SEQUENCES[0][slice(*span)]
+    assert store.mask(0, *span).tolist() == [bool(one) for one in MASKS[0][slice(*span)]]
+    assert store.count(0, *span) == sum(MASKS[0][slice(*span)])
+
+
+def cut_tokens(path: Path) -> None:
+    (path / "tokens").write_bytes((path / "tokens").read_bytes()[:-1])
+
+
+def forget_a_key(path: Path) -> None:
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k != "masked"}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_tokens,
+        forget_a_key,
+        lambda path: (path / "offsets").unlink(),
+        lambda path: (path / "meta.json").unlink(),
+        lambda path: (path / "meta.json").write_text("{"),
+        lambda path: (path / "meta.json").write_text("[]"),
+    ],
+)
+def test_a_torn_store_is_not_opened_and_can_be_written_again(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    damage(make_store(tmp_path / "s", SEQUENCES).path)
+    with pytest.raises(TornStore):
+        TokenStore.open(tmp_path / "s")
+    assert make_store(tmp_path / "s", SEQUENCES[:1]).lengths.tolist() == [3]
+
+
+def test_nothing_is_in_place_before_the_end_and_nothing_left_after_an_error(tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path / "s", vocab_size=9, sequences_per_sample=1, masked=False, format="text")
+
+    def fail() -> None:
+        with writer:
+            writer.append(make_chunk([[1, 2]], [[1, 1]]))
+            assert not (tmp_path / "s").exists()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "s.tmpabc").mkdir()
+    (tmp_path / "s.tmpabc" / "tokens").write_bytes(b"123")
+    make_store(tmp_path / "s", SEQUENCES)
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="vocabulary"):
+        make_store(tmp_path / "s", [[5, 9]], vocab_size=9)
+
+
+def test_joined_stores_read_as_one(tmp_path: Path) -> None:
+    parts = [
+        make_store(tmp_path / str(i), [ids], [mask])
+        for i, (ids, mask) in enumerate(zip(SEQUENCES, MASKS, strict=True))
+    ]
+    joined = JoinedTokens([parts[0], parts[1], parts[2]])
+    assert joined.lengths.tolist() == [3, 2, 4]
+    assert joined.sources.tolist() == [0, 1, 2]
+    for i, (ids, mask) in enumerate(zip(SEQUENCES, MASKS, strict=True)):
+        assert joined.tokens(i, 0, 9).tolist() == ids
+        assert joined.mask(i, 0, 9).tolist() == [bool(one) for one in mask]
+        assert joined.count(i, 1, 9) == sum(mask[1:])
+
+
+def test_joined_pairs_count_samples(tmp_path: Path) -> None:
+    parts = [make_store(tmp_path / str(i), [[1, 2]] * 2 * (i + 1), per_sample=2) for i in range(2)]
+    assert JoinedTokens(parts).sources.tolist() == [0, 1, 1]
+
+
+def test_the_digest_of_a_large_file_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
+    path.write_text("one")
+    small = file_digest(path, cache)
+    assert not cache.exists()
+    monkeypatch.setattr(store_module, "_MEMO_BYTES", 1)
+    assert file_digest(path, cache) == small
+    monkeypatch.setattr(store_module.hashlib, "file_digest", None)  # not to be called again
+    assert file_digest(path, cache) == small
+    monkeypatch.undo()
+    path.write_text("another")
+    assert file_digest(path, cache) != small

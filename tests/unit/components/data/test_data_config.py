@@ -1,0 +1,438 @@
+"""The data group from options to loaders, and every mistake one can make in it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from components.contracts.batch import IGNORE
+from components.contracts.errors import ConfigError
+from components.data import FilesData, PreparedData, StdlibData
+from components.data import config as spec_module
+from components.data.tokenize import encoder, workers
+from components.data.tokenizer import PATH
+from tests.unit.components.data.store.test_indexed import write_indexed
+
+SHARED = Path(__file__).parents[5] / "shared" / "data"
+ONE_RANK = {"global_batch_size": 4, "micro_batch_size": 2, "data_rank": 0, "data_size": 1}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(PATH)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write_texts(path: Path, number: int, word: str = "word") -> str:
+    lines = [json.dumps({"text": f"{word} {i} " * (i % 5 + 2)}) for i in range(number)]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> str:
+    return write_texts(tmp_path / "train.jsonl", 40)
+
+
+def prepare(
+    data: Any, tokenizer: PreTrainedTokenizerBase, kind: Any = "text", **changes: Any
+) -> PreparedData:
+    settings: dict[str, Any] = {"seed": 0, "global_batch_size": 4, "max_steps": None, "epochs": 1}
+    prepared: PreparedData = data.prepare(kind, tokenizer, **settings | changes)
+    return prepared
+
+
+def documents(
+    prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, *, evaluate: bool = False
+) -> list[str]:
+    """The texts of the run (unpacked), in order."""
+    loader = prepared.eval_loader(**ONE_RANK) if evaluate else prepared.train_loader(**ONE_RANK)
+    assert loader is not None
+    batches = [batch for step in range(loader.num_steps) for batch in loader.microbatches(step)]
+    return [
+        tokenizer.decode(ids[:length], skip_special_tokens=True)
+        for batch in batches
+        for ids, length in zip(batch.input_ids.tolist(), batch.seqlens.tolist(), strict=True)
+        if length
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "format"),
+    [
+        ("alpaca_en_demo.json", "chat", "alpaca"),
+        ("dpo_en_demo.json", "preference", "preference"),
+        ("c4_demo.jsonl", "text", "text"),
+        ("wiki_demo.txt", "text", "text"),
+    ],
+)
+def test_real_files(tokenizer: PreTrainedTokenizerBase, file: str, kind: Any, format: str) -> None:
+    if not (SHARED / file).exists():
+        pytest.skip("no shared data beside the checkout")
+    data = FilesData(train=str(SHARED / file), max_length=512, eval_fraction=0.05)
+    prepared = prepare(data, tokenizer, kind, max_steps=20, epochs=None)
+    assert prepared.num_steps == 20
+    loader = prepared.train_loader(**ONE_RANK)
+    capacity = 512 * (2 if kind == "preference" else 1)
+    for step in range(20):
+        batches, stats = loader.microbatches(step), loader.stats(step)
+        assert sum(int(batch.seqlens.sum()) for batch in batches) == stats.num_tokens
+        assert sum(int((batch.labels != IGNORE).sum()) for batch in batches) == stats.num_labels > 0
+        assert all(batch.input_ids.shape[1] <= 2 * capacity for batch in batches)
+        assert max(int(batch.seqlens.max()) for batch in batches) <= 512
+    [source] = prepared.audit.train.sources
+    assert source.format == format
+    assert prepared.audit.train.fill_rate is not None
+    assert prepared.audit.train.fill_rate > (0.85 if kind == "preference" else 0.95)  # pairs are coarse
+    assert source.unsupervised == source.dropped == 0
+
+
+@pytest.mark.parametrize("kind", ["text", "chat", "preference"])
+def test_the_embedded_data(
+    tokenizer: PreTrainedTokenizerBase, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = workers.stdlib_records
+    # Every module would take seconds.
+    monkeypatch.setattr(
+        workers,
+        "stdlib_records",
+        lambda *which: (r for r, _ in zip(records(*which), range(90), strict=False)),
+    )
+    prepared = prepare(StdlibData(), tokenizer, kind)
+    loader, evaluation = prepared.train_loader(**ONE_RANK), prepared.eval_loader(**ONE_RANK)
+    assert evaluation is not None
+    assert prepared.packing == ("concat" if kind == "text" else "bfd")
+    assert loader.num_steps == prepared.num_steps
+    assert loader.microbatches(0)[0].cu_seqlens is not None
+    assert (loader.microbatches(0)[0].pair_index is not None) == (kind == "preference")
+    if kind != "text":
+        assert tokenizer.decode(prepared.prompt()).endswith("assistant\n")
+
+
+def test_it_travels_as_json(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    data = FilesData(train=texts, eval_fraction=0.1, packing="none")
+    prepared = prepare(data, tokenizer)
+    again = data.restore(json.loads(json.dumps(prepared.to_json())))
+    assert again == prepared
+    assert documents(again, tokenizer) == documents(prepared, tokenizer)
+
+
+def test_a_second_run_starts_at_once(
+    texts: str, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = FilesData(train=texts, eval_fraction=0.1)
+    first = prepare(data, tokenizer, epochs=2)
+    monkeypatch.setattr(encoder, "encode", None)
+    monkeypatch.setattr("components.data.splits.plan_epoch", None)
+    assert prepare(data, tokenizer, epochs=2) == first
+
+
+def test_a_torn_plan_is_made_again(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    data = FilesData(train=texts, packing="none")
+    prepared = prepare(data, tokenizer)
+    before = documents(prepared, tokenizer)
+    Path(prepared.train.plans, "epoch_00000", "segments.npy").write_bytes(b"\x93NUMPY")
+    assert documents(prepare(data, tokenizer), tokenizer) == before
+
+
+def test_shuffle_false_keeps_the_order_of_the_file(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    lines = [json.loads(line)["text"] for line in Path(texts).read_text().splitlines()]
+    plain, shuffled = (
+        documents(prepare(FilesData(train=texts, packing="none", shuffle=shuffle), tokenizer), tokenizer)
+        for shuffle in (False, True)
+    )
+    assert plain == lines
+    assert shuffled != lines
+    assert sorted(shuffled) == sorted(lines)
+
+
+def test_weights_are_repeats(tmp_path: Path, texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    rare = write_texts(tmp_path / "rare.jsonl", 10, "rare")
+    data = FilesData(sources=[{"path": texts, "repeats": 0.5}, {"path": rare, "repeats": 3}], packing="none")
+    prepared = prepare(data, tokenizer, epochs=2)
+    seen = documents(prepared, tokenizer)
+    # An epoch: 20 of 40 and 3 x 10; 50 rows are 13 steps, the last one short.
+    assert prepared.num_steps == 26
+    for epoch in (seen[:50], seen[50:]):
+        assert sum(text.startswith("rare") for text in epoch) == 30
+    halves = [{text for text in epoch if text.startswith("word")} for epoch in (seen[:50], seen[50:])]
+    assert len(halves[0]) == len(halves[1]) == 20
+    assert halves[0] != halves[1]
+
+
+def test_held_out_samples_are_not_trained_on(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    data = FilesData(train=texts, packing="none", eval_fraction=0.25)
+    by_seed = []
+    for seed in (0, 1):
+        prepared = prepare(data, tokenizer, seed=seed, epochs=2)
+        trained = documents(prepared, tokenizer)
+        held = documents(prepared, tokenizer, evaluate=True)
+        assert (len(set(trained)), len(trained), len(held)) == (30, 60, 10)
+        assert not set(trained) & set(held)
+        assert prepared.audit.eval is not None
+        assert (prepared.audit.train.sources[0].samples, prepared.audit.eval.sources[0].samples) == (30, 10)
+        by_seed.append(held)
+    assert by_seed[0] != by_seed[1]
+
+
+def test_an_eval_file_is_read_in_order_to_its_end(
+    tmp_path: Path, texts: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    held = write_texts(tmp_path / "eval.jsonl", 7, "held")
+    data = FilesData(train=texts, eval=held, packing="none", drop_last=True)
+    prepared = prepare(data, tokenizer)
+    lines = [json.loads(line)["text"] for line in Path(held).read_text().splitlines()]
+    assert documents(prepared, tokenizer, evaluate=True) == lines
+
+
+def test_no_evaluation(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    prepared = prepare(FilesData(train=texts), tokenizer)
+    assert prepared.eval_loader(**ONE_RANK) is None
+    assert prepared.audit.eval is None
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "drop_last", "steps", "planned"),
+    [
+        (None, 2, False, 22, 2),
+        (None, 2, True, 20, 2),
+        (25, None, False, 25, 3),
+        (3, 7, False, 3, 1),
+        (22, None, False, 22, 2),
+        (22, None, True, 22, 3),
+    ],
+)
+def test_steps_and_epochs(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    max_steps: int | None,
+    epochs: int | None,
+    drop_last: bool,
+    steps: int,
+    planned: int,
+) -> None:
+    train = write_texts(tmp_path / "train.jsonl", 42)  # 11 steps of 4, the last of 2
+    data = FilesData(train=train, packing="none", drop_last=drop_last)
+    prepared = prepare(data, tokenizer, max_steps=max_steps, epochs=epochs)
+    assert (prepared.num_steps, prepared.train.epochs) == (steps, planned)
+    assert prepared.train_loader(**ONE_RANK).num_steps == steps
+
+
+@pytest.mark.parametrize("packing", ["concat", "none"])
+def test_an_indexed_data_set(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, packing: Any) -> None:
+    rng = np.random.default_rng(0)
+    corpus = [rng.integers(0, 8000, length).tolist() for length in (5, 40, 1, 17, 9)]
+    prefix = write_indexed(tmp_path / "corpus", corpus, np.uint16)
+    texts = write_texts(tmp_path / "more.jsonl", 5)
+    data = FilesData(
+        sources=[{"path": f"{prefix}.bin", "repeats": 2}, {"path": texts}],
+        max_length=16,
+        packing=packing,
+        shuffle=False,
+    )
+    prepared = prepare(data, tokenizer)
+    indexed, text = prepared.audit.train.sources
+    assert (indexed.format, indexed.samples, indexed.unsupervised) == ("indexed", 4, 1)
+    assert indexed.tokens == (71 if packing == "concat" else 5 + 16 + 16 + 9)
+    assert indexed.stop_token_trained is None
+    assert text.samples == 5
+    loader = prepared.train_loader(**ONE_RANK)
+    labels = sum(loader.stats(step).num_labels for step in range(loader.num_steps))
+    assert labels == 2 * indexed.supervised + text.supervised
+    first = loader.microbatches(0)[0].input_ids[0, :5].tolist()
+    assert first == corpus[0]
+
+
+def test_the_audit(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    def record(question: str, answer: str) -> str:
+        return json.dumps({"instruction": question, "output": answer})
+
+    path = tmp_path / "train.jsonl"
+    path.write_text(
+        "\n".join([record("Hi?", "Yes."), record("Hi?", "word " * 99), record("word " * 99, "No.")])
+    )
+    audit = prepare(FilesData(train=str(path), max_length=32, packing="none"), tokenizer, "chat").audit
+    [source] = audit.train.sources
+    assert (source.samples, source.truncated, source.dropped, source.unsupervised) == (2, 1, 0, 1)
+    assert source.stop_token_trained == 0.5
+    assert (source.length_max, source.length_p99) == (32, 32)
+    assert source.tokens - 32 == source.length_p50 < 32
+    assert json.loads(audit.to_json())["train"]["sources"][0]["samples"] == 2
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(audit.render())
+    assert "stop token trained" in console.export_text()
+
+
+def test_the_identity_follows_the_data_not_its_place(
+    tmp_path: Path, texts: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    data = FilesData(train=texts)
+    identity = prepare(data, tokenizer).identity
+    moved = write_texts(tmp_path / "moved.jsonl", 40)
+    assert (
+        prepare(FilesData(train=moved, cache_dir=str(tmp_path / "c")), tokenizer, epochs=3).identity
+        == identity
+    )
+    others = [
+        prepare(replace(data, max_length=9), tokenizer),
+        prepare(replace(data, packing="none"), tokenizer),
+        prepare(replace(data, shuffle=False), tokenizer),
+        prepare(replace(data, eval_fraction=0.5), tokenizer),
+        prepare(data, tokenizer, seed=1),
+        prepare(FilesData(sources=[{"path": texts, "repeats": 2}]), tokenizer),
+        prepare(FilesData(train=write_texts(tmp_path / "other.jsonl", 41)), tokenizer),
+    ]
+    assert identity not in {other.identity for other in others}
+
+
+def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spec_module.cache_folder(str(tmp_path / "a")) == tmp_path / "a"
+    assert spec_module.cache_folder(None) == tmp_path / "cache"
+    monkeypatch.delenv("RUNNER_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert spec_module.cache_folder(None) == tmp_path / ".cache" / "runner"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "data.train, data.sources: both are null; give one of them"),
+        ({"train": "a", "sources": [{"path": "b"}]}, "data.train, data.sources: both are given"),
+        ({"train": "a", "max_length": 1}, "data.max_length: must be at least 2, got 1"),
+        ({"train": "a", "num_workers": 0}, "data.num_workers: must be at least 1 .*got 0"),
+        ({"train": "a", "eval_fraction": 1.0}, "data.eval_fraction: must be at least 0 and below 1, got 1.0"),
+        ({"train": "a", "eval_fraction": -0.1}, "data.eval_fraction: .* got -0.1"),
+        ({"train": "a", "eval_fraction": float("nan")}, "data.eval_fraction: .* got nan"),
+        (
+            {"train": "a", "eval": "b", "eval_fraction": 0.1},
+            "data.eval_fraction: is not read where data.eval",
+        ),
+        ({"sources": []}, "data.sources: is empty"),
+        ({"sources": [{"path": "a", "repaets": 1}]}, r"data.sources\[0\].repaets: .*did you mean repeats"),
+        ({"sources": [{"path": "a"}, {"repeats": 1}]}, r"data.sources\[1\].path: must be a path, got None"),
+        ({"sources": [{"path": "a", "repeats": 0}]}, r"data.sources\[0\].repeats: .*got 0"),
+        ({"sources": [{"path": "a", "repeats": "2"}]}, r"data.sources\[0\].repeats: .*got '2'"),
+        ({"sources": [{"path": "a", "repeats": float("inf")}]}, r"data.sources\[0\].repeats"),
+        (
+            {"sources": [{"path": "a", "format": "xml"}]},
+            r"data.sources\[0\].format: 'xml' is none of auto, text",
+        ),
+    ],
+)
+def test_mistakes_in_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FilesData(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "settings", "message"),
+    [
+        ({"train": "missing.jsonl"}, "text", {}, "missing.jsonl: no such file"),
+        ({"train": "missing.bin"}, "text", {}, "missing.idx: no such file"),
+        ({"packing": "concat"}, "chat", {}, "data.packing: concat .*stage=sft.*data.packing=bfd"),
+        ({"train_on_prompt": True}, "text", {}, "data.train_on_prompt: a document has no prompt"),
+        ({"eval": "missing.jsonl"}, "text", {}, "missing.jsonl: no such file"),
+        ({"eval_fraction": 0.999}, "text", {}, "data.eval_fraction: 0.999 of 40 sample.* leaves none"),
+        ({"cache_dir": "/dev/null/x"}, "text", {}, "data.cache_dir: cannot make /dev/null/x"),
+        (
+            {"drop_last": True, "packing": "none"},
+            "text",
+            {"global_batch_size": 41},
+            "run.global_batch_size: 41 is more than the 40 row.*data.drop_last",
+        ),
+    ],
+)
+def test_mistakes_found_while_preparing(
+    texts: str,
+    tokenizer: PreTrainedTokenizerBase,
+    options: dict[str, Any],
+    kind: Any,
+    settings: dict[str, Any],
+    message: str,
+) -> None:
+    data = FilesData(**{"train": texts} | options)
+    with pytest.raises(ConfigError, match=message) as error:
+        prepare(data, tokenizer, kind, **settings)
+    assert len(str(error.value).splitlines()) <= 2
+
+
+def test_an_epoch_without_a_sample_is_refused(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    data = FilesData(sources=[{"path": texts, "repeats": 1e-6}])
+    with pytest.raises(ConfigError, match=r"data\.sources: no sample is drawn in epoch 0; raise its repeats"):
+        prepare(data, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "documents", "message"),
+    [
+        ("chat", {}, [[1, 2]], "an indexed data set is text; use stage=pt"),
+        ("text", {"format": "alpaca"}, [[1, 2]], "an indexed data set is text"),
+        ("text", {}, [[1, 9000]], "token 9000, but the tokenizer's vocabulary is 8192"),
+        ("text", {}, [[1], [2]], "no sequence is left"),
+    ],
+)
+def test_mistakes_with_indexed_data(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, kind: Any, options: Any, documents: Any, message: str
+) -> None:
+    prefix = write_indexed(tmp_path / "corpus", documents)
+    with pytest.raises(ConfigError, match=message):
+        prepare(FilesData(train=f"{prefix}.bin", **options), tokenizer, kind)
+
+
+def test_shared_prompts_make_another_plan(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Of training and of evaluation; what is trained on stays the same."""
+    sides = {"chosen": "A number.", "rejected": "I do not know."}
+    pairs = [{"prompt": "What is this? " * (i + 1), **sides} for i in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    data = FilesData(
+        train=str(tmp_path / "pairs.jsonl"), eval_fraction=0.2, long_samples="drop", max_length=256
+    )
+    whole, shared = (
+        prepare(replace(data, share_prompt=on), tokenizer, "preference", global_batch_size=2)
+        for on in (False, True)
+    )
+    assert whole.identity != shared.identity
+    for loader in (shared.train_loader, shared.eval_loader):
+        opened = loader(**ONE_RANK | {"global_batch_size": 2})
+        assert opened is not None
+        assert all(batch.prefix_lengths is not None for batch in opened.microbatches(0))
+    assert whole.audit.train.sources == shared.audit.train.sources
+    assert shared.audit.train.rows < whole.audit.train.rows
+
+
+def test_samples_are_named_by_their_record(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Whatever was left out before them, with several sources and pairs or documents that are cut."""
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in paths:
+        pairs = [{"prompt": "Say.", "chosen": f"{path.stem} {n}", "rejected": "no"} for n in range(5)]
+        pairs[1]["rejected"] = pairs[1]["chosen"]  # left out
+        path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    data = FilesData(sources=[{"path": str(path)} for path in paths], max_length=64)
+    loader = prepare(data, tokenizer, "preference").train_loader(**ONE_RANK)
+    named = [name for step in range(loader.num_steps) for name in loader.sample_ids(step)]
+    assert sorted(named) == [f"data.sources[{s}]:{n}" for s in (0, 1) for n in (1, 3, 4, 5)]
+    write_indexed(tmp_path / "corpus", [[1, 2, 3], [4], [5, 6]])
+    loader = prepare(FilesData(train=str(tmp_path / "corpus"), max_length=2), tokenizer).train_loader(
+        **ONE_RANK
+    )
+    assert sorted(loader.sample_ids(0)) == ["data.train:1", "data.train:3"]
+
+
+def test_records_are_counted_over_chunks(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    texts = ["word " * (200 if n % 7 == 0 else 3) for n in range(500)]
+    path.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+    data = FilesData(train=str(path), max_length=16, packing="none", long_samples="drop", shuffle=False)
+    loader = prepare(data, tokenizer).train_loader(**ONE_RANK)
+    named = [name for step in range(loader.num_steps) for name in loader.sample_ids(step)]
+    assert named == [f"data.train:{n + 1}" for n in range(500) if n % 7]

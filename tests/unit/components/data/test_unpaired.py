@@ -1,0 +1,227 @@
+"""Unpaired data from records to micro-batches; pairs and prompts that an audit counts."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from components.contracts.batch import DESIRABLE, IGNORE, MISMATCHED, UNDESIRABLE, Batch
+from components.contracts.errors import ConfigError
+from components.data import FilesData, PreparedData, StdlibData
+from components.data.records.formats import detect, normalize
+from components.data.records.samples import UnpairedSample
+from components.data.tokenize.encoder import Neighbours, with_neighbours
+from components.data.tokenizer import PATH
+
+NAMES = ("ant", "bee", "cat", "dog", "eel")
+LABELS = (True, False, False, True, True)
+
+
+def record(name: str, label: bool) -> dict[str, Any]:
+    return {"prompt": f"What is a {name}?", "completion": f"A {name} is small.", "label": label}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(PATH)
+
+
+def prepare(folder: Path, records: list[Any], kind: Any, **options: Any) -> PreparedData:
+    path = folder / "train.jsonl"
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in records))
+    data = FilesData(train=str(path), cache_dir=str(folder / "cache"), shuffle=False, **options)
+    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    return data.prepare(kind, tokenizer, seed=0, global_batch_size=4, max_steps=2, epochs=None)
+
+
+def unpaired(folder: Path, **options: Any) -> PreparedData:
+    return prepare(folder, [record(*row) for row in zip(NAMES, LABELS, strict=True)], "unpaired", **options)
+
+
+def microbatches(prepared: PreparedData, step: int, rank: int = 0, size: int = 1) -> list[Batch]:
+    loader = prepared.train_loader(global_batch_size=4, micro_batch_size=2, data_rank=rank, data_size=size)
+    return loader.microbatches(step)
+
+
+def found(batches: list[Batch], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, str, int]]:
+    """The animals of prompt and targets of every real sequence, and its label."""
+    for batch in batches:
+        assert batch.sequence_labels is not None
+        owners = batch.sequence_ids()
+        for number, label in enumerate(batch.sequence_labels.tolist()):
+            if batch.seqlens[number]:
+                ids, labels = batch.input_ids[owners == number], batch.labels[owners == number]
+                text, target = tokenizer.decode(ids), tokenizer.decode(labels[labels != IGNORE])
+                prompt = text.split("What is a ")[1]
+                yield prompt[:3], target.removeprefix("A ")[:3], label
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+def test_an_answer_is_followed_by_that_of_the_next_sample(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, packing: Any
+) -> None:
+    prepared = unpaired(tmp_path, packing=packing, max_length=64)
+    steps = [0] if packing == "bfd" else [0, 1]
+    rows = [row for step in steps for row in found(microbatches(prepared, step), tokenizer)]
+    expected = []
+    for i, (name, label) in enumerate(zip(NAMES, LABELS, strict=True)):
+        expected += [
+            (name, name, DESIRABLE if label else UNDESIRABLE),
+            (name, NAMES[(i + 1) % 5], MISMATCHED),
+        ]
+    assert sorted(rows) == sorted(expected)
+    assert rows[::2] + rows[1::2] == [r for r in rows if r[2] != 2] + [r for r in rows if r[2] == 2]
+
+
+def test_what_is_not_trained_on_is_not_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    prepared = unpaired(tmp_path, packing="none")
+    [source] = prepared.audit.train.sources
+    loader = prepared.train_loader(global_batch_size=4, micro_batch_size=2, data_rank=0, data_size=1)
+    stats = [loader.stats(step) for step in range(2)]
+    answers = [b.select(b.sequence_labels != MISMATCHED) for s in range(2) for b in loader.microbatches(s)]  # type: ignore[arg-type]
+    assert [one.num_samples for one in stats] == [4, 1]
+    assert sum(one.num_tokens for one in stats) == source.tokens == sum(int(b.seqlens.sum()) for b in answers)
+    assert sum(one.num_labels for one in stats) == sum(int((b.labels != IGNORE).sum()) for b in answers)
+    assert source.supervised == sum(one.num_labels for one in stats)
+    assert (source.samples, source.desirable, source.format) == (5, 0.6, "unpaired")
+
+
+def test_padding_keeps_its_place(tmp_path: Path) -> None:
+    """An empty row is the line of an answer and of a mismatched one: every micro-batch has as many lines."""
+    prepared = unpaired(tmp_path, packing="none")
+    first, last = (microbatches(prepared, 1, rank, 2)[0] for rank in (0, 1))
+    assert first.sequence_labels is not None
+    assert last.sequence_labels is not None
+    assert first.sequence_labels.tolist() == [DESIRABLE, MISMATCHED, -1, MISMATCHED]
+    assert last.sequence_labels.tolist() == [-1, MISMATCHED] * 2
+    for batch in (first, last):
+        assert [len(batch.select(batch.sequence_labels == MISMATCHED).labels)] == [2]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+def test_selected_sequences_are_as_they_were(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, packing: Any
+) -> None:
+    for batch in microbatches(unpaired(tmp_path, packing=packing, max_length=64), 0):
+        batch.ref_logps = torch.rand(batch.labels.shape)
+        assert batch.sequence_labels is not None
+        keep = batch.sequence_labels != MISMATCHED
+        part = batch.select(keep)
+        rows = list(found([batch], tokenizer))
+        assert list(found([part], tokenizer)) == [row for row in rows if row[2] != MISMATCHED]
+        assert torch.equal(part.seqlens, batch.seqlens[keep])
+        assert part.ref_logps is not None
+        for name in ("position_ids", "labels", "ref_logps"):
+            mine, whole = getattr(part, name), getattr(batch, name)
+            for new, old in enumerate(keep.nonzero()[:, 0].tolist()):
+                length = int(batch.seqlens[old])
+                kept = mine[part.sequence_ids() == new][:length]
+                assert torch.equal(kept, whole[batch.sequence_ids() == old][:length])
+        nothing = batch.select(torch.zeros_like(keep))
+        assert nothing.labels.tolist() == [[IGNORE]]
+        assert nothing.seqlens.tolist() == [0]
+        assert (nothing.cu_seqlens is None) == (batch.cu_seqlens is None)
+        assert nothing.labelled().numel() == 0
+
+
+def test_pairs_of_neighbours_do_not_depend_on_batches() -> None:
+    items: list[Any] = [(f"r{i}", f"o{i}") for i in range(3)]
+    assert list(with_neighbours(items)) == [
+        (Neighbours("r0", "r1", "o1"), "o0"),
+        (Neighbours("r1", "r2", "o2"), "o1"),
+        (Neighbours("r2", "r0", "o0"), "o2"),
+    ]
+
+
+def test_a_long_neighbour_cuts_nobody(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    long = {"prompt": "What is a gnu?", "completion": "A gnu " + "eats " * 99, "label": False}
+    for long_samples, samples in (("truncate", 2), ("drop", 1)):
+        prepared = prepare(
+            tmp_path,
+            [record("ant", True), long],
+            "unpaired",
+            max_length=40,
+            long_samples=long_samples,
+            packing="none",
+        )
+        [source] = prepared.audit.train.sources
+        assert (source.samples, source.truncated, source.dropped) == (samples, samples - 1, 2 - samples)
+        batch = microbatches(prepared, 0)[0]
+        owners = batch.sequence_ids()
+        answer, mismatched = (tokenizer.decode(batch.input_ids[owners == i]) for i in (0, 1))
+        assert "What is a ant?" in answer
+        assert "A ant is small." in answer
+        assert "A gnu eats" in mismatched
+        assert int(batch.seqlens[1]) == 40
+
+
+QUESTION, ANSWER = "What is a ant?", "A ant is small."
+USER, ASSISTANT = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
+SPELLINGS: list[dict[str, Any]] = [
+    {"prompt": QUESTION, "completion": ANSWER, "label": True},
+    {"prompt": [USER], "completion": [ASSISTANT], "label": 1},
+    {"messages": [USER, ASSISTANT], "kto_tag": True},
+    {
+        "conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}],
+        "kto_tag": True,
+    },
+    {"instruction": QUESTION, "output": ANSWER, "kto_tag": True},
+]
+
+
+@pytest.mark.parametrize("spelled", SPELLINGS, ids=lambda row: ", ".join(row))
+def test_spellings(spelled: dict[str, Any]) -> None:
+    assert detect(spelled, "x") == "unpaired"
+    sample = normalize(spelled, "unpaired", "x")
+    assert isinstance(sample, UnpairedSample)
+    assert (sample.prompt, sample.completion) == ([USER], [ASSISTANT])
+    assert sample.desirable is True
+
+
+def test_data_without_labels_is_explained(tmp_path: Path) -> None:
+    chats = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}]
+    with pytest.raises(ConfigError, match="stage=kto does not train on that") as caught:
+        prepare(tmp_path, chats, "unpaired")
+    assert "give every record a 'label'" in str(caught.value)
+    with pytest.raises(ConfigError, match="unpaired: completion, label"):
+        prepare(tmp_path, [{"prompt": "a", "completion": "b"}], "unpaired")
+    with pytest.raises(ConfigError, match=r"train.jsonl:2: field 'label' is missing"):
+        prepare(tmp_path, [record("ant", True), {"prompt": "a", "completion": "b"}], "unpaired")
+
+
+def test_the_embedded_data_has_both_labels(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    samples = list(StdlibData(cache_dir=str(tmp_path)).train_sources()[0][0].items("unpaired")[1])[:200]
+    labels = [sample.desirable for sample, _ in samples if isinstance(sample, UnpairedSample)]
+    assert len(labels) == 200
+    assert 60 < sum(labels) < 140
+
+
+def test_the_same_answer_twice_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = {"prompt": "What is a ant?", "chosen": "An insect.", "rejected": "A stone."}
+    same = good | {"rejected": "An insect."}
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    # Different beyond what is kept of them.
+    long = good | {"chosen": "very " * 60 + "small", "rejected": "very " * 60 + "large"}
+    with caplog.at_level(logging.WARNING, logger="components"):
+        prepared = prepare(
+            tmp_path, [good, same, {"chosen": chat, "rejected": chat}, long], "preference", max_length=40
+        )
+    [source] = prepared.audit.train.sources
+    assert (source.samples, source.identical) == (1, 3)
+    assert "3 pair(s) with the same answer twice are left out" in caplog.text
+    with pytest.raises(ConfigError, match="2 with the same answer twice"):
+        prepare(tmp_path, [same, same], "preference", max_length=40)
+
+
+@pytest.mark.parametrize(("long_samples", "kept"), [("truncate", 2), ("drop", 1)])
+def test_long_prompts_are_counted(tmp_path: Path, long_samples: Any, kept: int) -> None:
+    good = {"prompt": "What is a ant?", "chosen": "An insect.", "rejected": "A stone."}
+    long = good | {"prompt": "Why? " * 60}
+    prepared = prepare(tmp_path, [good, long], "preference", max_length=40, long_samples=long_samples)
+    [source] = prepared.audit.train.sources
+    assert (source.samples, source.long_prompts) == (kept, 1)

@@ -1,0 +1,320 @@
+"""Chat encoding: the supervised tokens are the assistant's answers and stop tokens, in any template."""
+
+from itertools import groupby
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers.processors import ByteLevel, TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from components.contracts.errors import ConfigError
+from components.data.records.samples import ChatSample, PreferenceSample, TextSample
+from components.data.tokenize.chat import Encoded, encode
+from components.data.tokenizer import PATH
+
+NO_GENERATION_PROMPT = """
+{%- for m in messages -%}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+"""
+ASK = "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+CHATML = NO_GENERATION_PROMPT + ASK
+LLAMA3 = """
+{{- '<|begin|>' -}}
+{%- for m in messages -%}
+{{- '<|header|>' + m.role + '<|/header|>\\n\\n' + m.content | trim + '<|eot|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|header|>assistant<|/header|>\\n\\n' -}}{%- endif -%}
+"""
+MISTRAL = """
+{%- if messages[0].role == 'system' -%}{{- raise_exception('no system turn') -}}{%- endif -%}
+{{- '<|begin|>' -}}
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}{{- '[INST] ' + m.content + ' [/INST]' -}}
+{%- else -%}{{- ' ' + m.content + '<|eot|>' -}}{%- endif -%}
+{%- endfor -%}
+"""
+# The stop token is outside of the marks ...
+MARKS_SHORT = """
+{%- for m in messages -%}
+{{- '<|im_start|>' + m.role + '\\n' -}}
+{%- if m.role == 'assistant' -%}{%- generation -%}{{- m.content -}}{%- endgeneration -%}
+{%- else -%}{{- m.content -}}{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+"""
+MARKS_SHORT += ASK
+# ... and here the line break after it is inside.
+CLOSE = "{{- '<|im_end|>\\n' -}}\n"
+MARKS_LONG = MARKS_SHORT.replace(CLOSE, "").replace("m.content", "m.content + '<|im_end|>\\n'")
+# Reasoning is dropped from all turns but the last, which always has some (as Qwen3 does).
+DROPS_REASONING = """
+{%- for m in messages -%}
+{%- set answer = m.content.split('</think>')[-1].lstrip('\\n') -%}
+{{- '<|im_start|>' + m.role + '\\n' -}}
+{%- if m.role == 'assistant' and loop.last -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}
+{{- answer + '<|im_end|>\\n' -}}
+{%- endfor -%}
+"""
+DROPS_REASONING += ASK
+# The generation prompt opens the reasoning; a finished turn has none (as DeepSeek R1 does).
+OPENS_REASONING = """
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}{{- '<|user|>' + m.content -}}
+{%- elif m.role == 'assistant' -%}{{- '<|assistant|>' + m.content.split('</think>')[-1] + '<|eot|>' -}}
+{%- else -%}{{- m.content -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|><think>\\n' -}}{%- endif -%}
+"""
+COUNTS_TURNS = "{{- messages | length ~ ' turns\\n' -}}" + CHATML
+ONLY_LAST_TURNS = CHATML.replace("in messages", "in messages[-2:]")
+EOS_AT_END = """{%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- 'assistant:' -}}{%- else -%}{{- eos_token -}}{%- endif -%}"""
+NO_STOP = """{%- for m in messages -%}{{- '### ' + m.role + '\\n' + m.content + '\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '### assistant\\n' -}}{%- endif -%}"""
+FORGOTTEN_MARK = MARKS_LONG.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
+
+ADDED = ["<|begin|>", "<|header|>", "<|/header|>", "<|eot|>", "<|user|>", "<|assistant|>"]
+ANSWERS = ["Hello, wörld! 你好 🙂", "<|assistant but no header\nassistant\n  - 42\n\n  - 43", "Bye."]
+CHAT = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Hi\n"},
+    {"role": "assistant", "content": ANSWERS[0]},
+    {"role": "user", "content": ANSWERS[0] + " again?"},
+    {"role": "assistant", "content": ANSWERS[1]},
+    {"role": "user", "content": "Bye."},
+    {"role": "assistant", "content": ANSWERS[2]},
+]
+
+
+def make_tokenizer(template: str | None = None) -> PreTrainedTokenizerBase:
+    """The embedded one, its own template replaced."""
+    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    if template is not None:
+        tokenizer.add_special_tokens({"additional_special_tokens": ADDED})
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def targets(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The decoded text of every run of supervised tokens."""
+    runs = groupby(zip(encoded.input_ids, encoded.mask, strict=True), key=lambda pair: pair[1])
+    return [tokenizer.decode([token for token, _ in run]) for on, run in runs if on]
+
+
+def encode_chat(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> Encoded:
+    [encoded] = encode(
+        ChatSample(messages, kwargs.pop("tools", None)),
+        tokenizer,
+        train_on_prompt=False,
+        origin="data.json:7",
+    )
+    return encoded
+
+
+def with_stop(stop: str, before: str = "") -> list[str]:
+    return [before + answer + stop for answer in ANSWERS]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        pytest.param(None, with_stop("<|im_end|>"), id="embedded"),
+        pytest.param(CHATML, with_stop("<|im_end|>"), id="chatml"),
+        pytest.param(NO_GENERATION_PROMPT, with_stop("<|im_end|>"), id="no-generation-prompt"),
+        pytest.param(LLAMA3, with_stop("<|eot|>"), id="llama3"),
+        pytest.param(MISTRAL, with_stop("<|eot|>", " "), id="mistral"),
+        pytest.param(MARKS_SHORT, with_stop("<|im_end|>"), id="marks-without-stop"),
+        pytest.param(MARKS_LONG, with_stop("<|im_end|>"), id="marks-beyond-stop"),
+        pytest.param(
+            DROPS_REASONING,
+            [*with_stop("<|im_end|>")[:2], "<think>\n\n</think>\n\nBye.<|im_end|>"],
+            id="drops-reasoning",
+        ),
+        pytest.param(OPENS_REASONING, with_stop("<|eot|>"), id="opens-reasoning"),
+        pytest.param(COUNTS_TURNS, with_stop("<|im_end|>"), id="counts-turns"),
+        pytest.param(EOS_AT_END, [" " + a for a in [*ANSWERS[:2], "Bye.\n<|im_end|>"]], id="eos-at-end"),
+        pytest.param(NO_STOP, ANSWERS, id="no-stop"),
+    ],
+)
+def test_targets_are_answers_and_their_stop_tokens(template: str | None, expected: list[str]) -> None:
+    tokenizer = make_tokenizer(template)
+    messages = CHAT[1:] if template == MISTRAL else CHAT
+    encoded = encode_chat(messages, tokenizer)
+    assert targets(encoded, tokenizer) == expected
+    assert encoded.stop_trained == (template != NO_STOP)
+    assert encoded.prompt_length == encoded.mask.index(True)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert encoded.input_ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "stop"), [(DROPS_REASONING, "<|im_end|>"), (OPENS_REASONING, "<|eot|>")]
+)
+def test_reasoning_of_an_earlier_turn_that_the_template_drops(template: str, stop: str) -> None:
+    messages = [dict(message) for message in CHAT]
+    messages[2]["content"] = "<think>hm</think>Hello"
+    tokenizer = make_tokenizer(template)
+    assert targets(encode_chat(messages, tokenizer), tokenizer)[0] == "Hello" + stop
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        pytest.param(ONLY_LAST_TURNS, "cannot be located", id="only-last-turns"),
+        pytest.param(FORGOTTEN_MARK, "around 1 of 3 assistant turns", id="forgotten-mark"),
+        pytest.param(MISTRAL, "no system turn", id="raises"),
+        pytest.param("{{- messages[0].nothing.at_all -}}", "refuses this conversation", id="undefined"),
+        pytest.param("{% for", "refuses this conversation", id="syntax-error"),
+        pytest.param("", "has no chat template", id="none"),
+    ],
+)
+def test_template_that_cannot_be_masked_is_an_error(template: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        encode_chat(CHAT, make_tokenizer(template))
+    assert "model.tokenizer" in str(caught.value)
+    assert "data.json:7" in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_train_on_prompt_needs_no_turn_boundaries() -> None:
+    tokenizer = make_tokenizer(ONLY_LAST_TURNS)
+    [encoded] = encode(ChatSample(CHAT, None), tokenizer, train_on_prompt=True, origin="")
+    assert all(encoded.mask)
+    assert encoded.prompt_length == 0
+    assert encoded.stop_trained
+
+
+def test_answer_that_merges_with_the_header_leaves_the_merged_token_out() -> None:
+    """The model is never asked to predict a token that is partly given to it."""
+    tokenizer = make_tokenizer(CHATML)
+    messages = [CHAT[1], {"role": "assistant", "content": "\n\n        x = 1"}]
+    encoded = encode_chat(messages, tokenizer)
+    [text] = targets(encoded, tokenizer)
+    assert "\n\n        x = 1<|im_end|>".endswith(text)
+    assert text.endswith("x = 1<|im_end|>")
+
+
+def test_answer_that_merges_with_the_next_header_leaves_the_merged_token_out() -> None:
+    tokenizer = make_tokenizer(
+        "{%- for m in messages -%}{{- '## ' + m.role + '\\n' + m.content -}}{%- endfor -%}"
+    )
+    messages = [CHAT[1], {"role": "assistant", "content": "C#"}, *CHAT[-2:]]
+    encoded = encode_chat(messages, tokenizer)
+    assert "C###" in tokenizer.decode(encoded.input_ids)
+    assert targets(encoded, tokenizer) == ["C", "Bye."]
+
+
+def test_padding_that_a_template_trims_before_it_rewrites_the_turn() -> None:
+    """Only a probe finds these turns, and outside of the padding it would be trimmed with it, or keep it."""
+    tokenizer = make_tokenizer(COUNTS_TURNS.replace("m.content", "m.content | trim"))
+    padded = [{**message, "content": f" \n{message['content']}\n\n "} for message in CHAT]
+    assert targets(encode_chat(padded, tokenizer), tokenizer) == with_stop("<|im_end|>")
+
+
+def test_offsets_that_leave_out_spaces() -> None:
+    """Many byte-level tokenizers say that a space covers no character: it must not slip into the answer."""
+    tokenizer = make_tokenizer(
+        "{%- for m in messages -%}{{- m.role + ': ' + m.content + eos_token -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"
+    )
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
+    encoded = encode_chat([CHAT[1], {"role": "assistant", "content": "42"}], tokenizer)
+    assert targets(encoded, tokenizer) == ["42<|im_end|>"]
+
+
+def test_stop_token_that_swallows_the_line_break_after_it() -> None:
+    tokenizer = make_tokenizer(CHATML.replace("im_end", "end"))
+    tokenizer.add_tokens(AddedToken("<|end|>", rstrip=True, special=True), special_tokens=True)
+    encoded = encode_chat(CHAT, tokenizer)
+    assert targets(encoded, tokenizer) == with_stop("<|end|>")
+    assert encoded.stop_trained
+
+
+def test_tools_and_calls() -> None:
+    tokenizer = make_tokenizer()
+    call = {"type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+    messages = [
+        {"role": "user", "content": "Time?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "12:00"},
+        {"role": "assistant", "content": "Noon."},
+    ]
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+    encoded = encode_chat(messages, tokenizer, tools=tools)
+    assert targets(encoded, tokenizer) == [
+        '<tool_call>{"name": "now", "arguments": {"zone": "UTC"}}</tool_call><|im_end|>',
+        "Noon.<|im_end|>",
+    ]
+    assert tokenizer.decode(encoded.input_ids).startswith("<|im_start|>system\nTools:\n{")
+
+
+@pytest.mark.parametrize("key", ["tools", "tool_calls"])
+def test_template_without_a_place_for_tools_is_an_error(key: str) -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": {}}}
+    answer = {"role": "assistant", "content": "x", **({"tool_calls": [call]} if key == "tool_calls" else {})}
+    with pytest.raises(ConfigError, match=f"does not render {key}"):
+        encode_chat([CHAT[1], answer], make_tokenizer(CHATML), tools=[call] if key == "tools" else None)
+
+
+@pytest.mark.parametrize("template", [None, CHATML, LLAMA3, MARKS_SHORT, DROPS_REASONING, OPENS_REASONING])
+@pytest.mark.parametrize("rejected", ["No.", ANSWERS[2] + " Or not."])
+def test_pair_shares_its_prompt_and_trains_on_the_answer_only(template: str | None, rejected: str) -> None:
+    tokenizer = make_tokenizer(template)
+    sample = PreferenceSample(CHAT[:-1], CHAT[-1:], [{"role": "assistant", "content": rejected}], None)
+    chosen, other = encode(sample, tokenizer, train_on_prompt=False, origin="")
+    shared = chosen.prompt_length
+    assert other.prompt_length == shared
+    assert chosen.input_ids[:shared] == other.input_ids[:shared]
+    for one, answer in ((chosen, ANSWERS[2]), (other, rejected)):
+        [text] = targets(one, tokenizer)
+        assert text.removeprefix("<think>\n\n</think>\n\n").startswith(answer + "<|")
+        assert one.mask.index(True) == shared
+        assert one.stop_trained
+
+
+def test_pair_whose_answers_merge_with_the_header_shares_less() -> None:
+    tokenizer = make_tokenizer(CHATML)
+    answers = ([{"role": "assistant", "content": text}] for text in ("\n\n  x", "y"))
+    chosen, rejected = encode(
+        PreferenceSample(CHAT[:2], *answers, None), tokenizer, train_on_prompt=False, origin=""
+    )
+    shared = chosen.prompt_length
+    assert chosen.input_ids[:shared] == rejected.input_ids[:shared]
+    assert not any(chosen.mask[:shared])
+    assert not any(rejected.mask[:shared])
+
+
+def test_pair_with_train_on_prompt() -> None:
+    sample = PreferenceSample(CHAT[:-1], CHAT[-1:], [{"role": "assistant", "content": "No."}], None)
+    plain = encode(sample, make_tokenizer(), train_on_prompt=False, origin="")
+    pair = encode(sample, make_tokenizer(), train_on_prompt=True, origin="")
+    assert all(all(one.mask) for one in pair)
+    assert [one.prompt_length for one in pair] == [one.prompt_length for one in plain]
+
+
+def add_bos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """From here on the tokenizer puts it before every text, as Llama's does."""
+    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
+    token = ("<|begin|>", tokenizer.bos_token_id)
+    processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[token])
+    tokenizer.backend_tokenizer.post_processor = processor
+
+
+@pytest.mark.parametrize("begin", ["", "<|begin|>"])
+def test_document_ends_with_the_stop_token(begin: str) -> None:
+    tokenizer = make_tokenizer()
+    if begin:
+        add_bos(tokenizer)
+    [encoded] = encode(TextSample("import os\n"), tokenizer, train_on_prompt=False, origin="")
+    assert tokenizer.decode(encoded.input_ids) == begin + "import os\n<|im_end|>"
+    assert all(encoded.mask)
+    assert encoded.stop_trained
+    assert encoded.prompt_length == 0
+
+
+def test_chat_text_gets_no_second_bos() -> None:
+    tokenizer = make_tokenizer(LLAMA3)
+    add_bos(tokenizer)
+    assert encode_chat(CHAT, tokenizer).input_ids.count(tokenizer.bos_token_id) == 1

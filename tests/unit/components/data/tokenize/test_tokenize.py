@@ -1,0 +1,309 @@
+"""Samples to stores: what is cut, dropped and counted; in workers as without; once for one content."""
+
+import multiprocessing
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from components.contracts.errors import ConfigError
+from components.data.records.samples import TextSample
+from components.data.store.token_store import TokenStore
+from components.data.tokenize import workers as tokenize
+from components.data.tokenize.chat import Encoded
+from components.data.tokenize.encoder import Encoder, Item
+from components.data.tokenize.truncation import fit
+from components.data.tokenize.workers import FileSource, StdlibSource, build_store, encode_all
+from components.data.tokenizer import PATH
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(PATH)
+
+
+@pytest.fixture(scope="module")
+def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    return Encoder(tokenizer, "text", 16, "truncate", train_on_prompt=False)
+
+
+@pytest.fixture(scope="module")
+def chat_encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    return Encoder(tokenizer, "chat", 64, "truncate", train_on_prompt=False, format="messages")
+
+
+def encoded(prompt: int, answer: int, first: int = 100) -> Encoded:
+    """Prompt tokens 0, 1, ...; answer tokens ``first``, ``first`` + 1, ..., the last one its stop token."""
+    ids = [*range(prompt), *range(first, first + answer)]
+    return Encoded(ids, [False] * prompt + [True] * answer, prompt, stop_trained=True)
+
+
+# prompt, answers, max_length -> what is left of the prompt, of the answers
+@pytest.mark.parametrize(
+    ("prompt", "answers", "max_length", "prompt_left", "answers_left"),
+    [
+        (6, [4], 10, range(6), [4]),
+        (6, [4], 8, range(6), [2]),
+        (6, [4], 5, range(5), [0]),
+        (6, [4, 2], 10, range(6), [4, 2]),
+        (6, [4, 2], 7, range(3, 6), [4, 2]),
+        (6, [2, 4], 7, range(3, 6), [2, 4]),
+        (6, [9, 2], 7, range(5, 6), [6, 2]),
+        (6, [7, 2], 7, range(5, 6), [6, 2]),
+        (0, [9, 2], 7, range(0), [7, 2]),
+    ],
+)
+def test_truncation(
+    prompt: int, answers: list[int], max_length: int, prompt_left: range, answers_left: list[int]
+) -> None:
+    sample = [encoded(prompt, answer, 100 * i) for i, answer in enumerate(answers, start=1)]
+    fitted = fit(sample, max_length, "truncate")
+    assert fitted is not None
+    for i, (one, answer, left) in enumerate(zip(fitted, answers, answers_left, strict=True), start=1):
+        assert one.input_ids == [*prompt_left, *range(100 * i, 100 * i + left)]
+        assert one.mask == [False] * len(prompt_left) + [True] * left
+        assert one.stop_trained == (left == answer)
+        assert len(one.input_ids) <= max_length
+    whole = max(answers) + prompt <= max_length
+    assert (fitted is sample) == whole
+    assert fit(sample, max_length, "drop") == (sample if whole else None)
+    assert fit(sample, None, "drop") is sample
+
+
+def test_a_chunk_counts_what_is_left_out(chat_encoder: Encoder) -> None:
+    def item(question: str, answer: str) -> Item:
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return {"messages": turns}, "file:1"
+
+    items = [item("Hello?", "Hi."), item("Hello?", "word " * 100), item("word " * 100, "Never seen.")]
+    cut = chat_encoder(items)
+    assert (cut.dropped, cut.unsupervised) == (0, 1)
+    assert cut.truncated.tolist() == [False, True]
+    assert cut.stop_trained.tolist() == [True, False]
+    assert cut.lengths[1] == 64
+    dropped = replace(chat_encoder, long_samples="drop")(items)
+    assert (dropped.dropped, dropped.unsupervised, len(dropped.lengths)) == (2, 0, 1)
+    every = replace(chat_encoder, train_on_prompt=True)(items)
+    assert every.unsupervised == 0
+    assert every.mask.all()
+
+
+def texts(number: int) -> Iterator[Item]:
+    return ((TextSample(f"document {i} " * (i % 7 + 1)), f"file:{i}") for i in range(number))
+
+
+def test_workers_give_the_same_in_the_same_order(text_encoder: Encoder) -> None:
+    before = len(multiprocessing.active_children())
+    alone = list(encode_all(texts(700), text_encoder, 1, patience_s=0))
+    assert len(multiprocessing.active_children()) == before
+    workers = encode_all(texts(700), text_encoder, 2, patience_s=0)
+    shared = [next(workers)]
+    assert len(multiprocessing.active_children()) == before + 2
+    shared += workers
+    assert len(multiprocessing.active_children()) == before
+    assert len(shared) == len(alone) == 11
+    for one, other in zip(shared, alone, strict=True):
+        assert np.array_equal(one.tokens, other.tokens)
+        assert np.array_equal(one.lengths, other.lengths)
+
+
+def test_workers_read_only_a_little_ahead_and_stop(text_encoder: Encoder) -> None:
+    taken = 0
+
+    def many() -> Iterator[Item]:
+        nonlocal taken
+        for taken in range(6400):
+            yield TextSample("a document"), f"file:{taken}"
+
+    chunks = encode_all(many(), text_encoder, 2, patience_s=0)
+    for _ in range(3):
+        next(chunks)
+    chunks.close()  # type: ignore[attr-defined]
+    assert taken < 64 * 20
+
+
+def test_a_mistake_in_a_record_is_reported_from_a_worker(chat_encoder: Encoder) -> None:
+    items: list[Item] = [({"messages": []}, "file:7")] * 100
+    with pytest.raises(ConfigError, match="file:7"):
+        list(encode_all(iter(items), chat_encoder, 2, patience_s=0))
+
+
+class Lethal(Encoder):
+    """A tokenizer that takes its process down, as one that runs out of memory does."""
+
+    def __call__(self, items: Any) -> Any:  # noqa: ARG002
+        os._exit(9)
+
+
+def test_a_worker_that_dies_is_reported(text_encoder: Encoder) -> None:
+    lethal = Lethal(**{name: getattr(text_encoder, name) for name in text_encoder.__dataclass_fields__})
+    batches = iter([list(texts(64))])
+    with pytest.raises(ConfigError, match=r"data\.num_workers"):
+        list(tokenize._encode_in_workers(batches, lethal, 1))
+
+
+# The cache
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> FileSource:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "one two three"}\n{"text": "four five"}\n')
+    return FileSource("data.train", str(path), "auto")
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The stores that were written, as opposed to found."""
+    written: list[Path] = []
+    original = tokenize._write_store
+
+    def record(path: Path, *rest: Any) -> None:
+        written.append(path)
+        original(path, *rest)
+
+    monkeypatch.setattr(tokenize, "_write_store", record)
+    return written
+
+
+def test_the_same_content_is_tokenised_once(
+    tmp_path: Path, source: FileSource, text_encoder: Encoder, writes: list[Path]
+) -> None:
+    first, identity = build_store(source, text_encoder, tmp_path / "cache", 1)
+    moved = replace(source, path=shutil.copy(source.path, tmp_path / "moved.jsonl"))
+    for again in (source, moved):
+        store, same = build_store(again, text_encoder, tmp_path / "cache", 1)
+        assert (store, same) == (first, identity)
+    assert len(writes) == 1
+    text = text_encoder.tokenizer.decode(first.tokens(0, 0, 99))
+    assert text.startswith("one two three")
+
+
+def other_content(source: FileSource, encoder: Encoder) -> tuple[FileSource, Encoder]:
+    Path(source.path).write_text('{"text": "one two threE"}\n{"text": "four five"}\n')
+    return source, encoder
+
+
+def other_tokenizer(source: FileSource, encoder: Encoder) -> tuple[FileSource, Encoder]:
+    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    tokenizer.add_tokens(["three"])
+    return source, replace(encoder, tokenizer=tokenizer)
+
+
+def other_template(source: FileSource, encoder: Encoder) -> tuple[FileSource, Encoder]:
+    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    tokenizer.chat_template += " "
+    return source, replace(encoder, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_content,
+        other_tokenizer,
+        other_template,
+        lambda source, encoder: (replace(source, format="text"), encoder),
+        lambda source, encoder: (source, replace(encoder, max_length=17)),
+        lambda source, encoder: (source, replace(encoder, max_length=None)),
+        lambda source, encoder: (source, replace(encoder, long_samples="drop")),
+        lambda source, encoder: (source, replace(encoder, train_on_prompt=True)),
+    ],
+)
+def test_another_content_or_setting_is_tokenised_again(
+    tmp_path: Path,
+    source: FileSource,
+    text_encoder: Encoder,
+    writes: list[Path],
+    change: Callable[[FileSource, Encoder], tuple[FileSource, Encoder]],
+) -> None:
+    build_store(source, text_encoder, tmp_path / "cache", 1)
+    build_store(*change(source, text_encoder), tmp_path / "cache", 1)
+    assert len(set(writes)) == 2
+
+
+def test_a_torn_store_is_built_again(
+    tmp_path: Path, source: FileSource, text_encoder: Encoder, writes: list[Path]
+) -> None:
+    store, _ = build_store(source, text_encoder, tmp_path / "cache", 1)
+    lengths = store.lengths.tolist()
+    (store.path / "tokens").write_bytes(b"")
+    again, _ = build_store(source, text_encoder, tmp_path / "cache", 1)
+    assert again.lengths.tolist() == lengths
+    assert len(writes) == 2
+
+
+def test_concurrent_jobs_write_once(
+    tmp_path: Path, source: FileSource, text_encoder: Encoder, writes: list[Path]
+) -> None:
+    found: list[TokenStore] = []
+
+    def job() -> None:
+        found.append(build_store(source, text_encoder, tmp_path / "cache", 1)[0])
+
+    jobs = [threading.Thread(target=job) for _ in range(4)]
+    for one in jobs:
+        one.start()
+    for one in jobs:
+        one.join()
+    assert len(found) == 4
+    assert len(writes) == 1
+
+
+def test_a_folder_changes_with_its_files(tmp_path: Path, source: FileSource) -> None:
+    folder = replace(source, path=str(Path(source.path).parent))
+    before = folder.content(tmp_path / "cache")
+    assert folder.content(tmp_path / "cache") == before
+    (tmp_path / "more.jsonl").write_text('{"text": "six"}\n')
+    assert folder.content(tmp_path / "cache") != before
+
+
+def test_the_embedded_data_is_itself(tmp_path: Path) -> None:
+    train = StdlibSource("train").content(tmp_path)
+    assert StdlibSource("train").content(tmp_path) == train
+    assert StdlibSource("eval").content(tmp_path) != train
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "message"),
+    [
+        ('{"text": "a b"}', "chat", "format is text, and stage=sft does not train on that.\nUse stage=pt"),
+        ('{"instruction": "a", "output": "b"}', "preference", "format is alpaca, and stage=dpo"),
+        ('{"instruction": "a", "output": "b"}', "text", "Use stage=sft"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "chat", "x.jsonl:1: .*ends with a user turn"),
+        ('{"text": ', "text", "x.jsonl:1: malformed JSON"),
+        ('{"words": 1}', "text", "does not recognise"),
+    ],
+)
+def test_mistakes_in_a_file(
+    tmp_path: Path, text_encoder: Encoder, record: str, kind: Any, message: str
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(record + "\n")
+    encoder = replace(text_encoder, kind=kind)
+    with pytest.raises(ConfigError, match=message):
+        build_store(FileSource("data.train", str(path), "auto"), encoder, tmp_path / "cache", 1)
+    assert not list((tmp_path / "cache" / "tokens").glob("*/"))
+
+
+@pytest.mark.parametrize(
+    ("max_length", "long_samples", "message"),
+    [
+        (8, "truncate", "0 longer .* 1 without a token"),
+        (8, "drop", "1 longer than data.max_length=8, 0 without"),
+    ],
+)
+def test_a_source_with_nothing_to_train_on_is_refused(
+    tmp_path: Path, chat_encoder: Encoder, max_length: int, long_samples: Any, message: str
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"instruction": "many words that will not fit in at all", "output": "b"}\n')
+    encoder = replace(chat_encoder, max_length=max_length, long_samples=long_samples)
+    with pytest.raises(ConfigError, match=f"data.train=.*x.jsonl: no sample is left .*{message}"):
+        build_store(FileSource("data.train", str(path), "auto"), encoder, tmp_path / "cache", 1)

@@ -1,0 +1,86 @@
+"""Where the weights of a layout lie, rank by rank, without ranks: nothing is sent while a model is built."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaForCausalLM
+
+from components.contracts.engine import EngineOptions
+from components.contracts.errors import ConfigError
+from components.engines.fsdp2 import FSDP2
+from components.engines.fsdp2.mesh import part, stored
+from components.engines.shared import process_group
+from components.optimizers import AdamW
+from tests.distributed.cases import fsdp2, make_engine, spec
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The rank and the world size that the next engine gets."""
+    now = [0, 1]
+
+    def join(_: str) -> torch.device:
+        dist.init_process_group("fake", store=FakeStore(), rank=now[0], world_size=now[1])
+        return torch.device("cpu")
+
+    monkeypatch.setattr(process_group, "join", join)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    yield now
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("on", [fsdp2(2, tp=2, cp=2), fsdp2(4, dp_replicate=2, tp=2)], ids=str)
+def test_ranks_hold_every_element_as_often_as_there_are_copies(rank: list[int], on: FSDP2) -> None:
+    """With a vocabulary that neither tp nor the shards divide."""
+    weights = spec("uneven").weights(0)
+    world, held = on.world_size({}, 0), dict[str, Tensor]()
+    parts: dict[str, set[str]] = defaultdict(set)
+    for rank[:] in ([r, world] for r in range(world)):
+        engine = make_engine("uneven", on=on)
+        for name, parameter in engine.weights.items():
+            here = part(parameter)
+            assert stored(parameter).shape == tuple(s.stop - s.start for s in here)
+            held.setdefault(name, torch.zeros(parameter.shape))[here] += 1
+            parts[name].add(str(here))
+            if stored(parameter).numel():
+                assert torch.equal(stored(parameter), weights(name, here))
+        engine.close()
+    for name, count in held.items():
+        whole_on_tp = "norm" in name
+        copies = on.dp_replicate * (on.tp if whole_on_tp else 1)
+        assert (count == copies).all(), name
+        assert len(parts[name]) > 1
+
+
+class OfOurOwn(LlamaForCausalLM):
+    """What a model folder with code of its own may bring."""
+
+
+@pytest.mark.parametrize("kind", ["phi3", "llama"])
+def test_a_model_without_a_plan_is_refused_under_tp_alone(kind: str) -> None:
+    model = spec(kind).build(spec(kind).config())
+    if kind == "llama":
+        with torch.device("meta"):
+            model = OfOurOwn(model.config)
+    options = EngineOptions(torch.float32, "cpu")
+    message = rf"parallelism\.tp: {kind} \(.*, deepseek_v3; use parallelism=fsdp2 or parallelism=hsdp"
+    with pytest.raises(ConfigError, match=message):
+        fsdp2(tp=2).check(model, AdamW(), options, world_size=2)
+    fsdp2(cp=2).check(model, AdamW(), options, world_size=2)
+
+
+def test_a_vocabulary_that_nothing_divides_is_refused() -> None:
+    """161 rows by two, 32 columns by three."""
+    model = spec("uneven").build(spec("uneven").config())
+    options = EngineOptions(torch.float32, "cpu")
+    message = r"parallelism\.dp: tp = 2 .* vocab_size = 161 .* 32 columns .* 3 ranks .* let these be 2 or 4"
+    with pytest.raises(ConfigError, match=message):
+        fsdp2(3, tp=2).check(model, AdamW(), options, world_size=6)
+    fsdp2(4, tp=2).check(model, AdamW(), options, world_size=8)
+    fsdp2(3).check(model, AdamW(), options, world_size=3)

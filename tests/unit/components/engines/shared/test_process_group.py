@@ -1,0 +1,23 @@
+"""How long a collective waits for a peer that does not come."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from components.engines.shared import process_group
+
+
+@pytest.mark.parametrize(("timeout_s", "expected_s"), [(0, 1800), (5, 1800), (4000, 4120)])
+def test_it_waits_longer_than_the_watchdog_in_every_group(timeout_s: float, expected_s: float) -> None:
+    process_group.join("cpu")
+    try:
+        another = dist.new_group([0], timeout=timedelta(seconds=7))
+        process_group.outlast(timeout_s)
+        for group in (dist.group.WORLD, another):
+            assert group is not None
+            backend = group._get_backend(torch.device("cpu"))
+            assert backend.options._timeout == timedelta(seconds=expected_s)
+    finally:
+        process_group.leave()

@@ -1,0 +1,56 @@
+"""Long sequences are cut by queries on the CPU; the oracle is softmax written out, in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from components.engines.shared.sdpa import CPU_ROWS, packed_sdpa
+
+OPTIONS = {"scale": None, "dropout": 0.0}
+
+
+def tensors(spans: list[int]) -> list[Tensor]:
+    """q with four heads, k and v with two, ``[1, heads, T, 8]``."""
+    torch.manual_seed(0)
+    return [torch.randn(1, heads, sum(spans), 8).requires_grad_() for heads in (4, 2, 2)]
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    q, k, v = (t.double().repeat_interleave(4 // t.shape[1], dim=1) for t in (q, k, v))
+    places = torch.arange(q.shape[2])
+    behind = places[:, None] - places
+    seen = (behind >= 0) & (behind < (window or math.inf))
+    scores = (q @ k.mT / math.sqrt(8)).masked_fill(~seen, -math.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_results_and_gradients_of_long_sequences(window: int | None) -> None:
+    spans = [300, 1, CPU_ROWS[4], CPU_ROWS[4] + 1]
+    inputs = tensors(spans)
+    pieces = zip(*(t.split(spans, dim=2) for t in inputs), strict=True)
+    expected = torch.cat([written_out(*piece, window) for piece in pieces], dim=1)
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+    found = packed_sdpa(*inputs, spans, window=window, **OPTIONS)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-6)
+    ours = torch.autograd.grad((found * weights.float()).sum(), inputs)
+    for mine, theirs in zip(ours, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_only_long_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    kernel = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query: Tensor, *others: Tensor, **options: object) -> Tensor:
+        rows.append(query.shape[2])
+        return kernel(query, *others, **options)
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", counted)
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.no_grad():
+            packed_sdpa(*(t.to(dtype) for t in tensors([300, 100])), [300, 100], window=None, **OPTIONS)
+    assert rows == [128, 128, 44, 100, 256, 44, 100]

@@ -1,0 +1,156 @@
+"""Every loss over pairs: the same packed and padded, nothing from empty micro-batches; options refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from components.contracts.batch import IGNORE
+from components.contracts.errors import ConfigError
+from components.contracts.loss import TokenStats
+from components.losses import CPO, DPO, ORPO
+from components.losses.cpo_orpo import log_odds
+from components.losses.preference_base import PairwiseLoss
+from components.losses.preference_formulas import PAIR_LOSSES
+from tests.unit.components.losses.test_preference import LENGTHS, SHUFFLED, empty, make, rows
+
+SMOOTHED = {"exo_pair": 1e-3, "robust": 0.1}
+LOSSES: dict[str, PairwiseLoss] = {
+    **{kind: DPO(0.3, SMOOTHED.get(kind, 0.0), loss=kind) for kind in PAIR_LOSSES},  # type: ignore[arg-type]
+    "rpo": DPO(0.3, 0.0, rpo_alpha=0.7),
+    "ld": DPO(0.3, 0.0, ld_alpha=0.4),
+    "js": DPO(0.3, 0.0, f_divergence="js_divergence"),
+    "no reference": DPO(0.3, 0.0, reference="none"),
+    "cpo": CPO(0.3, "sigmoid", 1.0),
+    "simpo": CPO(2.0, "simpo", 0.0, simpo_gamma=0.8),
+    "orpo": ORPO(0.3),
+}
+EVERY = pytest.mark.parametrize("name", LOSSES)
+
+
+def run(loss: PairwiseLoss, layout: str) -> tuple[dict[str, float], dict[str, int], list[torch.Tensor]]:
+    """Terms, counts, and the gradient of every sequence."""
+    batch, logps = make(layout, SHUFFLED)
+    output = loss(TokenStats(logps), batch)
+    torch.stack(list(output.terms.values())).sum().backward()
+    assert logps.grad is not None
+    grads = logps.grad[0].split(LENGTHS) if layout == "packed" else logps.grad
+    cut = [grad[:length] for grad, length in zip(grads, LENGTHS, strict=True)]
+    return {name: term.item() for name, term in output.terms.items()}, loss.counts(batch), cut
+
+
+@EVERY
+def test_packed_is_padded(name: str) -> None:
+    packed, padded = (run(LOSSES[name], layout) for layout in ("packed", "padded"))
+    assert packed[0] == pytest.approx(padded[0], rel=1e-6)
+    assert packed[1] == padded[1]
+    assert list(packed[0]) == list(packed[1]), "counts are in the order of the terms"
+    for a, b in zip(packed[2], padded[2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+    assert any(grad.any() for grad in packed[2])
+
+
+@EVERY
+def test_an_empty_microbatch_adds_nothing(name: str) -> None:
+    logps = torch.zeros(1, 1, requires_grad=True)
+    output = LOSSES[name](TokenStats(logps * 1), empty())
+    torch.stack(list(output.terms.values())).sum().backward()
+    assert [term.item() for term in output.terms.values()] == [0] * len(output.terms)
+    assert set(LOSSES[name].counts(empty()).values()) == {0}
+    assert logps.grad is not None
+    assert not logps.grad.any()
+
+
+@pytest.mark.parametrize("name", ["rpo", "cpo", "orpo"])
+def test_the_likelihood_is_of_chosen_tokens(name: str) -> None:
+    loss, (batch, logps) = LOSSES[name], make("packed", SHUFFLED)
+    chosen = [row for row, index in zip(rows(), SHUFFLED, strict=True) if index % 2 == 0]
+    nll = -sum(float(row[1].double().sum()) for row in chosen)
+    assert loss(TokenStats(logps), batch).terms["nll"].item() == pytest.approx(loss.nll_weight * nll)
+    assert loss.counts(batch) == {"loss": 3, "nll": sum(int((row[0] != IGNORE).sum()) for row in chosen)}
+
+
+def test_a_longer_answer_counts_up_to_the_length_of_the_other() -> None:
+    """By hand: 3 and 6 labels, of which the longer one's last three weigh ``ld_alpha``."""
+    batch, logps = make("packed", [0, 1, -1, -1, -1, -1])
+    assert batch.ref_logps is not None
+    output = DPO(1.0, 0.0, ld_alpha=0.4)(TokenStats(logps), batch)
+    ratio = (logps - batch.ref_logps).detach()[0].double()
+    weights = torch.tensor([1.0] * 3 + [0.4] * 3, dtype=torch.float64)
+    expected = ratio[2:5].sum(), (weights * ratio[7:13]).sum()
+    found = [output.metrics[f"rewards/{side}"][0].item() for side in ("chosen", "rejected")]
+    assert found == pytest.approx([float(value) for value in expected])
+
+
+def test_batches_that_carry_a_reference_keep_it() -> None:
+    batches = [make("packed", SHUFFLED)[0], empty()]
+    assert DPO(0.1, 0.0, reference="precomputed").prepare(batches, None) is batches  # type: ignore[arg-type]
+
+
+def test_without_a_reference_nobody_is_asked() -> None:
+    batch, logps = make("packed", SHUFFLED)
+    bare = replace(batch, ref_logps=None)
+    loss = DPO(0.3, 0.0, reference="none")
+    assert loss.prepare([bare], None) == [bare]  # type: ignore[arg-type]
+    zeros = DPO(0.3, 0.0)(TokenStats(logps), replace(batch, ref_logps=torch.zeros_like(logps)))
+    assert loss(TokenStats(logps), bare).terms["loss"] == zeros.terms["loss"]
+
+
+def test_odds_are_exact_near_certainty_and_far_from_it() -> None:
+    exact = {1e-15: 34.538776394910684, 0.5: 0.0, 1 - 1e-12: -27.631021115927547}
+    for complement, expected in exact.items():
+        value = torch.tensor(-complement, dtype=torch.float64).log1p().requires_grad_()
+        found = log_odds(value)
+        found.backward()
+        assert found.item() == pytest.approx(expected, rel=1e-6, abs=1e-12)
+        assert value.grad is not None
+        assert value.grad.item() == pytest.approx(1 / complement, rel=1e-3)
+    far = torch.tensor(-900.0, dtype=torch.float64, requires_grad=True)
+    log_odds(far).backward()
+    assert far.grad == 1
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "smoothed hinge": ({"loss": "hinge", "label_smoothing": 0.1}, ["stage.label_smoothing", "loss=hinge"]),
+    "bare exo": ({"loss": "exo_pair"}, ["stage.label_smoothing", "exo_pair", "above 0"]),
+    "tau of sigmoid": ({"discopop_tau": 0.1}, ["stage.discopop_tau", "stage.loss=discopop"]),
+    "tau": ({"loss": "discopop", "discopop_tau": 0.0}, ["stage.discopop_tau", "above 0"]),
+    "divergence of no difference": (
+        {"loss": "apo_zero", "f_divergence": "js_divergence"},
+        ["stage.f_divergence", "stage.loss=apo_zero", "robust"],
+    ),
+    "divergence from nothing": (
+        {"reference": "none", "f_divergence": "js_divergence"},
+        ["stage.f_divergence", "stage.reference=none"],
+    ),
+    "coefficient": ({"alpha_divergence_coef": 0.5}, ["stage.alpha_divergence_coef", "reverse_kl"]),
+    "ld_alpha": ({"ld_alpha": 1.5}, ["stage.ld_alpha", "from 0 to 1"]),
+    "rpo_alpha": ({"rpo_alpha": -1.0}, ["stage.rpo_alpha", "at least 0"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_a_loss_does_not_read_are_refused(name: str) -> None:
+    options, words = REFUSED[name]
+    with pytest.raises(ConfigError) as error:
+        DPO(**{"beta": 0.1, "label_smoothing": 0.0} | options)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"loss": "hinge", "label_smoothing": 0.1}, "stage.label_smoothing"),
+        ({"loss": "sigmoid", "simpo_gamma": 0.1}, "stage.simpo_gamma"),
+        ({"loss": "simpo", "simpo_gamma": -0.1}, "stage.simpo_gamma"),
+        ({"loss": "sigmoid", "cpo_alpha": -0.1}, "stage.cpo_alpha"),
+        ({"loss": "sigmoid", "label_smoothing": 0.5}, "stage.label_smoothing"),
+        ({"loss": "sigmoid", "beta": 0.0}, "stage.beta"),
+    ],
+    ids=str,
+)
+def test_and_those_of_cpo(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        CPO(**{"beta": 0.1, "cpo_alpha": 1.0} | options)

@@ -1,0 +1,236 @@
+"""DPO and its family, and the reference-free losses, on eight pairs: losses and metrics of TRL's trainers."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from components.contracts.loss import Loss
+from components.data.tokenizer import PATH
+from components.losses import CPO, DPO, ORPO
+from components.losses.preference_formulas import PAIR_LOSSES
+from tests.oracle import (
+    OPTIONS,
+    Answer,
+    Row,
+    other_model,
+    our_steps,
+    packed,
+    their_steps,
+    tiny_model,
+)
+
+trl = pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[test]')")
+datasets = pytest.importorskip("datasets")
+
+STEPS = 3
+REWARDS = tuple(f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies"))
+METRICS = (*REWARDS, "logps/chosen", "logps/rejected")
+ROWS = [
+    {
+        "prompt": f"What does `{name}` do?",
+        "chosen": f" It {verb} what it is given" + ", one by one" * (index % 3) + ".",
+        "rejected": " Nobody knows" + ", not even the author" * (index % 4) + ".",
+    }
+    for index, (name, verb) in enumerate(
+        zip(
+            ("zip", "sorted", "open", "print", "sum", "filter", "repr", "hash"),
+            ("pairs", "orders", "reads", "shows", "adds", "drops", "spells", "numbers"),
+            strict=True,
+        )
+    )
+]
+
+
+def assert_same(ours: list[Row], theirs: list[Row]) -> None:
+    assert len(ours) == len(theirs) == STEPS
+    assert abs(theirs[-1]["loss"] - theirs[0]["loss"]) > 1e-2, "it learns, or equality would prove little"
+    for mine, other in zip(ours, theirs, strict=True):
+        for name, value in other.items():
+            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+
+
+def steps(loss: Loss, pairs: list[Answer]) -> list[Row]:
+    """In micro-batches of three pairs, three and two: sums and counts must add up."""
+    return our_steps(loss, [packed(pairs[i : i + 6]) for i in range(0, len(pairs), 6)], STEPS)
+
+
+def options(folder: Path) -> dict[str, Any]:
+    return OPTIONS | {"output_dir": str(folder), "per_device_train_batch_size": len(ROWS)}
+
+
+# ---- with a reference
+
+
+class OfTRL:
+    """One DPOTrainer for every kind of loss: building it tokenises, and takes longer than the steps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.trainer = trl.DPOTrainer(
+            model=tiny_model(),
+            ref_model=other_model(),
+            args=trl.DPOConfig(beta=0.1, loss_type=["sigmoid"], max_steps=STEPS, **options(folder)),
+            train_dataset=datasets.Dataset.from_list(ROWS),
+            processing_class=AutoTokenizer.from_pretrained(PATH),
+        )
+        self.batch = next(iter(self.trainer.get_train_dataloader()))
+        self.pairs = [
+            (row["prompt_ids"], row[f"{side}_ids"])
+            for row in self.trainer.train_dataset
+            for side in ("chosen", "rejected")
+        ]
+
+    def steps(self, **settings: Any) -> list[Row]:
+        trainer = self.trainer
+        plain = {"loss_types": ["sigmoid"], "loss_weights": [1.0], "label_smoothing": 0.0, "ld_alpha": None}
+        for name, value in (plain | {"f_divergence_type": "reverse_kl", "beta": 0.1} | settings).items():
+            assert hasattr(trainer, name), name
+            setattr(trainer, name, value)
+        return their_steps(trainer.model, self._step, STEPS)
+
+    def _step(self) -> tuple[Tensor, Mapping[str, float]]:
+        loss = self.trainer.compute_loss(self.trainer.model, self.batch)
+        found = self.trainer._metrics["train"]
+        return loss, {name: found[name][-1] for name in METRICS}
+
+
+@pytest.fixture(scope="module")
+def dpo(tmp_path_factory: pytest.TempPathFactory) -> OfTRL:
+    return OfTRL(tmp_path_factory.mktemp("dpo"))
+
+
+SMOOTHED = {"robust": 0.2, "exo_pair": 1e-3}
+DIVERGENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "forward_kl": ({"f_divergence": "forward_kl"}, {"f_divergence_type": "forward_kl"}),
+    "js_divergence": ({"f_divergence": "js_divergence"}, {"f_divergence_type": "js_divergence"}),
+    "alpha_divergence": (
+        {"f_divergence": "alpha_divergence", "alpha_divergence_coef": 0.3},
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
+    ),
+    "alpha of one": (
+        {"f_divergence": "alpha_divergence", "alpha_divergence_coef": 1.0},
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 1.0},
+    ),
+    "js of ipo": (
+        {"f_divergence": "js_divergence", "loss": "ipo"},
+        {"f_divergence_type": "js_divergence", "loss_types": ["ipo"]},
+    ),
+    "ld_alpha": ({"ld_alpha": 0.3}, {"ld_alpha": 0.3}),
+    "ld_alpha of ipo": ({"ld_alpha": 0.0, "loss": "ipo"}, {"ld_alpha": 0.0, "loss_types": ["ipo"]}),
+    "rpo_alpha": ({"rpo_alpha": 0.5}, {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+    "beta": ({"beta": 0.5}, {"beta": 0.5}),
+}
+
+
+@pytest.mark.parametrize("kind", PAIR_LOSSES)
+def test_every_kind_of_dpo(dpo: OfTRL, kind: Any) -> None:
+    eps = SMOOTHED.get(kind, 0.0)
+    expected = dpo.steps(loss_types=[kind], label_smoothing=eps)
+    assert_same(steps(DPO(0.1, eps, loss=kind), dpo.pairs), expected)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_every_option_of_dpo(dpo: OfTRL, name: str) -> None:
+    ours, theirs = DIVERGENCES[name]
+    loss = DPO(**{"beta": 0.1, "label_smoothing": 0.0} | ours)
+    expected = dpo.steps(**theirs)
+    if "ld_alpha" in ours:  # TRL reports log-probabilities that are weighed, and we report them as they are
+        expected = [{name: row[name] for name in ("loss", *REWARDS)} for row in expected]
+    assert_same(steps(loss, dpo.pairs), expected)
+
+
+def test_the_trainer_takes_the_steps_that_are_compared(dpo: OfTRL, tmp_path: Path) -> None:
+    """``train()`` itself, with its own optimizer and loop, has these losses."""
+    losses: list[float] = []
+
+    class Recording(trl.DPOTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(loss.item())
+            return loss
+
+    config = trl.DPOConfig(beta=0.1, loss_type=["ipo"], max_steps=STEPS, **options(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    Recording(
+        model=tiny_model(),
+        ref_model=other_model(),
+        args=config,
+        train_dataset=datasets.Dataset.from_list(ROWS),
+        processing_class=tokenizer,
+    ).train()
+    got = steps(DPO(0.1, 0.0, loss="ipo"), dpo.pairs)
+    assert [row["loss"] for row in got] == pytest.approx(losses, rel=1e-4)
+
+
+# ---- without
+
+
+class ReferenceFree:
+    """A CPOTrainer or an ORPOTrainer. Prompts of one token: TRL's ORPO has the likelihood of prompts too, and
+    nothing predicts a first token."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+        module = __import__(f"trl.experimental.{name}", fromlist=[name])
+        title = name.upper()
+        tokenizer = AutoTokenizer.from_pretrained(PATH)
+        self.trainer = getattr(module, f"{title}Trainer")(
+            model=tiny_model(),
+            args=getattr(module, f"{title}Config")(beta=0.1, max_steps=STEPS, **options(folder)),
+            train_dataset=datasets.Dataset.from_list([row | {"prompt": "?"} for row in ROWS]),
+            processing_class=tokenizer,
+        )
+        self.batch = next(iter(self.trainer.get_train_dataloader()))
+        self.pairs = [self._answer(row, side) for row in self.rows() for side in ("chosen", "rejected")]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return list(self.trainer.train_dataset)
+
+    @staticmethod
+    def _answer(row: Mapping[str, Any], side: str) -> Answer:
+        ids, labels = row[f"{side}_input_ids"], row[f"{side}_labels"]
+        prompt = sum(label == -100 for label in labels)
+        assert prompt == 1
+        return ids[:prompt], ids[prompt:]
+
+    def steps(self, **settings: Any) -> list[Row]:
+        for name, value in settings.items():
+            assert hasattr(self.trainer, name) or name == "simpo_gamma", name
+            setattr(self.trainer, name, value)
+        return their_steps(self.trainer.model, self._step, STEPS)
+
+    def _step(self) -> tuple[Tensor, Mapping[str, float]]:
+        loss, found = self.trainer.get_batch_loss_metrics(self.trainer.model, self.batch)
+        return loss, {name: float(found[name]) for name in REWARDS}
+
+
+@pytest.fixture(scope="module")
+def cpo(tmp_path_factory: pytest.TempPathFactory) -> ReferenceFree:
+    return ReferenceFree(tmp_path_factory.mktemp("cpo"), "cpo")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss": "sigmoid", "cpo_alpha": 1.0},
+        {"loss": "sigmoid", "cpo_alpha": 0.0, "label_smoothing": 0.1},
+        {"loss": "hinge", "cpo_alpha": 0.5},
+        {"loss": "ipo", "cpo_alpha": 1.0},
+        {"loss": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.2, "beta": 2.0},
+        {"loss": "simpo", "cpo_alpha": 1.0, "beta": 2.0, "label_smoothing": 0.2},
+    ],
+    ids=str,
+)
+def test_every_kind_of_cpo(cpo: ReferenceFree, settings: dict[str, Any]) -> None:
+    theirs = {"beta": 0.1, "simpo_gamma": 0.5, "label_smoothing": 0.0} | settings
+    expected = cpo.steps(loss_type=theirs.pop("loss"), **theirs)
+    assert_same(steps(CPO(**{"beta": 0.1} | settings), cpo.pairs), expected)
+
+
+def test_orpo(tmp_path: Path) -> None:
+    orpo = ReferenceFree(tmp_path, "orpo")
+    assert_same(steps(ORPO(beta=0.3), orpo.pairs), orpo.steps(beta=0.3))

@@ -1,0 +1,478 @@
+"""Weights by Hugging Face name: random ones, saved ones, and buffers, against transformers itself."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from components.contracts.errors import ConfigError
+from components.models import (
+    ModelSpec,
+    WeightSource,
+    export_folder,
+    materialize_buffers,
+    named_shapes,
+    pretrained,
+    signature,
+)
+from components.models.generate import add_tokenizer
+from components.models.initialize import random_weights
+from tests.ranks import Ranks
+
+BASE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": BASE | {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
+    "llama": BASE | {"model_type": "llama", "rope_parameters": LLAMA3_ROPE, "pad_token_id": 5},
+    "qwen2": BASE | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "mistral": BASE | {"model_type": "mistral", "sliding_window": 16},
+    "yarn": BASE
+    | {
+        "model_type": "qwen3",
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 96,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+    },
+    "gemma3": BASE | {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 16},
+}
+family = pytest.mark.parametrize("architecture", FAMILIES.values(), ids=FAMILIES)
+
+
+def loaded(spec: ModelSpec, weights: WeightSource) -> PreTrainedModel:
+    """As an engine does it: meta, allocate, buffers, then every parameter by name."""
+    model = spec.build(spec.config())
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(torch.nan if tensor.is_floating_point() else 0)
+    materialize_buffers(model, torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights(name))
+    return model.eval()
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    ids = torch.arange(3 * 70).reshape(3, 70) * 7 % 96
+    return model(input_ids=ids, use_cache=False).logits
+
+
+# ---- saved weights
+
+
+@family
+def test_logits_equal_from_pretrained(architecture: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(ModelSpec(architecture=architecture).config()).save_pretrained(tmp_path)
+    spec = ModelSpec(path=str(tmp_path), init="pretrained")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        assert torch.equal(logits(loaded(spec, spec.weights(0))), logits(expected))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    model = AutoModelForCausalLM.from_config(ModelSpec(architecture=FAMILIES["qwen3"]).config())
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    return tmp_path, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def read_all(folder: Path) -> dict[str, Tensor]:
+    spec = ModelSpec(path=str(folder), init="pretrained")
+    weights = spec.weights(0)
+    return {name: weights(name) for name in named_shapes(spec.build(spec.config()))}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_shards_are_read_by_name(
+    saved: tuple[Path, dict[str, Tensor]], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, expected = saved
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    assert_same(read_all(folder), expected)
+    assert not caplog.records
+
+
+def test_a_missing_shard_is_named(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    lost = sorted(saved[0].glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ConfigError, match=f"{lost.name} is missing"):
+        read_all(saved[0])
+
+
+def rewrite(folder: Path, tensors: dict[str, Tensor], *, as_bin: bool = False) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    if as_bin:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("layout", ["bin", "older names", "extra tensors", "tied head only"])
+def test_other_layouts_are_converted_and_the_log_says_so(
+    saved: tuple[Path, dict[str, Tensor]], layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, expected = saved
+    tensors = dict(expected)
+    if layout == "older names":
+        tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
+    if layout == "extra tensors":
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    if layout == "tied head only":
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    rewrite(folder, tensors, as_bin=layout == "bin")
+    with caplog.at_level(logging.WARNING):
+        assert_same(read_all(folder), expected)
+    assert "converting on CPU" in caplog.text
+
+
+def test_a_tied_head_that_is_stored_too_changes_nothing(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, expected = saved
+    rewrite(folder, expected | {"lm_head.weight": expected["model.embed_tokens.weight"].clone()})
+    assert_same(read_all(folder), expected)
+
+
+@pytest.mark.parametrize("as_bin", [True, False])
+def test_tied_parameters_with_two_values_are_refused(
+    saved: tuple[Path, dict[str, Tensor]], as_bin: bool
+) -> None:
+    folder, tensors = saved
+    rewrite(folder, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, as_bin=as_bin)
+    with pytest.raises(ConfigError, match=r"lm_head.weight and model.embed_tokens.weight differ"):
+        read_all(folder)
+
+
+@pytest.mark.parametrize("as_bin", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", r"no weight model.norm.weight"),
+        ("shape", r"model.norm.weight is \[31\], .* asks for \[32\]"),
+    ],
+)
+def test_wrong_weights_are_named(
+    saved: tuple[Path, dict[str, Tensor]], as_bin: bool, change: str, message: str
+) -> None:
+    folder, tensors = saved
+    norm = tensors.pop("model.norm.weight")
+    if change == "shape":
+        tensors["model.norm.weight"] = norm[:-1].clone()
+    rewrite(folder, tensors, as_bin=as_bin)
+    with pytest.raises(ConfigError, match=f"model.path: .*{message}"):
+        read_all(folder)
+
+
+@pytest.mark.parametrize("as_bin", [True, False])
+def test_stored_dtype_is_kept(saved: tuple[Path, dict[str, Tensor]], as_bin: bool) -> None:
+    folder, expected = saved
+    rewrite(folder, {name: value.bfloat16() for name, value in expected.items()}, as_bin=as_bin)
+    assert {value.dtype for value in read_all(folder).values()} == {torch.bfloat16}
+
+
+PART = (slice(3, 8), slice(0, 16))
+
+
+class PartsOnly:
+    """A safetensors file that refuses to give a tensor whole, and notes which parts are asked for."""
+
+    def __init__(self, file: Any, asked: list[Any]) -> None:
+        self.file, self.asked = file, asked
+
+    def get_slice(self, name: str) -> Any:
+        stored, asked = self.file.get_slice(name), self.asked
+
+        class Slice:
+            get_shape = staticmethod(stored.get_shape)
+
+            def __getitem__(self, index: Any) -> Tensor:
+                asked.append((name, index))
+                return stored[index]
+
+        return Slice()
+
+
+def test_only_the_part_asked_for_is_read(
+    saved: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors maps the file and copies only what a slice of it covers."""
+    folder, expected = saved
+    asked: list[Any] = []
+    monkeypatch.setattr(pretrained, "open_file", lambda path: PartsOnly(safe_open(path, "pt"), asked))
+    part = ModelSpec(path=str(folder), init="pretrained").weights(0)("model.embed_tokens.weight", PART)
+    assert torch.equal(part, expected["model.embed_tokens.weight"][3:8, :16])
+    assert asked == [("model.embed_tokens.weight", PART)]
+
+
+@pytest.mark.parametrize("kind", ["stored", "converted", "random"])
+def test_a_part_is_that_part_of_the_whole(saved: tuple[Path, dict[str, Tensor]], kind: str) -> None:
+    folder, expected = saved
+    if kind == "converted":
+        rewrite(folder, expected, as_bin=True)
+    weights = ModelSpec(path=str(folder), init="random" if kind == "random" else "pretrained").weights(0)
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(weights(name, PART), weights(name)[3:8, :16])
+    assert weights(name, PART).shape == (5, 16)
+    assert weights(name, (slice(32, 32), slice(0, 16))).shape == (0, 16)
+    assert torch.equal(weights("model.norm.weight", (slice(1, 9),)), weights("model.norm.weight")[1:9])
+
+
+# ---- random weights
+
+
+def random(architecture: dict[str, Any], seed: int = 0, **changes: Any) -> tuple[list[str], WeightSource]:
+    spec = ModelSpec(architecture=architecture | changes)
+    return list(named_shapes(spec.build(spec.config()))), spec.weights(seed)
+
+
+@family
+def test_distributions_are_those_of_transformers(architecture: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    config = ModelSpec(architecture=architecture).config()
+    expected = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    names, weights = random(architecture)
+    assert names == list(expected)
+    for name, reference in expected.items():
+        drawn = weights(name)
+        assert drawn.dtype is torch.float32
+        assert drawn.shape == reference.shape
+        # A sample's standard deviation is good to 1 / sqrt(2 n); both are samples.
+        tolerance = 6 / reference.numel() ** 0.5
+        assert drawn.std().item() == pytest.approx(reference.std().item(), rel=tolerance, abs=1e-9), name
+        assert abs((drawn.mean() - reference.mean()).item()) <= tolerance * reference.std().item() + 1e-9, (
+            name
+        )
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_value_depends_on_seed_and_name_alone(name: str) -> None:
+    architecture = FAMILIES[name]
+    names, weights = random(architecture)
+    forwards = {n: weights(n) for n in names}
+    assert_same({n: weights(n) for n in reversed(names)}, dict(reversed(forwards.items())))
+    deeper_names, deeper = random(architecture, num_hidden_layers=5)
+    assert set(names) < set(deeper_names)
+    assert_same({n: deeper(n) for n in names}, forwards)
+    drawn = [n for n in names if forwards[n].std() > 0]
+    _, other = random(architecture, seed=1)
+    assert drawn
+    assert not any(torch.equal(other(n), forwards[n]) for n in drawn)
+    assert not torch.equal(
+        weights("model.layers.0.self_attn.q_proj.weight"), weights("model.layers.1.self_attn.q_proj.weight")
+    )
+
+
+def test_depth_scaled_initialisers_of_outer_modules_are_heard() -> None:
+    _, weights = random(FAMILIES["gpt2"], n_layer=32)
+    ratio = (
+        weights("transformer.h.0.attn.c_proj.weight").std() / weights("transformer.h.0.mlp.c_fc.weight").std()
+    )
+    assert ratio.item() == pytest.approx(1 / 8, rel=0.1)  # 1 / sqrt(2 * 32)
+
+
+def test_padding_rows_are_zero() -> None:
+    embedding = random(FAMILIES["llama"])[1]("model.embed_tokens.weight")
+    assert embedding.norm(dim=1).eq(0).nonzero().tolist() == [[5]]
+
+
+def test_global_random_state_is_not_touched() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    names, weights = random(FAMILIES["qwen3"])
+    first = weights(names[0])
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(4)
+    assert torch.equal(weights(names[0]), first)
+
+
+def test_the_recipe_stays_virtual() -> None:
+    spec = ModelSpec(architecture=FAMILIES["qwen3"])
+    model = spec.build(spec.config())
+    weights = random_weights(model, 0)
+    for name in named_shapes(model):
+        weights(name)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_parameter_without_an_initial_value_is_an_error() -> None:
+    spec = ModelSpec(architecture=FAMILIES["qwen3"])
+    model = spec.build(spec.config())
+    model.model.norm.gate = torch.nn.Parameter(torch.empty(3, device="meta"))
+    with pytest.raises(ConfigError, match=r"no initial value for model.norm.gate"):
+        random_weights(model, 0)("model.norm.gate")
+
+
+# ---- names, signatures, buffers, export
+
+
+def test_tied_parameters_are_named_once() -> None:
+    for tied, name in ((True, "qwen3"), (False, "llama")):
+        spec = ModelSpec(architecture=FAMILIES[name])
+        shapes = named_shapes(spec.build(spec.config()))
+        assert shapes["model.embed_tokens.weight"] == (96, 32)
+        assert ("lm_head.weight" in shapes) is not tied
+
+
+def test_signatures_tell_models_apart() -> None:
+    def of(**changes: Any) -> str:
+        spec = ModelSpec(architecture=FAMILIES["qwen3"] | changes)
+        return signature(spec.build(spec.config()))
+
+    assert of() == of(rms_norm_eps=1e-5)
+    assert len({of(), of(hidden_size=64), of(num_hidden_layers=3), of(tie_word_embeddings=False)}) == 4
+
+
+@family
+def test_buffers_are_float32_and_parameters_are_kept(architecture: dict[str, Any]) -> None:
+    spec = ModelSpec(architecture=architecture)
+    config = spec.config()
+    expected = {name: b.clone() for name, b in AutoModelForCausalLM.from_config(config).named_buffers()}
+    model = spec.build(config).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(7)
+    materialize_buffers(model, torch.device("cpu"))
+    assert_same(dict(model.named_buffers()), expected)
+    assert all(bool((p == 7).all()) for p in model.parameters())
+
+
+@family
+def test_a_sharded_model_is_filled_the_same_way(architecture: dict[str, Any]) -> None:
+    spec = ModelSpec(architecture=architecture)
+    expected = loaded(spec, spec.weights(0))
+    logits(expected).square().mean().backward()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = spec.build(spec.config())
+        fully_shard(model)
+        model.to_empty(device="cpu")
+        materialize_buffers(model, torch.device("cpu"))
+        weights = spec.weights(0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.to_local().copy_(weights(name))
+        logits(model.eval()).square().mean().backward()
+        assert {n: p.shape for n, p in model.named_parameters()} == named_shapes(expected)
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_buffer_nobody_computes_is_an_error() -> None:
+    spec = ModelSpec(architecture=FAMILIES["qwen3"])
+    model = spec.build(spec.config())
+    model.model.norm.register_buffer("mystery", torch.empty(2, device="meta"), persistent=False)
+    with pytest.raises(ConfigError, match=r"buffer model.norm.mystery"):
+        materialize_buffers(model, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("shard_bytes", [2**30, 20_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_export_is_read_by_transformers(tmp_path: Path, shard_bytes: int, dtype: torch.dtype) -> None:
+    spec = ModelSpec(architecture=FAMILIES["qwen3"])
+    names = list(named_shapes(spec.build(spec.config())))
+    weights = spec.weights(0)
+    expected = {name: weights(name).to(dtype) for name in names}
+    export_folder(spec, expected.items(), tmp_path, dtype, shard_bytes=shard_bytes)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    assert not any(info.values())
+    assert model.config.use_cache
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
+    assert_same({name: p.detach() for name, p in model.named_parameters()}, expected)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1) is (shard_bytes == 20_000)
+    assert sum(len(load_file(file)) for file in files) == len(names)
+
+
+def export_by_turns(path: Path) -> None:
+    """Two ranks write, of which one has a file of two tensors to write and one two files; one has nothing."""
+    dist.init_process_group("gloo")
+    spec = ModelSpec(architecture=FAMILIES["qwen3"])
+    rank = dist.get_rank()
+    names = [["a", "b"], [], ["c", "d"]][rank]
+    tensors = [(name, torch.full((2 + 2 * rank,), float(rank))) for name in names]
+    export_folder(spec, tensors, path, torch.float32, shard_bytes=16)
+
+
+def test_every_rank_writes_what_it_has(tmp_path: Path) -> None:
+    ranks = Ranks(3)
+    ranks.run(export_by_turns, tmp_path)
+    files = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {*files, "config.json", "model.safetensors.index.json"}
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {"a": files[0], "b": files[0], "c": files[1], "d": files[2]}
+    assert index["metadata"]["total_size"] == 4 * (2 + 2 + 6 + 6)
+    assert load_file(tmp_path / files[2])["d"].tolist() == [2.0] * 6
+
+
+def test_a_generation_config_comes_along(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    model = AutoModelForCausalLM.from_config(ModelSpec(architecture=FAMILIES["qwen3"]).config())
+    model.generation_config = GenerationConfig(temperature=0.5, do_sample=True, eos_token_id=[7, 8])
+    model.save_pretrained(source)
+    spec = ModelSpec(path=str(source), init="pretrained")
+    export_folder(spec, [("model.norm.weight", torch.ones(32))], target, torch.float32)
+    exported = GenerationConfig.from_pretrained(target)
+    assert (exported.temperature, exported.eos_token_id) == (0.5, [7, 8])
+    (source / "generation_config.json").unlink()
+    export_folder(spec, [("model.norm.weight", torch.ones(32))], tmp_path / "none", torch.float32)
+    assert not (tmp_path / "none" / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"), [([7, 2], [7, 2]), ([7, 8], [2, 7, 8]), (7, [2, 7]), (None, [2])]
+)
+def test_stop_tokens_of_the_model_stay(tmp_path: Path, stops: Any, expected: list[int]) -> None:
+    """Beside the tokenizer's own; so does a sampling option that transformers reads, but would not write."""
+    tokenizer = ModelSpec(architecture=FAMILIES["qwen3"]).load_tokenizer()
+    assert tokenizer.eos_token_id == 2
+    (tmp_path / "config.json").write_text("{}")
+    brought = {"temperature": 0.5, "top_p": 0.9, "eos_token_id": stops}
+    (tmp_path / "generation_config.json").write_text(json.dumps(brought))
+    add_tokenizer(tmp_path, tokenizer)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert (written["temperature"], written["top_p"]) == (0.5, 0.9)
+    assert written["eos_token_id"] == expected
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == expected

@@ -1,0 +1,120 @@
+"""Estimates of memory against the model's own parameters, and against each other; nothing is built or run."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.compose import composed
+from components.engines.megatron import pipeline_split
+from components.engines.shared.sdpa import causal_mask
+from components.preflight.engine_layouts import EngineLayout, memory
+from components.preflight.estimates.activation_memory import CPU_ROWS, Run, masks
+from components.preflight.estimates.quantities import RankMemory, TrainStep, Workload
+from runner.config.instantiate import Experiment, build_experiment
+from runner.config.sources import Provenance
+from tests.distributed.cases import megatron
+
+WORKLOAD = Workload(rows=1, length=4096, labels=4096, num_microbatches=16)
+
+
+def experiment(*overrides: str) -> Experiment:
+    return build_experiment(composed(("run.name=memory", *overrides)), Provenance())
+
+
+def estimate(*overrides: str, **options: Any) -> list[RankMemory]:
+    """On GPUs, in bf16."""
+    made = experiment("run.dtype=bf16", *overrides)
+    asked: dict[str, Any] = {"workload": WORKLOAD, "reference": "none", "adapter": made.adapter}
+    step = TrainStep(
+        world_size=made.parallelism.world_size({}, 0),
+        dtype=torch.bfloat16,
+        device="cuda",
+        loss=made.stage,
+        **asked | options,
+    )
+    assert isinstance(made.parallelism, EngineLayout)
+    return memory(made.parallelism, made.model.build(made.model.config()), made.optimizer, step)
+
+
+def test_stages_hold_the_model_between_them() -> None:
+    layout = ("parallelism=megatron", "parallelism.tp=8", "parallelism.pp=4", "parallelism.dp=16")
+    found = estimate("model=llama3_70b", *layout, "parallelism.distributed_optimizer=true")
+    made = experiment("model=llama3_70b").model
+    numel = sum(p.numel() for p in made.build(made.config()).parameters())
+    assert [rank.stage for rank in found] == [0, 1, 2, 3]
+    # Norms are whole on every rank of tp.
+    assert 8 * sum(rank.parts["weights"] for rank in found) == pytest.approx(2 * numel, rel=1e-3)
+    assert 8 * 16 * sum(rank.parts["moments"] for rank in found) == pytest.approx(8 * numel, rel=1e-3)
+    # 1F1B: a stage has as many micro-batches under way as there are stages from it on.
+    assert found[0].parts["activations"] > 1.9 * found[2].parts["activations"]
+
+
+def test_shards_hold_the_model_between_them() -> None:
+    (rank,) = estimate("model=llama3_8b", "parallelism=fsdp2", "parallelism.dp=8")
+    made = experiment("model=llama3_8b").model
+    numel = sum(p.numel() for p in made.build(made.config()).parameters())
+    assert 8 * rank.parts["weights"] == 4 * numel
+    assert 8 * rank.parts["moments"] == 8 * numel
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "megatron"])
+@pytest.mark.parametrize(
+    "less",
+    [
+        ("parallelism.activation_checkpointing=full",),
+        ("parallelism.activation_checkpointing=selective",),
+        ("parallelism.tp=2",),
+        ("parallelism.cp=2",),
+        ("adapter=lora",),
+        ("optimizer=sgd",),
+    ],
+    ids=" ".join,
+)
+def test_what_saves_memory(layout: str, less: tuple[str, ...]) -> None:
+    before, after = (
+        sum(
+            estimate("model=qwen3_0_6b", f"parallelism={layout}", "parallelism.dp=1", *more)[0].parts.values()
+        )
+        for more in ((), less)
+    )
+    assert after < before
+
+
+def test_what_is_offloaded_is_in_host_memory() -> None:
+    (rank,) = estimate("parallelism=fsdp2", "parallelism.cpu_offload=true")
+    assert set(rank.host) == {"weights", "moments", "gradients"}
+    assert rank.host["moments"] == 2 * rank.host["gradients"]
+    assert not {"weights", "moments"} & set(rank.parts)
+
+
+def test_a_frozen_reference_is_a_second_copy() -> None:
+    (rank,) = estimate("model=llama3_8b", "stage=dpo", "parallelism=fsdp2", reference="frozen")
+    assert rank.parts["reference"] == rank.parts["weights"] // 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"pp": 1}, [["EttttttttL"]]),
+        ({"pp": 2}, [["Etttt"], ["ttttL"]]),
+        ({"pp": 2, "vpp": 2}, [["Ett", "tt"], ["tt", "ttL"]]),
+        ({"pp": 2, "first_stage_layers": 2}, [["Ett"], ["ttttttL"]]),
+        ({"pp": 4, "first_stage_layers": 1, "last_stage_layers": 3}, [["Et"], ["tt"], ["tt"], ["tttL"]]),
+        ({"pp": 2, "vpp": 2, "pipeline_layout": "Et|ttt|t*3|tL"}, [["Et", "ttt"], ["ttt", "tL"]]),
+    ],
+    ids=str,
+)
+def test_what_stages_hold(sizes: dict[str, Any], expected: list[list[str]]) -> None:
+    layout = megatron(**sizes)
+    pipeline_split.check_stages(layout, 8)
+    assert pipeline_split.held(layout, 8) == expected
+
+
+@pytest.mark.parametrize("length", [1, 128, 129, 500, 1024])
+def test_masks_are_those_that_attention_makes(length: int) -> None:
+    rows, made = CPU_ROWS[4], 0
+    for begin in range(rows, length, rows):
+        end = min(begin + rows, length)
+        made += causal_mask(end - begin, end, None, torch.device("cpu")).numel()
+    assert masks(length, Run(torch.float32, "cpu", "none")) == 4 * made

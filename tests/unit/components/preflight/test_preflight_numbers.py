@@ -1,0 +1,224 @@
+"""Sizes, arithmetic and times of preflight against hand arithmetic."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.compose import composed
+from components.contracts.errors import ConfigError
+from components.engines.fsdp2 import FSDP2
+from components.engines.megatron import Megatron
+from components.preflight import Case
+from components.preflight.engine_layouts import comm_cost, mesh_info
+from components.preflight.estimates.device_specs import GPUS, Device, find_device, machine_memory, parse_size
+from components.preflight.estimates.flops import DENSE_PEAKS
+from components.preflight.estimates.quantities import ModelSize
+from components.preflight.estimates.step_time import (
+    StepWork,
+    bandwidth,
+    parameter_counts,
+    step_time,
+    step_work,
+)
+from runner.config.sources import Provenance
+from runner.launch.checks import check_launch
+from tests.distributed.cases import fsdp2, megatron
+from tests.e2e.commands import SMALL
+
+GIGA = 1e9
+DEVICE = Device("test", "cuda", 2**30, True, 1e12, 0.5, link=100 * GIGA, network=10 * GIGA, per_node=8)
+SIZE = ModelSize(parameters=1000, trained=800, layers=6, hidden=64, query=64, key=32)
+WORK = StepWork(SIZE, 4, 480, 400, 512, flops=3e12, forward=1e12, attention=1e11)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With twelve documents, each longer than the one before, and with a single long one."""
+    folder = tmp_path_factory.mktemp("data")
+    texts = [f"one two three {n} " * (n + 1) for n in range(12)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "one.jsonl").write_text(json.dumps({"text": "".join(texts)}) + "\n")
+    return folder
+
+
+def case(folder: Path, *overrides: str, data: str = "text", small: Sequence[str] = SMALL) -> Case:
+    here = [f"data.train={folder}/{data}.jsonl", f"data.cache_dir={folder}/cache", "data.num_workers=1"]
+    keys = [*small, "stage=pt", "data=files", *here, f"run.output_dir={folder}/runs", "run.name=x"]
+    found = check_launch(composed([*keys, *overrides]), Provenance(), ()).inspect().case
+    assert found is not None
+    return found
+
+
+# ---- parameters
+
+HIDDEN, INNER, LAYERS, QUERY, KEY, WORDS = 64, 96, 2, 4 * 16, 2 * 16, 8192
+MATRICES = LAYERS * (2 * HIDDEN * QUERY + 2 * HIDDEN * KEY + 3 * HIDDEN * INNER)
+VECTORS = LAYERS * (2 * HIDDEN + 2 * 16) + HIDDEN
+"""Two norms a block, those of queries and keys, one at the end."""
+
+
+def test_parameters(folder: Path) -> None:
+    total = MATRICES + VECTORS + WORDS * HIDDEN  # tied
+    assert parameter_counts(case(folder)) == {"total": total, "trainable": total, "active": total}
+    frozen = case(folder, "model.freeze=['model.embed_tokens.*']")
+    assert parameter_counts(frozen)["trainable"] == MATRICES + VECTORS
+    sides = LAYERS * (2 * (HIDDEN + QUERY) + 2 * (HIDDEN + KEY) + 3 * (HIDDEN + INNER))
+    assert parameter_counts(case(folder, "adapter=lora", "adapter.r=4")) == {
+        "total": total + 4 * sides,
+        "trainable": 4 * sides,
+        "active": total + 4 * sides,
+    }
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_models_that_name_their_sizes_otherwise(kind: str, folder: Path) -> None:
+    shape = "vocab_size: 8192, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4"
+    ends = "bos_token_id: 0, eos_token_id: 0, pad_token_id: 0"
+    overrides = ["~model.architecture", f"+model.architecture={{model_type: {kind}, {shape}, {ends}}}"]
+    plain = [key for key in SMALL if not key.startswith("model.")]
+    found = case(folder, *overrides, small=plain)
+    assert found.largest.total > 16 * parameter_counts(found)["total"]
+
+
+# ---- batches
+
+
+def test_rows_that_are_cut(folder: Path) -> None:
+    """Of one document, every token but the last is an input with a label."""
+    found = case(folder, "data.max_length=16", data="one")
+    workload = found.workload
+    assert (workload.rows, workload.length, workload.labels) == (2, 16, 32)
+    assert workload.num_microbatches == 2
+    work = step_work(found)
+    assert (work.sequences, work.tokens, work.labels) == (4, 4 * 16, 4 * 16)
+
+
+def test_padded_rows(folder: Path) -> None:
+    found = case(folder, "data.packing=none", "run.max_steps=3", "run.micro_batch_size=4")
+    audit = found.data.audit.train.sources[0]
+    assert audit.samples == 12
+    assert (found.workload.rows, found.workload.length) == (4, audit.length_max)
+    assert found.workload.num_microbatches == 1
+    work = step_work(found)  # of three steps of four: one epoch
+    assert work.sequences == pytest.approx(4)
+    assert work.tokens == pytest.approx(audit.tokens / 3)
+    assert work.labels == pytest.approx((audit.tokens - 12) / 3)
+
+
+def test_the_arithmetic_of_a_step(folder: Path) -> None:
+    found = case(folder, "data.packing=none", "run.max_steps=3")
+    work, loader = step_work(found), found.data.train_loader
+    sizes = {"global_batch_size": 4, "micro_batch_size": 1, "data_rank": 0, "data_size": 1}
+    squares = sum(loader(**sizes).stats(step).sum_squared_seqlens for step in range(3)) / 3
+    scores = 4 * QUERY * LAYERS * squares / 2  # causal: half of all pairs
+    forward = 2 * MATRICES * work.tokens + 2 * WORDS * HIDDEN * work.labels + scores
+    assert work.flops == pytest.approx(3 * forward)
+    assert (work.forward, work.attention) == pytest.approx((forward, scores))
+
+
+# ---- what layouts send
+
+
+def sent(layout: FSDP2 | Megatron, world_size: int, **changes: Any) -> dict[str, float]:
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "tokens": 512.0, "num_microbatches": 3} | changes
+    cost = comm_cost(layout, SIZE, world_size=world_size, **options)
+    return {each.dimension: each.num_bytes for each in cost.sent}
+
+
+def test_what_fsdp2_sends() -> None:
+    gathers, scatter = 3 * 2 * 0.75 * 1000 * 2, 0.75 * 800 * 4
+    assert sent(fsdp2(4), 4) == {"dp_shard": gathers + scatter}
+    kept = replace(fsdp2(4), reshard_after_forward=False)
+    assert sent(kept, 4) == {"dp_shard": gathers / 2 + scatter}
+    hybrid = sent(fsdp2(4, dp_replicate=2), 4)
+    assert hybrid == {
+        "dp_shard": 3 * 2 * 0.5 * 1000 * 2 + 0.5 * 800 * 4,
+        "dp_replicate": 2 * 0.5 * 400 * 4,
+    }
+    # Four all-reduces a block, of 2 (p - 1) / p times its input.
+    assert sent(fsdp2(1, tp=4), 4)["tp"] == 6 * 4 * 2 * 0.75 * 512 * 64 * 2
+    full = sent(fsdp2(1, tp=4, activation_checkpointing="full"), 4)
+    assert full["tp"] == 6 * 6 * 2 * 0.75 * 512 * 64 * 2
+    # Queries, keys, values and outputs of own positions, there and back.
+    assert sent(fsdp2(1, cp=2), 2)["cp"] == 2 * 6 * 0.5 * 256 * (64 + 32 + 32 + 64) * 2
+
+
+def test_what_megatron_sends() -> None:
+    assert sent(megatron(dp=4), 4) == {"dp": 2 * 0.75 * 800 * 4}
+    sharded = megatron(dp=4, distributed_optimizer=True)
+    assert sent(sharded, 4) == {"dp": 0.75 * 800 * 4 + 0.75 * 1000 * 2}
+    piped = sent(megatron(tp=2, pp=3, vpp=2), 6)
+    assert piped["tp"] == 2 * 4 * 2 * 0.5 * 512 * 64 * 2  # two layers a stage
+    assert piped["pp"] == 2 * 2 * 512 * 64 * 2  # two chunks, activations and gradients
+    assert piped["dp"] == 0
+    # Keys and values of all other ranks' positions, and their gradients back.
+    assert sent(megatron(cp=2), 2)["cp"] == 2 * 6 * 0.5 * 2 * 512 * 32 * 2
+    traded = megatron(cp=2, cp_comm_type="a2a")
+    assert sent(traded, 2)["cp"] == sent(fsdp2(1, cp=2), 2)["cp"]
+
+
+def test_the_bubble_of_a_pipeline() -> None:
+    options: dict[str, Any] = {"dtype": torch.float32, "tokens": 8.0}
+    plain = comm_cost(megatron(pp=4), SIZE, world_size=4, num_microbatches=12, **options)
+    assert plain.bubble == pytest.approx(3 / 15)
+    chunked = comm_cost(megatron(pp=4, vpp=2), SIZE, world_size=4, num_microbatches=12, **options)
+    assert chunked.bubble == pytest.approx(3 / 27)
+
+
+def test_a_link_is_chosen_by_the_ranks_it_joins() -> None:
+    dims = mesh_info(megatron(tp=4, pp=2, dp=4), 32)["dims"]
+    assert bandwidth(DEVICE, dims, "tp") == DEVICE.link
+    assert bandwidth(DEVICE, dims, "dp") == DEVICE.network
+    assert bandwidth(DEVICE, mesh_info(fsdp2(2, tp=4), 8)["dims"], "dp_shard") == DEVICE.link
+
+
+def timed(layout: FSDP2 | Megatron, folder: Path, world_size: int) -> Any:
+    made = case(folder, "run.global_batch_size=16", data="one")
+    return step_time(replace(made, layout=layout, world_size=world_size, device=DEVICE), WORK)
+
+
+def test_the_time_of_a_step(folder: Path) -> None:
+    alone = timed(fsdp2(1), folder, 1)
+    assert (alone.compute, alone.total) == pytest.approx((6.0, 6.0))
+    assert timed(fsdp2(1, activation_checkpointing="full"), folder, 1).total == pytest.approx(8.0)
+    assert timed(fsdp2(1, activation_checkpointing="selective"), folder, 1).total == pytest.approx(6.2)
+    piped = timed(megatron(pp=2), folder, 2)  # eight micro-batches
+    assert piped.compute == pytest.approx(3.0)
+    assert piped.idle == pytest.approx(3.0 / 8, rel=1e-3)
+    assert piped.total == piped.compute + piped.idle + piped.waiting
+
+
+# ---- devices
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GiB", 80 * 2**30), ("1.5 gib", 3 * 2**29), ("512MiB", 2**29), ("80GB", 80 * 10**9)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["80", "GiB", "80GiBs", "-1GiB", "0GiB", "80KiB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"preflight.device_memory: .* write 80GiB"):
+        parse_size(text)
+
+
+def test_every_gpu_has_its_peak() -> None:
+    assert GPUS.keys() == DENSE_PEAKS.keys()
+    named = find_device("cuda", "H100", None, local_ranks=1, dtype=torch.bfloat16)
+    assert (named.flops, named.memory) == (989e12, 80e9)
+    assert find_device("cuda", "A100", "40GB", local_ranks=1, dtype=torch.bfloat16).memory == 40e9
+
+
+def test_ranks_share_a_machine() -> None:
+    one, four = (find_device("cpu", None, None, local_ranks=n, dtype=torch.float32) for n in (1, 4))
+    assert not one.certain
+    assert machine_memory() > one.memory > 4 * four.memory
+    assert four.flops == pytest.approx(one.flops / 4)
+    assert find_device("cpu", None, "1GiB", local_ranks=4, dtype=torch.float32).memory == 2**30

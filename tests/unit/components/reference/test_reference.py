@@ -1,0 +1,149 @@
+"""What stage.reference and stage.reference_path come to, and which words refuse what they cannot."""
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.contracts.errors import ConfigError
+from components.data.tokenizer import PATH as EMBEDDED_TOKENIZER
+from components.losses import DPO, NextToken
+from components.models import ModelSpec
+from components.reference.source import ReferenceSource, resolve_reference
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    modules_to_save: list[str] | None = None
+    path: str | None = None
+
+
+def model(vocab_size: int = 16384) -> ModelSpec:
+    return ModelSpec(architecture=SHAPE | {"vocab_size": vocab_size})
+
+
+def dpo(**options: Any) -> DPO:
+    return DPO(beta=0.1, label_smoothing=0.0, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "adapter", "choice", "passes"),
+    [
+        ({}, None, "frozen", 1),
+        ({}, Adapter(), "adapter_off", 1),
+        ({}, Adapter(["lm_head"]), "frozen", 1),
+        ({"reference_path": "/other"}, Adapter(), "frozen", 1),
+        ({"reference": "frozen"}, Adapter(), "frozen", 1),
+        ({"reference": "adapter_off"}, Adapter(path="/adapter"), "adapter_off", 1),
+        ({"reference": "precomputed"}, Adapter(["lm_head"]), "precomputed", 0),
+        ({"reference": "none"}, None, "none", 0),
+    ],
+)
+def test_what_it_comes_to(options: dict[str, Any], adapter: Any, choice: str, passes: int) -> None:
+    source = resolve_reference(dpo(**options), model(), adapter)
+    assert source.choice == choice
+    assert source.kept == ("none" if choice == "precomputed" else choice)
+    assert source.forward_only_passes == passes
+
+
+def test_a_model_without_vectors_may_be_asked_too() -> None:
+    """An engine trains something, and there is nothing else to leave to it."""
+    olmo = ModelSpec(architecture=SHAPE | {"model_type": "olmo"})
+    asked = ReferenceSource("precomputed", olmo, other=False)
+    assert asked.to_ask().freeze == ()
+
+
+def test_where_it_comes_from() -> None:
+    assert resolve_reference(dpo(reference="none"), model()).origin is None
+    assert resolve_reference(dpo(reference="precomputed"), model()).origin == "model.init=random"
+    assert resolve_reference(dpo(reference_path="/x"), model()).origin == "stage.reference_path=/x"
+
+
+def test_what_is_only_asked_is_hardly_trained() -> None:
+    """Nor by the patterns of the model that is trained."""
+    trained = replace(model(), freeze=("model.norm.*",))
+    asked = resolve_reference(dpo(reference="precomputed"), trained).to_ask()
+    parameters = dict(asked.build(asked.config()).named_parameters())
+    assert {name for name, p in parameters.items() if p.requires_grad} == {
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.post_attention_layernorm.weight",
+        "model.norm.weight",
+    }
+
+
+@dataclass(frozen=True)
+class OnText(NextToken):
+    reference: Any = "precomputed"
+
+
+@pytest.mark.parametrize(
+    ("stage", "adapter", "words"),
+    [
+        (dpo(reference="adapter_off"), None, ["stage.reference", "adapter=none", "frozen"]),
+        (dpo(reference="adapter_off"), Adapter(["lm_head"]), ["adapter.modules_to_save", "precomputed"]),
+        (dpo(reference="adapter_off", reference_path="/x"), Adapter(), ["stage.reference_path"]),
+        (dpo(reference="none", reference_path="/x"), None, ["stage.reference_path", "not read"]),
+        (dpo(), Adapter(path="/adapter"), ["stage.reference", "adapter.path", "adapter_off"]),
+        (OnText("text", "token", 0.0, 0.0), None, ["precomputed", "cut across rows"]),
+    ],
+)
+def test_what_is_refused(stage: Any, adapter: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve_reference(stage, model(), adapter)
+    for word in words:
+        assert word in str(error.value)
+
+
+def saved(path: Path, vocab_size: int = 16384, tokenizer: str | None = EMBEDDED_TOKENIZER) -> Path:
+    description = model(vocab_size)
+    description.build(description.config()).to_empty(device="cpu").save_pretrained(path)
+    if tokenizer is not None:
+        shutil.copytree(tokenizer, path, dirs_exist_ok=True)
+    return path
+
+
+def renumbered(path: Path) -> str:
+    """The embedded tokenizer with the numbers of two tokens exchanged."""
+    path.mkdir()
+    content = json.loads(Path(EMBEDDED_TOKENIZER, "tokenizer.json").read_text())
+    words = content["model"]["vocab"]
+    words["zero"], words["Ġself"] = words["Ġself"], words["zero"]
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    shutil.copy(Path(EMBEDDED_TOKENIZER, "tokenizer_config.json"), path)
+    return str(path)
+
+
+def check(path: Path) -> None:
+    ours = model()
+    resolve_reference(dpo(reference_path=str(path)), ours).check(ours.config(), ours.load_tokenizer())
+
+
+def test_a_model_of_the_same_tokens_may_be_the_reference(tmp_path: Path) -> None:
+    check(saved(tmp_path))
+
+
+def test_a_reference_that_is_none_is_refused(tmp_path: Path) -> None:
+    cases = {
+        tmp_path / "absent": ["stage.reference_path=", "no such folder"],
+        saved(tmp_path / "size", 16385): ["16385", "16384"],
+        saved(tmp_path / "bare", tokenizer=None): ["stage.reference_path", "no tokenizer"],
+        saved(tmp_path / "other", tokenizer=renumbered(tmp_path / "words")): ["numbers tokens otherwise"],
+    }
+    for path, words in cases.items():
+        with pytest.raises(ConfigError) as error:
+            check(path)
+        for word in ("stage.reference_path", *words):
+            assert word in str(error.value)
+        assert "model.path" not in str(error.value)

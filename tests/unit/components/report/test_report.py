@@ -1,0 +1,286 @@
+"""The report page: what it reads, what it keeps, and what it says of what is not there."""
+
+import base64
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from benchmarks.report import make_sweep
+from components.contracts.errors import ConfigError
+from components.report import Entry, write_page
+from components.report.curves import read_curves, thin
+from components.report.page import varied
+from runner.commands.report import entries, parse, report
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\u2028<!-- {{script}} & 'quotes' \""
+
+
+def write_rows(path: Path, *rows: dict[str, Any], end: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+    return path
+
+
+def floats(text: str) -> list[float]:
+    return np.frombuffer(base64.b64decode(text), "<f4").tolist()
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the data in it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = path.read_text()
+        self.feed(self.text)
+        start = self.text.index('type="application/json">') + len('type="application/json">')
+        self.data: dict[str, Any] = json.loads(self.text[start : self.text.index("</script>", start)])
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:  # noqa: ARG002
+        self.tags.append(tag)
+
+
+# ---- curves
+
+
+def test_curves_are_the_numbers_that_were_logged(tmp_path: Path) -> None:
+    rows = [
+        {"step": 1, "train/loss": 9, "train/lr": 0.1},
+        {"step": 2, "train/loss": None, "train/lr": 1e-05},
+        {"step": 2, "eval/loss": 8.5},
+        {"step": 3, "train/loss": 7.25, "note": "a text"},
+    ]
+    found = read_curves(write_rows(tmp_path / "m.jsonl", *rows, end='{"step": 4, "train/lo'), 9)
+    points = {
+        key: list(zip(one.steps.tolist(), one.means.tolist(), strict=True)) for key, one in found.items()
+    }
+    assert points == {
+        "train/loss": [(1, 9), (3, 7.25)],
+        "train/lr": [(1, 0.1), (2, 1e-05)],
+        "eval/loss": [(2, 8.5)],
+    }
+
+
+def test_names_of_older_runs_are_those_of_today(tmp_path: Path) -> None:
+    old = ("train/skipped", "train/main_loss", "eval/rewards_chosen", "eval/accuracy", "train/mtp_2")
+    new = (
+        "train/total_skipped",
+        "train/lm_loss",
+        "eval/rewards/chosen",
+        "eval/rewards/accuracies",
+        "train/mtp_2_loss",
+    )
+    rows = [{"step": 1} | dict.fromkeys(names, 1.0) for names in (old, new)]
+    first, second = (read_curves(write_rows(tmp_path / "m.jsonl", row), 9) for row in rows)
+    assert first.keys() == second.keys() == {*new}
+
+
+def test_rows_in_the_wrong_order_are_put_in_order(tmp_path: Path) -> None:
+    rows = ({"step": step, "x": 10 * step} for step in (3, 1, 2))
+    assert read_curves(write_rows(tmp_path / "m.jsonl", *rows), 9)["x"].means.tolist() == [10, 20, 30]
+
+
+@pytest.mark.parametrize("text", ["", "\n", '{"st'])
+def test_nothing_but_half_a_line_has_no_curves(text: str, tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text(text)
+    assert read_curves(tmp_path / "m.jsonl", 9) == {}
+
+
+@pytest.mark.parametrize("length", [1, 10, 11, 12, 997, 10_000])
+def test_buckets_keep_extremes_and_the_mean(length: int) -> None:
+    values = np.random.default_rng(length).standard_normal(length)
+    values[length // 2], values[length // 3] = 50, -50
+    shown = thin(np.arange(length) + 1.0, values, 11).to_json()
+    means = floats(shown["means"])
+    assert len(means) == len(floats(shown["steps"])) <= 11
+    if length <= 11:
+        assert means == values.astype(np.float32).tolist()
+        assert "low" not in shown
+        return
+    width = -(-length // 11)
+    pieces = [values[at : at + width] for at in range(0, length, width)]
+    assert means == pytest.approx([piece.mean() for piece in pieces], rel=1e-6)
+    assert floats(shown["high"]) == [np.float32(piece.max()) for piece in pieces]
+    assert floats(shown["low"]) == [np.float32(piece.min()) for piece in pieces]
+    assert (max(floats(shown["high"])), min(floats(shown["low"]))) == (50, -50)
+
+
+# ---- pages
+
+
+def finished(folder: Path, *, lr: float, **facts: Any) -> Path:
+    """A run folder as the runner leaves it."""
+    rows = [{"step": step, "train/loss": 9 - step * lr, "perf/tokens_per_s": 100.0} for step in (1, 2, 3)]
+    write_rows(folder / "metrics.jsonl", *rows, {"step": 3, "eval/loss": 5 - lr})
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({"optimizer": {"lr": lr, "betas": [0.9]}, "run": {"seed": 0, "limit": float("inf")}})
+    )
+    source = {"name": "stdlib", "samples": 7, "stop_token_trained": None}
+    (folder / "audit.json").write_text(json.dumps({"train": {"sources": [source], "rows": 3}, "eval": None}))
+    (folder / "run.json").write_text(
+        json.dumps({"overrides": [f"optimizer.lr={lr}"], "ended": "done"} | facts)
+    )
+    return folder
+
+
+def a_sweep(folder: Path) -> Path:
+    """Two runs that are done, one that was refused, one that has failed, one of which little is there."""
+    sweep = folder / "sweeps" / "stamp"
+    (sweep / "jobs").mkdir(parents=True)
+
+    def job(number: int, status: str, run: Path | None, **known: Any) -> None:
+        overrides = [f"optimizer.lr={number}", "run.seed=0"]
+        outcome = {"number": number, "overrides": overrides, "status": status}
+        outcome["folder"] = None if run is None else str(run)
+        (sweep / "jobs" / f"{number}.json").write_text(json.dumps(outcome | known))
+
+    job(0, "done", finished(folder / "sft" / "a", lr=0.5), loss=4.5, seconds=3)
+    job(1, "done", finished(folder / "sft" / "b", lr=1.0), loss=4.0, seconds=4)
+    (folder / "sft" / "b" / "preflight.json").write_text(
+        '{"memory": [{"part": "weights", "GiB": 1.5}], "x": {"y": NaN}}'
+    )
+    job(2, "refused", None, error=f"optimizer.lr: is 2\n{HOSTILE}")
+    broken = finished(folder / "sft" / "d", lr=3.0)
+    (broken / "logs").mkdir()
+    (broken / "logs" / "rank_1.log").write_text("line\n" * 99 + f"\x1b[31mthe last {HOSTILE}\x1b[0m\n")
+    (broken / "logs" / "error_1.json").write_text(
+        json.dumps({"text": " failed:\nTraceback\nValueError: 4711\n"})
+    )
+    (broken / "audit.json").write_text('{"train": ')
+    job(3, "failed", broken, error="TrainingError: rank 1")
+    (folder / "sft" / "e").mkdir()
+    job(4, "running", folder / "sft" / "e")
+    return sweep
+
+
+def test_a_page_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = a_sweep(tmp_path)
+    report([str(sweep)])
+    assert "5 run(s): 2 done, 1 refused, 1 failed, 1 unfinished" in capsys.readouterr().out
+    data = Page(sweep / "report.html").data
+    assert data["columns"] == ["optimizer.lr"]
+    assert [run["loss"] for run in data["runs"]] == [4.5, 4.0, None, 2.0, None]
+    assert [chart["key"] for chart in data["charts"]] == ["train/loss", "eval/loss", "perf/tokens_per_s"]
+    assert [curve["run"] for curve in data["charts"][0]["curves"]] == [0, 1, 3]
+    assert floats(data["charts"][0]["curves"][1]["means"]) == [8, 7, 6]
+    assert data["common"] == {"optimizer.betas": [0.9], "run.limit": "Infinity", "run.seed": 0}
+    assert [run["config"] for run in data["runs"]] == [{"optimizer.lr": lr} for lr in (0.5, 1.0)] + [{}] + [
+        {"optimizer.lr": 3.0},
+        {},
+    ]
+
+
+def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+    runs = write_page("t", entries(a_sweep(tmp_path)), tmp_path / "page.html")
+    assert runs[1].missing == []
+    assert runs[0].missing == ["no preflight.json"]
+    assert any(words.startswith("audit.json cannot be read") for words in runs[3].missing)
+    assert "no metrics.jsonl" in runs[4].missing
+    assert runs[2].missing == []  # it was refused: there was never to be a folder
+
+
+def test_a_failure_comes_with_the_last_lines_of_every_rank(tmp_path: Path) -> None:
+    logs = write_page("t", entries(a_sweep(tmp_path)), tmp_path / "page.html")[3].logs
+    assert logs["error_1.json"].splitlines() == ["failed:", "Traceback", "ValueError: 4711"]
+    assert logs["rank_1.log"].splitlines()[0] == "line"
+    assert "\x1b" not in logs["rank_1.log"]
+    assert "the last" in logs["rank_1.log"]
+
+
+def test_tables_that_runs_share_are_there_once(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path)
+    report([str(sweep)])
+    data = Page(sweep / "report.html").data
+    assert data["runs"][0]["audit"] == data["runs"][1]["audit"] == 0
+    assert len(data["documents"]) == 2
+    assert data["documents"][0]["data"][0] == {"": "samples", "train: stdlib": 7}
+    assert data["documents"][data["runs"][1]["preflight"]] == {
+        "memory": [{"part": "weights", "GiB": 1.5}],
+        "x": {"y": "NaN"},
+    }
+
+
+def test_no_text_of_a_run_becomes_an_element(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path)
+    report([str(sweep)])
+    page = Page(sweep / "report.html")
+    assert page.tags.count("script") == 3
+    assert "img" not in page.tags
+    assert HOSTILE in page.data["runs"][2]["error"]
+    assert "The MIT License" in page.text  # of uPlot, which the page holds
+    assert "http" not in page.text.replace(json.dumps(page.data), "").split('id="data"')[0]
+
+
+def test_a_run_and_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finished(tmp_path / "pt" / "2026-01-02", lr=1.0)
+    finished(tmp_path / "sft" / "2026-01-03", lr=1.0)
+    finished(tmp_path / "sft" / "2026-01-01", lr=2.0)
+    report([str(tmp_path / "sft" / "2026-01-01"), f"output={tmp_path}/one.html"])
+    one = Page(tmp_path / "one.html").data
+    assert (one["title"], len(one["runs"]), one["runs"][0]["status"]) == ("sft / 2026-01-01", 1, "done")
+    assert one["common"]["optimizer.lr"] == 2.0
+    assert one["runs"][0]["command"] == "python -m runner optimizer.lr=2.0"
+    stamps = [entry.folder.name for entry in entries(tmp_path) if entry.folder]
+    assert stamps == ["2026-01-01", "2026-01-02", "2026-01-03"]
+    assert len(entries(tmp_path / "sft")) == 2
+
+
+def test_a_sweep_that_was_moved_finds_its_runs(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path / "there")
+    (tmp_path / "there").rename(tmp_path / "here")
+    moved = tmp_path / "here" / sweep.relative_to(tmp_path / "there")
+    assert [run.steps for run in write_page("t", entries(moved), tmp_path / "page.html")][:2] == [3, 3]
+
+
+def test_without_metrics_jsonl_there_are_the_last_values(tmp_path: Path) -> None:
+    results = {"first": {}, "last": {"step": 3.0, "train/loss": 7.5, "eval/loss": 4.25}}
+    run = finished(tmp_path / "a", lr=1.0, results=results)
+    (run / "metrics.jsonl").unlink()
+    report([str(run)])
+    (shown,) = Page(run / "report.html").data["runs"]
+    assert (shown["loss"], shown["steps"], shown["results"]["train/loss"]) == (4.25, 3.0, 7.5)
+
+
+def test_a_run_that_has_gone_is_told(tmp_path: Path) -> None:
+    (run,) = write_page("t", [Entry(0, tmp_path / "gone", status="done")], tmp_path / "page.html")
+    assert run.missing == [f"{tmp_path}/gone is not there any more"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "0 are given"),
+        (["a", "b"], "2 are given"),
+        (["/nowhere"], "no such folder"),
+        ([".", "outputs=x"], "outputs: is no option"),
+        ([".", "output=/"], "output: / is a folder; name a file"),
+    ],
+)
+def test_mistakes(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(arguments)
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run and no sweep"):
+        entries(tmp_path)
+
+
+def test_what_varies() -> None:
+    assert varied([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "c": 3}]) == ["b", "c"]
+    assert varied([{"a": 1, "b": 2}]) == ["a", "b"]
+
+
+def test_many_runs_leave_a_page_of_a_sane_size(tmp_path: Path) -> None:
+    """The page of 200 runs has no more points than this one, however long the runs are."""
+    sweep = make_sweep(tmp_path, runs=3, steps=3000)
+    report([str(sweep)])
+    data = Page(sweep / "report.html").data
+    lengths = {len(floats(curve["means"])) for chart in data["charts"] for curve in chart["curves"]}
+    assert max(lengths) <= 333
+    assert (sweep / "report.html").stat().st_size < 1e6

@@ -1,0 +1,105 @@
+"""What ``run.max_restarts`` answers, with a world that fails as told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from components import preflight
+from components.checkpoint.files import FileRecord
+from components.checkpoint.folder import CheckpointMeta, commit, complete_checkpoints, step_folder
+from components.contracts.errors import ConfigError, FinalError, TrainingError
+from runner.launch import restart
+from runner.launch.run_record import RunRecord
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    RunRecord().write(tmp_path)
+    (tmp_path / "train.log").touch()
+    return tmp_path
+
+
+def log_steps(folder: Path, *steps: int) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": step}) + "\n" for step in steps)
+
+
+def checkpoint(folder: Path, step: int) -> None:
+    path = step_folder(folder / "checkpoints", step)
+    path.mkdir(parents=True)
+    (path / "weights").write_text("whole")
+    commit(path, CheckpointMeta({"step": step}, {}, model_only=False, files={"weights": FileRecord(5, "")}))
+
+
+def world(monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> list[str | None]:
+    """Starts that end like this, each after another step and with a checkpoint; returns whence they began."""
+    began: list[str | None] = []
+
+    def start(folder: Path, world_size: int) -> None:
+        began.append(RunRecord.read(folder).resumed_from)
+        number = len(began)
+        log_steps(folder, 2 * number - 1, 2 * number)
+        if number > 1:
+            checkpoint(folder, 2 * number - 1)
+        if error := ends[number - 1]:
+            raise error
+
+    monkeypatch.setattr(restart, "run_workers", start)
+    return began
+
+
+def logged(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_passes_over_a_damaged_checkpoint(folder: Path) -> None:
+    log_steps(folder, 1, 2, 3, 4)
+    for step in (2, 4):
+        checkpoint(folder, step)
+    (step_folder(folder / "checkpoints", 4) / "weights").write_text("")
+    assert restart.go_back(folder, 1) == 2
+    whole = step_folder(folder / "checkpoints", 2)
+    assert RunRecord.read(folder).resumed_from == str(whole)
+    assert complete_checkpoints(folder / "checkpoints") == [whole], (
+        "nor is it what pruning takes for the newest"
+    )
+    assert logged(folder) == [1, 2]
+
+
+def test_it_goes_on_from_the_newest_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = TrainingError("rank 1 was killed by SIGKILL\n  its log")
+    began = world(monkeypatch, failure, failure, None)
+    restart.run_with_restarts(folder, 2, max_restarts=3)
+    assert began == [None, None, str(folder / "checkpoints" / "step_00000003")]
+    assert logged(folder) == [3, 5, 6]
+    assert RunRecord.read(folder).restarts == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "restart 1 of 3, from step 0: rank 1 was killed by SIGKILL",
+        "restart 2 of 3, from step 3: rank 1 was killed by SIGKILL",
+    ]
+    assert "its log" in (folder / "train.log").read_text()
+
+
+def test_the_last_failure_is_the_users(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = world(monkeypatch, TrainingError("one"), TrainingError("two"))
+    with pytest.raises(TrainingError, match="two"):
+        restart.run_with_restarts(folder, 2, max_restarts=1)
+    assert len(began) == 2
+
+
+@pytest.mark.parametrize("error", [FinalError("diverged"), KeyboardInterrupt()])
+def test_some_ends_are_final(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    began = world(monkeypatch, error)
+    with pytest.raises(type(error)):
+        restart.run_with_restarts(folder, 2, max_restarts=5)
+    assert len(began) == 1
+
+
+def test_a_launcher_restarts_its_own_ranks() -> None:
+    preflight.check_restarts(0, joined=True)
+    preflight.check_restarts(3, joined=False)
+    with pytest.raises(ConfigError, match=r"run\.max_restarts: .*torchrun --max-restarts"):
+        preflight.check_restarts(3, joined=True)

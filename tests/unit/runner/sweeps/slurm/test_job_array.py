@@ -1,0 +1,128 @@
+"""What becomes of the outcomes of jobs that are over, and of Ctrl-C."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.sweeps.job_record import Outcome, Point, read_outcome
+from runner.sweeps.slurm import job_array
+from runner.sweeps.slurm.job_array import Array, Queue, Submitted, settle, wants_cancel
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Submitted:
+    return Submitted("17_2", Point(tmp_path, 2, ("run.seed=2",)), tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    return tmp_path / "run"
+
+
+def settled(job: Submitted, state: str, *, cancelled: bool = False, **left: Any) -> Outcome:
+    """The outcome of a job that had written ``left`` of it."""
+    if left:
+        job.point.write(Outcome(**({"number": 2, "overrides": job.point.overrides} | left)))
+    settle(job, state, "Why", cancelled=cancelled)
+    return read_outcome(job.point.path)
+
+
+@pytest.mark.parametrize("status", ["done", "pruned", "refused"])
+def test_what_ended_well_stays(job: Submitted, status: str) -> None:
+    assert settled(job, "COMPLETED", status=status, loss=2.0).status == status
+
+
+@pytest.mark.parametrize("state", ["FAILED", "NODE_FAIL", "TIMEOUT", "CANCELLED"])
+@pytest.mark.parametrize("status", ["done", "stopped", "running"])
+def test_slurm_has_the_last_word(job: Submitted, run: Path, state: str, status: str) -> None:
+    outcome = settled(job, state, status=status, folder=str(run))
+    assert outcome.status == "failed"
+    assert f"SLURM job 17_2: {state} (Why)" in str(outcome.error)
+
+
+def test_a_job_that_never_spoke(job: Submitted, capsys: pytest.CaptureFixture[str]) -> None:
+    job.log.write_text("one\nslurmstepd: error: killed\n")
+    outcome = settled(job, "OUT_OF_MEMORY")
+    assert outcome == Outcome(2, ("run.seed=2",), "failed", error=outcome.error)
+    end = "\n  one\n  slurmstepd: error: killed\nSLURM job 17_2: OUT_OF_MEMORY (Why)"
+    assert str(outcome.error).endswith(end)
+    assert str(outcome.error) in capsys.readouterr().err
+
+
+def test_the_rank_that_failed_first_is_blamed(job: Submitted, run: Path) -> None:
+    for rank, time, text in ((0, 2.0, ": Connection closed by peer"), (3, 1.0, " failed:\nboom\n")):
+        facts = {"rank": rank, "time": time, "text": text, "final": False, "stalled": False}
+        (run / "logs" / f"error_{rank}.json").write_text(json.dumps(facts))
+    outcome = settled(job, "FAILED", status="failed", folder=str(run), error="Connection closed by peer")
+    assert str(outcome.error).splitlines() == ["TrainingError: rank 3 failed:", "boom"]
+
+
+def test_what_we_cancelled_has_stopped(job: Submitted) -> None:
+    assert settled(job, "CANCELLED", cancelled=True).status == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("answer", "cancels"),
+    [("y", True), ("n", False), ("", False), (KeyboardInterrupt, True), (EOFError, True)],
+)
+def test_ctrl_c_asks_at_a_terminal(monkeypatch: pytest.MonkeyPatch, answer: Any, cancels: bool) -> None:
+    def answers(_: str) -> str:
+        if isinstance(answer, str):
+            return answer
+        raise answer
+
+    monkeypatch.setattr("builtins.input", answers)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert wants_cancel(3) is cancels
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False)
+    assert wants_cancel(3)
+
+
+@pytest.fixture
+def squeue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Puts a ``squeue`` in front of the real one that runs the given lines of bash."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    (tmp_path / "bin").mkdir()
+
+    def write(lines: str) -> None:
+        path = tmp_path / "bin" / "squeue"
+        path.write_text(f"#!/bin/bash\n{lines}\n")
+        path.chmod(0o755)
+
+    return write
+
+
+def test_a_queue_that_does_not_answer_and_one_that_forgets(
+    job: Submitted, squeue: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue = Queue([job])
+    squeue("echo '17_2|RUNNING|None'; echo '17_3|PENDING|Priority'")
+    assert queue.ask() == {"17_2": ("RUNNING", "None")}
+    squeue("echo '17_1|COMPLETED|None'; echo '17_[2-3%2]|CANCELLED|Cancelled'")
+    assert queue.ask() == {"17_2": ("CANCELLED", "Cancelled")}
+    squeue("echo '17_2|RUNNING|None'")
+    queue.ask()
+    squeue("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    assert queue.ask() == {"17_2": ("RUNNING", "None")}
+    assert "Unable to contact" in capsys.readouterr().err
+    squeue("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert queue.ask() == {"17_2": (job_array.GONE, "")}
+
+
+def test_jobs_that_are_left_to_slurm(
+    job: Submitted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: Array) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Array, "watch", interrupted)
+    monkeypatch.setattr(job_array, "wants_cancel", lambda _: False)
+    with pytest.raises(SystemExit, match="130"):
+        Array([job]).wait()
+    assert "left to SLURM: squeue --jobs 17;" in capsys.readouterr().out
+    assert not job.point.path.exists()

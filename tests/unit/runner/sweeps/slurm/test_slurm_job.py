@@ -1,0 +1,55 @@
+"""How one job of a sweep ends on each of its ranks: exit code, outcome, environment."""
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from components.contracts.errors import ConfigError, TrainingError
+from runner.config.sources import Provenance
+from runner.sweeps.job_record import SWEEP_FOLDER, Point, read_outcome
+from runner.sweeps.slurm import job
+from runner.sweeps.slurm.job import SlurmJob
+
+
+@pytest.mark.parametrize("rank", [None, "0", "1"])
+@pytest.mark.parametrize(
+    ("end", "code", "status"),
+    [
+        (None, 0, "done"),
+        (TrainingError("no"), 1, "failed"),
+        (ConfigError("run.x: no"), 2, "refused"),
+        (SystemExit(0), 0, "stopped"),
+        (KeyboardInterrupt("SIGTERM"), 130, "stopped"),
+    ],
+)
+def test_a_job(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: str | None,
+    end: BaseException | None,
+    code: int,
+    status: str,
+) -> None:
+    """Rank 0, or a lone task, writes what became of it."""
+    environ = dict(os.environ) if rank is None else os.environ | {"RANK": rank}
+    monkeypatch.setattr(os, "environ", environ)
+    left: list[int] = []
+    monkeypatch.setattr(job, "leave", left.append)
+
+    def run(*_: object) -> float:
+        assert (os.environ[SWEEP_FOLDER], os.environ["COLOUR"]) == (str(tmp_path), "red")
+        if end is not None:
+            raise end
+        return math.pi
+
+    monkeypatch.setattr("runner.launch.run.run", run)
+    where = Provenance(point=Point(tmp_path, 3, ("run.seed=3",)))
+    SlurmJob({}, where, ("runner", "-m"), {"COLOUR": "red"})()
+    assert left == [code]
+    path = tmp_path / "jobs" / "3.json"
+    assert path.exists() == (rank != "1")
+    if rank != "1":
+        outcome = read_outcome(path)
+        assert (outcome.status, outcome.loss) == (status, math.pi if end is None else None)

@@ -1,0 +1,65 @@
+"""Processes side by side: how many, with what, and what is known of one that dies."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.sweeps.job_record import Point, read_outcomes
+from runner.sweeps.local_jobs import CORES, Job, run_jobs, share
+
+WELL = """
+import os, sys, time
+from pathlib import Path
+from runner.sweeps.job_record import Point
+began = time.time()
+assert sys.stdin.read() == "given"
+time.sleep(0.3)
+Point(Path(sys.argv[1]), int(sys.argv[2]), ()).ended("done", loss=0.5, seconds=1.0)
+print(began, time.time())
+"""
+KILLED = "import os, signal; print('last words', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def job(sweep: Path, number: int, code: str) -> Job:
+    command = [sys.executable, "-c", code, str(sweep), str(number)]
+    return Job(Point(sweep, number, (f"seed={number}",)), command, b"given")
+
+
+def test_no_more_than_so_many_at_once_and_one_that_is_killed_stops_no_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_jobs([job(tmp_path, n, KILLED if n == 1 else WELL) for n in range(5)], at_once=2)
+    outcomes = read_outcomes(tmp_path)
+    assert [outcome.status for outcome in outcomes] == ["done", "failed", "done", "done", "done"]
+    assert str(outcomes[1].error).startswith("the job was killed by SIGKILL")
+    assert str(outcomes[1].error).endswith("\n  last words")
+    told = capfd.readouterr().err
+    assert re.search(r"job 1: failed after \d+ s  seed=1", told)
+    assert "last words" in told
+    spans = [[*map(float, (tmp_path / f"jobs/{n}.log").read_text().split())] for n in (0, 2, 3, 4)]
+    running = [sum(began <= at < ended for began, ended in spans) for at, _ in spans]
+    assert max(running) == 2
+
+
+@pytest.mark.parametrize(
+    ("places", "gpus", "dealt"),
+    [
+        (2, ["0", "1", "2", "3"], ["0,1", "2,3"]),
+        (2, ["4", "5", "6"], ["4", "5,6"]),
+        (3, ["a", "b"], ["a", "a", "b"]),
+        (2, [], [None, None]),
+    ],
+)
+def test_a_machine_is_shared(
+    places: int, gpus: list[str], dealt: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    shares = [share(place, places, gpus) for place in range(places)]
+    assert [one.get("CUDA_VISIBLE_DEVICES") for one in shares] == dealt
+    assert {one["OMP_NUM_THREADS"] for one in shares} == {one[CORES] for one in shares} == {str(7 // places)}
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert CORES not in share(0, places, gpus), "threads are the user's"

@@ -1,0 +1,92 @@
+"""The table at the end of a sweep, and what a sweep writes down."""
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from runner.sweeps.job_record import Outcome, Point
+from runner.sweeps.sweep import alone, begin, conclude
+from runner.sweeps.table import show
+
+LAYOUTS = ("single", "fsdp2_tp2cp2", "tp2pp2dp2")
+
+
+def outcome(number: int) -> Outcome:
+    """Every seventh is refused, and job 150 is the best."""
+    own = (f"optimizer.lr={1e-4 * (number + 1) / 3}", f"parallelism={LAYOUTS[number % 3]}")
+    done = Outcome(number, ("stage=sft", *own), "done", loss=5 + abs(number - 150) / 1000, seconds=61.4)
+    folder = f"/data/outputs/sft_tiny/2026-11-22_08-14-{number:03d}"
+    refused = replace(done, status="refused", loss=None, error="run.seed: is wrong; use 1.")
+    return refused if number % 7 == 0 else replace(done, folder=folder)
+
+
+def shown(outcomes: list[Outcome], width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    show(outcomes, console)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_two_hundred_jobs_in_eighty_columns() -> None:
+    lines = shown([outcome(number) for number in range(200)], 80)
+    rows = [line.split() for line in lines if re.match(r" *\d+  ", line)]
+    assert [int(row[0]) for row in rows] == list(range(200))
+    assert rows[1] == ["1", "6.667e-05", "fsdp2_tp2cp2", "done", "5.1490", "61"]
+    assert [row[0] for row in rows if "*" in row] == ["150"]
+    assert lines[0].split() == ["job", "lr", "parallelism", "result", "loss", "seconds"]
+    assert sum("refused: run.seed: is wrong; use 1." in line for line in lines) == 29
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_wide_terminal_shows_folders() -> None:
+    lines = shown([outcome(number) for number in range(3)], 120)
+    assert lines[0].split()[-2:] == ["run", "folder"]
+    assert lines[3].split()[-1] == "sft_tiny/2026-11-22_08-14-001"
+
+
+def test_keys_that_end_alike_keep_their_names() -> None:
+    words = [("a.name=1", "b.name=1"), ("a.name=2", "b.name=2")]
+    lines = shown([Outcome(n, own, "stopped") for n, own in enumerate(words)], 80)
+    assert lines[0].split()[:3] == ["job", "a.name", "b.name"]
+
+
+def test_what_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begin(tmp_path, ["stage=sft", "run.seed=1,2"])
+    began = json.loads((tmp_path / "sweep.json").read_text())
+    for number in range(9):
+        Point(tmp_path, number, ()).write(outcome(number))
+    assert conclude(tmp_path, 0) == 0
+    facts = json.loads((tmp_path / "sweep.json").read_text())
+    assert facts | began == facts
+    assert facts["overrides"] == ["stage=sft", "run.seed=1,2"]
+    assert (facts["jobs"], facts["best"]) == (9, 8)
+    assert facts["counts"] == {"refused": 2, "done": 7}
+    assert "2 refused, 7 done\nbest: job 8, loss 5.1420" in capsys.readouterr().out
+    begin(tmp_path, ["stage=sft", "run.seed=1,2"])
+    assert json.loads((tmp_path / "sweep.json").read_text())["began"] == began["began"]
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [("failed", 1), ("running", 1), ("refused", 0), ("stopped", 0), ("pruned", 0)]
+)
+def test_exit_codes(tmp_path: Path, status: str, code: int) -> None:
+    begin(tmp_path, [])
+    Point(tmp_path, 0, ()).write(outcome(1))
+    Point(tmp_path, 1, ()).write(replace(outcome(2), number=1, status=status))  # type: ignore[arg-type]
+    assert conclude(tmp_path, 0) == code
+    assert conclude(tmp_path, 130) == 130
+
+
+def test_a_job_alone_is_no_sweep() -> None:
+    assert alone(("stage=sft",), ["runner", "-m", "stage=sft,pt"]) == ["stage=sft"]
+    assert alone(("sweep=mine", "seed=1"), ["runner", "--config-dir", "conf", "sweep=mine"]) == [
+        "--config-dir=conf",
+        "sweep=mine",
+        "seed=1",
+        "hydra.mode=RUN",
+    ]
+    assert alone(("seed=1",), ["runner", "-m", "-cd=conf", "seed=1,2"]) == ["-cd=conf", "seed=1"]

@@ -1,0 +1,61 @@
+"""What a reporter tells loggers of the end of a run, and what it keeps of its numbers."""
+
+import math
+from contextlib import suppress
+
+import pytest
+
+from components.loggers import Ending, Row
+from runner.launch.run_record import Stopped
+from runner.training.metrics import Reporter
+from runner.training.run_summary import Results
+from runner.training.state import TrainState
+
+
+class Kept:
+    """Loggers that keep what they are told."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.endings: list[Ending] = []
+
+    def log(self, row: Row) -> None:
+        self.rows.append(row)
+
+    def finish(self, ending: Ending) -> None:
+        self.endings.append(ending)
+
+
+def ending_of(stopped: Stopped | None = None, error: BaseException | None = None) -> Ending:
+    kept = Kept()
+    reporter = Reporter(1, lambda _: 0.0, None, float, kept)  # type: ignore[arg-type]
+    with suppress(RuntimeError, KeyboardInterrupt), reporter:
+        reporter.evaluation(TrainState(step=7), {"loss": 2.5})
+        reporter.stopped = stopped
+        if error is not None:
+            raise error
+    assert kept.rows == [{"step": 7, "eval/loss": 2.5}]
+    (ending,) = kept.endings
+    return ending
+
+
+def test_loggers_are_told_how_it_ended() -> None:
+    last = {"eval/loss": 2.5}
+    assert ending_of() == Ending("done", last)
+    assert ending_of(Stopped(7, 9, "SIGTERM")) == Ending("stopped", last, "SIGTERM")
+    assert ending_of(error=KeyboardInterrupt()) == Ending("stopped", last, "interrupted")
+    assert ending_of(error=RuntimeError("4711")) == Ending("failed", last, "RuntimeError: 4711")
+
+
+def test_results_are_what_was_logged_last_and_is_finite() -> None:
+    results = Results()
+    assert math.isnan(results.final_loss())
+    results.add({"step": 1, "train/loss": math.nan, "perf/mfu": None})
+    results.add({"step": 2, "train/loss": 3.0, "perf/mfu": None})
+    results.add({"step": 3, "train/loss": 2.0, "train/lr": 0.1})
+    assert results.final_loss() == 2.0
+    results.add({"step": 2, "eval/loss": 2.5})
+    results.add({"step": 4, "train/loss": math.inf, "train/lr": 0.2})
+    assert results.first == {"step": 2, "train/loss": 3.0}
+    assert results.last == {"step": 3, "train/loss": 2.0, "train/lr": 0.2, "eval/loss": 2.5}
+    assert results.final_loss() == pytest.approx(2.5)

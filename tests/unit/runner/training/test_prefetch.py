@@ -1,0 +1,63 @@
+import threading
+
+import pytest
+import torch
+
+from components.contracts.batch import Batch
+from components.contracts.data import BatchStats
+from runner.training.prefetch import Prefetched
+
+
+class Loader:
+    """Batches that hold the number of their step; ``made`` says which, and in which thread."""
+
+    num_steps = 4
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, int]] = []
+
+    def microbatches(self, step: int) -> list[Batch]:
+        assert step < self.num_steps
+        if step == 2:
+            raise OSError("a torn file")
+        self.made.append((step, threading.get_ident()))
+        number = torch.tensor([[step]])
+        return [Batch(number, number, number, torch.tensor([1]))]
+
+    def stats(self, step: int) -> BatchStats:
+        raise NotImplementedError
+
+    def sample_ids(self, step: int) -> list[str]:
+        return [f"data:{step}"]
+
+    def epoch(self, step: int) -> float:
+        return step / self.num_steps
+
+
+def number(batches: list[Batch]) -> int:
+    return int(batches[0].input_ids)
+
+
+def test_the_next_step_is_made_ahead_in_another_thread() -> None:
+    loader = Loader()
+    ahead = Prefetched(loader, pin=False)
+    assert number(ahead.microbatches(0)) == 0
+    assert number(ahead.microbatches(1)) == 1
+    assert [step for step, _ in loader.made] == [0, 1]
+    assert threading.get_ident() not in {thread for _, thread in loader.made}
+
+
+def test_any_step_can_be_asked_for() -> None:
+    """A resumed run begins where it left off; nothing is made beyond the last step."""
+    ahead = Prefetched(Loader(), pin=False)
+    assert [number(ahead.microbatches(step)) for step in (3, 0, 0, 1, 3)] == [3, 0, 0, 1, 3]
+    assert ahead.num_steps == 4
+    assert ahead.epoch(2) == 0.5
+
+
+def test_an_error_shows_in_its_own_step() -> None:
+    ahead = Prefetched(Loader(), pin=False)
+    assert number(ahead.microbatches(1)) == 1
+    with pytest.raises(OSError, match="torn"):
+        ahead.microbatches(2)
+    assert number(ahead.microbatches(3)) == 3

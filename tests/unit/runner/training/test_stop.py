@@ -1,0 +1,160 @@
+"""Who may end a run early, and when: without a run."""
+
+import signal
+
+import pytest
+
+from components.contracts.errors import ConfigError
+from runner.config.run_config import seconds
+from runner.launch.final_report import resume_command
+from runner.launch.signals import REQUESTS, StopRequest, handling, interrupt
+from runner.training.stop import Stop
+
+INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+
+
+def heard(*numbers: int, patient: bool = False) -> tuple[StopRequest, list[int]]:
+    told: list[int] = []
+    request = StopRequest(told.append, patient=patient)
+    for number in numbers:
+        request(number)
+    return request, told
+
+
+def test_the_first_signal_asks() -> None:
+    assert heard()[0].number == 0
+    request, told = heard(USR1)
+    assert (request.number, told) == (USR1, [USR1])
+
+
+@pytest.mark.parametrize("numbers", [(INT, INT), (TERM, TERM), (INT, TERM), (USR1, TERM, INT)])
+def test_the_second_impatient_one_ends_at_once(numbers: tuple[int, ...]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        heard(*numbers)
+    assert heard(*numbers, patient=True)[0].number in (INT, TERM)
+
+
+@pytest.mark.parametrize("numbers", [(USR1, USR1), (USR1, TERM), (TERM, USR1)])
+def test_what_a_batch_system_sends_one_after_the_other_only_asks(numbers: tuple[int, ...]) -> None:
+    """SIGUSR1 some time before the end, SIGTERM at the end, SIGKILL a while later."""
+    assert heard(*numbers)[0].number in numbers
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in REQUESTS]
+    with handling(interrupt):
+        assert {signal.getsignal(number) for number in REQUESTS} == {interrupt}
+        with pytest.raises(KeyboardInterrupt, match="SIGUSR2"):
+            signal.raise_signal(signal.SIGUSR2)
+    assert [signal.getsignal(number) for number in REQUESTS] == before
+
+
+def test_another_ranks_reason_counts_here() -> None:
+    assert Stop(lambda value: max(value, float(TERM)), heard()[0]).agreed() == "SIGTERM"
+
+
+def test_what_one_rank_is_told_of_an_evaluation_counts_on_all() -> None:
+    told: list[tuple[int, float]] = []
+    asks = Stop(lambda value: value, heard()[0], prune=lambda *given: told.append(given) or given[0] > 2)
+    asks.evaluated(2, 5.0)
+    assert asks.reason is None
+    asks.evaluated(4, 4.5)
+    assert (asks.reason, told) == ("pruned", [(2, 5.0), (4, 4.5)])
+    other = Stop(lambda value: max(value, 1.0), heard()[0])
+    other.evaluated(4, 4.5)
+    assert other.reason == "pruned"
+
+
+def test_the_first_reason_stays() -> None:
+    request, _ = heard()
+    stop = Stop(lambda value: value, request)
+    assert stop.agreed() is None
+    request(USR1)
+    assert stop.agreed() == "SIGUSR1"
+    request(TERM)
+    assert stop.agreed() == "SIGUSR1"
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def steps_taken(deadline: float, *, step: float, save: float, save_every: int) -> tuple[int, float]:
+    """Of a run of steps and saves that take so long, and what is left of its time after the last save."""
+    clock = Clock()
+    stop = Stop(lambda value: value, heard()[0], clock.now + deadline, clock)
+    for number in range(1, 1000):
+        clock.now += step
+        if stop.agreed() or number % save_every == 0:
+            with stop.saving():
+                clock.now += save
+        if stop.reason:
+            assert stop.reason == "run.max_time"
+            return number, 1000.0 + deadline - clock.now
+    raise AssertionError("it never stopped")
+
+
+@pytest.mark.parametrize(("step", "save"), [(1, 0.1), (1, 20), (10, 1), (10, 30)])
+def test_time_is_left_for_the_last_save_and_little_more(step: float, save: float) -> None:
+    _, left = steps_taken(600, step=step, save=save, save_every=3)
+    assert 0 < left < 2 * (step + save) + 2 * step + 4
+
+
+def test_a_first_step_that_compiles_is_soon_forgotten() -> None:
+    clock = iter([0.0, 600.0, *(602.0 + 2 * step for step in range(40))])
+    stop = Stop(lambda value: value, StopRequest(str), deadline=3600, clock=lambda: next(clock))
+    assert [stop.agreed() for _ in range(41)] == [None] * 41
+    assert max(stop.latest) == 2
+
+
+def test_time_is_left_for_a_first_save_of_unknown_length() -> None:
+    def at(now: float, save_s: float) -> str | None:
+        clock = iter([now - 1, now])
+        stop = Stop(lambda value: value, StopRequest(str), 100, clock=lambda: next(clock), save_s=save_s)
+        return stop.agreed()
+
+    assert at(50, save_s=0) is None
+    assert at(50, save_s=60) == "run.max_time"
+
+
+def test_a_run_without_time_stops_at_its_first_boundary() -> None:
+    assert steps_taken(0.5, step=1, save=0.1, save_every=100)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (90, 90),
+        (1.5, 1.5),
+        ("90", 90),
+        ("01:30:00", 5400),
+        ("3h30m", 12600),
+        ("45m", 2700),
+        ("90s", 90),
+        ("1-12:00:00", 129600),
+        ("2d", 172800),
+    ],
+)
+def test_times(value: float | str, expected: float) -> None:
+    assert seconds(value) == expected
+
+
+@pytest.mark.parametrize("value", [0, -1, "", "soon", "3 hours", "1:30", "00:00:00", "30m3h"])
+def test_what_is_no_time(value: float | str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.max_time: .* give seconds, HH:MM:SS, or 3h30m"):
+        seconds(value)
+
+
+def test_the_command_that_resumes() -> None:
+    command = ["runner", "stage=pt", "checkpoint.resume=auto", "parallelism.pipeline_layout=Et|tL"]
+    told = resume_command(command, (), "outputs/a/checkpoints/step_00000003")
+    layout = "'parallelism.pipeline_layout=Et|tL'"
+    assert told == f"python -m runner stage=pt {layout} checkpoint.resume=outputs/a/checkpoints/step_00000003"
+    sweep = ["runner", "-m", "stage=pt,sft"]
+    assert resume_command(sweep, ("stage=sft",), "at") == "python -m runner stage=sft checkpoint.resume=at"
+    sweep = ["runner", "sweep=mine"]
+    told = resume_command(sweep, ("sweep=mine", "stage=sft"), "at")
+    assert told == "python -m runner sweep=mine stage=sft hydra.mode=RUN checkpoint.resume=at"

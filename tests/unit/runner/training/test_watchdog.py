@@ -1,0 +1,58 @@
+"""The watchdog, in this process: whom it wakes, and what it writes."""
+
+import faulthandler
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from components.contracts.errors import TrainingError
+from runner.training.watchdog import Watchdog
+from tests.patience import patience
+
+
+def hangs_in_here(ended: threading.Event) -> None:
+    assert ended.wait(patience(15)), "the watchdog never spoke"
+
+
+def test_it_says_where_every_thread_is(tmp_path: Path) -> None:
+    said: list[TrainingError] = []
+    ended = threading.Event()
+
+    def give_up(error: TrainingError) -> None:
+        said.append(error)
+        ended.set()
+
+    with Watchdog(tmp_path, 3, 0.2, give_up, on_request=False) as watchdog:
+        watchdog.beat("in step 12")
+        hangs_in_here(ended)
+    stacks = (tmp_path / "stacks_3.txt").read_text()
+    assert "hangs_in_here" in stacks
+    assert "_watch" in stacks, "of every thread"
+    (message,) = map(str, said)
+    assert "no progress for 0.2 s (run.hang_timeout_s), since " in message
+    assert "in step 12" in message
+    assert str(tmp_path / "stacks_*.txt") in message
+
+
+def test_progress_keeps_it_quiet_and_leaves_no_file(tmp_path: Path) -> None:
+    with Watchdog(tmp_path, 0, 600, pytest.fail, on_request=False) as watchdog:
+        watchdog.since -= 500
+        watchdog.beat("in step 2")
+        assert watchdog._left() > 500
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_zero_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", pytest.fail)
+    with Watchdog(tmp_path, 0, 0, pytest.fail, on_request=False) as watchdog:
+        watchdog.beat("in step 1")
+        assert not watchdog.thread.is_alive()
+
+
+def test_the_parent_may_ask(tmp_path: Path) -> None:
+    with Watchdog(tmp_path, 1, 60, pytest.fail, on_request=True):
+        os.kill(os.getpid(), signal.SIGQUIT)
+        assert "test_the_parent_may_ask" in (tmp_path / "stacks_1.txt").read_text()
