@@ -21,6 +21,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from components.contracts.errors import DONE, FAILED, INTERRUPTED, MISTAKE, ConfigError, TrainingError
 from components.contracts.json_types import Json
 from components.rank_info import RankInfo
+from runner.config.command_line import is_sweep
 from runner.config.renamed_keys import RENAMED
 from runner.config.sources import Provenance, did_you_mean
 from runner.distribution import distribution
@@ -28,7 +29,7 @@ from runner.launch import slurm_env
 from runner.launch.signals import handling, interrupt
 from runner.search_path import program_first
 from runner.sweeps.job_record import SWEEP_FOLDER, Point
-from runner.sweeps.sweep import conclude, run_point, sweeps
+from runner.sweeps.sweep import conclude, run_point
 
 
 def config_dir() -> str:
@@ -74,7 +75,7 @@ def command() -> int:
     os.environ.pop(SWEEP_FOLDER, None)
     if sys.argv[1:] == ["--version"]:  # Hydra would print its own
         return exit_code(lambda: print(distribution().name, distribution().version))
-    if sweeps(sys.argv) and RankInfo.read().launched:
+    if is_sweep(sys.argv) and RankInfo.read().launched:
         return explained(
             ConfigError(
                 "-m: a sweep cannot run under torchrun or srun; leave it out (the runner starts its own "

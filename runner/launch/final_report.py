@@ -8,10 +8,10 @@ from components.checkpoint import complete_checkpoints
 from components.checkpoint.folder import step_of
 from components.contracts.errors import TrainingError
 from components.preflight import owes_evaluation
+from runner.config.command_line import is_sweep, single_job_overrides
 from runner.config.instantiate import Experiment
 from runner.config.run_config import CheckpointConfig
 from runner.launch.run_record import RunRecord, Stopped
-from runner.sweeps.sweep import alone, sweeps
 from runner.training.rank import DTYPES
 from runner.training.run_summary import Results
 
@@ -92,6 +92,6 @@ def say_stopped(
 
 def resume_command(command: Sequence[str], overrides: Sequence[str], checkpoint: str) -> str:
     """The user's own, or that of one job of a sweep, with another ``checkpoint.resume``."""
-    words = alone(overrides, command) if sweeps(command) else command[1:]
+    words = single_job_overrides(overrides, command) if is_sweep(command) else command[1:]
     kept = [word for word in words if not word.startswith("checkpoint.resume=")]
     return shlex.join(["python", "-m", "runner", *kept, f"checkpoint.resume={checkpoint}"])

@@ -16,9 +16,10 @@ from components.rank_info import RankInfo
 from runner.launch.failures import blame, forget_reports, has_stalled, rank_log
 from runner.launch.signals import REQUESTS, StopRequest, announce, handling
 from runner.search_path import python_module
-from runner.sweeps.local_jobs import CORES
 from runner.training.watchdog import discard_if_empty, stacks_path
 
+CORES = "RUNNER_CORES"
+"""Environment variable of a job: the number of cores that all its ranks together may use."""
 POLL_S = 0.05
 GRACE_S = 2.0
 """For stacks to be written, and for killed processes to be gone."""

@@ -15,10 +15,8 @@ from pathlib import Path
 from components.contracts.errors import DONE, INTERRUPTED
 from runner.launch.failures import how_it_ended, last_lines
 from runner.launch.signals import StopRequest, handling
+from runner.launch.spawn import CORES
 from runner.sweeps.job_record import Point, read_outcome
-
-CORES = "RUNNER_CORES"
-"""In the environment of a job: how many cores of the machine are its own, for all its ranks together."""
 
 POLL_S = 0.1
 GRACE_S = 5.0

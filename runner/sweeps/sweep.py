@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -21,6 +20,7 @@ from rich.console import Console
 from components.atomic_write import write_atomic
 from components.contracts.errors import DONE, FAILED, MISTAKE
 from components.contracts.json_types import Json
+from runner.config.command_line import single_job_overrides
 from runner.launch.run_record import RunRecord
 from runner.sweeps.job_record import Outcome, Point, Status, best, read_outcome, read_outcomes
 from runner.sweeps.table import show
@@ -111,7 +111,7 @@ def write_json(path: Path, facts: object) -> None:
 
 
 def about_best(winner: Outcome) -> Json:
-    words = alone(winner.overrides, sys.argv)
+    words = single_job_overrides(winner.overrides, sys.argv)
     return {
         "job": winner.number,
         "loss": winner.loss,
@@ -119,17 +119,3 @@ def about_best(winner: Outcome) -> Json:
         "overrides": words,
         "command": shlex.join(["python", "-m", "runner", *words]),
     }
-
-
-def sweeps(command: Sequence[str]) -> bool:
-    """Whether ``command`` asks for more than one run."""
-    return any(word in ("-m", "--multirun") or word.startswith("sweep=") for word in command)
-
-
-def alone(overrides: Sequence[str], command: Sequence[str]) -> list[str]:
-    """With which one job of the sweep ``command`` runs by itself: a sweep file among them sweeps no more."""
-    places = [word for word in command if word.startswith(("--config-dir=", "-cd="))]
-    pairs = pairwise(command)
-    places += [f"--config-dir={after}" for word, after in pairs if word in ("--config-dir", "-cd")]
-    swept = any(word.startswith("sweep=") for word in overrides)
-    return [*places, *overrides, *(["hydra.mode=RUN"] if swept else [])]

@@ -17,9 +17,9 @@ from components.adapters.lora_config import LoRA
 from components.contracts.errors import ConfigError
 from components.preflight.search.layout_search import DEFAULTS
 from runner.cli import config_dir
+from runner.config.command_line import single_job_overrides
 from runner.config.instantiate import build_component, build_loggers
 from runner.config.sources import Provenance
-from runner.sweeps.sweep import alone
 from tests.e2e.commands import call_here
 
 CONF = Path(config_dir())
@@ -139,7 +139,7 @@ def test_a_sweep_sweeps_and_its_jobs_compose(
     trials = ["hydra.sweeper.n_trials=3"] if "search" in sweep else []
     assert call_here(f"sweep={sweep}", *trials, f"run.output_dir={tmp_path}") == 0
     assert len(jobs) > 2
-    assert call_here(*alone(jobs[1], [])) == 0
+    assert call_here(*single_job_overrides(jobs[1], [])) == 0
     assert jobs.pop()[: len(jobs[1])] == jobs[1]
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from runner.launch.spawn import CORES
 from runner.sweeps.job_record import Point, read_outcomes
-from runner.sweeps.local_jobs import CORES, Job, run_jobs, share
+from runner.sweeps.local_jobs import Job, run_jobs, share
 
 WELL = """
 import os, sys, time

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from runner.config.command_line import single_job_overrides
 from runner.sweeps.job_record import Outcome, Point
-from runner.sweeps.sweep import alone, begin, conclude
+from runner.sweeps.sweep import begin, conclude
 from runner.sweeps.table import show
 
 LAYOUTS = ("single", "fsdp2_tp2cp2", "tp2pp2dp2")
@@ -82,11 +83,16 @@ def test_exit_codes(tmp_path: Path, status: str, code: int) -> None:
 
 
 def test_a_job_alone_is_no_sweep() -> None:
-    assert alone(("stage=sft",), ["runner", "-m", "stage=sft,pt"]) == ["stage=sft"]
-    assert alone(("sweep=mine", "seed=1"), ["runner", "--config-dir", "conf", "sweep=mine"]) == [
+    assert single_job_overrides(("stage=sft",), ["runner", "-m", "stage=sft,pt"]) == ["stage=sft"]
+    assert single_job_overrides(
+        ("sweep=mine", "seed=1"), ["runner", "--config-dir", "conf", "sweep=mine"]
+    ) == [
         "--config-dir=conf",
         "sweep=mine",
         "seed=1",
         "hydra.mode=RUN",
     ]
-    assert alone(("seed=1",), ["runner", "-m", "-cd=conf", "seed=1,2"]) == ["-cd=conf", "seed=1"]
+    assert single_job_overrides(("seed=1",), ["runner", "-m", "-cd=conf", "seed=1,2"]) == [
+        "-cd=conf",
+        "seed=1",
+    ]

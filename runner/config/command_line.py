@@ -1,0 +1,21 @@
+"""The command line as the user typed it, and how to run one job of a sweep by itself."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+
+def is_sweep(command: Sequence[str]) -> bool:
+    """Return whether ``command`` starts more than one run."""
+    return any(word in ("-m", "--multirun") or word.startswith("sweep=") for word in command)
+
+
+def single_job_overrides(overrides: Sequence[str], command: Sequence[str]) -> list[str]:
+    """Return the arguments with which one job of the sweep ``command`` runs by itself.
+
+    A sweep file among ``overrides`` no longer starts a sweep.
+    """
+    places = [word for word in command if word.startswith(("--config-dir=", "-cd="))]
+    pairs = pairwise(command)
+    places += [f"--config-dir={after}" for word, after in pairs if word in ("--config-dir", "-cd")]
+    swept = any(word.startswith("sweep=") for word in overrides)
+    return [*places, *overrides, *(["hydra.mode=RUN"] if swept else [])]
