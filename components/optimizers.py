@@ -1,4 +1,4 @@
-"""Descriptions of optimizers, realised by every engine in its own way."""
+"""Descriptions of optimizers, which each engine implements in its own way."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,15 +16,15 @@ class AdamW:
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
     lr: float = 1e-3
-    """The peak; the scheduler says how much of it a step gets."""
+    """Peak learning rate, from which the scheduler computes the rate of each step."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
     max_grad_norm: float | None = 1.0
-    """Gradients are scaled down to this L2 norm over all parameters; None or 0: never."""
+    """L2 norm over all parameters to which larger gradients are scaled down. None or 0 means never."""
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    """What is kept per parameter, under torch's names, each of the parameter's shape."""
+    """State per parameter, under torch's names, each of the parameter's shape."""
 
     def __post_init__(self) -> None:
         check_at_least_zero(self, "lr", "eps", "weight_decay", "max_grad_norm")
@@ -65,9 +65,9 @@ def check_at_least_zero(description: object, *names: str) -> None:
 
 
 def decays(name: str, ndim: int) -> bool:
-    """Whether weight decay applies to a parameter: not to biases and one-dimensional ones (norms).
+    """Return whether weight decay applies to a parameter: not to biases and one-dimensional ones (norms).
 
-    By Hugging Face name and shape, so that engines that fuse or split tensors decide alike.
+    It depends on Hugging Face name and shape, so that engines that fuse or split tensors agree.
     """
     return ndim > 1 and not name.endswith(".bias")
 
@@ -75,14 +75,14 @@ def decays(name: str, ndim: int) -> bool:
 def torch_optimizer(
     description: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """The torch optimizer over Hugging Face names and their (possibly sharded) parameters.
+    """Return the torch optimizer over Hugging Face names and their (possibly sharded) parameters.
 
     Its groups share one learning rate, which the engine sets at every step.
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     groups: list[dict[str, object]] = []
     for decayed in (True, False):
-        # torch updates parameters of one mesh at once, and experts may lie on another one.
+        # torch updates the parameters of one mesh at once, and experts may be on another one.
         by_mesh: dict[object, list[tuple[str, nn.Parameter]]] = {}
         for name, p in named:
             if decays(name, p.ndim) is decayed:
@@ -104,7 +104,7 @@ def realise(description: Optimizer, groups: list[dict[str, object]]) -> torch.op
 
 
 def make_moments(optimizer: torch.optim.Optimizer, moments: Sequence[str]) -> None:
-    """Zero moments where no step has been taken yet: the values torch's optimizers start from."""
+    """Create zero moments, as torch's optimizers do, for parameters that have not been updated yet."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]

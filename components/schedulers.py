@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions of the step, so there is nothing to checkpoint.
 
-``lr(step, peak=, total_steps=)`` is the rate of the update made after ``step`` completed ones: 0 for the
-first. All begin with a linear warmup from 0, as transformers and Megatron do.
+``lr(step, peak=, total_steps=)`` is the rate of the update that follows ``step`` completed ones; ``step`` is
+0 for the first. All schedules begin with a linear warmup from 0, as in transformers and Megatron.
 """
 
 import math
@@ -20,7 +20,7 @@ DECAYS: dict[DecayStyle, Callable[[float], float]] = {
     "exponential": lambda progress: 2 * 0.5**progress - 1,
     "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""From progress in [0, 1] to the share of ``peak - min_lr`` that is left, from 1 to 0 (as in Megatron)."""
+"""Maps progress in [0, 1] to the remaining share of ``peak - min_lr``, from 1 to 0 (as in Megatron)."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,7 @@ class Scheduler(ABC):
                 raise ConfigError(f"scheduler.{name}: must be at least 0, got {value}.")
 
     def check(self, *, peak: float, total_steps: int) -> None:
-        """
-        Raises:
-            ConfigError: the schedule does not fit a run of ``total_steps`` with the top rate ``peak``.
-        """
+        """Raise ConfigError if the schedule does not fit a run of ``total_steps`` with the rate ``peak``."""
         if self.warmup_steps > total_steps:
             raise ConfigError(
                 f"scheduler.warmup_steps: is {self.warmup_steps}, but the run has {total_steps} steps; "
@@ -48,7 +45,7 @@ class Scheduler(ABC):
             raise ConfigError(f"scheduler.min_lr: is {min_lr}, above optimizer.lr={peak}; lower it.")
 
     def lr(self, step: int, *, peak: float, total_steps: int) -> float:
-        """The learning rate after ``step`` completed updates in a run of ``total_steps``."""
+        """Return the learning rate after ``step`` completed updates in a run of ``total_steps``."""
         if step < self.warmup_steps:
             return peak * step / self.warmup_steps
         return self.after_warmup(step, peak, total_steps)
@@ -59,7 +56,7 @@ class Scheduler(ABC):
 
 @dataclass(frozen=True)
 class Constant(Scheduler):
-    """``peak`` for ever."""
+    """A constant rate of ``peak``."""
 
     def after_warmup(self, step: int, peak: float, total_steps: int) -> float:  # noqa: ARG002
         return peak
@@ -67,10 +64,10 @@ class Constant(Scheduler):
 
 @dataclass(frozen=True)
 class Decay(Scheduler):
-    """From ``peak`` to a floor in ``decay_steps``, then the floor."""
+    """A decay from ``peak`` to a floor in ``decay_steps``, then the floor."""
 
     decay_steps: int | None = None
-    """After the warmup; None: all that is left of the run."""
+    """Length of the decay after the warmup. None means the rest of the run."""
 
     style: ClassVar[DecayStyle]
 
@@ -106,10 +103,10 @@ class Cosine(Decay):
 
 @dataclass(frozen=True)
 class CosineMinLR(Decay):
-    """Half a cosine that does not go to zero."""
+    """Half a cosine that ends above zero."""
 
     min_lr: float | None = None
-    """None: a tenth of ``peak``."""
+    """Rate at the end of the decay. None means a tenth of ``peak``."""
     style: ClassVar[DecayStyle] = "cosine"
 
     def floor(self, peak: float) -> float:
@@ -120,11 +117,11 @@ class CosineMinLR(Decay):
 class InverseSqrt(Scheduler):
     """``peak * sqrt(warmup_steps / step)``, at least ``min_lr`` (Vaswani et al., 2017).
 
-    Without a warmup, ``peak / sqrt(step)``, as in Megatron; transformers takes a time scale of 10000 there.
+    Without a warmup it is ``peak / sqrt(step)``, as in Megatron; transformers then has a time scale of 10000.
     """
 
     decay_steps: int | None = None
-    """After the warmup, then ``min_lr`` at once; None: no end."""
+    """Steps after the warmup until the rate drops to ``min_lr`` at once. None means never."""
     min_lr: float = 0.0
 
     def after_warmup(self, step: int, peak: float, total_steps: int) -> float:  # noqa: ARG002
@@ -138,7 +135,7 @@ class WSD(Scheduler):
     """Warmup, stable, decay: ``peak`` until the last ``decay_steps`` of the run (Hu et al., 2024)."""
 
     decay_steps: int | None = None
-    """At the end of the run; None: a tenth of it, rounded up."""
+    """Length of the decay at the end of the run. None means a tenth of the run, rounded up."""
     min_lr: float = 0.0
     decay_style: DecayStyle = "minus_sqrt"
 
@@ -160,7 +157,7 @@ class WSD(Scheduler):
 
 
 def decayed(style: DecayStyle, steps: int, length: int, peak: float, min_lr: float) -> float:
-    """The rate ``steps`` into a decay of ``length`` steps; ``min_lr`` from its end on."""
+    """Return the rate after ``steps`` of a decay of ``length`` steps; it ends at ``min_lr``."""
     if steps >= length:
         return min_lr
     return min_lr + (peak - min_lr) * DECAYS[style](steps / length)

@@ -1,4 +1,4 @@
-"""From files to batches. ``StdlibData`` and ``FilesData`` are the targets of ``conf/data``."""
+"""Data, from files to batches. ``StdlibData`` and ``FilesData`` are the targets of ``conf/data``."""
 
 from components.data.config import FilesData, StdlibData
 from components.data.loader import PreparedData

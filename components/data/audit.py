@@ -1,4 +1,4 @@
-"""What the model will be trained on, in numbers: printed and saved with every run."""
+"""Statistics of the data, printed and saved with every run."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -16,45 +16,45 @@ from components.data.store.token_store import Bools, Outcome, Tokens
 
 @dataclass(frozen=True)
 class SourceAudit:
-    """One source. Tokens and lengths are of the samples that are trained on, after truncation."""
+    """Statistics of one source. Tokens and lengths are those of the trained samples, after truncation."""
 
     name: str
     format: str
     samples: int
     tokens: int
     supervised: int
-    """Tokens that are targets."""
+    """Number of tokens that are targets of the loss."""
     truncated: int
     """Samples cut to ``data.max_length``."""
     dropped: int
-    """Samples left out as they are longer than that."""
+    """Samples left out because they are longer than ``data.max_length``."""
     unsupervised: int
-    """Samples left out as they have no target."""
+    """Samples left out because they have no target."""
     identical: int
-    """Pairs left out as both answers are the same."""
+    """Pairs left out because both answers are the same."""
     long_prompts: int
-    """Samples whose prompt alone is longer than ``data.max_length``, among those above and here."""
+    """Samples, kept or left out, whose prompt without the answer is longer than ``data.max_length``."""
     desirable: float | None
-    """Share of samples, of unpaired data."""
+    """Share of desirable samples in unpaired data. None for other data."""
     stop_token_trained: float | None
-    """Share of samples; None: not known, as in an indexed data set."""
+    """Share of samples whose last stop token is a target. None means not known, as in an indexed data set."""
     length_p50: int
     length_p90: int
     length_p99: int
     length_max: int
-    """Tokens of a sequence."""
+    """Sequence lengths in tokens: percentiles 50, 90 and 99, and the maximum."""
 
 
 @dataclass(frozen=True)
 class SplitAudit:
-    """Train or eval."""
+    """Statistics of the training or evaluation split."""
 
     sources: tuple[SourceAudit, ...]
     packing: str
     rows: int
-    """Of the first epoch."""
+    """Number of rows of the first epoch."""
     fill_rate: float | None
-    """Tokens in rows over tokens that fit; None for padded rows."""
+    """Tokens in rows over tokens that fit into them. None for padded rows."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Audit:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def warnings(self) -> list[str]:
-        """What a user should know before the run, one line each."""
+        """Return the warnings to show before the run, one line each."""
         splits = [split for split in (self.train, self.eval) if split is not None]
         return [
             f"{source.name}: {source.identical:,} pair(s) with the same answer twice are left out."
@@ -76,7 +76,7 @@ class Audit:
         ]
 
     def render(self) -> Table:
-        """For a terminal: a column per source."""
+        """Return a table for a terminal, with one column per source."""
         table = Table(title="Data", title_justify="left")
         table.add_column()
         splits = {name: split for name in ("train", "eval") if (split := getattr(self, name)) is not None}
@@ -96,15 +96,15 @@ class Audit:
 def audit_source(
     name: str, tokens: Tokens, outcome: Outcome, selected: Bools, *, with_left_out: bool = True
 ) -> SourceAudit:
-    """Counts over the ``selected`` samples (bool per sample).
+    """Return the statistics of the ``selected`` samples (bool per sample).
 
-    ``with_left_out``: also report those that were left out (they belong to one split only).
+    With ``with_left_out``, also report the samples that were left out (they belong to one split only).
     """
     sequences = np.repeat(selected, tokens.sequences_per_sample)
     if tokens.desirable is not None:
         sequences[1::2] = False  # mismatched answers are not trained on
     lengths = tokens.lengths[sequences]
-    # A small share of several sources may take none of this one.
+    # A small share of several sources may contain no sample of this one.
     p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="nearest") if len(lengths) else (0, 0, 0)
     return SourceAudit(
         name=name,
@@ -127,12 +127,12 @@ def audit_source(
 
 
 def _share(flags: Bools | None, selected: Bools) -> float | None:
-    """None: not known, or of nothing."""
+    """Return the share of true flags, or None if it is not known or nothing is selected."""
     return None if flags is None or not selected.any() else float(flags[selected].mean())
 
 
 def audit_split(sources: Sequence[SourceAudit], plan: Plan, packing: str, capacity: int) -> SplitAudit:
-    """``plan``: of the first epoch; ``capacity``: tokens of a packed row."""
+    """Return a split's statistics with the plan of its first epoch. Packed rows fit ``capacity`` tokens."""
     tokens = int((plan.segments[:, 2] - plan.segments[:, 1]).sum())
     fill = None if packing == "none" else tokens / (plan.num_rows * capacity)
     return SplitAudit(tuple(sources), packing, plan.num_rows, fill)
@@ -148,7 +148,7 @@ def _cell(value: str | float | None) -> str:
 
 @contextmanager
 def show_progress(label: str) -> Iterator[Callable[[int], None]]:
-    """A line on the terminal, where there is one; call what it gives with the number done since."""
+    """Show a progress line if stderr is a terminal. Call the yielded function with the number just done."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}: {task.completed:,.0f}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

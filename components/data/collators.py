@@ -1,4 +1,4 @@
-"""Rows of a plan to a ``Batch``. Labels are shifted here and nowhere else."""
+"""Collate rows of a plan into a ``Batch``. Labels are shifted here and nowhere else."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,12 @@ from components.data.store.token_store import Tokens
 
 
 def collate_packed(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
-    """All segments of all rows end to end: ``[1, T]``. Empty rows add nothing, unless there is no other.
+    """Concatenate all segments of all rows into one row, ``[1, T]``.
+
+    Empty rows add nothing. If all rows are empty, the batch holds one padding token.
 
     Args:
-        rows: the segments of every row, int64 ``[n, 3]`` (see ``Plan``).
+        rows: the segments of each row, int64 ``[n, 3]`` (see ``Plan``).
     """
     segments = np.concatenate(rows)
     if not len(segments):
@@ -39,12 +41,12 @@ def collate_packed(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
 
 
 def collate_padded(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
-    """One sequence a line, ``[B, T]``, padded on the right to the longest. A pair takes two lines.
+    """Place one sequence per line, ``[B, T]``, padded on the right to the longest.
 
-    An empty row is as many lines of padding as a sample has sequences.
+    A pair takes two lines. An empty row becomes as many lines of padding as a sample has sequences.
 
     Args:
-        rows: the segments of every row, int64 ``[n, 3]``: of one sample, or none.
+        rows: the segments of each row, int64 ``[n, 3]``: those of one sample, or none.
     """
     per_row = store.sequences_per_sample
     assert all(len(row) in (0, per_row) for row in rows)
@@ -67,16 +69,19 @@ def collate_padded(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
 
 
 def prefix_lengths(store: Tokens, segments: Ints) -> Ints:
-    """int64 ``[n]``: what a rejected sequence has left to the chosen one before it; 0 for anything else."""
+    """Return the length of the prefix that each segment shares with the one before it, int64 ``[n]``.
+
+    It is the number of tokens that a rejected sequence leaves to its chosen one, and 0 for other segments.
+    """
     if store.sequences_per_sample == 1:
-        return np.zeros(len(segments), np.int64)  # a document that begins later was cut
+        return np.zeros(len(segments), np.int64)  # a document segment with a later start was cut
     return np.asarray(segments[:, 1])
 
 
 def read_segment(store: Tokens, segment: Sequence[int]) -> tuple[Ints, Ints]:
-    """Input ids and labels of one segment, int64 ``[stop - start]``.
+    """Return input ids and labels of one segment, int64 ``[stop - start]`` each.
 
-    The last label is the token after the segment, which a cut document has in another row.
+    The last label is the token after the segment. For a document that is cut, this token is in another row.
     """
     sequence, start, stop = segment
     tokens = store.tokens(sequence, start, stop + 1).astype(np.int64)
@@ -87,7 +92,7 @@ def read_segment(store: Tokens, segment: Sequence[int]) -> tuple[Ints, Ints]:
 
 
 def _pair_index(store: Tokens, segments: Ints) -> torch.Tensor | None:
-    """Chosen and rejected alternate, numbered within the micro-batch; -1 for a line of padding."""
+    """Return 0, 1, 2, ... for alternating chosen and rejected sequences; -1 for a line of padding."""
     if not _has_pairs(store):
         return None
     real = segments[:, 2] > segments[:, 1]
@@ -101,7 +106,7 @@ def _has_pairs(store: Tokens) -> bool:
 
 
 def _sequence_labels(store: Tokens, segments: Ints) -> torch.Tensor | None:
-    """Answers and mismatched ones alternate; a line of padding in the place of an answer is -1."""
+    """Return labels of answers, alternating with MISMATCHED; -1 for padding in the place of an answer."""
     if store.desirable is None:
         return None
     real = segments[:, 2] > segments[:, 1]

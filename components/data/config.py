@@ -1,4 +1,4 @@
-"""The ``data`` group: what to train on. ``prepare`` runs in the parent; every rank opens what it left."""
+"""The ``data`` group. ``prepare`` runs in the parent process; every rank opens the files it wrote."""
 
 import logging
 import os
@@ -36,7 +36,7 @@ _SOURCE_KEYS = ("path", "repeats", "format")
 
 @dataclass(frozen=True, kw_only=True)
 class Data(ABC):
-    """The keys that both kinds of data have; conf/data describes them."""
+    """The options of both kinds of data; conf/data describes them."""
 
     max_length: int = 1024
     packing: Literal["auto", "bfd", "concat", "none"] = "auto"
@@ -59,17 +59,21 @@ class Data(ABC):
 
     @abstractmethod
     def train_sources(self) -> Sequence[tuple[Source, float]]:
-        """Each with how often an epoch sees its samples."""
+        """Return each source with the number of times that an epoch contains its samples."""
 
     @abstractmethod
     def eval_source(self) -> Source | None: ...
 
     def held_out_fraction(self) -> float:
-        """The share of the training samples that are kept for evaluation."""
+        """Return the share of the training samples that is kept for evaluation."""
         return 0.0
 
     def resolve_packing(self, kind: SampleKind) -> Packing:
-        """What ``auto`` means for samples of ``kind``. ConfigError: concat, and they cannot be cut."""
+        """Return the packing for samples of ``kind``, with ``auto`` resolved.
+
+        Raises:
+            ConfigError: if packing is concat and the samples cannot be cut.
+        """
         if self.packing == "auto":
             return "concat" if kind == "text" else "bfd"
         if self.packing == "concat" and kind != "text":
@@ -89,16 +93,18 @@ class Data(ABC):
         max_steps: int | None,
         epochs: int | None,
     ) -> PreparedData:
-        """Tokenises and plans what is not in the cache. ``max_steps`` wins where both are given.
+        """Tokenise and plan everything that is not in the cache.
+
+        ``max_steps`` takes precedence over ``epochs``.
 
         Raises:
-            ConfigError: a mistake in an option or in a record; no sample or no step is left.
+            ConfigError: if an option or a record is invalid, or if no sample or no step is left.
         """
         if kind == "text" and self.train_on_prompt:
             raise ConfigError("data.train_on_prompt: a document has no prompt; leave it out with stage=pt.")
         cache, packing = cache_folder(self.cache_dir), self.resolve_packing(kind)
         self._check_share_prompt(kind, packing)
-        # A document that is cut across rows may be of any length.
+        # Documents that are cut across rows may have any length.
         limit = None if packing == "concat" else self.max_length
         encoder = Encoder(tokenizer, kind, limit, self.long_samples, self.train_on_prompt)
         train, held = self._train_split(encoder, cache, packing, seed)
@@ -116,13 +122,13 @@ class Data(ABC):
             packing=packing,
             pad_id=_pad_id(tokenizer),
             global_batch_size=global_batch_size,
-            # With or without an epoch's last batch, a step stands for other rows.
+            # drop_last changes which rows belong to a step.
             identity=f"{train.identity}-{'whole' if self.drop_last else 'all'}",
             audit=audit,
         )
 
     def cache(self) -> Path:
-        """The folder that outlives runs."""
+        """Return the cache folder, which outlives runs."""
         return cache_folder(self.cache_dir)
 
     def _check_share_prompt(self, kind: SampleKind, packing: Packing) -> None:
@@ -145,13 +151,13 @@ class Data(ABC):
             )
 
     def restore(self, prepared: Json) -> PreparedData:
-        """What ``prepare`` returned, from its ``to_json``."""
+        """Restore what ``prepare`` returned from its ``to_json``."""
         return PreparedData.from_json(prepared)
 
     def _train_split(
         self, encoder: Encoder, cache: Path, packing: Packing, seed: int
     ) -> tuple[Split, Split | None]:
-        """The samples to train on and those held out of them."""
+        """Return the training split and the split held out of it, or None if nothing is held out."""
         parts = [self._part(source, encoder, cache, repeats) for source, repeats in self.train_sources()]
         kept = np.concatenate([part.outcome.kept for part in parts])
         held = np.zeros_like(kept)
@@ -197,7 +203,7 @@ class Data(ABC):
     def _plan_epochs(
         self, train: Split, global_batch_size: int, max_steps: int | None, epochs: int | None
     ) -> tuple[int, int]:
-        """Plans epoch after epoch; how many there are then, and the steps of the run."""
+        """Plan all epochs of the run; return their number and the number of steps."""
         assert max_steps is not None or epochs is not None
         num_steps = 0
         with show_progress("planning epochs") as advance:
@@ -228,11 +234,11 @@ class StdlibData(Data):
 
 @dataclass(frozen=True, kw_only=True)
 class FilesData(Data):
-    """A user's files. Either ``train`` or ``sources``."""
+    """A user's files, named by either ``train`` or ``sources``."""
 
     train: str | None = None
     sources: list[Json] | None = None
-    """``{path, repeats = 1, format = data.format}`` each."""
+    """One ``{path, repeats = 1, format = data.format}`` per source."""
     eval: str | None = None
     eval_fraction: float = 0.0
     format: Literal["auto"] | Format = "auto"
@@ -298,7 +304,11 @@ def _no_step(num_rows: int, epoch: int, global_batch_size: int) -> ConfigError:
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """``cache_dir``, else $RUNNER_CACHE, else ~/.cache/runner. ConfigError: it cannot be written to."""
+    """Create and return ``cache_dir``, else $RUNNER_CACHE, else ~/.cache/runner.
+
+    Raises:
+        ConfigError: if the folder cannot be created or written to.
+    """
     folder = Path(cache_dir or os.environ.get("RUNNER_CACHE") or "~/.cache/runner").expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -312,6 +322,6 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Any token will do: padding is neither attended to nor trained on."""
+    """Return a padding token. Any token will do: padding is neither attended to nor trained on."""
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return int(next(token for token in known if token is not None))

@@ -22,7 +22,7 @@ from components.data.records.samples import ChatSample, PreferenceSample, Sample
 
 Split = Literal["train", "eval"]
 
-# Packages that are no part of the library proper, tests, and modules that are tables rather than code.
+# Skipped: packages outside of the library proper, tests, and modules that are tables rather than code.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"})
 _SKIPPED_PREFIXES = ("site-packages", "dist-packages", "config-", "_sysconfigdata", "__phello__")
 _SKIPPED_FILES = frozenset({"html/entities.py", "pickletools.py"})
@@ -54,11 +54,11 @@ class _Entry:
 
 
 def stdlib_records(kind: SampleKind, split: Split) -> Iterator[tuple[Sample, str]]:
-    """Yields (sample, origin) of one split; a module is in exactly one of the two.
+    """Yield (sample, origin) of one split. Each module is in exactly one of the two splits.
 
     text: the source of a module. chat: a question about a function, class or method, answered with its
-    docstring. preference: the same question, the right docstring chosen, another one of the module rejected.
-    unpaired: one of the two, in about every second sample the right one.
+    docstring. preference: the same question with the right docstring chosen and another one of the module
+    rejected. unpaired: one of these two answers, in about half of the samples the right one.
     """
     for path, module in _modules(split):
         if kind == "text":
@@ -76,7 +76,7 @@ def stdlib_records(kind: SampleKind, split: Split) -> Iterator[tuple[Sample, str
 def _modules(split: Split) -> list[tuple[Path, str]]:
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
-    for folder, folders, names in os.walk(root):  # installed packages are many files: they are not entered
+    for folder, folders, names in os.walk(root):  # installed packages, with many files, are not entered
         folders[:] = [name for name in folders if not _skipped(Path(name))]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
     modules = []
@@ -105,7 +105,7 @@ def _split(module: str) -> Split:
 
 
 def _stable_hash(text: str) -> int:
-    """Unlike ``hash``, the same in every process."""
+    """Return a hash that, unlike ``hash``, is the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
@@ -116,7 +116,7 @@ def _read(path: Path) -> str:
 
 def _entries(path: Path, module: str) -> list[_Entry]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old escapes in a library that is not ours
+        warnings.simplefilter("ignore")  # invalid escapes in sources of the library
         tree = ast.parse(_read(path))
     entries = []
     for node, name, kind in _definitions(tree, "", "function"):
@@ -154,7 +154,7 @@ def _chat(entry: _Entry) -> ChatSample:
 
 
 def _preference(entry: _Entry, entries: list[_Entry]) -> PreferenceSample | None:
-    """None where the module has no other docstring to reject."""
+    """Return a pair, or None if the module has no other docstring to reject."""
     others = [other.answer for other in entries if other.answer != entry.answer]
     if not others:
         return None

@@ -1,4 +1,4 @@
-"""Global batches out of a plan: which rows belong to a step, and which of them to this rank."""
+"""Global batches from a plan: which rows belong to a step, and which of them to this rank."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from components.data.store.token_store import Tokens, TokenStore, digest
 
 
 class PlanFiles(Sequence[Plan]):
-    """The plans of a run, opened when asked for: a small data set may have thousands of epochs."""
+    """The plans of a run, opened on access, because a small data set may have thousands of epochs."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
@@ -39,16 +39,16 @@ class PlanFiles(Sequence[Plan]):
 
 
 def count_steps(plan: Plan, global_batch_size: int, *, drop_last: bool) -> int:
-    """Global batches of one epoch; the last one may be smaller, unless it is dropped."""
+    """Return the number of global batches of one epoch. The last may be smaller, unless it is dropped."""
     return (plan.num_rows if drop_last else plan.num_rows + global_batch_size - 1) // global_batch_size
 
 
 class DataLoader:
     """See ``components.contracts.data.DataLoader``.
 
-    A step is cut into ``ceil(rows / (data_size * micro_batch_size))`` micro-batches on every rank;
-    micro-batch ``j`` of rank ``r`` takes ``micro_batch_size`` rows from ``(j * data_size + r) *
-    micro_batch_size`` on. Rows beyond the end are empty.
+    A step has ``ceil(rows / (data_size * micro_batch_size))`` micro-batches on every rank. Micro-batch ``j``
+    of data-parallel rank ``r`` takes ``micro_batch_size`` rows, the first of which is row
+    ``(j * data_size + r) * micro_batch_size`` of the step. Rows beyond the end are empty.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DataLoader:
         max_steps: int | None = None,
         reference: LogpsFile | None = None,
     ) -> None:
-        """``reference``: of the sequences of ``store``, what every ``Batch`` gets as ``ref_logps``."""
+        """Create a loader. ``reference``, if given, has the ``ref_logps`` of the sequences of ``store``."""
         assert 0 <= data_rank < data_size
         assert global_batch_size % (data_size * micro_batch_size) == 0
         self._store, self._plans, self._pad_id = store, plans, pad_id
@@ -93,7 +93,7 @@ class DataLoader:
         return [self._reference.attach(batch, np.concatenate(rows)) for rows, batch in made]
 
     def shares(self, step: int) -> list[list[Ints]]:
-        """Of each of this rank's micro-batches the rows, and of a row the segments: int64 ``[n, 3]``."""
+        """Return the rows of each micro-batch of this rank, a row as its segments, int64 ``[n, 3]``."""
         plan, start, stop = self._rows(step)
         share = self._data_size * self._micro_batch_size
         mine = self._data_rank * self._micro_batch_size
@@ -102,9 +102,10 @@ class DataLoader:
         return [[_row(plan, row, stop) for row in range(first, first + size)] for first in firsts]
 
     def stats(self, step: int) -> BatchStats:
-        """``num_samples`` counts a document that is cut across rows once, where it begins.
+        """Return the statistics of the global batch of a step.
 
-        Of unpaired data the mismatched answers, which are not trained on, are left out.
+        ``num_samples`` counts a document that is cut across rows once, at its beginning. Mismatched answers
+        of unpaired data are left out, because they are not trained on.
         """
         segments, per_sample = np.asarray(self.segments(step)), self._store.sequences_per_sample
         if self._store.desirable is not None:
@@ -125,12 +126,12 @@ class DataLoader:
         )
 
     def sample_ids(self, step: int) -> list[str]:
-        """Every sample once, as ``Tokens.origin`` names it, in the order of the rows of the global batch."""
+        """Return the ``Tokens.origin`` of each sample once, in the order of the rows of the global batch."""
         samples = self.segments(step)[:, 0] // self._store.sequences_per_sample
         return [self._store.origin(sample) for sample in dict.fromkeys(samples.tolist())]
 
     def lacks_reference(self) -> bool:
-        """Whether a micro-batch of some step would find no ``ref_logps``."""
+        """Return whether the file of the reference lacks a sequence of some step."""
         assert self._reference is not None
         holds = self._reference.holds
         return not all(holds(self.segments(step)[:, 0]) for step in range(self._num_steps))
@@ -141,12 +142,12 @@ class DataLoader:
         return done + (step - first) / (last - first)
 
     def segments(self, step: int) -> Ints:
-        """int64 ``[n, 3]``: of the whole global batch."""
+        """Return the segments of the whole global batch, int64 ``[n, 3]``."""
         plan, start, stop = self._rows(step)
         return plan.rows(start, stop)
 
     def _rows(self, step: int) -> tuple[Plan, int, int]:
-        """The plan of the step's epoch, and the first and past-the-last of its rows."""
+        """Return the plan of the step's epoch, and the first and past-the-last of the step's rows."""
         assert 0 <= step < self._num_steps, (step, self._num_steps)
         epoch = bisect_right(self._first_steps, step) - 1
         plan = self._plans[epoch]
@@ -160,13 +161,13 @@ def _row(plan: Plan, row: int, stop: int) -> Ints:
 
 @dataclass(frozen=True)
 class StoreFiles:
-    """Where the tokens of one source are."""
+    """The location of the tokens of one source."""
 
     path: str
     indexed: bool = False
-    """Megatron's .bin and .idx; ``path`` is their common prefix."""
+    """Whether these are Megatron's .bin and .idx files; ``path`` is then their common prefix."""
     max_length: int | None = None
-    """Where sequences of an indexed data set end; a token store has been cut already."""
+    """Tokens to which sequences of an indexed data set are cut. A token store is cut already."""
     name: str = ""
     """The option that names the source, or ``stdlib``."""
 
@@ -178,7 +179,7 @@ class StoreFiles:
 
 @dataclass(frozen=True)
 class SplitFiles:
-    """Train or eval: its tokens, and the folder with a plan for every epoch."""
+    """The training or evaluation split: its tokens, and the folder with one plan per epoch."""
 
     stores: tuple[StoreFiles, ...]
     plans: str
@@ -191,7 +192,7 @@ class SplitFiles:
         return JoinedTokens([store.open() for store in self.stores]), PlanFiles(folders)
 
     def reference(self, folder: Path) -> LogpsFile:
-        """Where ``folder``, of one reference model, has what belongs to these tokens."""
+        """Return the log-probabilities of these tokens in ``folder``, that of one reference model."""
         assert not any(store.indexed for store in self.stores), "only the name of a token store tells all"
         name = digest([Path(store.path).name for store in self.stores])
         return LogpsFile(
@@ -205,7 +206,7 @@ def epoch_name(epoch: int) -> str:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What the parent made and every rank opens; it travels as JSON."""
+    """The data that the parent process prepared. Every rank receives it as JSON and opens it."""
 
     train: SplitFiles
     eval: SplitFiles | None
@@ -213,17 +214,17 @@ class PreparedData:
     pad_id: int
     global_batch_size: int
     identity: str
-    """Changes with the data and all that shapes global batches, but for their size; not with this program."""
+    """Digest of the data and all that shapes global batches, except their size and this program's code."""
     audit: Audit
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the run."""
+        """Number of optimizer steps of the run."""
         return self.train.num_steps
 
     @property
     def splits(self) -> list[SplitFiles]:
-        """Train, and eval where there is something to evaluate on."""
+        """The training split and, if there is one, the evaluation split."""
         return [self.train] if self.eval is None else [self.train, self.eval]
 
     def train_loader(
@@ -235,7 +236,10 @@ class PreparedData:
         data_size: int,
         reference: Path | None = None,
     ) -> DataLoader:
-        """``reference``: the folder of a reference model, for batches that carry its log-probabilities."""
+        """Return the loader of the training split.
+
+        If given, ``reference`` is the folder of the reference model whose log-probabilities batches carry.
+        """
         assert global_batch_size == self.global_batch_size, "planned for another size"
         return self.loader(self.train, global_batch_size, micro_batch_size, data_rank, data_size, reference)
 
@@ -248,7 +252,7 @@ class PreparedData:
         data_size: int,
         reference: Path | None = None,
     ) -> DataLoader | None:
-        """One pass in order; None where there is nothing to evaluate on."""
+        """Return a loader for one pass in order, or None if there is no evaluation split."""
         if self.eval is None:
             return None
         return self.loader(self.eval, global_batch_size, micro_batch_size, data_rank, data_size, reference)
@@ -276,16 +280,17 @@ class PreparedData:
         )
 
     def lacks_reference(self, folder: Path) -> bool:
-        """Whether the run has samples that the reference model of ``folder`` has not been asked about."""
+        """Return whether ``folder``, of one reference model, lacks log-probabilities for this run."""
         loaders = (
             self.loader(split, self.global_batch_size, 1, 0, 1, reference=folder) for split in self.splits
         )
         return any(loader.lacks_reference() for loader in loaders)
 
     def prompt(self) -> list[int]:
-        """Token ids to complete: the first sample's, held out where there is such, up to its first target.
+        """Return the token ids of a prompt to complete: those of the first sample before its first target.
 
-        Where everything is a target, half of the sequence, at most 32 tokens.
+        The sample is from the evaluation split, if there is one. If every token is a target, the prompt is
+        half of the sequence, at most 32 tokens.
         """
         tokens, plans = (self.eval or self.train).open()
         sequence, _, stop = plans[0].segments[0].tolist()

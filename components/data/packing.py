@@ -1,4 +1,4 @@
-"""The order of samples and how they share rows: a pure function of the data and the seed, never of ranks."""
+"""The order of samples and their packing into rows: a pure function of data and seed, not of ranks."""
 
 import shutil
 import tempfile
@@ -14,35 +14,35 @@ Ints = npt.NDArray[np.int64]
 Packing = Literal["bfd", "concat", "none"]
 
 WINDOW = 4096
-"""Samples, neighbours in the epoch's order, that are packed together."""
+"""Number of consecutive samples, in the order of the epoch, that are packed together."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows of one epoch in training order; row ``i``: ``segments[row_offsets[i]:row_offsets[i + 1]]``."""
+    """The rows of one epoch in training order. Row i is ``segments[row_offsets[i]:row_offsets[i + 1]]``."""
 
     segments: Ints
     """int64 ``[N, 3]``: sequence, and the first and past-the-last of its tokens that serve as input.
 
-    The rejected sequence of a pair begins after what it shares with the chosen one, the segment before.
+    The rejected sequence of a pair begins after its shared prefix with the chosen one, the previous segment.
     """
     row_offsets: Ints
-    """int64 ``[R + 1]``"""
+    """int64 ``[R + 1]``: index of the first segment of each row, and the number of segments."""
 
     @property
     def num_rows(self) -> int:
         return len(self.row_offsets) - 1
 
     def row(self, index: int) -> Ints:
-        """int64 ``[n, 3]``: the segments of one row."""
+        """Return the segments of one row, int64 ``[n, 3]``."""
         return self.rows(index, index + 1)
 
     def rows(self, start: int, stop: int) -> Ints:
-        """int64 ``[n, 3]``: the segments of rows ``start`` to ``stop``."""
+        """Return the segments of rows ``start`` to ``stop``, int64 ``[n, 3]``."""
         return self.segments[self.row_offsets[start] : self.row_offsets[stop]]
 
     def save(self, folder: Path) -> None:
-        """Writes ``folder`` whole or not at all."""
+        """Write ``folder`` as a whole or not at all."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         np.save(temporary / "segments.npy", self.segments)
@@ -52,7 +52,12 @@ class Plan:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Memory-mapped. OSError or ValueError: the folder is missing or torn."""
+        """Open a plan, memory-mapped.
+
+        Raises:
+            OSError: if the folder or a file of it is missing.
+            ValueError: if a file is incomplete.
+        """
         names = ("segments", "row_offsets")
         return cls(*(np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names))
 
@@ -69,21 +74,21 @@ def plan_epoch(
     shuffle: bool,
     shared: Ints | None = None,
 ) -> Plan:
-    """Plans one pass over the data.
+    """Plan one pass over the data.
 
-    none: a row is a sample. bfd: the samples of every ``WINDOW`` by best-fit decreasing into rows of at most
-    ``sequences_per_sample * max_length`` tokens; the rows of a window are then shuffled, so that length does
-    not follow time. concat: the sequences end to end, cut every ``max_length`` tokens.
+    none: a row is a sample. bfd: every ``WINDOW`` samples are packed by best-fit decreasing into rows of at
+    most ``sequences_per_sample * max_length`` tokens; the rows of a window are then shuffled, so that length
+    does not depend on time. concat: the sequences are placed end to end and cut every ``max_length`` tokens.
 
-    Without ``shuffle`` samples keep their order; a row of bfd stands where its first sample stood.
+    Without ``shuffle`` samples keep their order; rows of bfd are ordered by their first sample.
 
     Args:
-        lengths: int64 ``[S]``, tokens of every sequence; sample ``i`` is the ``sequences_per_sample`` from
-            ``i * sequences_per_sample`` on.
-        repeats: float64 per sample, how often an epoch sees it; of those with a fraction, as many are drawn
-            anew every epoch. None: once.
-        shared: int64 per pair, of bfd: first tokens of the second sequence that the first one computes for
-            both. None: of no pair.
+        lengths: int64 ``[S]``, tokens of each sequence. Sample ``i`` has ``sequences_per_sample`` sequences,
+            the first of which is ``i * sequences_per_sample``.
+        repeats: float64 per sample, how often an epoch contains it. For a fractional part f, a share f of
+            the samples with this part is drawn anew every epoch. None means once.
+        shared: int64 per pair, only with bfd: the leading tokens of the second sequence that the first one
+            computes for both. None means that no pair shares tokens.
     """
     assert shared is None or (packing == "bfd" and sequences_per_sample == 2), "only packed pairs share"
     count = len(lengths) // sequences_per_sample
@@ -108,7 +113,7 @@ def plan_epoch(
 
 
 def hold_out(count: int, fraction: float, seed: int) -> npt.NDArray[np.bool_]:
-    """bool ``[count]``: which samples are kept from training; at least one where ``fraction`` is above 0."""
+    """Choose the samples to hold out of training, bool ``[count]``; at least one if ``fraction`` > 0."""
     held = np.zeros(count, dtype=np.bool_)
     if fraction > 0:
         number = max(1, round(fraction * count))
@@ -117,7 +122,10 @@ def hold_out(count: int, fraction: float, seed: int) -> npt.NDArray[np.bool_]:
 
 
 def _generator(seed: int, epoch: int, purpose: str) -> np.random.RandomState:
-    """RandomState, as numpy froze its streams: a resumed run must find the same plan with a later numpy."""
+    """Return a RandomState, because numpy has frozen its streams.
+
+    A resumed run must find the same plan with a later numpy.
+    """
     words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch, *purpose.encode()]
     return np.random.RandomState(words)
 
@@ -125,7 +133,7 @@ def _generator(seed: int, epoch: int, purpose: str) -> np.random.RandomState:
 def _epoch_order(
     count: int, repeats: npt.NDArray[np.float64] | None, seed: int, epoch: int, shuffle: bool
 ) -> Ints:
-    """Samples in the order of the epoch, as often as it sees them."""
+    """Return the samples in the order of the epoch, each as often as the epoch contains it."""
     order = np.arange(count, dtype=np.int64)
     if repeats is not None:
         order = np.repeat(order, _draw(repeats, _generator(seed, epoch, "repeats")))
@@ -137,13 +145,13 @@ def _draw(repeats: npt.NDArray[np.float64], rng: np.random.RandomState) -> Ints:
     fractions = repeats - counts
     for fraction in np.unique(fractions[fractions > 0]):
         members = np.flatnonzero(fractions == fraction)
-        number = int(fraction * len(members) + rng.random_sample())  # right on average for few members too
+        number = int(fraction * len(members) + rng.random_sample())  # right on average even for few members
         counts[rng.permutation(members)[:number]] += 1
     return counts
 
 
 def _pack(sizes: Ints, capacity: int, rng: np.random.RandomState | None) -> tuple[Ints, Ints]:
-    """Positions row after row, and where every row begins among them (with the end)."""
+    """Return the positions row after row, and the offset of each row among them (with the end)."""
     rows: list[list[int]] = []
     for start in range(0, len(sizes), WINDOW):
         packed = best_fit_decreasing(sizes[start : start + WINDOW], capacity)
@@ -154,14 +162,13 @@ def _pack(sizes: Ints, capacity: int, rng: np.random.RandomState | None) -> tupl
 
 
 def best_fit_decreasing(sizes: Ints, capacity: int) -> list[list[int]]:
-    """Items of each bin in ascending order, bins by their first item.
+    """Return the items of each bin in ascending order, with bins ordered by their first item.
 
-    The longest item first, each into the bin with the least room that takes it. O(n log n).
+    Starting with the longest, each item is put into the bin with the least room that fits it. O(n log n).
     """
     bins: list[list[int]] = []
-    room: list[
-        int
-    ] = []  # sorted: room * len(sizes) + bin, one number as comparing tuples takes twice as long
+    # Sorted values of room * len(sizes) + bin: one number, because comparing tuples takes twice as long.
+    room: list[int] = []
     unit, needs = len(sizes), sizes.tolist()
     for item in np.argsort(-sizes, kind="stable").tolist():
         need = needs[item]
@@ -179,7 +186,7 @@ def best_fit_decreasing(sizes: Ints, capacity: int) -> list[list[int]]:
 
 
 def _cut(lengths: Ints, order: Ints, max_length: int) -> Plan:
-    """Documents of ``order`` end to end; a segment ends with its document or its row."""
+    """Place the documents of ``order`` end to end; a segment ends with its document or its row."""
     ends = np.cumsum(lengths[order])
     assert len(order) == 0 or lengths[order].min() > 0
     total = int(ends[-1]) if len(ends) else 0

@@ -1,4 +1,4 @@
-"""Which pairs continue the same prompt, and how much of it need not be computed twice."""
+"""The number of prompt tokens that the two sequences of a pair share, to compute them only once."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from components.data.store.token_store import Ints, Tokens
 
 
 def shared_lengths(store: Tokens) -> Ints:
-    """int64, per pair of ``store``: so many first tokens of the rejected sequence are left to the chosen one.
+    """Return how many leading tokens of each pair only the chosen sequence computes, int64 per pair.
 
-    All that both begin with and neither has as a target, but for its last token: that one predicts the first
-    token of its own answer, so both compute it. 0 where there is no more than that.
+    These are the tokens that both sequences begin with and that are targets in neither, except the last one:
+    it predicts the first token of the answer, so both sequences compute it. 0 if no other token is shared.
     """
     assert store.sequences_per_sample == 2, "prompts are shared within pairs"
     return np.array([_shared(store, pair) for pair in range(len(store.lengths) // 2)], np.int64)
@@ -20,5 +20,5 @@ def _shared(store: Tokens, pair: int) -> int:
     length = int(store.lengths[[chosen, rejected]].min())
     same = store.tokens(chosen, 0, length) == store.tokens(rejected, 0, length)
     untrained = ~(store.mask(chosen, 0, length) | store.mask(rejected, 0, length))
-    common = np.append(same & untrained, False).argmin()  # the first token that is not
+    common = np.append(same & untrained, False).argmin()  # the first token that differs or is a target
     return max(int(common) - 1, 0)

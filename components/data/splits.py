@@ -1,4 +1,4 @@
-"""The samples of train and of eval: which of which source, their plans in the cache, their audit."""
+"""The training and evaluation splits: their samples, their plans in the cache, and their audit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from components.data.tokenize.workers import FileSource
 
 @dataclass(frozen=True)
 class Part:
-    """One source, in tokens."""
+    """One tokenised source."""
 
     name: str
     repeats: float
@@ -44,7 +44,7 @@ def indexed_part(source: FileSource, prefix: Path, encoder: Encoder, cache: Path
             f"{source.name}: no sequence is left ({outcome.dropped} longer than data.max_length="
             f"{encoder.max_length}, {outcome.unsupervised} of a single token)."
         )
-    # A plan depends on the lengths alone, so there is no need to read a corpus through.
+    # A plan depends only on the lengths, so there is no need to read the whole corpus.
     index = file_digest(prefix.with_name(f"{prefix.name}.idx").resolve(), cache)
     identity = digest([index, encoder.max_length, encoder.long_samples])
     files = StoreFiles(
@@ -55,19 +55,19 @@ def indexed_part(source: FileSource, prefix: Path, encoder: Encoder, cache: Path
 
 @dataclass(frozen=True)
 class Split:
-    """Some samples of some sources, and their plans in the cache."""
+    """A selection of samples from some sources, and its plans in the cache."""
 
     parts: Sequence[Part]
     selected: Bools = field(repr=False)
-    """Per sample of all parts."""
+    """bool per sample of all parts."""
     cache: Path
     packing: Packing
     max_length: int
     seed: int
     shuffle: bool | None = None
-    """None: for evaluation, every sample once and in order."""
+    """Whether samples are shuffled. None means evaluation: every sample once and in order."""
     share_prompt: bool = False
-    """Of pairs: the rejected sequence leaves their prompt to the chosen one."""
+    """Whether only the chosen sequence of a pair computes the prompt."""
 
     @cached_property
     def tokens(self) -> JoinedTokens:
@@ -87,7 +87,7 @@ class Split:
         return self.cache / "plans" / digest([self.identity, stores, code])
 
     def plan(self, epoch: int) -> Plan:
-        """Of the cache, where it is made if need be."""
+        """Return the plan of an epoch from the cache; make it first if it is missing."""
         folder = self.folder / epoch_name(epoch)
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / "lock"):

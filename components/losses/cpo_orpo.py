@@ -17,17 +17,17 @@ from components.losses.preference_formulas import hinge, ipo, sigmoid
 
 @dataclass(frozen=True)
 class CPO(PairwiseLoss):
-    """Contrastive preference optimisation (Xu et al. 2024, equations 3 and 5), and SimPO (Meng et al. 2024,
-    equation 6): log-probabilities per token, and a margin gamma between rewards.
+    """Contrastive preference optimisation (Xu et al. 2024, equations 3 and 5) and SimPO.
 
-    ``ipo`` takes log-probabilities per token too, as TRL's CPOTrainer has it.
+    SimPO (Meng et al. 2024, equation 6) takes log-probabilities per token and a margin gamma between rewards.
+    ``ipo`` also takes log-probabilities per token, as in TRL's CPOTrainer.
     """
 
     loss: Literal["sigmoid", "hinge", "ipo", "simpo"]
     cpo_alpha: float
     """Weight of the chosen answer's negative log-likelihood."""
     simpo_gamma: float | None = None
-    """Of ``loss=simpo``: by how much the rewards should differ. None: 0.5."""
+    """Target difference of the rewards with ``loss=simpo``. None means 0.5."""
     label_smoothing: float = 0.0
 
     reference: ClassVar[ReferenceChoice] = "none"
@@ -72,11 +72,12 @@ class CPO(PairwiseLoss):
 
 @dataclass(frozen=True)
 class ORPO(PairwiseLoss):
-    """Odds-ratio preference optimisation (Hong et al. 2024, equations 4 to 7), beta its lambda: the negative
-    log-likelihood of the chosen answer, and beta times how little its odds exceed those of the other.
+    """Odds-ratio preference optimisation (Hong et al. 2024, equations 4 to 7); beta is its lambda.
 
-    The likelihood of a sequence is the geometric mean over its tokens. The negative log-likelihood is a term
-    of its own, over the answer's labels, with weight 1.
+    The loss is the negative log-likelihood of the chosen answer, plus beta times the negative logsigmoid of
+    the difference in log odds between the chosen and the rejected answer. The likelihood of a sequence is the
+    geometric mean over its tokens. The negative log-likelihood is a separate term over the labels of the
+    answer, with weight 1.
     """
 
     reference: ClassVar[ReferenceChoice] = "none"
@@ -93,9 +94,9 @@ class ORPO(PairwiseLoss):
 
 
 def log_odds(log_probability: Tensor) -> Tensor:
-    """``log(p / (1 - p))``; near p = 1 and near p = 0 alike exact (Mächler 2012)."""
+    """Return ``log(p / (1 - p))``, exact both near p = 1 and near p = 0 (Mächler 2012)."""
     near_one = log_probability > -math.log(2)
-    # Each branch gets values that the other's gradient is finite at.
+    # Each branch gets only values at which its gradient is finite, even if it is not selected.
     large = torch.where(near_one, log_probability, -math.log(2))
     small = torch.where(near_one, -math.log(2), log_probability)
     complement = torch.where(near_one, (-large.expm1()).log(), (-small.exp()).log1p())

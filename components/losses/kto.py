@@ -18,11 +18,11 @@ from components.losses.preference_base import attach_reference, log_ratios
 class KTO:
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, equations 7 and 8).
 
-    With r = beta * log-ratio and z = beta * KL, a desirable answer costs ``w_d * sigmoid(z - r)`` and another
-    one ``w_u * sigmoid(r - z)``.
+    With r = beta * log-ratio and z = beta * KL, the loss of a desirable answer is ``w_d * sigmoid(z - r)``
+    and that of an undesirable one ``w_u * sigmoid(r - z)``.
 
     KL is the mean log-ratio of mismatched answers over the global batch, at least 0, without gradient.
-    ``apo_zero_unpaired`` has z = 0 (D'Oosterlinck et al. 2024, equation 7, one answer at a time).
+    ``apo_zero_unpaired`` sets z = 0 (D'Oosterlinck et al. 2024, equation 7, one answer at a time).
     """
 
     beta: float
@@ -50,20 +50,20 @@ class KTO:
         return None
 
     def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:
-        """The answers alone, with the reference's log-probabilities and the constant ``kl``."""
+        """Remove the mismatched answers; attach the reference's log-probabilities and the constant ``kl``."""
         with_reference = attach_reference(microbatches, engine, self.reference)
         kl = self._kl(with_reference, engine) if self.loss == "kto" else 0.0
         answers = [batch.select(sequence_labels(batch) != MISMATCHED) for batch in with_reference]
         return [replace(batch, constants={**batch.constants, "kl": kl}) for batch in answers]
 
     def _kl(self, microbatches: Sequence[Batch], engine: LossEngine) -> float:
-        """0 off the last pipeline stage, where no loss is computed."""
+        """Return KL, or 0 except on the last pipeline stage, because the other stages compute no loss."""
         mismatched = [batch.select(sequence_labels(batch) == MISMATCHED) for batch in microbatches]
         found = engine.logps(mismatched)
         total = 0.0
         if found is not None:
             policy = zip(mismatched, found, strict=True)
-            # A cache's log-probabilities come with the data, and those of the engine from its device.
+            # Cached log-probabilities are on the host with the data, those of the engine on its device.
             ratios = [
                 log_ratios(TokenStats(logps), batch.to(logps.device), self.reference)
                 for batch, logps in policy
@@ -103,5 +103,5 @@ def sequence_labels(batch: Batch) -> Tensor:
 
 
 def which(batch: Batch, label: int) -> Tensor:
-    """int64 ``[n]``, on the host: the sequences with that label."""
+    """Return the indices of the sequences with that label: int64 ``[n]``, on the host."""
     return (sequence_labels(batch) == label).nonzero()[:, 0]

@@ -17,12 +17,13 @@ from components.contracts.loss import LossEngine, LossOutput, ReferenceChoice, T
 class NextToken:
     """``(1 - eps) * -logp + eps * -mean_logp + z_loss * logsumexp ** 2`` at every labelled token.
 
-    Label smoothing is Szegedy et al. 2016 (uniform over the whole vocabulary), the z-loss PaLM's (2022).
+    Label smoothing is that of Szegedy et al. 2016 (uniform over the whole vocabulary), the z-loss that of
+    PaLM (2022).
     """
 
     kind: Literal["text", "chat"]
     normalize: Literal["token", "sequence"]
-    """What counts the same: every labelled token, or every sequence (by its mean over labelled tokens)."""
+    """Unit of equal weight: each labelled token, or each sequence (by its mean over labelled tokens)."""
     label_smoothing: float
     z_loss: float
 
@@ -70,7 +71,7 @@ class NextToken:
         )
 
     def _token_weights(self, batch: Batch) -> Tensor:
-        """float32 like ``labels``: 1, or 1 / labelled tokens of the sequence; 0 where there is no label."""
+        """Return 1, or 1 / labelled tokens of the sequence; 0 without a label. float32 like ``labels``."""
         labelled = batch.labels != IGNORE
         if self.normalize == "token":
             return labelled.float()

@@ -1,4 +1,4 @@
-"""Direct preference optimisation and its family: pairs of answers, against a reference model."""
+"""Direct preference optimisation and its variants: pairs of answers, against a reference model."""
 
 import math
 from dataclasses import dataclass, replace
@@ -38,20 +38,23 @@ FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_diverg
 
 @dataclass(frozen=True)
 class DPO(ReferencedLoss):
-    """The formulas are in ``pair_losses``. A reward is beta times an answer's log-ratio to the reference."""
+    """DPO and its variants, with the formulas in ``preference_formulas``.
+
+    A reward is beta times an answer's log-ratio to the reference model.
+    """
 
     label_smoothing: float
     loss: DPOKind = "sigmoid"
     rpo_alpha: float = 0.0
     """RPO (Pang et al. 2024): weight of the chosen answers' negative log-likelihood, a mean over tokens."""
     ld_alpha: float | None = None
-    """LD-DPO (Liu et al. 2024): weight of what the longer answer has in excess. None: 1."""
+    """LD-DPO (Liu et al. 2024): weight of the excess tokens of the longer answer. None means 1."""
     f_divergence: FDivergence = "reverse_kl"
-    """f-DPO (Wang et al. 2023): what keeps the policy near the reference."""
+    """f-DPO (Wang et al. 2023): the divergence that keeps the policy near the reference model."""
     alpha_divergence_coef: float | None = None
-    """Of ``f_divergence=alpha_divergence``. None: 0.5."""
+    """Alpha of ``f_divergence=alpha_divergence``. None means 0.5."""
     discopop_tau: float | None = None
-    """Of ``loss=discopop``. None: 0.05."""
+    """Temperature of ``loss=discopop``. None means 0.05."""
 
     nll_option: ClassVar[str] = "rpo_alpha"
 
@@ -122,7 +125,7 @@ class DPO(ReferencedLoss):
 
 
 def refuse_unread(option: str, loss: str) -> None:
-    """ConfigError: ``loss`` does not read ``option``."""
+    """Raise ConfigError if ``loss`` does not read ``option``."""
     readers = [name for name, function in PAIR_LOSSES.items() if option in options_of(function)]
     if loss not in readers:
         raise ConfigError(

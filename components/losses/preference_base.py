@@ -1,4 +1,4 @@
-"""What losses over pairs of answers, one chosen and one rejected, have in common."""
+"""Base classes of losses over pairs of answers, one chosen and one rejected."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,14 +19,14 @@ class Pairs:
     """The answers of a micro-batch, float64 ``[pairs]`` each."""
 
     chosen: Tensor
-    """Scores: log-ratios, or log-probabilities where there is no reference."""
+    """Scores: log-ratios, or log-probabilities if no reference model is used."""
     rejected: Tensor
     chosen_tokens: Tensor
-    """How many labels each answer has."""
+    """Number of labels of each answer."""
     rejected_tokens: Tensor
 
     def per_token(self) -> "Pairs":
-        """The same with every score divided by the answer's tokens."""
+        """Return the same with every score divided by the number of labels of its answer."""
         return replace(
             self, chosen=self.chosen / self.chosen_tokens, rejected=self.rejected / self.rejected_tokens
         )
@@ -34,11 +34,11 @@ class Pairs:
 
 @dataclass(frozen=True)
 class PairwiseLoss(ABC):
-    """A sum of ``pair_loss`` over pairs and, where ``nll_weight`` is not 0, a second term: so many times the
-    negative log-likelihood of the chosen answers, which counts their tokens.
+    """A sum of ``pair_loss`` over pairs and, if ``nll_weight`` is not 0, a second term.
 
-    Reports rewards and log-probabilities of the answers, the margin between rewards, and the share of pairs
-    in which it is above 0, under TRL's names.
+    The second term is ``nll_weight`` times the negative log-likelihood of the chosen answers; its count is
+    the number of their labels. Metrics, under TRL's names, are rewards and log-probabilities of the answers,
+    the margin between rewards, and the share of pairs with a margin above 0.
     """
 
     beta: float
@@ -56,17 +56,17 @@ class PairwiseLoss(ABC):
 
     @abstractmethod
     def pair_loss(self, pairs: Pairs) -> Tensor:
-        """float64 ``[pairs]``: what each pair costs."""
+        """Return the loss of each pair, float64 ``[pairs]``."""
 
     nll_option: ClassVar[str] = "nll_weight"
-    """The option that ``nll_weight`` is set by."""
+    """Name of the option that sets ``nll_weight``."""
 
     @property
     def nll_weight(self) -> float:
         return 0.0
 
     def token_scores(self, stats: TokenStats, batch: Batch) -> Tensor:  # noqa: ARG002
-        """float32 or float64 like ``labels``: what adds up to the score of an answer."""
+        """Return the summands of the score of an answer, float32 or float64 like ``labels``."""
         return stats.logps
 
     def pairs(self, stats: TokenStats, batch: Batch) -> Pairs:
@@ -108,7 +108,7 @@ class PairwiseLoss(ABC):
 
 
 def check_label_smoothing(share: float) -> None:
-    """ConfigError: ``share`` is no share of preferences that may be the wrong way round."""
+    """Raise ConfigError if ``share``, that of preferences assumed to be reversed, is out of range."""
     if not 0 <= share < 0.5:
         raise ConfigError(
             f"stage.label_smoothing: must be at least 0 and below 0.5 (at 0.5 nothing is preferred), "
@@ -118,11 +118,11 @@ def check_label_smoothing(share: float) -> None:
 
 @dataclass(frozen=True)
 class ReferencedLoss(PairwiseLoss):
-    """Scores are log-ratios to a reference model; ``reference=none`` takes its log-probabilities for 0."""
+    """A loss of log-ratios to a reference model. ``reference=none`` sets its log-probabilities to 0."""
 
     reference: ReferenceChoice = field(default="auto", kw_only=True)
     reference_path: str | None = field(default=None, kw_only=True)
-    """A Hugging Face folder with another model than the one that is trained."""
+    """Hugging Face folder of a reference model that is not the model before training."""
 
     def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:
         return attach_reference(microbatches, engine, self.reference)
@@ -134,7 +134,11 @@ class ReferencedLoss(PairwiseLoss):
 def attach_reference(
     microbatches: Sequence[Batch], engine: LossEngine, reference: ReferenceChoice
 ) -> Sequence[Batch]:
-    """The batches with ``ref_logps``; as they are where they carry them already, or none are wanted."""
+    """Return the batches with ``ref_logps``.
+
+    They are returned unchanged if all have ``ref_logps`` already, if ``reference`` is none, and except on the
+    last pipeline stage.
+    """
     if reference == "none" or all(batch.ref_logps is not None for batch in microbatches):
         return microbatches
     logps = engine.logps(microbatches, reference=True)
@@ -144,7 +148,10 @@ def attach_reference(
 
 
 def log_ratios(stats: TokenStats, batch: Batch, reference: ReferenceChoice) -> Tensor:
-    """float32 like ``labels``. Differenced by token: two sums over an answer are large and nearly equal."""
+    """Return the log-ratios to the reference model, float32 like ``labels``.
+
+    Differences are taken per token, because two sums over an answer are large and nearly equal.
+    """
     if reference == "none":
         return stats.logps
     assert batch.ref_logps is not None, "prepare() attaches the reference's log-probabilities"
@@ -152,7 +159,7 @@ def log_ratios(stats: TokenStats, batch: Batch, reference: ReferenceChoice) -> T
 
 
 def pair_indices(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Indices of the chosen and of the rejected sequences, pair by pair: int64 ``[pairs]`` each."""
+    """Return the indices of chosen and of rejected sequences, pair by pair: int64 ``[pairs]`` each."""
     assert batch.pair_index is not None, "preference data carries pair_index"
     order = batch.pair_index.argsort()
     order = order[batch.pair_index[order] >= 0]
@@ -164,15 +171,17 @@ def pair_indices(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def is_chosen(batch: Batch) -> Tensor:
-    """bool like ``labels``: the positions of chosen sequences."""
+    """Return which positions belong to chosen sequences, bool like ``labels``."""
     assert batch.pair_index is not None, "preference data carries pair_index"
-    chosen = batch.pair_index % 2 == 0  # which -1 is not
+    chosen = batch.pair_index % 2 == 0  # false for -1
     return chosen.to(batch.labels.device, non_blocking=True)[batch.sequence_ids()]
 
 
 def verbosity_weights(batch: Batch, ld_alpha: float) -> Tensor:
-    """float64 like ``labels``: 1 for as many labels of an answer as the shorter of its pair has, then
-    ``ld_alpha`` (LD-DPO, Liu et al. 2024, equation 12)."""
+    """Return the weights of LD-DPO (Liu et al. 2024, equation 12), float64 like ``labels``.
+
+    A weight is 1 for as many labels of an answer as the shorter answer of its pair has, then ``ld_alpha``.
+    """
     labelled = batch.labels != IGNORE
     lengths = batch.sum_per_sequence(labelled)
     shorter = lengths.clone()
@@ -180,6 +189,6 @@ def verbosity_weights(batch: Batch, ld_alpha: float) -> Tensor:
     for side in (chosen, rejected):
         shorter[side] = torch.minimum(lengths[chosen], lengths[rejected])
     sequences = batch.sequence_ids()
-    before = (lengths.cumsum(0) - lengths)[sequences]  # labels of all sequences before
+    before = (lengths.cumsum(0) - lengths)[sequences]  # number of labels in all earlier sequences
     place = labelled.reshape(-1).cumsum(0).view_as(batch.labels) - before
     return torch.where(place <= shorter[sequences], 1.0, ld_alpha).double()

@@ -1,8 +1,8 @@
-"""What a pair of answers costs, as published: pure functions of two scores.
+"""The published losses of a pair of answers: pure functions of two scores.
 
-``chosen`` and ``rejected`` are float64 ``[pairs]``, and so is what they return. A score is the log-ratio of
-an answer, ``log pi(y|x) - log pi_ref(y|x)``, or f'(ratio) of another f-divergence, or the answer's
-log-probability where there is no reference. The options that a loss takes are its keyword arguments.
+``chosen``, ``rejected`` and the returned loss are float64 ``[pairs]``. A score is the log-ratio of an answer,
+``log pi(y|x) - log pi_ref(y|x)``, or f'(ratio) of another f-divergence, or the log-probability of the answer
+if no reference model is used. The options of a loss are its keyword arguments.
 """
 
 import inspect
@@ -17,30 +17,39 @@ PairLoss = Callable[..., Tensor]
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Rafailov et al. 2023, equation 7; smoothed, conservative DPO (Mitchell 2023): a share eps of the
-    preferences is taken to be the wrong way round."""
+    """Return the loss of DPO (Rafailov et al. 2023, equation 7).
+
+    With label smoothing it is that of conservative DPO (Mitchell 2023), which assumes that a share eps of the
+    preferences is reversed.
+    """
     margin = beta * (chosen - rejected)
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
 
 
 def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """SLiC (Zhao et al. 2023), in the form of RSO (Liu et al. 2023, equation 11)."""
+    """Return the loss of SLiC (Zhao et al. 2023), in the form of RSO (Liu et al. 2023, equation 11)."""
     return F.relu(1 - beta * (chosen - rejected))
 
 
 def ipo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Azar et al. 2023, equation 17, beta its tau; of scores per token, as its authors have them."""
+    """Return the loss of IPO (Azar et al. 2023, equation 17); beta is its tau.
+
+    Scores are per token, as in the implementation of its authors.
+    """
     return (chosen - rejected - 1 / (2 * beta)).square()
 
 
 def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Chowdhury et al. 2024, equation 11: unbiased where a share eps of the preferences is flipped."""
+    """Return the loss of robust DPO (Chowdhury et al. 2024, equation 11).
+
+    It is unbiased if a share eps of the preferences is flipped.
+    """
     margin, eps = beta * (chosen - rejected), label_smoothing
     return (-(1 - eps) * F.logsigmoid(margin) + eps * F.logsigmoid(-margin)) / (1 - 2 * eps)
 
 
 def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Ji et al. 2024, equation 16: KL(softmax of the rewards || (1 - eps, eps))."""
+    """Return the loss of EXO (Ji et al. 2024, equation 16): KL(softmax of rewards || (1 - eps, eps))."""
     margin, eps = beta * (chosen - rejected), label_smoothing
     log_chosen, log_rejected = F.logsigmoid(margin), F.logsigmoid(-margin)
     return log_chosen.exp() * (log_chosen - math.log1p(-eps)) + log_rejected.exp() * (
@@ -49,33 +58,42 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
 
 
 def nca_pair(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Chen et al. 2024 (noise contrastive alignment), for two answers."""
+    """Return the loss of noise contrastive alignment (Chen et al. 2024) for two answers."""
     good, bad = beta * chosen, beta * rejected
     return -F.logsigmoid(good) - 0.5 * F.logsigmoid(-good) - 0.5 * F.logsigmoid(-bad)
 
 
 def bco_pair(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Jung et al. 2024 (binary classifier optimisation), without its reward shift."""
+    """Return the loss of binary classifier optimisation (Jung et al. 2024), without its reward shift."""
     return -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected)
 
 
 def apo_zero(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """D'Oosterlinck et al. 2024, equation 7: for chosen answers better than the model's own."""
+    """Return the loss of APO-zero (D'Oosterlinck et al. 2024, equation 7).
+
+    It is for chosen answers that are better than the model's own.
+    """
     return torch.sigmoid(-beta * chosen) + torch.sigmoid(beta * rejected)
 
 
 def apo_down(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """D'Oosterlinck et al. 2024, equation 8: for chosen answers worse than the model's own."""
+    """Return the loss of APO-down (D'Oosterlinck et al. 2024, equation 8).
+
+    It is for chosen answers that are worse than the model's own.
+    """
     return torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - rejected))
 
 
 def sppo_hard(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Wu et al. 2024, equation 4.7, with P = 1 for the winner and 0 for the loser; beta is 1 / its eta."""
+    """Return the loss of SPPO (Wu et al. 2024, equation 4.7); beta is 1 / its eta.
+
+    P is 1 for the chosen and 0 for the rejected answer.
+    """
     return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
 
 
 def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: float) -> Tensor:
-    """Lu et al. 2024, equation 5: a blend of the logistic and the exponential loss."""
+    """Return DiscoPOP (Lu et al. 2024, equation 5), a blend of logistic and exponential loss."""
     margin = beta * (chosen - rejected)
     share = torch.sigmoid(margin / discopop_tau)
     return -F.logsigmoid(margin) * (1 - share) + (-margin).exp() * share
@@ -95,17 +113,17 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
     "sppo_hard": sppo_hard,
     "discopop": discopop,
 }
-"""By the names of TRL; ``sigmoid_norm`` is ``sigmoid`` of scores per token."""
+"""Losses by their names in TRL; ``sigmoid_norm`` is ``sigmoid`` of scores per token."""
 
 PER_TOKEN = frozenset({"ipo", "sigmoid_norm"})
-"""Of scores divided by the answer's tokens."""
+"""Losses of scores that are divided by the number of labels of their answer."""
 
 OF_THE_DIFFERENCE = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop"})
-"""Only in a difference of scores does the partition function of another f-divergence cancel."""
+"""Losses of the difference of two scores, in which another f-divergence's partition function cancels."""
 
 
 def options_of(loss: PairLoss) -> frozenset[str]:
-    """The options that it reads beside beta."""
+    """Return the options that ``loss`` reads in addition to beta."""
     return frozenset(inspect.signature(loss).parameters) - {"chosen", "rejected", "beta"}
 
 
@@ -117,21 +135,21 @@ def reverse_kl(log_ratio: Tensor) -> Tensor:
 
 
 def forward_kl(log_ratio: Tensor) -> Tensor:
-    """1 - 1 / t"""
+    """Return 1 - 1 / t."""
     return 1 - (-log_ratio).exp()
 
 
 def js_divergence(log_ratio: Tensor) -> Tensor:
-    """log(2 t / (t + 1))"""
+    """Return log(2 t / (t + 1))."""
     return math.log(2) + F.logsigmoid(log_ratio)
 
 
 def alpha_divergence(log_ratio: Tensor, alpha: float) -> Tensor:
-    """(t ** (alpha - 1) - 1) / (alpha - 1), and its limit log t at alpha = 1."""
+    """Return (t ** (alpha - 1) - 1) / (alpha - 1), or its limit log t at alpha = 1."""
     power = alpha - 1
     if abs(power) < 1e-6:
         return log_ratio
-    # The bound is TRL's: a ratio beyond it is no longer told apart.
+    # The bound is TRL's: all ratios beyond it give the same value.
     return ((power * log_ratio).clamp(max=80).exp() - 1) / power
 
 
@@ -140,4 +158,4 @@ F_DIVERGENCES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "forward_kl": forward_kl,
     "js_divergence": js_divergence,
 }
-"""Those without a coefficient."""
+"""Divergences without a coefficient."""

@@ -1,1 +1,1 @@
-"""From files to samples: sources, formats and messages."""
+"""Read files into samples: sources, formats and messages."""

@@ -1,4 +1,4 @@
-"""Records as users have them, brought to four kinds of sample. Every mistake names the record's origin."""
+"""Convert records of users to four kinds of sample. Every error message names the record's origin."""
 
 from collections.abc import Mapping
 from typing import Literal, get_args
@@ -19,7 +19,7 @@ KINDS: Mapping[Format, SampleKind] = {
     "preference": "preference",
     "unpaired": "unpaired",
 }
-"""The kind of sample a format holds."""
+"""The kind of sample that each format holds."""
 
 _MARKS: tuple[tuple[Format, tuple[str, ...]], ...] = (
     ("preference", ("chosen", "rejected")),
@@ -30,11 +30,15 @@ _MARKS: tuple[tuple[Format, tuple[str, ...]], ...] = (
     ("alpaca", ("instruction", "output")),
     ("text", ("text",)),
 )
-"""The keys a format is recognised by; the first that are all there decide."""
+"""The keys that identify a format. The first format whose keys are all present is chosen."""
 
 
 def detect(record: Mapping[str, object], origin: str) -> Format:
-    """Names the format by the fields that are there. ConfigError: none of the known ones."""
+    """Detect the format by the fields that are present.
+
+    Raises:
+        ConfigError: if the fields match no known format.
+    """
     for name, keys in _MARKS:
         if all(record.get(key) is not None for key in keys):
             return name
@@ -46,7 +50,11 @@ def detect(record: Mapping[str, object], origin: str) -> Format:
 
 
 def normalize(record: Mapping[str, object], format: Format, origin: str) -> Sample:
-    """Turns one record into a sample. ConfigError: a missing field, a wrong type, roles out of order."""
+    """Convert one record to a sample.
+
+    Raises:
+        ConfigError: if a field is missing, a type is wrong, or roles are out of order.
+    """
     assert format in get_args(Format), format
     if format == "text":
         return TextSample(read_string(record, "text", origin))

@@ -1,4 +1,4 @@
-"""Messages out of a record, in the spellings that users have. Every mistake names the record's origin."""
+"""Read messages from a record, in the usual spellings. Every error message names the record's origin."""
 
 import json
 from collections.abc import Mapping
@@ -71,7 +71,7 @@ def system_turn(record: Mapping[str, object], origin: str) -> list[Message]:
 
 
 def read_turns(record: Mapping[str, object], key: str, origin: str) -> list[Message]:
-    """The list of messages under ``key``, after a system turn from the record's own ``system``."""
+    """Return the messages under ``key``, after a system turn from the record's own ``system`` field."""
     turns = record.get(key)
     if not isinstance(turns, list) or not turns:
         seen = "missing" if turns is None else "not a list of messages" if turns else "empty"
@@ -110,7 +110,7 @@ def read_message(raw: object, where: str, origin: str) -> Message:
 
 
 def _content(value: object, where: str, origin: str) -> str:
-    """A string, or the joined text of OpenAI's list of parts; None is empty (a turn of tool calls only)."""
+    """Return a string, OpenAI's list of parts joined, or "" for None (a turn of tool calls only)."""
     if isinstance(value, list):
         texts = [
             part["text"] for part in value if isinstance(part, dict) and isinstance(part.get("text"), str)
@@ -124,7 +124,7 @@ def _content(value: object, where: str, origin: str) -> str:
 
 
 def _calls(raw: Any, where: str, origin: str) -> list[Tool]:
-    """One call or several, bare ``{name, arguments}`` or wrapped; arguments end up as an object."""
+    """Return one call or several, bare ``{name, arguments}`` or wrapped, with arguments as an object."""
     calls = []
     for call in raw if isinstance(raw, list) else [raw]:
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -141,7 +141,7 @@ def _calls(raw: Any, where: str, origin: str) -> list[Tool]:
 
 
 def read_tools(record: Mapping[str, object], origin: str) -> list[Tool] | None:
-    """Function definitions from a list or a JSON string, each as ``{"type": "function", "function"}``."""
+    """Return the function definitions of a list or JSON string, as ``{"type": "function", "function"}``."""
     tools = record.get("tools")
     if isinstance(tools, str):
         tools = _json(tools, "tools", origin) if tools.strip() else None
@@ -153,7 +153,7 @@ def read_tools(record: Mapping[str, object], origin: str) -> list[Tool] | None:
 
 
 def checked(messages: list[Message], origin: str) -> list[Message]:
-    """The messages, once their order and their texts are as a conversation's should be."""
+    """Return the messages, or raise ConfigError if their roles are out of order or a text is missing."""
     before = "start"
     for i, message in enumerate(messages):
         role, content = message["role"], message["content"]

@@ -28,7 +28,7 @@ def read_preference(record: Mapping[str, object], origin: str) -> PreferenceSamp
 
 
 def read_unpaired(record: Mapping[str, object], origin: str) -> UnpairedSample:
-    """A ``completion`` beside its prompt, or the last turn of a conversation or of an alpaca record."""
+    """Read a ``completion`` with its prompt, or the last turn of a conversation or of an alpaca record."""
     desirable = _label(record, origin)
     if record.get("completion") is not None:
         prompt, completion = _explicit_prompt(record, origin), _completion(record, "completion", origin)
@@ -46,7 +46,7 @@ def _label(record: Mapping[str, object], origin: str) -> bool:
     remedy = "Write true for a completion to follow, false for one to avoid."
     if value is None:
         fail(origin, f"field {key!r} is missing", remedy)
-    if value not in (0, 1):  # True and False among them
+    if value not in (0, 1):  # includes True and False
         fail(origin, f"field {key!r} is {value!r}", remedy)
     return bool(value)
 
@@ -69,7 +69,7 @@ def _check_answer(prompt: list[Message], answer: list[Message], origin: str) -> 
 
 
 def _completion(record: Mapping[str, object], key: str, origin: str) -> list[Message]:
-    """An answer as a string, one message, or a list of messages (with the prompt or without)."""
+    """Return an answer, given as a string, a message, or a list of messages (with or without the prompt)."""
     value = record.get(key)
     if value == []:
         fail(origin, f"field {key!r} is empty", "Fill it in, or remove the record.")
@@ -91,10 +91,14 @@ def _explicit_prompt(record: Mapping[str, object], origin: str) -> list[Message]
 
 
 def _num_shared(chosen: list[Message], rejected: list[Message], origin: str) -> int:
-    """How many leading messages two whole conversations have in common."""
+    """Return how many leading messages two whole conversations have in common.
+
+    Raises:
+        ConfigError: if they share no message, or one of them has no answer of its own.
+    """
     pairs = zip(chosen, rejected, strict=False)
     if chosen == rejected and len(chosen) > 1:
-        return len(chosen) - 1  # the same answer twice: counted later, with those that truncation makes so
+        return len(chosen) - 1  # identical answers are counted after truncation, which can make more
     shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if shared in (0, len(chosen), len(rejected)):
         what = "share no leading message" if shared == 0 else "do not differ in an answer"
@@ -103,7 +107,11 @@ def _num_shared(chosen: list[Message], rejected: list[Message], origin: str) -> 
 
 
 def _whole_prompt(explicit: list[Message], shared: list[Message], origin: str) -> list[Message]:
-    """The longer of a record's own prompt and the one its answers repeat; one must end with the other."""
+    """Return the longer of a record's own prompt and the one that its answers repeat.
+
+    Raises:
+        ConfigError: if the longer one does not end with the shorter one.
+    """
     short, long = sorted((explicit, shared), key=len)
     if long[len(long) - len(short) :] != short:
         fail(

@@ -1,6 +1,6 @@
-"""Four kinds of sample, whatever the records looked like.
+"""The four kinds of sample, whatever the format of the records.
 
-A message is what transformers' chat templates take: ``{"role", "content"}`` and, for an assistant that
+A message has the form that transformers' chat templates take: ``{"role", "content"}`` and, if the assistant
 calls functions, ``"tool_calls"``.
 """
 
@@ -30,7 +30,7 @@ class ChatSample:
 
 @dataclass(frozen=True)
 class PreferenceSample:
-    """Two ways on from one prompt; both begin and end with the assistant."""
+    """Two continuations of one prompt. Both begin and end with an assistant turn."""
 
     prompt: list[Message]
     chosen: list[Message]
@@ -40,7 +40,7 @@ class PreferenceSample:
 
 @dataclass(frozen=True)
 class UnpairedSample:
-    """A way on from a prompt, and whether it is one to follow; it begins and ends with the assistant."""
+    """A continuation of a prompt, desirable or not. It begins and ends with an assistant turn."""
 
     prompt: list[Message]
     completion: list[Message]

@@ -1,4 +1,4 @@
-"""Files of records, read as streams: json, jsonl, csv, parquet, txt, folders of them, saved ``datasets``."""
+"""Read files of records: json, jsonl, csv, parquet, txt, folders of them, saved ``datasets``."""
 
 import csv
 import json
@@ -17,13 +17,16 @@ _MAX_NAME = 64  # a csv whose first row has longer cells begins with data, not w
 
 
 def read_records(path: str) -> Iterator[tuple[Record, str]]:
-    """Yields (record, origin), where origin is ``FILE:LINE`` (or ``FILE:ROW``, both from 1).
+    """Return an iterator of (record, origin); origin is ``FILE:LINE`` or ``FILE:ROW``, counted from 1.
 
-    jsonl, csv, txt (a document a line) and parquet are streamed. ConfigError: the path is missing,
-    unreadable, of an unknown kind, malformed or empty.
+    jsonl, csv, txt (one document per line) and parquet are streamed.
+
+    Raises:
+        ConfigError: if the path is missing, unreadable, of an unknown kind, malformed or empty. A missing
+            path is an error at once, everything else when records are read.
     """
     source = Path(path).expanduser()
-    if not os.path.exists(source):  # unlike Path.exists, no error where a folder above may not be entered
+    if not os.path.exists(source):  # unlike Path.exists, no error if a parent may not be entered
         raise ConfigError(f"{path}: no such file or folder. Check the path in data.train or data.eval.")
     if (source / "dataset_info.json").exists() or (source / "dataset_dict.json").exists():
         return _not_empty(_read_saved_dataset(source), source)
@@ -73,7 +76,7 @@ def _open(path: Path) -> IO[str]:
 
 
 def _read_json(path: Path) -> Iterator[tuple[Record, str]]:
-    """A list of objects. Many a ``.json`` file is jsonl: then it is read as such."""
+    """Read a list of objects. Many ``.json`` files are jsonl and are then read as such."""
     with _open(path) as file:
         text = file.read()
     try:
@@ -118,7 +121,7 @@ def _kind(value: object) -> str:
 
 
 def _read_csv(path: Path) -> Iterator[tuple[Record, str]]:
-    """The first row names the fields; a record's origin is the line it begins on."""
+    """Read a csv. The first row names the fields; a record's origin is the line it begins on."""
     csv.field_size_limit(2**31 - 1)  # a document may well be longer than the default of 128 KiB
     line = 1
     with _open(path) as file:
@@ -161,8 +164,8 @@ def _read_txt(path: Path) -> Iterator[tuple[Record, str]]:
 
 
 def _read_saved_dataset(folder: Path) -> Iterator[tuple[Record, str]]:
-    """What ``Dataset.save_to_disk`` wrote. Of a dataset of several splits one has to be named."""
-    import datasets  # half a second that only this reader needs
+    """Read the output of ``Dataset.save_to_disk``. If it has several splits, the path must name one."""
+    import datasets  # takes half a second, and only this reader needs it
 
     if (folder / "dataset_dict.json").exists():
         splits = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))

@@ -1,4 +1,4 @@
-"""Several sources as one."""
+"""Several token stores as one."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from components.data.store.token_store import Array, Bools, Ints, Tokens
 
 
 class JoinedTokens:
-    """Several stores, one after another, as one."""
+    """The concatenation of several stores."""
 
     def __init__(self, parts: Sequence[Tokens]) -> None:
         assert len({part.sequences_per_sample for part in parts}) == 1
@@ -35,7 +35,7 @@ class JoinedTokens:
 
     @cached_property
     def sources(self) -> npt.NDArray[np.int32]:
-        """int32 per sample: the part that it comes from."""
+        """int32 per sample: index of the part that it comes from."""
         counts = [len(part.lengths) // self.sequences_per_sample for part in self._parts]
         return np.repeat(np.arange(len(self._parts), dtype=np.int32), counts)
 

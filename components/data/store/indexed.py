@@ -1,12 +1,12 @@
-"""Megatron's ``.bin`` and ``.idx``: documents that are tokens already, read where they lie.
+"""Read Megatron's ``.bin`` and ``.idx`` files of tokenised documents in place.
 
 The layout is that of ``megatron.core.datasets.indexed_dataset``: the index holds ``MMIDIDX``, a version, the
-type of a token, the number of sequences and of documents, then int32 lengths and int64 byte offsets.
-Every sequence is a document, as for Megatron's own GPT data.
+type of tokens, the number of sequences and of documents, then int32 lengths and int64 byte offsets.
+Every sequence is a document, as in Megatron's own GPT data.
 
 Megatron's own reader is not used. Importing it imports megatron.core into every process that reads data,
-also with FSDP2: 3.3 s of processor time, 68 MiB, and 16 more classes that ``torch.load`` trusts. It would
-replace few of these lines, because it refuses damaged files with bare asserts or not at all.
+also with FSDP2: 3.3 s of processor time, 68 MiB, and 16 more classes that ``torch.load`` accepts. It would
+replace few of these lines, because it rejects damaged files with bare asserts or not at all.
 """
 
 import struct
@@ -27,7 +27,7 @@ _PROBED = 2**24
 
 
 def indexed_prefix(path: str) -> Path | None:
-    """What ``PREFIX``, ``PREFIX.bin`` and ``PREFIX.idx`` have in common; None where there is no such file."""
+    """Return the prefix of ``PREFIX``, ``PREFIX.bin`` or ``PREFIX.idx``; None for any other path."""
     given = Path(path).expanduser()
     if given.suffix in (".bin", ".idx"):
         return given.with_suffix("")
@@ -44,21 +44,25 @@ class IndexedTokens:
 
     prefix: Path
     raw_lengths: npt.NDArray[np.int32]
-    """int32 ``[S]``, as in the file."""
+    """int32 ``[S]``: tokens of each sequence in the file."""
     pointers: Ints
-    """int64 ``[S]``: byte offsets."""
+    """int64 ``[S]``: byte offset of each sequence."""
     buffer: Array
-    """All tokens, in the type of the file."""
+    """All tokens, in the dtype of the file."""
     max_length: int | None
-    """Sequences end here; None: nothing is cut."""
+    """Tokens to which sequences are cut. None means that nothing is cut."""
     sequences_per_sample: int = 1
     desirable: Bools | None = None
     name: str = ""
-    """Of the source, for ``origin``."""
+    """Name of the source, for ``origin``."""
 
     @classmethod
     def open(cls, prefix: Path, *, max_length: int | None = None, name: str = "") -> Self:
-        """ConfigError: a file is missing, no index of this version, or does not fit the other."""
+        """Open the two files, memory-mapped.
+
+        Raises:
+            ConfigError: if a file is missing, is not an index of this version, or does not match the other.
+        """
         for suffix in (".idx", ".bin"):
             if not _with(prefix, suffix).is_file():
                 _fail(_with(prefix, suffix), "no such file", "An indexed data set is a .bin and an .idx.")
@@ -94,7 +98,7 @@ class IndexedTokens:
         return f"{self.name}:{sample + 1}"
 
     def outcome(self, *, drop: bool) -> Outcome:
-        """``drop``: what is longer than ``max_length`` is left out, not cut."""
+        """Return the outcome; with ``drop``, sequences longer than ``max_length`` are left out, not cut."""
         limit = np.iinfo(np.int32).max if self.max_length is None else self.max_length
         overlong, unsupervised = self.raw_lengths > limit, self.raw_lengths < 2
         return Outcome(
@@ -108,9 +112,10 @@ class IndexedTokens:
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Looks at the first 16M tokens: enough to tell another tokenizer's file, at no cost.
+        """Check the first 16M tokens: enough to detect a file of another tokenizer, at negligible cost.
 
-        ConfigError: one of them is outside of the vocabulary.
+        Raises:
+            ConfigError: if one of them is outside of the vocabulary.
         """
         probe = self.buffer[:_PROBED]
         low, high = int(probe.min()), int(probe.max())
@@ -128,7 +133,7 @@ class IndexedTokens:
 
 
 def _read_header(path: Path) -> tuple[int, int, int]:
-    """Type code, number of sequences, and where the lengths begin."""
+    """Return the type code, the number of sequences, and the byte offset of the lengths."""
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
     fields = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0, 0, 0)

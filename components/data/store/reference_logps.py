@@ -1,7 +1,7 @@
-"""Log-probabilities of a reference model, kept by sequence and position: computed once, for any layout.
+"""Log-probabilities of a reference model, stored by sequence and position: computed once, for any layout.
 
 A file holds one float32 for every token of some sequences, end to end: the log-probability of that token
-after those before it, 0 where it is no target, NaN where nobody has asked yet.
+given those before it, 0 if the token is not a target, NaN if it has not been computed yet.
 """
 
 import logging
@@ -31,29 +31,29 @@ RECORD = np.dtype([("place", np.int64), ("logp", np.float32)])
 
 @dataclass(frozen=True)
 class LogpsFile:
-    """The file at ``path`` about sequences of ``lengths`` tokens (int64 ``[S]``)."""
+    """The file at ``path`` for sequences of ``lengths`` tokens (int64 ``[S]``)."""
 
     path: Path
     lengths: Ints
 
     def holds(self, sequences: Ints) -> bool:
-        """Whether all of ``sequences`` (int64 ``[n]``) have been computed."""
-        # A sequence is computed whole, and its first token never: so the last one tells.
+        """Return whether all of ``sequences`` (int64 ``[n]``) have been computed."""
+        # A sequence is computed as a whole except for its first token, so checking the last one suffices.
         last = self._ends[sequences] - 1
         return self._values is not None and not np.isnan(self._values[last]).any()
 
     def attach(self, batch: Batch, segments: Ints) -> Batch:
-        """``batch``, which consists of ``segments`` (int64 ``[n, 3]``), with its ``ref_logps``.
+        """Return ``batch``, which consists of ``segments`` (int64 ``[n, 3]``), with its ``ref_logps``.
 
         Raises:
-            TrainingError: some of them are not in the file.
+            TrainingError: if some of them are not in the file.
         """
         places, real = self._places(segments)
         values = np.zeros(len(places), np.float32)
         values[real] = np.nan if self._values is None else self._values[places[real]]
         logps = torch.zeros(batch.labels.shape)
         logps[occupied(batch)] = torch.from_numpy(values)
-        logps[batch.labels == IGNORE] = 0  # a shared prompt has been computed for one side alone
+        logps[batch.labels == IGNORE] = 0  # a shared prompt is computed for only one side
         if logps.isnan().any():
             raise TrainingError(
                 f"{self.path}: lacks log-probabilities of the reference model; delete it, and put "
@@ -64,12 +64,12 @@ class LogpsFile:
     def records(
         self, batch: Batch, segments: Ints, logps: torch.Tensor, known: Bools
     ) -> npt.NDArray[np.void]:
-        """``RECORD [n]``: what ``logps`` (like the labels of ``batch``) says of the tokens of ``segments``.
+        """Return the ``logps`` (like the labels of ``batch``) of the tokens of ``segments``: ``RECORD [n]``.
 
-        ``known``: bool ``[S]``, sequences that are left out.
+        Sequences in ``known`` (bool ``[S]``) are left out.
 
         Raises:
-            TrainingError: it is not a number.
+            TrainingError: if a log-probability is not a number.
         """
         places, real = self._places(segments)
         found = np.empty(len(places), RECORD)
@@ -83,7 +83,7 @@ class LogpsFile:
         return found[real & ~np.repeat(known[segments[:, 0]], spans)]
 
     def merge(self, parts: Sequence[Path]) -> None:
-        """Adds the records in ``parts``; the file is replaced whole, and other writers wait."""
+        """Add the records in ``parts``. The file is replaced as a whole, and other writers wait."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{self.path}.lock"):
             old = LogpsFile(self.path, self.lengths)._values  # another run may have added some
@@ -95,7 +95,7 @@ class LogpsFile:
                 np.save(file, values)
 
     def _places(self, segments: Ints) -> tuple[Ints, Bools]:
-        """Of every position of the segments, end to end: where the token after it is, and if there is one."""
+        """Return, for each position of the segments, the place of the next token and whether there is one."""
         ends = self._ends[segments[:, 0]]
         spans = segments[:, 2] - segments[:, 1]
         first = ends - self.lengths[segments[:, 0]] + segments[:, 1] + 1
@@ -109,7 +109,7 @@ class LogpsFile:
 
     @cached_property
     def _values(self) -> Floats | None:
-        """float32 ``[tokens]``, memory-mapped; None: there is no such file, or it is damaged."""
+        """float32 ``[tokens]``, memory-mapped. None means that the file is missing or damaged."""
         if not self.path.exists():
             return None
         try:
@@ -122,16 +122,16 @@ class LogpsFile:
 
 
 def occupied(batch: Batch) -> torch.Tensor:
-    """bool like ``labels``: the positions that hold a token of a sequence."""
+    """Return which positions hold a token of a sequence, bool like ``labels``."""
     filled = batch.seqlens if batch.cu_seqlens is None else batch.seqlens.sum()[None]
     return torch.arange(batch.labels.shape[1]) < filled[:, None]
 
 
 @contextmanager
 def part_file(folder: Path, data_rank: int) -> Iterator[BinaryIO]:
-    """To write the share of one data rank to.
+    """Open a file for the records of one data-parallel rank.
 
-    Ranks that split a model between them have the same numbers: the first to come writes them.
+    Ranks that split a model have the same numbers, so only the first of them writes to the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"part_{data_rank}"

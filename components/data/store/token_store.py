@@ -1,4 +1,4 @@
-"""Token files: written once, whole or not at all; read memory-mapped by every process."""
+"""Token files, written once, as a whole or not at all, and read memory-mapped by every process."""
 
 import hashlib
 import json
@@ -19,13 +19,14 @@ Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 _TRUNCATED, _STOP_TRAINED, _DESIRABLE = 1, 2, 4
-_MEMO_BYTES = 2**26  # the digest of a larger file is remembered by its size and time
+_MEMO_BYTES = 2**26  # digests of larger files are cached by size and time
 
 
 class Tokens(Protocol):
-    """Sequences of tokens. Sample ``i`` is sequence ``i``, or ``2 * i`` and ``2 * i + 1``.
+    """Sequences of tokens. Sample ``i`` is sequence ``i``, or sequences ``2 * i`` and ``2 * i + 1``.
 
-    Of pairs these are chosen and rejected, of unpaired data the answer and a mismatched one.
+    These two are the chosen and the rejected one of a pair, or the answer and the mismatched one of unpaired
+    data.
     """
 
     @property
@@ -33,60 +34,60 @@ class Tokens(Protocol):
 
     @property
     def desirable(self) -> Bools | None:
-        """bool per sample of unpaired data; None: of other data."""
+        """bool per sample of unpaired data. None for other data."""
 
     @property
     def lengths(self) -> Ints:
-        """int64 ``[S]``: tokens of every sequence."""
+        """int64 ``[S]``: tokens of each sequence."""
 
     def tokens(self, sequence: int, start: int, stop: int) -> Array:
-        """Token ids ``start`` to ``stop``, in the file's type; like a slice, it ends with the sequence."""
+        """Return token ids ``start`` to ``stop``, but at most to the end, in the dtype of the file."""
 
     def mask(self, sequence: int, start: int, stop: int) -> Bools:
-        """Of the same tokens: which are targets of the loss."""
+        """Return which of the tokens ``start`` to ``stop`` are targets of the loss."""
 
     def count(self, sequence: int, start: int, stop: int) -> int:
-        """How many are."""
+        """Return how many of the tokens ``start`` to ``stop`` are targets of the loss."""
 
     def origin(self, sample: int) -> str:
-        """Its source and which record of that it is, from 1: ``data.train:17``."""
+        """Return the source of the sample and the number of its record, from 1: ``data.train:17``."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some tokenised samples, end to end, and what became of the others."""
+    """Some tokenised samples, end to end, and the number of samples left out."""
 
     tokens: npt.NDArray[np.uint32]
     mask: Bools
-    """Like ``tokens``: which are targets."""
+    """Like ``tokens``: whether each is a target of the loss."""
     lengths: Ints
-    """Per sequence."""
+    """Tokens per sequence."""
     truncated: Bools
-    """Per sample."""
+    """Per sample: whether it was cut."""
     stop_trained: Bools
-    """Per sample."""
+    """Per sample: whether the token that ends its last assistant turn is a target."""
     records: Ints
-    """Per sample: which of the records that the chunk was made of, from 0."""
+    """Per sample: index of its record, from 0, among those that the chunk was made from."""
     dropped: int
-    """Left out as they are longer than ``data.max_length``."""
+    """Samples left out because they are longer than ``data.max_length``."""
     unsupervised: int
-    """Left out as no token of theirs would be trained."""
+    """Samples left out because they have no target."""
     identical: int = 0
-    """Left out as both answers are the same."""
+    """Pairs left out because both answers are the same."""
     long_prompts: int = 0
-    """Of all samples, those whose prompt alone is longer than ``data.max_length``."""
+    """Samples, kept or left out, whose prompt without the answer is longer than ``data.max_length``."""
     desirable: Bools | None = None
-    """Per sample of unpaired data."""
+    """Per sample of unpaired data: whether it is desirable. None for other data."""
 
     @property
     def num_records(self) -> int:
-        """Those that were left out too."""
+        """Number of records, including those that were left out."""
         return len(self.truncated) + self.dropped + self.unsupervised + self.identical
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What is beside the arrays, in meta.json; it is written last."""
+    """The content of meta.json, which lies next to the arrays and is written last."""
 
     token_type: str
     sequences_per_sample: int
@@ -99,22 +100,22 @@ class Meta:
     identical: int
     long_prompts: int
     sizes: dict[str, int]
-    """Bytes of every file."""
+    """Bytes of each file."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the samples of a source."""
+    """Which samples of a source are kept or truncated, and how many are left out."""
 
     format: str
     kept: Bools
-    """Per sample: whether it is trained on at all."""
+    """Per sample: whether it is trained on."""
     truncated: Bools
-    """Per sample."""
+    """Per sample: whether it was cut."""
     stop_trained: Bools | None
-    """Per sample: whether the token that ends its last assistant turn is a target; None: not known."""
+    """Per sample: whether the token that ends its last assistant turn is a target. None means not known."""
     num_supervised: Ints
-    """Per sequence: its targets."""
+    """Per sequence: number of its targets."""
     dropped: int
     unsupervised: int
     identical: int = 0
@@ -122,13 +123,13 @@ class Outcome:
 
 
 class TornStore(Exception):
-    """The folder is not a whole token store of this version."""
+    """The folder is not a complete token store of this version."""
 
 
 class StoreWriter:
-    """Writes a token store beside ``path``; leaving the block puts it in place.
+    """Writes a token store next to ``path`` and, when the block is left, moves it to ``path``.
 
-    The caller holds a lock: there is one writer per path.
+    The caller holds a lock, so there is one writer per path.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class StoreWriter:
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        for left in self._path.parent.glob(f"{self._path.name}.tmp*"):  # by a writer that was killed
+        for left in self._path.parent.glob(f"{self._path.name}.tmp*"):  # left by a killed writer
             shutil.rmtree(left)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{self._path.name}.tmp", dir=self._path.parent))
         names = ["tokens", "offsets", "supervised", "flags", "records", *(["mask"] if self._masked else [])]
@@ -193,7 +194,7 @@ class StoreWriter:
             json.dump(asdict(self._meta()), meta)
             meta.flush()
             os.fsync(meta.fileno())
-        shutil.rmtree(self._path, ignore_errors=True)  # a torn one
+        shutil.rmtree(self._path, ignore_errors=True)  # an incomplete one
         self._folder.replace(self._path)
 
     def _write(self, name: str, values: Array) -> None:
@@ -216,16 +217,20 @@ class StoreWriter:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """What ``StoreWriter`` wrote."""
+    """A token store that ``StoreWriter`` wrote."""
 
     path: Path
     meta: Meta
     name: str = ""
-    """Of the source, for ``origin``."""
+    """Name of the source, for ``origin``."""
 
     @classmethod
     def open(cls, path: Path, name: str = "") -> Self:
-        """TornStore: there is none, or part of it is missing."""
+        """Open the token store at ``path``.
+
+        Raises:
+            TornStore: if there is none, or part of it is missing.
+        """
         try:
             meta = Meta(**json.loads((path / "meta.json").read_text()))
             sizes = {name: (path / name).stat().st_size for name in meta.sizes}
@@ -301,12 +306,12 @@ class TokenStore:
 
 
 def digest(value: object) -> str:
-    """A short name for anything that JSON can hold."""
+    """Return a short name for any value that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def file_digest(path: Path, cache: Path) -> str:
-    """SHA-256 of the bytes, remembered for a large file so that a second run starts at once."""
+    """Return the SHA-256 of a file, cached for a large file so that a second run starts at once."""
     stat = path.stat()
     memo = cache / "digests" / digest([str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino])
     if memo.exists():

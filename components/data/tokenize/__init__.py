@@ -1,1 +1,1 @@
-"""From samples to tokens and masks."""
+"""Tokenise samples into token ids and masks."""

@@ -1,15 +1,15 @@
-"""Where the assistant speaks in a conversation that a tokenizer's chat template has rendered, exactly.
+"""Locate the assistant turns exactly in a conversation rendered by a tokenizer's chat template.
 
-Where the template carries generation marks, they say so. Where it does not, the template is rendered again
-and the texts are compared:
+If the template has generation marks, they give the turns. Otherwise the template is rendered again and the
+texts are compared:
 
-* a turn begins where the rendering of the messages before it, with the generation prompt, ends;
-* it ends where the rendering up to and with the turn ends, trailing whitespace aside.
+* a turn begins at the end of the rendering of the messages before it, with the generation prompt;
+* it ends at the end of the rendering up to and including the turn, without trailing whitespace.
 
-Both have to be a prefix of the whole text. A template that writes a turn differently once others follow (it
-drops earlier reasoning, it moves the tools) breaks that; then a probe character is put at the edge of the
-turn's content, and counts only if the whole text is otherwise unchanged. What neither can locate is an error.
-Nothing is ever searched for in the text, so an answer that looks like a header cannot mislead it.
+Both renderings must be prefixes of the whole text. They are not if a template writes a turn differently once
+more turns follow (it drops earlier reasoning, or moves the tools). Then a probe character is put at the edge
+of the turn's content, and is used only if the whole text is otherwise unchanged. If both methods fail, an
+error is raised. The text is never searched, so an answer that looks like a header is not mistaken for one.
 """
 
 import re
@@ -25,25 +25,25 @@ from components.contracts.errors import ConfigError
 from components.data.records.samples import ChatSample, Message, PreferenceSample, Tool, UnpairedSample
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_PROBE = "\ue000"  # of the private use area: no template strips it, escapes it or tests for it
+_PROBE = "\ue000"  # in the private use area: no template strips, escapes or tests for it
 
 Span = tuple[int, int]
-"""Begin and end of characters, or of tokens."""
+"""Begin and end, in characters or in tokens."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """A tokenizer's chat template at work on one record."""
+    """A tokenizer's chat template, applied to one record."""
 
     tokenizer: PreTrainedTokenizerBase
     tools: list[Tool] | None
     source: str
     stop_ids: frozenset[int]
-    """Tokens that can end a turn: the special ones, among them the end-of-sequence token."""
+    """Tokens that can end a turn: all special tokens, including the end-of-sequence token."""
     origin: str
 
     def render(self, messages: list[Message], *, prompt: bool = False) -> str:
-        """The text of the messages; ``prompt``: and of the header that asks the assistant to speak."""
+        """Return the text of the messages, with ``prompt`` followed by the header of an assistant turn."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tools=self.tools, tokenize=False, add_generation_prompt=prompt
@@ -53,7 +53,7 @@ class Template:
             raise self.error(f"refuses this conversation ({reason})") from error
 
     def conversation(self, messages: list[Message]) -> "Conversation":
-        """The whole text, in tokens. No special token is added to those that the template wrote."""
+        """Tokenise the whole text. No special token is added to those that the template wrote."""
         text = self.render(messages)
         out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return Conversation(self, messages, text, out["input_ids"], out["offset_mapping"])
@@ -65,7 +65,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A whole conversation, rendered and in tokens."""
+    """A whole conversation, rendered and tokenised."""
 
     template: Template
     messages: list[Message]
@@ -79,7 +79,12 @@ Conversational = ChatSample | PreferenceSample | UnpairedSample
 
 
 def template_for(tokenizer: PreTrainedTokenizerBase, sample: Conversational, origin: str) -> Template:
-    """The template for the sample; one without a place for its tools would drop them unsaid."""
+    """Return the template for the sample.
+
+    Raises:
+        ConfigError: if the tokenizer has no chat template or is not a fast one, or if the template would
+            silently drop the tools or tool calls of the sample.
+    """
     name = tokenizer.name_or_path
     if not tokenizer.chat_template:
         raise ConfigError(
@@ -116,7 +121,11 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def assistant_spans(chat: Conversation, first: int = 0) -> list[Span]:
-    """The tokens of every assistant turn among ``messages[first:]`` with its stop token, or a ConfigError."""
+    """Return the tokens of each assistant turn among ``messages[first:]``, with its stop token.
+
+    Raises:
+        ConfigError: if a turn cannot be located.
+    """
     turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if _MARKS.search(chat.template.source):
         marked = zip(turns, _marked(chat, len(turns)), strict=True)
@@ -140,13 +149,13 @@ def _start(chat: Conversation, turn: int) -> int | None:
     earlier, text = chat.messages[:turn], chat.text
     before = chat.template.render(earlier, prompt=True)
     if before == chat.template.render(earlier) or not text.startswith(before):
-        # No generation prompt, or one that goes on to what the template leaves out of a finished turn.
+        # No generation prompt, or one with text that the template leaves out of a finished turn.
         before = _before_answer(chat, turn, before)
     return len(before) if text.startswith(before) else _edge(chat, turn, at_end=False)
 
 
 def _before_answer(chat: Conversation, turn: int, prompt: str) -> str:
-    """What precedes a plain answer at that place. A space between it and the prompt is the answer's own."""
+    """Return the text before a plain answer. Whitespace after the prompt belongs to the answer."""
     probed = chat.template.render([*chat.messages[:turn], {"role": "assistant", "content": _PROBE}])
     before, probe, _ = probed.partition(_PROBE)
     is_header = not before.startswith(prompt) or before[len(prompt) :].strip()
@@ -154,7 +163,7 @@ def _before_answer(chat: Conversation, turn: int, prompt: str) -> str:
 
 
 def _end(chat: Conversation, turn: int) -> int | None:
-    """Past the stop token; None where the template's texts do not tell."""
+    """Return the end of the stop token, or None if the rendered texts do not determine it."""
     last = turn == len(chat.messages) - 1
     through = chat.text if last else chat.template.render(chat.messages[: turn + 1])
     if chat.text.startswith(through.rstrip()):
@@ -168,23 +177,24 @@ def _end(chat: Conversation, turn: int) -> int | None:
 
 
 def _edge(chat: Conversation, turn: int, *, at_end: bool) -> int | None:
-    """Where the content of a turn begins or ends, if a probe put there leaves all else as it was."""
+    """Return where the content of a turn begins or ends, or None if a probe there changes other text."""
     message = _probed(chat.messages[turn], at_end=at_end)
     probed = chat.template.render([*chat.messages[:turn], message, *chat.messages[turn + 1 :]])
     return probed.index(_PROBE) if probed.replace(_PROBE, "", 1) == chat.text != probed else None
 
 
 def _probed(message: Message, *, at_end: bool) -> Message:
-    """Inside of the whitespace around the content, which many templates trim."""
+    """Insert the probe inside of the whitespace around the content, which many templates trim."""
     content = message["content"]
     edge = len(content.rstrip()) if at_end else len(content) - len(content.lstrip())
     return {**message, "content": content[:edge] + _PROBE + content[edge:]}
 
 
 def _marked(chat: Conversation, num_turns: int) -> list[Span]:
-    """What stands between generation marks, one span for every assistant turn.
+    """Return the spans between generation marks, in characters, one for each assistant turn.
 
-    From the renderer: ``apply_chat_template`` gives them in tokens, and loses the last bytes of an emoji.
+    They come from the renderer, because ``apply_chat_template`` returns them in tokens and loses the last
+    bytes of an emoji.
     """
     template = chat.template
     [text], [marked] = render_jinja_template(
@@ -206,7 +216,10 @@ def _marked(chat: Conversation, num_turns: int) -> list[Span]:
 
 
 def _with_stop(chat: Conversation, turn: int, marked: Span) -> Span:
-    """Many templates end the mark before the stop token, some after the line break behind it."""
+    """Return a marked span with its end moved behind the stop token.
+
+    Many templates end the mark before the stop token, some after the line break that follows it.
+    """
     start, stop = marked
     end = _end(chat, turn)
     if end is None:
@@ -222,11 +235,11 @@ def _is_blank(chat: Conversation, token: int) -> bool:
 
 
 def token_span(chat: Conversation, span: Span) -> Span:
-    """The tokens of some characters. One that reaches in from before is left out: it is partly prompt."""
+    """Return the tokens of some characters, without one that begins before them: it is partly prompt."""
     start, end = span
     first = bisect_left(chat.offsets, (start, start + 1))
     stop = bisect_left(chat.offsets, (end, end), lo=first)
-    # A stop token may have swallowed the line break after it; no other token may reach beyond the turn.
+    # A stop token may include the line break after it; no other token may extend beyond the turn.
     while stop > first and chat.text[end : chat.offsets[stop - 1][1]].strip():
         stop -= 1
     return first, stop

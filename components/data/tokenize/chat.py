@@ -1,6 +1,6 @@
-"""Samples to tokens, and which of them are trained on: assistant turns with their stop token, nothing else.
+"""Tokenise samples and mark the targets: in a conversation, only assistant turns with their stop token.
 
-The text is what the tokenizer's own chat template renders; ``turns`` finds the turns in it.
+The text is rendered by the tokenizer's own chat template; ``assistant_mask`` locates the turns in it.
 """
 
 from dataclasses import dataclass, replace
@@ -23,9 +23,9 @@ from components.data.tokenize.assistant_mask import (
 class Encoded:
     """One sequence of tokens.
 
-    ``mask[t]``: token t is a target of the loss. ``prompt_length``: the leading tokens before the first
-    target; for a pair, the prompt that both sequences begin with. ``stop_trained``: the token that ends the
-    last assistant turn (a document's end-of-sequence token) is a target.
+    ``mask[t]``: whether token t is a target of the loss. ``prompt_length``: number of tokens before the first
+    target; for a pair, of the prompt that both sequences begin with. ``stop_trained``: whether the token that
+    ends the last assistant turn (for a document, the end-of-sequence token) is a target.
     """
 
     input_ids: list[int]
@@ -37,11 +37,14 @@ class Encoded:
 def encode(
     sample: Sample, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool, origin: str
 ) -> list[Encoded]:
-    """One sequence for a document or a conversation; for a pair chosen, then rejected; for an unpaired
-    sample its completion, then the mismatched one.
+    """Tokenise one sample into one or two sequences.
 
-    ``train_on_prompt`` makes every token a target. ConfigError: the tokenizer has no chat template, or its
-    template refuses the messages, or the assistant's turns cannot be told apart exactly.
+    A document or a conversation gives one sequence, a pair the chosen, then the rejected one, and an unpaired
+    sample its completion, then the mismatched one. ``train_on_prompt`` makes every token a target.
+
+    Raises:
+        ConfigError: if the tokenizer has no chat template, its template rejects the messages, or the
+            assistant turns cannot be located exactly.
     """
     if isinstance(sample, TextSample):
         return [_encode_document(sample.text, tokenizer)]
@@ -51,7 +54,7 @@ def encode(
     elif isinstance(sample, UnpairedSample):
         encoded = _encode_answers(sample.prompt, [sample.completion, sample.mismatched], template)
     else:
-        # Where all is trained on no turn has to be found, and any template will do.
+        # If every token is a target, no turn has to be located, and any template will do.
         encode_chat = _encode_whole if train_on_prompt else _encode_turns
         encoded = [encode_chat(sample.messages, template)]
     return [replace(one, mask=[True] * len(one.mask)) for one in encoded] if train_on_prompt else encoded
@@ -66,7 +69,7 @@ def _encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoded:
 
 @lru_cache(maxsize=8)
 def _document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What goes before a document (where the tokenizer adds it by itself), and after it."""
+    """Return the tokens before a document (if the tokenizer adds them by itself) and after it."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     begins = bos is not None and bos in tokenizer("")["input_ids"]
     return [bos] if begins else [], [] if eos is None else [eos]
@@ -77,13 +80,13 @@ def _encode_pair(sample: PreferenceSample, template: Template) -> list[Encoded]:
     both = zip(pair[0].input_ids, pair[1].input_ids, strict=False)
     shortest = min(len(one.input_ids) for one in pair)
     common = next((t for t, (chosen, rejected) in enumerate(both) if chosen != rejected), shortest)
-    # A token over the prompt's last and the answer's first character may differ: then it is not shared.
+    # A token that spans the border of prompt and answer may differ; then it is not shared.
     prompt_length = min(common, *(one.prompt_length for one in pair))
     return [replace(one, prompt_length=prompt_length) for one in pair]
 
 
 def _encode_answers(prompt: list[Message], answers: list[list[Message]], template: Template) -> list[Encoded]:
-    """Only the answers are targets: what the assistant said in the prompt belongs to the prompt."""
+    """Encode with only the answers as targets: assistant turns in the prompt belong to the prompt."""
     return [_encode_turns([*prompt, *answer], template, len(prompt)) for answer in answers]
 
 
@@ -93,7 +96,7 @@ def _encode_whole(messages: list[Message], template: Template) -> Encoded:
 
 
 def _encode_turns(messages: list[Message], template: Template, first: int = 0) -> Encoded:
-    """Targets: the assistant turns among ``messages[first:]``."""
+    """Encode with the assistant turns among ``messages[first:]`` as targets."""
     chat = template.conversation(messages)
     return _encoded(chat, assistant_spans(chat, first))
 

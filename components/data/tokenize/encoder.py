@@ -1,4 +1,4 @@
-"""Samples to tokens, and what becomes of those that cannot be trained on."""
+"""Tokenise samples in chunks, and leave out those that cannot be trained on."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ from components.data.tokenize.truncation import LongSamples, fit
 
 @dataclass(frozen=True)
 class Neighbours:
-    """A record of unpaired data, and the one whose completion is mismatched with its prompt."""
+    """A record of unpaired data, and the one whose completion is its mismatched answer."""
 
     this: Record | Sample
     other: Record | Sample
@@ -33,7 +33,7 @@ LeftOut = Literal["dropped", "unsupervised", "identical"]
 
 
 def with_neighbours(items: Iterable[tuple[Record | Sample, str]]) -> Iterator[Item]:
-    """Every item with the one after it, the last with the first: the same pairs in every layout."""
+    """Pair each item with the next one, and the last with the first: the same pairs in every layout."""
     both = iter(items)
     first = this = next(both)
     for other in both:
@@ -44,7 +44,7 @@ def with_neighbours(items: Iterable[tuple[Record | Sample, str]]) -> Iterator[It
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one sample."""
+    """The result of encoding one sample."""
 
     sequences: list[Encoded]
     left_out: LeftOut | None
@@ -60,11 +60,11 @@ class Encoder:
     tokenizer: PreTrainedTokenizerBase
     kind: SampleKind
     max_length: int | None
-    """None: of any length."""
+    """Tokens to which sequences are limited. None means any length."""
     long_samples: LongSamples
     train_on_prompt: bool
     format: Format | None = None
-    """That of the records; None: the items are samples."""
+    """Format of the records. None means that the items are samples."""
 
     def __call__(self, items: Sequence[Item]) -> Chunk:
         fates = [self._fate(item, origin) for item, origin in items]
@@ -114,7 +114,7 @@ class Encoder:
     def _fit(self, encoded: list[Encoded]) -> list[Encoded] | None:
         if self.kind != "unpaired":
             return fit(encoded, self.max_length, self.long_samples)
-        # The length of a stranger's answer is no reason to cut or drop a sample.
+        # The mismatched answer is another sample's; its length must not cut or drop this one.
         answer = fit(encoded[:1], self.max_length, self.long_samples, end_of_prompt=True)
         mismatched = fit(encoded[1:], self.max_length, "truncate", end_of_prompt=True)
         return None if answer is None else answer + (mismatched or [])
@@ -136,5 +136,5 @@ class Encoder:
         return labels if self.kind == "unpaired" else None
 
     def vocab_size(self) -> int:
-        """Past the largest id; ``len(tokenizer)`` is less where ids have gaps."""
+        """Return the largest token id plus 1; ``len(tokenizer)`` is less if ids have gaps."""
         return max(self.tokenizer.get_vocab().values()) + 1

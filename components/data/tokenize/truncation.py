@@ -1,4 +1,4 @@
-"""Samples that are longer than a sequence may be."""
+"""Truncation of samples that are longer than ``data.max_length``."""
 
 from dataclasses import replace
 from typing import Literal
@@ -11,11 +11,12 @@ LongSamples = Literal["truncate", "drop"]
 def fit(
     encoded: list[Encoded], max_length: int | None, long_samples: LongSamples, *, end_of_prompt: bool = False
 ) -> list[Encoded] | None:
-    """The sequences of one sample within ``max_length`` (the same list where they are); None: dropped.
+    """Return the sequences of one sample, truncated to ``max_length``, or None if it is dropped.
 
-    A document or a conversation keeps its beginning. A pair keeps its answers and the end of its prompt: the
-    prompt loses as much as the longer answer needs, in both alike, but for its last token; an answer that is
-    still too long loses its end. ``end_of_prompt`` does so with a single sequence too.
+    If all of them fit, the same list is returned. A document or a conversation keeps its beginning. A pair
+    keeps its answers and the end of its prompt: the prompt loses as many tokens as the longer answer needs,
+    the same in both sequences, but keeps its last token; an answer that is still too long loses its end.
+    ``end_of_prompt`` applies this to a single sequence too.
     """
     if max_length is None or all(len(one.input_ids) <= max_length for one in encoded):
         return encoded

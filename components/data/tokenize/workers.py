@@ -1,4 +1,4 @@
-"""Sources to token stores: in parallel where it pays, in constant memory, and once for the same content."""
+"""Tokenise sources into token stores: in parallel if it pays, in constant memory, once per content."""
 
 import multiprocessing
 import os
@@ -33,29 +33,33 @@ from components.data.tokenize.encoder import Encoder, Item, with_neighbours
 
 STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "unpaired": "kto"}
 
-_BATCH = 64  # samples a worker takes at a time
-_PATIENCE_S = 4.0  # of work in this process before workers are started: each needs two seconds to import
+_BATCH = 64  # samples that a worker encodes at a time
+_PATIENCE_S = 4.0  # seconds of encoding in this process before workers start; each needs 2 s to import
 
 
 # Sources
 
 
 class Source(Protocol):
-    """Where samples come from."""
+    """A source of samples."""
 
     @property
     def option(self) -> str:
-        """What names it before the number of a record."""
+        """The name of the source before the number of a record."""
 
     @property
     def name(self) -> str:
         """The option and its value, for messages and the audit."""
 
     def content(self, cache: Path) -> list[str]:
-        """Digests that change with what is in it."""
+        """Return digests that change with the content of the source."""
 
     def items(self, kind: SampleKind) -> tuple[Format | None, Iterator[tuple[Record | Sample, str]]]:
-        """Records and their format, or ready samples and None. ConfigError: of another kind."""
+        """Return records and their format, or finished samples and None.
+
+        Raises:
+            ConfigError: if they are of another kind.
+        """
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class FileSource:
         return f"{self.option}={self.path}"
 
     def content(self, cache: Path) -> list[str]:
-        read_records(self.path)  # a path that is missing is an error before a reader is asked for anything
+        read_records(self.path)  # raises if the path is missing; no record is read
         path = Path(self.path).expanduser().resolve()
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         try:
@@ -123,9 +127,9 @@ class StdlibSource:
 def encode_all(
     items: Iterable[Item], encoder: Encoder, num_workers: int, *, patience_s: float = _PATIENCE_S
 ) -> Iterator[Chunk]:
-    """Chunks in the order of ``items``, which are read only a little ahead.
+    """Yield chunks in the order of ``items``, which are read only a little ahead.
 
-    Workers are started once ``patience_s`` seconds of encoding have not been enough.
+    Workers are started if more is left after ``patience_s`` seconds of encoding in this process.
     """
     batches, spent = _batched(iter(items)), 0.0
     for batch in batches:
@@ -171,12 +175,15 @@ _worker_encoder: Encoder
 def _start_worker(encoder: Encoder) -> None:
     global _worker_encoder
     _worker_encoder = encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A worker holds both ends of the pool's queue: it would wait for ever for a parent that was killed."""
+    """Exit when the parent ends.
+
+    A worker holds both ends of the pool's queue, so it would wait forever if the parent was killed.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -191,9 +198,10 @@ def _encode_in_worker(batch: list[Item]) -> Chunk:
 
 
 def build_store(source: Source, encoder: Encoder, cache: Path, num_workers: int) -> tuple[TokenStore, str]:
-    """The token store of ``source``, written where there is no whole one, and the identity of its content.
+    """Return the token store of ``source``, written unless it is complete, and its content's identity.
 
-    ConfigError: what is wrong with a record, a source of another kind, or one of which nothing is left.
+    Raises:
+        ConfigError: if a record is invalid, the source is of another kind, or no sample is left.
     """
     settings = [encoder.kind, encoder.max_length, encoder.long_samples, encoder.train_on_prompt]
     identity = digest([source.content(cache), _tokenizer_digest(encoder.tokenizer), settings])
@@ -235,13 +243,13 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     )
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    # What it puts around a text is not all in the model: several classes add tokens in Python.
+    # The model does not include all tokens put around a text: several classes add tokens in Python.
     return digest([model, tokenizer.chat_template, special, tokenizer("a")["input_ids"]])
 
 
 @cache
 def _code() -> list[str]:
-    """Changes with the programs that make tokens; so nobody has to remember to count a version up."""
+    """Return digests of the code that makes tokens, so that no version number has to be maintained."""
     own = (
         *(
             "records/preference_records",

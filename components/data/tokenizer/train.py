@@ -1,4 +1,4 @@
-"""Makes the files of this folder: ``python -m components.data.tokenizer.train [FOLDER]``.
+"""Make the files of this folder: ``python -m components.data.tokenizer.train [FOLDER]``.
 
 A byte-level BPE over the train split of the embedded data. The same Python gives the same bytes.
 """
@@ -20,7 +20,7 @@ PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 
 
 def corpus() -> Iterator[str]:
-    """Module sources, then questions and answers."""
+    """Yield the sources of modules, then questions and answers."""
     kinds: tuple[SampleKind, ...] = ("text", "chat")
     for kind in kinds:
         for sample, _ in stdlib_records(kind, "train"):
@@ -31,7 +31,10 @@ def corpus() -> Iterator[str]:
 
 
 def train() -> Tokenizer:
-    """Splits as GPT-2 does, and every digit on its own; 8192 tokens with the three special ones."""
+    """Train a tokenizer of 8192 tokens, including the three special ones.
+
+    Text is split as by GPT-2, and every digit is separate.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -49,7 +52,7 @@ def train() -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: str) -> None:
-    """Writes the files ``AutoTokenizer`` reads. The stop token of turns ends documents too."""
+    """Write the files that ``AutoTokenizer`` reads. The stop token of turns also ends documents."""
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
