@@ -97,7 +97,7 @@ def hf_names(key: str) -> tuple[str, ...]:
 
 
 def decoder_key(key: str, num_layers: int) -> str:
-    """Number MTP layers, which Megatron counts separately, as layers after the last decoder layer."""
+    """Rename MTP layers, which Megatron numbers separately, to layers after the last decoder layer."""
     return FURTHER.sub(lambda found: LAYER.format(layer=num_layers + int(found["depth"])), key)
 
 
