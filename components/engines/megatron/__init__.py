@@ -1,4 +1,4 @@
-"""The Megatron-Core engine; megatron itself is imported when an engine is built, and not before."""
+"""The Megatron-Core engine. megatron itself is imported only when an engine is built."""
 
 from components.engines.megatron.config import Megatron
 

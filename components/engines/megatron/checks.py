@@ -1,4 +1,4 @@
-"""What the Megatron engine refuses, found before a process starts and without importing megatron."""
+"""Checks of what the Megatron engine supports, before a process starts and without importing megatron."""
 
 import math
 from importlib.util import find_spec
@@ -34,18 +34,18 @@ COUNTS = (
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *FAMILIES)
 COMPUTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""Fields of a configuration, where it has them, and the one value that the engine computes."""
+"""Optional fields of a model configuration, with the only value that the engine supports."""
 ROPE_TYPES = ("default", "linear", "llama3")
-"""Those that scale no attention scores."""
+"""Supported types for ordinary attention; these do not scale attention scores."""
 LATENT_ROPE_TYPES = (*ROPE_TYPES, "yarn")
-"""Of latent attention, which scales them."""
+"""Supported types for multi-head latent attention, which does scale its scores."""
 
 
 def check_keys(layout: Layout) -> None:
-    """Sizes and switches against each other.
+    """Check the keys of the layout against each other.
 
     Raises:
-        ConfigError: one is out of range, or would be ignored for want of another.
+        ConfigError: if a key is out of range, or would be ignored because another is not set.
     """
     for key in COUNTS:
         size = getattr(layout, key)
@@ -60,7 +60,7 @@ def check_keys(layout: Layout) -> None:
 
 
 def contradictions(layout: Layout) -> dict[str, str]:
-    """key -> what it lacks, for keys that are set."""
+    """Return, for each key that contradicts another, an explanation and a remedy."""
     staged = "there is one pipeline stage; set parallelism.pp above 1, or leave it out"
     overlapping = "gradients are reduced at once; set parallelism.overlap_grad_reduce=true, or leave it out"
     gathered = "needs parallelism.distributed_optimizer=true and parallelism.overlap_grad_reduce=true"
@@ -110,10 +110,10 @@ def check_run(
     *,
     world_size: int,
 ) -> None:
-    """The layout against the rest of the run; ``model`` may be on the meta device.
+    """Check the layout against the rest of the run; ``model`` may be on the meta device.
 
     Raises:
-        ConfigError: Megatron, or our engine on top of it, cannot do this, or would do it wrongly.
+        ConfigError: if Megatron, or our engine on top of it, cannot do this or would do it wrongly.
     """
     check_device(layout, options.device)
     check_optimizer(layout, optimizer)
@@ -135,7 +135,7 @@ def check_run(
 
 
 def check_further(layout: Layout, config: PreTrainedConfig) -> None:
-    """Layers for further tokens are on the last stage, with an embedding of their own."""
+    """Check that the last pipeline stage, which needs its own embedding for them, can hold the MTP layers."""
     count = number(config)
     if not count or layout.pp == 1:
         return
@@ -184,10 +184,10 @@ def check_optimizer(layout: Layout, optimizer: Optimizer) -> None:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Only what was compared with transformers is computed; anything else would train without an error."""
+    """Refuse a model that was not compared with transformers: it could train wrongly without an error."""
     config, kind = model.config, model.config.model_type
     instead = "use parallelism=fsdp2 or parallelism=single."
-    # By module: code of the user's own may call itself llama too.
+    # Compare the module, because a user's own code may also have the model type llama.
     if type(model).__module__ not in {f"transformers.models.{a}.modeling_{a}" for a in ARCHITECTURES}:
         raise ConfigError(
             f"model: {kind} ({type(model).__name__}) is not computed by the Megatron engine, which knows "
@@ -215,12 +215,12 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def has_latents(config: PreTrainedConfig) -> bool:
-    """Whether queries, keys and values are made of latents."""
+    """Return whether the model uses multi-head latent attention."""
     return getattr(config, "kv_lora_rank", None) is not None
 
 
 def check_frozen(model: PreTrainedModel) -> None:
-    """What ``model.freeze`` has frozen, against the tensors that Megatron keeps in one."""
+    """Check ``model.freeze`` against fused tensors and against the biases of frozen layers."""
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     parts = hf_names.fused(trained)
     for names in parts:
@@ -264,7 +264,7 @@ def uses_transformer_engine(
     device: Literal["cpu", "cuda"],
     adapter: LoRA | None = None,
 ) -> bool:
-    """Whether layers are those of transformer-engine; ``check_run`` has refused what it cannot do."""
+    """Return whether layers are those of transformer-engine; ``check_run`` must have passed."""
     if layout.transformer_impl == "local":
         return False
     return why_no_transformer_engine(config, layout, dtype, device, adapter) is None
@@ -277,10 +277,10 @@ def why_no_transformer_engine(
     device: Literal["cpu", "cuda"],
     adapter: LoRA | None = None,
 ) -> str | None:
-    """Why transformer-engine cannot compute this run; None where it can.
+    """Return the reason why transformer-engine cannot compute this run, or None if it can.
 
-    Of its attention kernels those for packed sequences take half precision only, and they share a sequence
-    over ranks in neither of our ways (``cp_comm_type``).
+    Its attention kernels for packed sequences support only half precision, and neither of our ways to split
+    a sequence over ranks (``cp_comm_type``).
     """
     window = getattr(config, "sliding_window", None)
     latent = f"the latent attention of {config.model_type} is computed by local only"

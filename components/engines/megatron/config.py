@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Megatron(Layout):
     """Tensor, pipeline, context and data parallelism by Megatron-Core, on GPUs or on gloo ranks of a CPU."""
 
-    # mcore's packed rotary embedding counts positions from cu_seqlens: from 0 in every sequence.
+    # mcore's packed rotary embedding derives positions from cu_seqlens, so every sequence starts at 0.
     computes_prefixes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -39,15 +39,16 @@ class Megatron(Layout):
         )
 
     def data_size(self, world_size: int) -> int:
-        """Into how many shares a global batch is split."""
+        """Return the number of data-parallel ranks, over which a global batch is split."""
         return world_size // self.model_ranks
 
     def check(
         self, model: PreTrainedModel, optimizer: Optimizer, options: EngineOptions, *, world_size: int
     ) -> None:
-        """
+        """Check that the engine can compute this run correctly.
+
         Raises:
-            ConfigError: Megatron, or our engine on top of it, cannot do this, or would do it wrongly.
+            ConfigError: if Megatron, or our engine on top of it, cannot do this or would do it wrongly.
         """
         if options.compiled:
             raise ConfigError(
@@ -61,7 +62,7 @@ class Megatron(Layout):
         check_run(self, model, optimizer, options, world_size=world_size)
 
     def build(self, model: ModelSpec, optimizer: Optimizer, options: EngineOptions) -> "MegatronEngine":
-        """Joins the process group and builds this rank's engine; every rank calls it."""
+        """Join the process group and build this rank's engine; every rank must call it."""
         from components.engines.megatron.runtime.engine import MegatronEngine
 
         assert not options.compiled

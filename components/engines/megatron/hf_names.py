@@ -1,8 +1,8 @@
-"""Which Hugging Face tensors lie in which tensor of Megatron's own checkpoint format.
+"""The mapping from tensors of Megatron's own checkpoint format to Hugging Face tensors.
 
-The left column holds keys of ``GPTModel.sharded_state_dict``, where layer numbers count over all pipeline
-stages and gate and up are apart (``_w``, ``_v``). They are the same for Megatron's local layers and for
-transformer-engine's, but for norms, which the latter keep inside the linear layer that follows.
+The left column holds keys of ``GPTModel.sharded_state_dict``, in which layers are numbered over all pipeline
+stages and gate and up have separate keys (``_w``, ``_v``). The keys are the same for Megatron's local layers
+and for transformer-engine's, except norms, which the latter keep inside the linear layer that follows.
 """
 
 import re
@@ -14,7 +14,7 @@ MLP, HF_MLP = LAYER + "mlp.", HF_LAYER + "mlp."
 
 
 def gated(part: str, hf_part: str) -> dict[str, tuple[str, ...]]:
-    """The three matrices of a layer's MLP, or of an expert in it."""
+    """Return the rules for the three matrices of a layer's MLP, or of one of its experts."""
     return {
         f"{MLP}{part}linear_fc1.weight_w": (f"{HF_MLP}{hf_part}gate_proj.weight",),
         f"{MLP}{part}linear_fc1.weight_v": (f"{HF_MLP}{hf_part}up_proj.weight",),
@@ -23,7 +23,7 @@ def gated(part: str, hf_part: str) -> dict[str, tuple[str, ...]]:
 
 
 def qkv(leaf: str) -> tuple[str, ...]:
-    """Megatron's fused projection: rows of q, k and v take turns, one query group after the other."""
+    """Return the parts of Megatron's fused projection: the q, k and v rows of each query group in turn."""
     return tuple(f"{HF_ATTENTION}{letter}_proj.{leaf}" for letter in "qkv")
 
 
@@ -39,7 +39,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ATTENTION + "q_layernorm.weight": (HF_ATTENTION + "q_norm.weight",),
     ATTENTION + "k_layernorm.weight": (HF_ATTENTION + "k_norm.weight",),
     ATTENTION + "linear_proj.weight": (HF_ATTENTION + "o_proj.weight",),
-    # latent attention
+    # multi-head latent attention
     ATTENTION + "linear_q_proj.weight": (HF_ATTENTION + "q_proj.weight",),
     ATTENTION + "linear_q_down_proj.weight": (HF_ATTENTION + "q_a_proj.weight",),
     ATTENTION + "q_a_layernorm.weight": (HF_ATTENTION + "q_a_layernorm.weight",),
@@ -56,7 +56,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     MLP + "router.expert_bias": (HF_MLP + "gate.e_score_correction_bias",),
     **gated("experts.experts.{expert}.", "experts.{expert}."),
     **gated("shared_experts.", "shared_experts."),
-    # around layers for further tokens: see ``decoder_key``
+    # parts that only MTP layers have: see ``decoder_key``
     LAYER + "enorm.weight": (HF_LAYER + "enorm.weight",),
     LAYER + "hnorm.weight": (HF_LAYER + "hnorm.weight",),
     LAYER + "eh_proj.weight": (HF_LAYER + "eh_proj.weight",),
@@ -79,16 +79,16 @@ GATE_UP = [
     for part in ("", "experts.{expert}.", "shared_experts.")
 ]
 FUSED = [names for names in TABLE.values() if len(names) > 1] + GATE_UP
-"""Templates of what lies in one parameter: gate and up have keys of their own in a checkpoint alone."""
+"""Templates of the names fused into one parameter. Gate and up have separate keys only in a checkpoint."""
 MEMBERS = [(pattern(member), members) for members in FUSED for member in members]
 PRODUCED = [pattern(name) for name in sorted({name for names in TABLE.values() for name in names})]
 
 
 def hf_names(key: str) -> tuple[str, ...]:
-    """The Hugging Face tensors that the tensor ``key`` consists of, in the order in which their rows lie.
+    """Return the names of the Hugging Face tensors that form the tensor ``key``, in the order of its rows.
 
-    ``key`` is a key of ``sharded_state_dict`` after ``apply_factories``; one without a rule is a bug: the
-    parent process refuses models that would have one (``unknown``).
+    ``key`` is a key of ``sharded_state_dict`` after ``apply_factories``. A key without a rule is a bug,
+    because the parent process refuses models that would have one (see ``unknown``).
     """
     for rule, names in RULES:
         if found := rule.fullmatch(key):
@@ -97,17 +97,17 @@ def hf_names(key: str) -> tuple[str, ...]:
 
 
 def decoder_key(key: str, num_layers: int) -> str:
-    """Layers for further tokens, which Megatron counts for themselves, as layers that follow the last one."""
+    """Rename MTP layers, which Megatron numbers separately, to layers after the last decoder layer."""
     return FURTHER.sub(lambda found: LAYER.format(layer=num_layers + int(found["depth"])), key)
 
 
 def unknown(names: Iterable[str]) -> list[str]:
-    """Those of ``names`` (Hugging Face parameters) that no rule produces, in their order."""
+    """Return those of ``names`` (Hugging Face parameters) that no rule produces, in the given order."""
     return [name for name in names if not any(rule.fullmatch(name) for rule in PRODUCED)]
 
 
 def fused(names: Iterable[str]) -> list[list[str]]:
-    """Those of ``names`` (Hugging Face parameters) that lie in one parameter of Megatron's: q, k and v."""
+    """Group those of ``names`` (Hugging Face parameters) that Megatron fuses into one, such as q, k and v."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         for part, members in MEMBERS:

@@ -1,4 +1,4 @@
-"""The sizes of ``parallelism=megatron``: how ranks share the model and the data."""
+"""The sizes of ``parallelism=megatron``, which split the model and the data over ranks."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,52 +6,52 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Layout:
-    """The keys of conf/parallelism/megatron.yaml, with its values."""
+    """The keys of conf/parallelism/megatron.yaml, with its default values."""
 
     tp: int = 1
-    """Ranks that split every matrix, and the vocabulary."""
+    """Tensor-parallel ranks, which split every matrix and the vocabulary."""
     pp: int = 1
     """Pipeline stages."""
     vpp: int = 1
-    """Chunks of layers that every stage holds (interleaved pipeline); 1: one."""
+    """Chunks of layers per pipeline stage; more than 1 means the interleaved schedule."""
     cp: int = 1
-    """Ranks that split every sequence."""
+    """Context-parallel ranks, which split every sequence by position."""
     ep: int = 1
-    """Ranks that share out the experts of every layer, among tp x cp x dp."""
+    """Expert-parallel ranks, among the tp x cp x dp ranks, over which the experts of a layer are divided."""
     etp: int = 1
-    """Ranks that split the matrices of every expert."""
+    """Expert-tensor-parallel ranks, which split the matrices of every expert."""
     dp: int | None = None
-    """Data-parallel ranks; None: what WORLD_SIZE or the visible GPUs leave, else ``default_dp``."""
+    """Data-parallel ranks. None means that WORLD_SIZE or the visible GPUs decide, else ``default_dp``."""
     default_dp: int = 1
     sequence_parallel: bool = False
-    """Split what tensor parallelism replicates (norms, residuals) over its ranks, by position."""
+    """Whether norms and residuals, otherwise replicated over tp ranks, are split over these by position."""
     cp_comm_type: Literal["all_gather", "a2a"] = "all_gather"
-    """How ranks of ``cp`` see each other's tokens: keys and values gathered, or heads for positions."""
+    """Communication of attention under ``cp``: all-gather of keys and values, or all-to-all of heads."""
     distributed_optimizer: bool = False
-    """Shard optimizer state and fp32 main parameters over dp x cp."""
+    """Whether optimizer state and fp32 master weights are sharded over dp x cp."""
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     bucket_size: int | None = None
-    """Gradients a bucket reduces at once, in elements; None: Megatron's default."""
+    """Gradient elements per reduction bucket. None means Megatron's default."""
     pipeline_layout: str | None = None
-    """Megatron's layout string, a part for every chunk of every stage, in the order of layers."""
+    """Megatron's layout string, with one part per chunk of every stage, in the order of the layers."""
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """What is computed again in the backward: nothing, every layer, or attention alone."""
+    """The parts recomputed in the backward pass: nothing, every layer, or only core attention."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """auto: transformer-engine where it is installed and can compute the run."""
+    """Implementation of the layers; auto uses transformer-engine if it is installed and supports the run."""
     optimizer_cpu_offload: bool = False
     moe_token_dispatcher: Literal["allgather", "alltoall"] = "alltoall"
-    """How tokens get to their experts: all to every rank of ep x etp, or each to its own."""
+    """Token exchange: all-gather over the ep x etp ranks, or all-to-all to the chosen experts' ranks."""
     capacity_factor: float | None = None
-    """An expert takes at most so many times its even share of a rank's tokens; None: all that chose it."""
+    """Maximum load of an expert, as a multiple of its even share of a rank's tokens. None means no limit."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
-    """Which it takes where more chose it: those that weigh it most, or the first."""
+    """The tokens kept if an expert is over capacity: those with the largest weights, or the first."""
     moe_pad_to_capacity: bool = False
-    """Every expert computes as many tokens as it has room for."""
+    """Whether every expert's input is padded to its capacity."""
     shared_expert_overlap: bool = False
-    """Compute shared experts while tokens are under way."""
+    """Whether shared experts are computed during the token exchange."""
 
     @property
     def model_ranks(self) -> int:

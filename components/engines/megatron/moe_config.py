@@ -1,4 +1,4 @@
-"""What layers of experts compute, and what of a layout fits them; without importing megatron."""
+"""The MoE layers of a model, and the checks of a layout against them, without importing megatron."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ from components.engines.megatron.layout import Layout
 from components.engines.shared.parallel_dims import divisors, nearest
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
-"""Model types whose layers of experts are computed."""
+"""Model types whose MoE layers are supported."""
 
 KEYS = (
     "ep",
@@ -21,37 +21,37 @@ KEYS = (
     "moe_pad_to_capacity",
     "shared_expert_overlap",
 )
-"""Of a layout, that are about experts alone."""
+"""Keys of a layout that apply only to models with experts."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The layers of experts of one model, whatever its family calls their sizes."""
+    """The MoE layers of one model, under names that do not depend on its family."""
 
     layers: tuple[bool, ...]
-    """Which of the layers of the model they are."""
+    """For each layer of the model, whether it is an MoE layer."""
     number: int
     top_k: int
     intermediate: int
     score: Literal["softmax", "sigmoid"]
-    """What makes a router's logits scores of experts ..."""
+    """The function that turns router logits into expert scores."""
     normalized: bool
-    """... whether those of the chosen experts are made to add up to 1 ..."""
+    """Whether the scores of a token's chosen experts are normalised to sum to 1."""
     scaling: float = 1.0
-    """... and what they are then multiplied by."""
+    """Factor applied to the scores of the chosen experts, after any normalisation."""
     groups: int = 1
-    """Experts of a token lie in ``kept_groups`` of so many groups: those with the best two scores."""
+    """Number of expert groups. A token uses the ``kept_groups`` groups whose two best scores sum highest."""
     kept_groups: int = 1
     shared: int = 0
-    """Intermediate size of the experts that every token visits; 0: there are none."""
+    """Intermediate size of the shared experts, which process every token; 0 means that there are none."""
     biased: bool = False
-    """Whether a bias is added to scores before the best are chosen."""
+    """Whether a bias is added to the scores when the experts are chosen."""
     fp32: bool = False
-    """Whether logits are computed in fp32, whatever the dtype of the model."""
+    """Whether router logits are computed in fp32 regardless of the model's dtype."""
 
 
 def experts_of(hf: PreTrainedConfig) -> Experts | None:
-    """As transformers reads ``hf``; None: every layer is dense."""
+    """Return the MoE layers as transformers builds them from ``hf``, or None if every layer is dense."""
     found = layers_of(hf) if hf.model_type in FAMILIES else None
     return found if found is not None and any(found.layers) else None
 
@@ -82,10 +82,10 @@ def layers_of(hf: PreTrainedConfig) -> Experts:
 
 
 def check_experts(layout: Layout, model: PreTrainedModel, world_size: int) -> None:
-    """The keys of experts against the model.
+    """Check the MoE keys of the layout against the model.
 
     Raises:
-        ConfigError: they say something of what the model does not have, or do not fit its sizes.
+        ConfigError: if a key is set that the model has no use for, or if it does not fit the model's sizes.
     """
     experts, kind = experts_of(model.config), model.config.model_type
     if experts is None:

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds, decided as Megatron does, but without importing it."""
+"""The layers of each pipeline stage, split as Megatron splits them but without importing it."""
 
 import re
 
@@ -8,9 +8,10 @@ from components.engines.shared.parallel_dims import nearest
 
 
 def check_stages(layout: Layout, num_layers: int) -> None:
-    """
+    """Check that the layers can be split over the pipeline stages.
+
     Raises:
-        ConfigError: ``num_layers`` cannot be split over the stages and their chunks as asked.
+        ConfigError: if ``num_layers`` cannot be split over the stages and their chunks as configured.
     """
     if layout.pipeline_layout is not None:
         check_layout(layout.pipeline_layout, layout.pp, layout.vpp, num_layers)
@@ -37,7 +38,7 @@ def check_even(pp: int, vpp: int, num_layers: int) -> None:
 
 
 def check_uneven(layout: Layout, num_layers: int) -> None:
-    """The first and the last stage as told; those between share what is left."""
+    """Check the given sizes of the first and last stage; the stages between split the rest evenly."""
     ends = {"first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers}
     told = {key: layers for key, layers in ends.items() if layers is not None}
     for key, layers in told.items():
@@ -60,7 +61,7 @@ def needed(chunks: int) -> str:
 
 
 def check_layout(text: str, pp: int, vpp: int, num_layers: int) -> None:
-    """A layout string has a part a chunk, an embedding at the start, the loss at the end."""
+    """Check that a layout string has one part per chunk, begins with the embedding and ends with the loss."""
     parts = parse(text)
     if len(parts) != pp * vpp:
         raise ConfigError(
@@ -81,12 +82,12 @@ def check_layout(text: str, pp: int, vpp: int, num_layers: int) -> None:
 
 
 def parse(text: str) -> list[str]:
-    """``Et*2|(t|)*2tL`` to ``["Ett", "t", "t", "tL"]``: what every chunk holds, in the order of layers.
+    """Split ``Et*2|(t|)*2tL`` into ``["Ett", "t", "t", "tL"]``, the contents of each chunk in layer order.
 
-    Megatron's grammar: commas are decoration, ``(...)*n`` and ``x*n`` repeat.
+    In Megatron's grammar commas are ignored, and ``(...)*n`` and ``x*n`` repeat.
 
     Raises:
-        ConfigError: anything else than E, t, L and | is left.
+        ConfigError: if anything other than E, t, L and | is left.
     """
     plain = text.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
@@ -100,16 +101,16 @@ def parse(text: str) -> list[str]:
 
 
 def with_further(text: str | None, number: int) -> str | None:
-    """The layout string ``text`` as Megatron wants it with layers for further tokens (m): before the loss."""
+    """Insert ``number`` MTP layers (m) before the loss in the layout string ``text``, as Megatron expects."""
     if text is None or not number:
         return text
     return "|".join(parse(text)).removesuffix("L") + "m" * number + "L"
 
 
 def held(layout: Layout, num_layers: int) -> list[list[str]]:
-    """By stage, what each of its chunks holds: E (the embedding), t (a layer), L (the loss).
+    """Return for each stage the contents of its chunks: E (the embedding), t (a layer), L (the loss).
 
-    ``check_stages`` has passed.
+    ``check_stages`` must have passed.
     """
     if layout.pipeline_layout is not None:
         parts = parse(layout.pipeline_layout)
@@ -122,7 +123,7 @@ def held(layout: Layout, num_layers: int) -> list[list[str]]:
 
 
 def layers_by_stage(layout: Layout, num_layers: int) -> list[int]:
-    """Those between the first and the last stage share what these leave."""
+    """Return the number of layers of each stage; stages without a given number split the rest evenly."""
     ends = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
     told = {stage: layers for stage, layers in ends.items() if layers is not None}
     each = (num_layers - sum(told.values())) // max(layout.pp - len(told), 1)
@@ -130,8 +131,10 @@ def layers_by_stage(layout: Layout, num_layers: int) -> list[int]:
 
 
 def numbered(layout: Layout, num_layers: int, further: int = 0) -> list[list[int]]:
-    """By stage, the numbers of its layers, those of one chunk after those of another; of the last one also
-    the ``further`` that come after them."""
+    """Return the layer numbers of each stage, chunk after chunk.
+
+    The last stage also holds the ``further`` MTP layers, numbered from ``num_layers``.
+    """
     chunks = held(layout, num_layers)
     found: list[list[int]] = [[] for _ in chunks]
     first = 0

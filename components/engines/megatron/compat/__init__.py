@@ -1,1 +1,1 @@
-"""Patches of megatron-core, which is imported after they are installed."""
+"""Patches of megatron-core, installed before megatron is used."""

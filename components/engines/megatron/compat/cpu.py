@@ -1,8 +1,8 @@
-"""CUDA means CPU: unmodified megatron-core on gloo ranks of a machine without a GPU.
+"""Patches that run unmodified megatron-core on the CPU, on gloo ranks of a machine without a GPU.
 
-What a patch changes for the rest of the program is kept small. Names of ``torch.cuda`` are replaced for
-everyone: without a GPU they raise, or do nothing. Everything that works without Megatron, like
-``torch.zeros`` or ``Tensor.type``, is replaced only where Megatron reads it.
+Patches affect the rest of the program as little as possible. Functions of ``torch.cuda``, which raise or do
+nothing without a GPU, are replaced globally. Everything that works without Megatron, like ``torch.zeros`` or
+``Tensor.type``, is replaced only for Megatron's modules and functions.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ CPU = torch.device("cpu")
 
 @cache
 def install() -> None:
-    """Once a process, before anything of megatron is used; where CUDA exists nothing is patched.
+    """Install the patches once per process, before megatron is used; with CUDA only filter warnings.
 
     Raises:
-        AttributeError: this release of megatron-core has no such symbol; the message names it.
+        AttributeError: if this release of megatron-core lacks a patched symbol; the message names it.
     """
     warnings.install()
     if not torch.cuda.is_available():
@@ -35,11 +35,11 @@ def install() -> None:
 
 
 def import_uncompiled() -> None:
-    """megatron.core with its small functions as they are written.
+    """Import megatron.core with its small functions left uncompiled.
 
-    Importing it hands some forty of them to torch.compile: seconds in every process, and a C++ compiler
-    where one of them runs. It keeps what it took for torch.compile, for modules that it imports later;
-    everyone else's stays what it is.
+    Its modules pass some forty functions to torch.compile, which takes seconds in every process and needs a
+    C++ compiler when one of them runs. ``megatron.core.jit`` keeps a reference to the replacement for modules
+    that are imported later; for all other code torch.compile is unchanged.
     """
     during(torch, "compile", leave_eager)(import_module)("megatron.core.jit")
 
@@ -93,7 +93,7 @@ def torch_on_cpu(_: object) -> "TorchOnCPU":
 
 
 class TorchOnCPU:
-    """``torch`` as one module of Megatron sees it: tensors made on "cuda" are made on the CPU."""
+    """A substitute for ``torch`` in one module of Megatron; tensors for device "cuda" are made on the CPU."""
 
     def __init__(self) -> None:
         self.tensor, self.zeros = on_cpu(torch.tensor), on_cpu(torch.zeros)
@@ -125,7 +125,7 @@ def name_cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def chunks_of_rank(_: object) -> Callable[[Tensor, int, dist.ProcessGroup], Tensor]:
     def own_chunks(pos_emb: Tensor, seq_dim: int, cp_group: dist.ProcessGroup) -> Tensor:
-        """Chunks r and ``2 * cp - 1 - r`` of ``2 * cp``, along ``seq_dim``."""
+        """Return chunks r and ``2 * cp - 1 - r`` of ``2 * cp``, along ``seq_dim``."""
         chunks = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
         return torch.cat([chunks[cp_group.rank()], chunks[-1 - cp_group.rank()]], dim=seq_dim)
 

@@ -1,4 +1,4 @@
-"""CUDA means CPU where tokens travel to their experts."""
+"""CPU patches for the token exchange of Megatron's MoE layers."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +17,7 @@ def torch_in_order(_: object) -> "TorchInOrder":
 
 
 class TorchInOrder:
-    """``torch`` as one module of Megatron sees it: a machine whose one stream runs everything in order."""
+    """A substitute for ``torch`` in one module of Megatron; its only stream runs everything in order."""
 
     def __init__(self) -> None:
         self.cuda = CudaInOrder()
@@ -40,7 +40,7 @@ class CudaInOrder:
 
 
 class OneStream:
-    """A stream, and an event of it: whatever was begun has ended."""
+    """A stream and an event in one; all work is finished when it is issued, so waiting does nothing."""
 
     def wait_stream(self, _: "OneStream") -> None: ...
 
@@ -68,7 +68,7 @@ def gather_any(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if output_split_sizes is None or group.size() == 1:
             return original(input_, group, output_split_sizes, use_global_buffer)
-        # Sent to every rank, which sizes may differ in.
+        # An all-to-all that sends the whole input to every rank, because sizes differ between ranks.
         ranks, received = group.size(), list(output_split_sizes)
         out = input_.new_empty(sum(received), *input_.shape[1:])
         copies = torch.cat([input_] * ranks)

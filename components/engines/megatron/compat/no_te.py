@@ -1,4 +1,4 @@
-"""What megatron-core cannot do without transformer-engine, although torch can; on every device."""
+"""Patches for what megatron-core cannot do without transformer-engine although torch can, on any device."""
 
 from collections.abc import Callable
 from copy import copy
@@ -14,10 +14,10 @@ from components.engines.megatron.compat.patching import install as install_patch
 
 @cache
 def install() -> None:
-    """Once a process, after ``cpu.install``.
+    """Install the patches, once per process and after ``cpu.install``.
 
     Raises:
-        AttributeError: this release of megatron-core has no such symbol; the message names it.
+        AttributeError: if this release of megatron-core lacks a patched symbol; the message names it.
     """
     install_patches(PATCHES)
 
@@ -29,7 +29,7 @@ def mark_sequence_parallel(original: Callable[..., nn.Module]) -> Callable[..., 
         plain.sequence_parallel = False
         norm = original(cls, plain, *args, **kwargs)
         for parameter in norm.parameters():
-            # finalize_model_grads adds up what the ranks of tp have found, each on its own positions.
+            # finalize_model_grads sums the gradients that tp ranks computed, each from its own positions.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
 

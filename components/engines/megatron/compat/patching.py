@@ -1,4 +1,4 @@
-"""A replacement for something in another library, with the reason for it."""
+"""Replacements of symbols in other libraries, each with its reason."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,25 +13,25 @@ from packaging.specifiers import SpecifierSet
 
 @dataclass(frozen=True)
 class Patch:
-    """What is replaced, why, and by what."""
+    """The replacement of one object, under all names it has, and its reason."""
 
     symbols: tuple[str, ...]
-    """Dotted names of one and the same thing: modules that import a function by name each have their own."""
+    """Dotted names of one object, which has another name in every module that imports it by name."""
     why: str
     replace: Callable[[Any], Any]
-    """From the original to its replacement. Called for every symbol, and every call makes an object of its
-    own: torch._dynamo has one rule for an object, and dies of a second."""
+    """Function from the original to its replacement. It is called once per symbol and returns a new object
+    each time, because torch._dynamo fails if one object has two rules."""
     versions: str = ">=0.16"
-    """The releases of megatron-core that need it."""
+    """Version specifier of the megatron-core releases that need the patch."""
     originals: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What the symbols were before ``install``."""
+    """The originals by symbol, filled by ``install``."""
 
     @property
     def applies(self) -> bool:
         return SpecifierSet(self.versions, prereleases=True).contains(version("megatron-core"))
 
     def install(self) -> None:
-        """Replaces every symbol; AttributeError where one is gone, since what it did must then be found."""
+        """Replace every symbol; raise AttributeError if one is missing, as the patch must then be revised."""
         for symbol in self.symbols:
             owner, name = find(symbol)
             self.originals[symbol] = getattr(owner, name)
@@ -39,14 +39,14 @@ class Patch:
 
 
 def install(patches: Iterable[Patch]) -> None:
-    """Installs those that this release of megatron-core needs."""
+    """Install those of ``patches`` that the installed release of megatron-core needs."""
     for patch in patches:
         if patch.applies:
             patch.install()
 
 
 def find(symbol: str) -> tuple[object, str]:
-    """The module or class that ``symbol`` is an attribute of, and its name there."""
+    """Return the module or class that ``symbol`` is an attribute of, and the attribute's name."""
     path, _, name = symbol.rpartition(".")
     try:
         owner = resolve_name(path)
@@ -60,9 +60,9 @@ def find(symbol: str) -> tuple[object, str]:
 
 
 def during(owner: object, name: str, replace: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A ``Patch.replace``: the function as it was, but ``owner.name`` is replaced while it runs.
+    """Return a ``Patch.replace`` that keeps the function but replaces ``owner.name`` while it runs.
 
-    For its own thread: another may be writing a checkpoint.
+    The replacement applies only to the calling thread, because another may be writing a checkpoint.
     """
 
     def around(function: Callable[..., Any]) -> Callable[..., Any]:

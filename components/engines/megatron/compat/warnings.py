@@ -1,4 +1,4 @@
-"""What megatron-core tells every user at every start, and what none of them can act on."""
+"""Filters for warnings that megatron-core gives at every start and that users cannot act on."""
 
 import logging
 import warnings
@@ -10,14 +10,14 @@ import torch
 WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     ("Transformer Engine and Apex are not installed", UserWarning, r"megatron\.core"),
     ("Apex is not installed. Falling back to Torch Norm", UserWarning, r"megatron\.core"),
-    ("full scope is deprecated", UserWarning, r"megatron\.core"),  # its own default, for CUDA graphs
+    ("full scope is deprecated", UserWarning, r"megatron\.core"),  # Megatron's own default, for CUDA graphs
     ("If you are using transformer_engine as the transformer impl", UserWarning, r"megatron\.core"),
     (r"\w+ is experimental and still under active development", UserWarning, r"megatron\.core"),
-    # Its calls of torch; the names that replace them are not in every torch that it supports.
+    # Megatron's calls of torch. Not every torch that it supports has the new names.
     (r"`torch\.distributed\.all_gather_into_tensor` is deprecated", FutureWarning, r"torch\.distributed"),
     (r"`torch\.distributed\.reduce_scatter_tensor` is deprecated", FutureWarning, r"torch\.distributed"),
 )
-"""How a message begins, its category, and the module that it is blamed on."""
+"""The beginning of each message, its category, and the module that it is attributed to."""
 ABOUT_GPUS = (
     (
         "When using async grad allreduce it is recommended to set the environment variable",
@@ -25,19 +25,19 @@ ABOUT_GPUS = (
         r"megatron\.core",
     ),
 )
-"""Worth reading where there is one."""
+"""Messages that are useful only if there is a GPU."""
 RECORDS = {
-    # On a CPU the two generators that it compares are one.
+    # On a CPU the two generators that are compared are the same.
     "megatron.core.tensor_parallel.random": "CPU RNG state changed within GPU RNG context",
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not",
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
 }
-"""Logger: how the message begins."""
+"""For each logger, the beginning of the message."""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """A filter of log records: drops those that begin so."""
+    """A filter that drops log records whose message begins with ``start``."""
 
     start: str
 
@@ -47,7 +47,7 @@ class Drop:
 
 @cache
 def install() -> None:
-    """Silences these messages and no others, once a process; before the first import of megatron."""
+    """Silence exactly these messages, once per process and before the first import of megatron."""
     useless = WARNINGS if torch.cuda.is_available() else WARNINGS + ABOUT_GPUS
     for message, category, module in useless:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)

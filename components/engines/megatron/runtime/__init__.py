@@ -1,4 +1,4 @@
-"""Everything that imports megatron. Importing this package first makes megatron work on this machine."""
+"""All modules that import megatron. Importing this package installs the patches that megatron needs here."""
 
 from components.engines.megatron.compat.cpu import install as install_cpu
 from components.engines.megatron.compat.no_te import install as install_repairs

@@ -1,7 +1,7 @@
 """Core attention for mcore without transformer-engine: packed rows, sliding windows, context parallelism.
 
-What is computed is that of ``components.engines.shared.varlen_attention``; here is who computes which
-part of it.
+``components.engines.shared.varlen_attention`` computes the attention itself; this module divides it over
+context-parallel ranks.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -27,15 +27,15 @@ CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 def packed_seq_params(row: Row, device: torch.device | None = None) -> PackedSeqParams | None:
-    """What mcore passes down to rotary embedding and attention; None for a padded row.
+    """Return the packing information for mcore's rotary embedding and attention, or None for a padded row.
 
-    The boundaries stay on the CPU, where both read them without waiting for the GPU; the kernels of
-    transformer-engine want them on ``device``.
+    The boundaries stay on the CPU, where both read them without waiting for the GPU, unless ``device`` is
+    given: transformer-engine's kernels need them there.
 
-    ``max_seqlen`` must be the longest span of the aligned row, no less and no more: it is the length of
-    mcore's rotary table. Where the table is as long as the whole row, mcore lets positions run on from one
-    sequence to the next (rope_utils.py, "exact mapping"); this way only one sequence can fill the row then,
-    and its positions begin at 0 as they should.
+    ``max_seqlen`` must be exactly the longest span of the aligned row, because it is the length of mcore's
+    rotary table. If the table is as long as the whole row, mcore continues positions from one sequence to the
+    next (rope_utils.py, "exact mapping"). With the longest span this happens only if one sequence fills the
+    row, whose positions then correctly begin at 0.
     """
     if row.cu_seqlens is None:
         return None
@@ -52,15 +52,15 @@ def packed_seq_params(row: Row, device: torch.device | None = None) -> PackedSeq
 class CoreAttention(MegatronModule):
     """Causal attention of this tensor-parallel rank's heads, with mcore's interface of a core attention.
 
-    Under context parallelism every rank of the group calls it together and holds the zig-zag share of
-    ``rows.py``. ``cp_comm_type`` says how tokens meet:
+    Under context parallelism all ranks of the group call it together, each with the zig-zag share of
+    ``cp_sharding.py``. ``cp_comm_type`` selects the communication:
         all_gather: each rank gathers all keys and values and computes its own queries.
-        a2a: each rank trades its positions for a share of the heads, and computes whole sequences
-            (DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509). Heads must be a multiple of cp; key-value
-            heads are repeated where they are not.
+        a2a: an all-to-all gives each rank all positions of a share of the heads, for which it computes whole
+            sequences (DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509). The number of query heads must be
+            a multiple of cp; key-value heads are repeated if theirs is not.
 
-    ``config.windows``, where it is set, holds by layer how many tokens, itself included, a token sees; None:
-    all.
+    ``config.windows``, if set, is the attention window of each layer in tokens, including the current one.
+    None means that a token attends to all previous tokens.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        k_channels: int | None = None,  # noqa: ARG002  read off the tensors
+        k_channels: int | None = None,  # noqa: ARG002  taken from the tensors
         v_channels: int | None = None,  # noqa: ARG002
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -100,11 +100,11 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """``[s, b, heads, D]`` to ``[s, b, heads * D]``, or packed ``[t, heads, D]`` to ``[t, heads * D]``.
+        """Map ``[s, b, heads, D]`` to ``[s, b, heads * D]``; packed, ``[t, heads, D]`` to ``[t, heads * D]``.
 
-        s and t count this rank's positions; key and value may have fewer heads, and value another D, which
-        is then the result's. ``attention_mask`` must be None: padding lies after every token that counts,
-        where none can look.
+        s and t count this rank's positions. key and value may have fewer heads, and value another D, which
+        is then that of the result. ``attention_mask`` must be None, since padding comes after all real tokens
+        and causal attention does not reach it.
         """
         assert attention_mask is None, "pass no attention_mask: boundaries are those of packed_seq_params"
         assert attention_bias is None, "attention_bias is not computed here"
@@ -118,7 +118,7 @@ class CoreAttention(MegatronModule):
         return self.mix(query, key, value, ends).flatten(1)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, ends: tuple[int, ...]) -> Tensor:
-        """``[s, b, heads, D]`` of this rank's share, out and in."""
+        """Attend with communication over cp; inputs and output are this rank's share ``[s, b, heads, D]``."""
         if self.cp == 1:
             return self.attend(query, key, value, whole_sequences(ends, 1, query.device))
         if self.kind == "all_gather":
@@ -135,7 +135,7 @@ class CoreAttention(MegatronModule):
         return trade_heads(out, self.group, heads=2, positions=0)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
-        """``[s, b, heads, D]`` to the same, where the keys of ``pieces`` lie end to end."""
+        """Attend without communication; tensors are ``[s, b, heads, D]``, keys in the order of ``pieces``."""
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         options: Json = {"scale": self.scale, "window": self.window}
@@ -148,9 +148,9 @@ class CoreAttention(MegatronModule):
         return out.transpose(0, 1).contiguous()
 
     def rng(self, dropout: float) -> AbstractContextManager[object]:
-        """Other random numbers on every tensor-parallel rank, as in mcore's DotProductAttention.
+        """Return a context with a different random stream per tp rank, as in mcore's DotProductAttention.
 
-        With sequence parallelism mcore has switched to them for the whole block.
+        With sequence parallelism mcore has already switched to that stream for the whole block.
         """
         if not dropout or self.config.sequence_parallel:
             return nullcontext()
@@ -158,7 +158,7 @@ class CoreAttention(MegatronModule):
 
 
 def refuse(config: TransformerConfig) -> None:
-    """Stops where ``config`` asks for something that would be left out of the result."""
+    """Assert that ``config`` sets no option that this attention would ignore."""
     assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type} is not computed here"
     assert config.window_size is None, "windows of our attention are config.windows, not window_size"
     assert not config.apply_query_key_layer_scaling, "apply_query_key_layer_scaling is not computed here"

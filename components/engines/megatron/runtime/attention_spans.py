@@ -1,4 +1,4 @@
-"""Which queries meet which keys, on one context-parallel rank."""
+"""The pairs of query and key spans that one context-parallel rank computes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,28 +13,28 @@ from components.engines.megatron.runtime.cp_sharding import rank_order
 
 @dataclass(frozen=True)
 class Pieces:
-    """Queries and keys of a row, cut so that piece i of the queries meets piece i of the keys.
+    """Spans of queries and keys of a row; piece i of the queries attends to piece i of the keys.
 
-    The queries of a piece are the last tokens of its keys: each sees itself and the keys before it.
+    The queries of a piece are the last tokens of its keys: each attends to itself and the keys before it.
     """
 
     queries: tuple[int, ...]
-    """Length of every piece."""
+    """Length of every piece, in tokens."""
     keys: tuple[int, ...]
     cu_queries: Tensor
-    """int32 ``[pieces + 1]`` on the device, for the kernel."""
+    """Cumulative lengths for the kernel, int32 ``[pieces + 1]`` on the device."""
     cu_keys: Tensor
     order: Tensor
-    """int64 ``[sum(keys)]`` on the device: where the keys lie in the row in rank order."""
+    """Indices of the keys in the row in rank order, int64 ``[sum(keys)]`` on the device."""
 
 
-# Kept because all layers of a micro-batch ask for the same pieces, and recomputation asks again; a pipeline
-# has several micro-batches under way.
+# Cached because all layers of a micro-batch and their recomputation use the same pieces; a pipeline has
+# several micro-batches in flight.
 @lru_cache(maxsize=64)
 def whole_sequences(ends: tuple[int, ...], cp: int, device: torch.device) -> Pieces:
-    """Every sequence of the row, whole; ``order`` is that of all tokens.
+    """Return one piece per sequence of the row; ``order`` is that of all tokens.
 
-    ``ends``: where every sequence begins in the whole row, and the end of the last.
+    ``ends`` are the start of every sequence in the whole row and the end of the last.
     """
     boundaries = torch.tensor(ends)
     spans = boundaries.diff().tolist()
@@ -43,10 +43,11 @@ def whole_sequences(ends: tuple[int, ...], cp: int, device: torch.device) -> Pie
 
 @lru_cache(maxsize=64)
 def own_chunks(ends: tuple[int, ...], cp: int, rank: int, device: torch.device) -> Pieces:
-    """The two chunks that ``rank`` holds of every sequence, each with the keys since its sequence began.
+    """Return the two chunks of every sequence that ``rank`` holds, with all keys from the sequence's start.
 
-    Chunk r meets r + 1 chunks of keys and chunk 2cp - 1 - r meets 2cp - r: on every rank 2cp + 1 together,
-    hardly more than the sequence, so keys are copied once and no score of another sequence is computed.
+    Chunk r attends to r + 1 chunks of keys and chunk 2cp - 1 - r to 2cp - r. That is 2cp + 1 chunks on every
+    rank, hardly more than the sequence, so keys are copied about once and no scores between sequences are
+    computed.
     """
     order = rank_order(torch.tensor(ends), cp)
     queries, keys, parts = [], [], []

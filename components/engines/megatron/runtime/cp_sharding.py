@@ -1,9 +1,9 @@
-"""A micro-batch as one context-parallel rank computes it.
+"""The share of a micro-batch that one context-parallel rank computes.
 
 Context parallelism gives every rank a zig-zag share: a sequence is cut into ``2 * cp`` chunks and rank r
 holds chunks r and ``2 * cp - 1 - r``, so that causal attention costs every rank the same. Packed sequences
-are cut one by one, padded rows as a whole. Two layouts of the same positions therefore appear here: the
-whole row, and the row in rank order, which is the shares of ranks 0, 1, ... end to end.
+are cut one by one, padded rows as a whole. Two orders of the same positions are therefore used here: the
+whole row, and the row in rank order, which is the concatenation of the shares of ranks 0, 1, ...
 """
 
 import math
@@ -31,30 +31,32 @@ class Row:
     position_ids: Tensor
     """int64 ``[B, L]``; 0 on padding."""
     cu_seqlens: Tensor | None
-    """int32 ``[S' + 1]``, packed only: of the whole aligned row, where padding at the end is one sequence
-    more. It stays on the CPU, where it is read."""
+    """int32 ``[S' + 1]``, only if packed: the sequence boundaries of the whole aligned row, in which padding
+    at the end counts as one more sequence. It stays on the CPU, where it is read."""
     max_seqlen: int | None
-    """Packed only: the longest span of ``cu_seqlens``."""
+    """Only if packed: the longest span of ``cu_seqlens``, in tokens."""
     index: Tensor
-    """int64 ``[B, T]``: where position t of the micro-batch lies in the row in rank order."""
+    """int64 ``[B, T]``: the index of each position t of the micro-batch in the row in rank order."""
     cp: int
     rank: int
 
     def to(self, device: torch.device) -> Self:
-        """The same row with every tensor but ``cu_seqlens`` on ``device``."""
+        """Return the row with every tensor except ``cu_seqlens`` on ``device``."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved: Json = {k: v.to(device) for k, v in tensors.items() if k != "cu_seqlens"}
         return replace(self, **moved)
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
-        """``[B, T]`` of the micro-batch to this rank's ``[B, L]``; ``fill`` on padding."""
+        """Return this rank's share ``[B, L]`` of ``values`` ``[B, T]``, with ``fill`` on padding."""
         whole = values.new_full((len(values), self.cp * self.input_ids.shape[1]), fill)
         return share(whole.scatter(1, self.index, values), self.cp, self.rank)
 
 
 def aligned_length(batch: Batch, *, cp: int, multiple: int) -> int:
-    """Length of the whole aligned row: sequences (packed) or rows (padded) that ``cp`` can cut, padded to
-    a multiple of ``multiple``."""
+    """Return the length of the whole aligned row, a multiple of ``multiple``.
+
+    Each sequence (packed) or the row (padded) is aligned such that ``cp`` ranks can split it.
+    """
     step = math.lcm(multiple, alignment(cp))
     if batch.cu_seqlens is None:
         return round_up(batch.input_ids.shape[1], step)
@@ -63,12 +65,12 @@ def aligned_length(batch: Batch, *, cp: int, multiple: int) -> int:
 
 
 def make_row(batch: Batch, *, cp: int, rank: int, multiple: int, length: int | None = None) -> Row:
-    """The share of ``rank``; every rank of ``cp`` passes the same ``batch``, which is on the CPU.
+    """Return the share of ``rank``; every rank of ``cp`` must pass the same ``batch``, which is on the CPU.
 
     Args:
-        multiple: the whole row is as long as a multiple of this.
-        length: of the whole row, the same for all rows of a pipeline call; at least ``aligned_length`` and
-            such a multiple. None: ``aligned_length``.
+        multiple: a divisor of the length of the whole row.
+        length: length of the whole row, the same for all rows of a pipeline call. It must be at least
+            ``aligned_length`` and divisible likewise. None means ``aligned_length``.
     """
     assert batch.prefix_lengths is None, "every sequence stands alone in a row"
     needed = aligned_length(batch, cp=cp, multiple=multiple)
@@ -97,10 +99,10 @@ def make_row(batch: Batch, *, cp: int, rank: int, multiple: int, length: int | N
 
 
 def gather(values: Tensor, row: Row, group: dist.ProcessGroup | None) -> Tensor:
-    """``[B, L]`` of every rank to the whole ``[B, T]``, like ``Batch.labels``, on every rank.
+    """Gather the shares ``[B, L]`` into ``[B, T]``, shaped like ``Batch.labels``, on every rank.
 
-    Collective over ``group``, the ranks of ``cp`` (None: there is one). Differentiable where every rank
-    computes the same function of the result: see ``GatherShares``.
+    Collective over ``group``, the ranks of ``cp``; None is allowed if cp is 1. The result is differentiable
+    if every rank computes the same function of it: see ``GatherShares``.
     """
     if row.cp > 1:
         assert group is not None, "a row cut by context parallelism is gathered over its group"
@@ -109,7 +111,7 @@ def gather(values: Tensor, row: Row, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def alignment(cp: int) -> int:
-    """What the length of a sequence must be a multiple of, so that ``cp`` ranks can cut it."""
+    """Return the number that must divide the length of a sequence for ``cp`` ranks to split it."""
     return 2 * cp if cp > 1 else 1
 
 
@@ -118,7 +120,7 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def boundaries(batch: Batch, cp: int, length: int) -> Tensor:
-    """int64 ``[S' + 1]``: where every sequence of the whole aligned row begins, and the end of the last."""
+    """Return int64 ``[S' + 1]``: the starts of the sequences of the whole aligned row, and its end."""
     if batch.cu_seqlens is None:
         return torch.tensor([0, length])
     spans = [round_up(span, alignment(cp)) for span in batch.cu_seqlens.diff().tolist()]
@@ -127,7 +129,7 @@ def boundaries(batch: Batch, cp: int, length: int) -> Tensor:
 
 
 def places(batch: Batch, ends: Tensor) -> Tensor:
-    """int64 ``[T]``: where position t of the micro-batch lies in the whole aligned row."""
+    """Return int64 ``[T]``: the index of each position t of the micro-batch in the whole aligned row."""
     position = torch.arange(batch.labels.shape[1])
     if batch.cu_seqlens is None:
         return position
@@ -136,9 +138,9 @@ def places(batch: Batch, ends: Tensor) -> Tensor:
 
 
 def rank_order(ends: Tensor, cp: int) -> Tensor:
-    """int64 ``[W]``: where every position of the whole row lies in the row in rank order.
+    """Return int64 ``[W]``: the index of every position of the whole row in the row in rank order.
 
-    ``ends`` is int64 ``[S' + 1]`` with every span a multiple of ``2 * cp``, or ``cp`` is 1.
+    ``ends`` is int64 ``[S' + 1]``; every span must be a multiple of ``2 * cp`` unless ``cp`` is 1.
     """
     length = int(ends[-1])
     position = torch.arange(length)

@@ -1,4 +1,4 @@
-"""The Megatron engine: one train step split into many passes of a schedule and one update."""
+"""The Megatron engine, in which a train step is one or more passes of a pipeline schedule and one update."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -51,11 +51,11 @@ from components.optimizers import Optimizer
 
 
 class MegatronEngine(TrainStepEngine):
-    """Implements ``components.contracts.engine.Engine`` over megatron-core.
+    """Implementation of ``components.contracts.engine.Engine`` with megatron-core.
 
-    Every rank builds it together, inside a process group. Losses run on the last pipeline stage, on every
-    tensor- and context-parallel rank alike: they see whole rows and whole log-probabilities. Every rank of a
-    pipeline gets that stage's sums.
+    All ranks must build it together, inside a process group. Losses are computed on the last pipeline stage,
+    redundantly on every tensor- and context-parallel rank, from whole rows and complete log-probabilities.
+    Every pipeline stage receives the last stage's sums.
     """
 
     routing: Routing | None
@@ -76,7 +76,7 @@ class MegatronEngine(TrainStepEngine):
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
-        # Dropout: ranks that share a token's activations draw the same stream, others their own.
+        # For dropout, ranks that share a token's activations use one random stream, all others their own.
         model_parallel_cuda_manual_seed(options.seed + 100 * random_stream())
         self.hf = model.config()
         self.meta = model.build(self.hf)
@@ -102,7 +102,7 @@ class MegatronEngine(TrainStepEngine):
             torch.cuda.reset_peak_memory_stats(device)
 
     def _frozen(self, model: ModelSpec) -> list[nn.Module]:
-        """Chunks of ``model`` with its initial values, never to be trained."""
+        """Build the chunks of ``model`` with its initial weights, frozen and in evaluation mode."""
         hf, options = model.config(), replace(self.options, adapter=None)
         config = transformer_config(hf, self.layout, options.dtype)
         parts = build_parts(model.build(hf), config, self.layout, options)
@@ -122,13 +122,13 @@ class MegatronEngine(TrainStepEngine):
             self._run(self.chunks, part, partial(self._add, self.sums, part, loss), wanted)
 
     def reduce_sums(self, sums: Sums) -> tuple[dict[str, float], int]:
-        """As the last stage has them, on every rank."""
+        """Return the last pipeline stage's means and count, on every rank."""
         return from_last_stage(super().reduce_sums(sums) if self.is_last_stage else None, self.device)
 
     def reduce_gradients(self) -> None:
         if self.layout.overlap_grad_reduce:
             for group in self._bucket_groups():
-                if group.grad_reduce_handle is None:  # not begun by the last backward
+                if group.grad_reduce_handle is None:  # not started by the last backward pass
                     group.start_grad_sync()
         finalize_model_grads(self.chunks)
 
@@ -140,10 +140,10 @@ class MegatronEngine(TrainStepEngine):
         return self.update.prepare().item()
 
     def count_zeros(self) -> int:
-        """Padded rows of the vocabulary left out: their gradients are always zero, and no weights."""
+        """Count zero gradients, except those of vocabulary padding, which are always zero and not weights."""
         rows = padded(self.hf.vocab_size, self.config) - self.hf.vocab_size
         split = (self.meta.get_input_embeddings(), self.meta.get_output_embeddings())
-        matrices = {module.weight for module in split}  # tied ones are one
+        matrices = {module.weight for module in split}  # tied weights count once
         trained = sum(self.options.adapter is None and matrix.requires_grad for matrix in matrices)
         return self.update.count_zeros() - rows * self.hf.hidden_size * trained
 
@@ -160,7 +160,7 @@ class MegatronEngine(TrainStepEngine):
             if group.grad_reduce_handle is not None:
                 group.grad_reduce_handle.wait()
                 group.grad_reduce_handle = None
-            group.per_param_grad_ready_counts = {}  # Megatron would take those of half a backward for all
+            group.per_param_grad_ready_counts = {}  # those of an interrupted backward would pass for complete
 
     # ---- without gradient
 
@@ -190,7 +190,7 @@ class MegatronEngine(TrainStepEngine):
         return state_dict.saved_tensors(blocks, biases, self.update, self.device, model_only=model_only)
 
     def load(self, path: Path) -> None:
-        self.gather_parameters()  # none may be under way into what is about to be overwritten
+        self.gather_parameters()  # a pending all-gather would overwrite the loaded parameters
         state_dict.load(path, self.blocks, self.bias_blocks, self.update, self.device)
 
     def export(self, path: Path) -> None:
@@ -206,7 +206,7 @@ class MegatronEngine(TrainStepEngine):
             export_folder(self.spec, converted, path, dtype)
 
     def gather_parameters(self) -> None:
-        """What an update has left to the next forward pass, where parameters are gathered in it."""
+        """Complete the parameter all-gather that the last update has deferred to the next forward pass."""
         if self.layout.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -230,7 +230,7 @@ class MegatronEngine(TrainStepEngine):
         forget_last_pass([*self.chunks, *(self.reference or ())])
         for held in ("chunks", "reference", "update", "blocks", "bias_blocks", "frozen", "meshes", "routing"):
             delattr(self, held)
-        RotaryEmbedding.forward.cache_clear()  # it keeps the model that it is a method of
+        RotaryEmbedding.forward.cache_clear()  # the cached method holds a reference to the model
         gc.collect()
         parallel_state.destroy_model_parallel()
         process_group.leave()
@@ -239,7 +239,7 @@ class MegatronEngine(TrainStepEngine):
 
     @contextmanager
     def _scorer(self, *, reference: bool) -> Iterator[Sequence[nn.Module]]:
-        """The chunks that ``logps`` runs."""
+        """Yield the chunks for ``logps``; as an ``adapter_off`` reference, without adapter and dropout."""
         if not reference:
             yield self.chunks
         elif self.options.reference == "adapter_off":
@@ -267,13 +267,13 @@ class MegatronEngine(TrainStepEngine):
         stats: Scores,
         train: bool = True,
     ) -> Tensor:
-        """The loss of one micro-batch, on the last stage."""
+        """Add one micro-batch's loss to ``sums``; return the scalar to differentiate (last stage only)."""
         here, terms = microbatches[number], self.spec.mtp
         output, counts = loss(stats, here.to(self.device)), loss.counts(here)
         if train:
             output, counts = with_further(output, counts, terms, terms.batches(here), stats.further)
-        sums.add(output, counts)  # counted where it was made: reading a GPU would wait
-        # An evaluation's counts are not known before its end, and the schedule takes any scalar.
+        sums.add(output, counts)  # counted on the host; reading from the GPU would block
+        # The counts of an evaluation are known only at its end, and the schedule accepts any scalar.
         return sums.objective(output) if train else next(iter(output.terms.values()))
 
     def _bucket_groups(self) -> Iterator[Any]:

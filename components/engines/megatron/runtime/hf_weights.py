@@ -1,7 +1,7 @@
-"""Hugging Face tensors in and out of Megatron's parameters, in any layout.
+"""Conversion between Hugging Face tensors and Megatron's parameters, in any layout.
 
-Where a parameter's rows belong is read off Megatron's own ``sharded_state_dict``, so nothing here knows how
-layers are spread over pipeline stages.
+The position of a parameter's rows is taken from Megatron's own ``sharded_state_dict``, so this module does
+not depend on how layers are distributed over pipeline stages.
 """
 
 import math
@@ -23,49 +23,49 @@ from components.engines.megatron.hf_names import decoder_key, hf_names
 from components.models import WeightSource
 
 Shapes = Mapping[str, torch.Size]
-"""``named_shapes`` of the Hugging Face model: name -> shape."""
+"""Shapes by name, as ``named_shapes`` of the Hugging Face model returns them."""
 
 
 @dataclass(frozen=True)
 class Block:
     """The part of one Hugging Face tensor that lies in one parameter of this rank.
 
-    The parameter's rows fall into ``groups`` equal groups; the block is rows ``start:stop`` of every group.
+    The parameter's rows form ``groups`` equal groups; the block is rows ``start:stop`` of every group.
     """
 
     name: str
     shape: torch.Size
-    """Of the whole Hugging Face tensor: the padding of the vocabulary is left out."""
+    """Shape of the whole Hugging Face tensor, without the padding of the vocabulary."""
     index: tuple[slice, ...]
-    """Which part of the whole it is, in every dimension."""
+    """The slice of the Hugging Face tensor in every dimension."""
     dim: int | None
-    """The dimension that tensor parallelism splits, as ``torch.chunk`` does; None: no rank lacks any. That
-    of experts is over ranks of its own (``etp``)."""
+    """The dimension that tensor parallelism splits, as ``torch.chunk`` does. None means replicated. Expert
+    tensors are split over etp instead of tp."""
     groups: int
     start: int
     stop: int
     primary: bool
-    """False: a tied copy on another pipeline stage, which is loaded but never saved, exported or counted."""
+    """Whether it is saved and exported; a tied copy on another pipeline stage is only loaded."""
     expert: bool = False
-    """Whether it is of an expert, which ranks of ``ep`` have others of."""
+    """Whether it belongs to an expert, of which each rank of ``ep`` holds different ones."""
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The block of ``tensor``, which has the parameter's shape: weight, main copy, moment or gradient.
+        """Return the block of ``tensor``: weight, master weight, moment or gradient of the whole parameter.
 
-        It shares memory with ``tensor`` if ``groups`` is 1, and is contiguous if ``tensor`` is.
+        The result shares memory with ``tensor`` if ``groups`` is 1, and is contiguous if ``tensor`` is.
         """
         return self._rows(tensor).flatten(0, 1)
 
     @torch.no_grad()
     def write(self, tensor: Tensor, value: Tensor) -> None:
-        """Copies ``value`` (what ``read`` gave, or shaped like it; any dtype and device) into ``tensor``."""
+        """Copy ``value``, shaped like the result of ``read`` and of any dtype and device, into ``tensor``."""
         rows = self._rows(tensor)
-        # One by one: torch refuses to copy a view of several groups onto itself.
+        # Copied group by group: torch refuses to copy a view of several groups onto itself.
         for target, group in zip(rows, value.reshape(rows.shape), strict=True):
             target.copy_(group)
 
     def boxes(self, shape: torch.Size, where: slice) -> Iterator[Box]:
-        """What elements ``where`` of a flattened tensor of the parameter's ``shape`` are in the whole."""
+        """Yield the Hugging Face tensor's boxes in elements ``where`` of the flattened parameter."""
         columns, height, rows = math.prod(shape[1:]), shape[0] // self.groups, self.stop - self.start
         for group in range(self.groups):
             first = (group * height + self.start) * columns
@@ -88,9 +88,9 @@ Blocks = dict[nn.Parameter, list[Block]]
 
 
 def blocks(chunks: Sequence[GPTModel], shapes: Shapes) -> Blocks:
-    """What every parameter of ``chunks`` (unwrapped) consists of. No communication.
+    """Return the blocks of every parameter of ``chunks`` (unwrapped), without communication.
 
-    Asserts that every row, but for the padding of the vocabulary, belongs to one block that fits ``shapes``.
+    Assert that every row, except vocabulary padding, belongs to exactly one block that fits ``shapes``.
     """
     found: Blocks = {}
     for chunk in chunks:
@@ -106,7 +106,7 @@ def blocks(chunks: Sequence[GPTModel], shapes: Shapes) -> Blocks:
 
 
 def sharded_parameters(chunk: GPTModel) -> Iterator[tuple[nn.Parameter, list[ShardedTensor]]]:
-    """Every parameter and, in the order of its rows, the tensors that a Megatron checkpoint makes of it."""
+    """Yield every parameter with its tensors in a Megatron checkpoint, in the order of its rows."""
     metadata = {
         "singleton_local_shards": True,  # gate and up get keys of their own
         "non_homogeneous_layers": True,  # keys hold the layer's number
@@ -122,7 +122,7 @@ def sharded_parameters(chunk: GPTModel) -> Iterator[tuple[nn.Parameter, list[Sha
 def tensor_blocks(
     parameter: nn.Parameter, tensor: ShardedTensor, shapes: Shapes, query_groups: int
 ) -> list[Block]:
-    """The Hugging Face tensors of ``tensor``, which is some rows of ``parameter``."""
+    """Return the blocks of ``tensor``, which consists of rows of ``parameter``."""
     names = hf_names(tensor.key)
     rows, offset = tensor.local_shape[0], tensor.global_offset[0]
     first = (tensor.data.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
@@ -150,7 +150,7 @@ def block(
     start: int,
     rows: int,
 ) -> Block:
-    """``groups`` times ``rows`` rows of the Hugging Face tensor, from its row ``offset``; padding is cut."""
+    """Describe ``groups`` runs of ``rows`` rows, starting at row ``offset``, without vocabulary padding."""
     assert name in shapes, f"{tensor.key}: the model has no {name}"
     shape = shapes[name]
     rows = min(rows, max(shape[0] - offset, 0))
@@ -161,7 +161,7 @@ def block(
     for dim, (size, parts) in enumerate(zip(shape, tensor.axis_fragmentations, strict=True)):
         rank = tensor.global_offset[dim] // tensor.local_shape[dim]
         assert index[dim] == shard(size, parts, rank), f"{tensor.key}: not the {name} of DTensor"
-    # Megatron numbers replicas by (pipeline, tensor, data): the tied head on the last stage is pipeline's 1.
+    # Megatron numbers replicas by (pipeline, tensor, data); the tied head on the last stage has pipeline 1.
     primary = tensor.replica_id[0] == 0
     place = (groups, start, start + rows)
     return Block(
@@ -170,13 +170,13 @@ def block(
 
 
 def shard(size: int, parts: int, rank: int) -> slice:
-    """What ``torch.chunk``, and so DTensor's ``Shard``, gives to ``rank``: the last may get less, or none."""
+    """Return the slice of ``rank`` as in ``torch.chunk`` and DTensor's ``Shard``; the last may be short."""
     step = math.ceil(size / parts)
     return slice(min(rank * step, size), min((rank + 1) * step, size))
 
 
 def check_rows(parameter: nn.Parameter, tensor: ShardedTensor, members: Sequence[Block]) -> None:
-    """Every row of ``parameter`` is in one block; padding (Megatron marks what may have it) in none."""
+    """Assert that every row of ``parameter`` is in one block, except padding, if Megatron allows it there."""
     covered = torch.zeros(parameter.shape[0], dtype=torch.int64)
     for member in members:
         member.write(covered, member.read(covered) + 1)
@@ -184,33 +184,33 @@ def check_rows(parameter: nn.Parameter, tensor: ShardedTensor, members: Sequence
     assert covered.min() == 1 or tensor.allow_shape_mismatch, f"{tensor.key}: a row that is in no tensor"
 
 
-# ---- in
+# ---- loading
 
 
 def load_weights(found: Blocks, source: WeightSource) -> None:
-    """Fills every parameter with its part of ``source``; a rank asks for nothing that it does not hold."""
+    """Fill every parameter with its part of ``source``; only the parts that this rank holds are read."""
     for parameter, members in found.items():
         fill(parameter, members, source)
 
 
 @torch.no_grad()
 def fill(tensor: Tensor, members: Sequence[Block], source: WeightSource) -> None:
-    """As ``load_weights`` for one parameter, or for its main copy; rows of padding become zero."""
+    """Fill one parameter, or its master weight, as in ``load_weights``; padding rows become zero."""
     tensor.zero_()
     for member in members:
         member.write(tensor, source(member.name, member.index))
 
 
-# ---- out
+# ---- export
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Whether Megatron reduces its gradient over the ranks that hold the same experts."""
+    """Return whether Megatron reduces the gradient over the ranks that hold the same experts."""
     return not getattr(parameter, "allreduce", True)
 
 
 def replicas(parameter: Tensor) -> dist.ProcessGroup:
-    """The ranks that hold the same parameter, and each found a part of its gradient."""
+    """Return the ranks that hold the same parameter, each with a part of its gradient."""
     if is_expert(parameter):
         return parallel_state.get_expert_data_parallel_group()
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -218,7 +218,7 @@ def replicas(parameter: Tensor) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The ranks that ``Block.dim`` is split over."""
+    """The meshes over which ``Block.dim`` is split."""
 
     dense: DeviceMesh
     experts: DeviceMesh
@@ -234,15 +234,15 @@ class Meshes:
         return self.experts if member.expert else self.dense
 
     def first(self, member: Block) -> bool:
-        """Whether this rank speaks for those that hold the whole of ``member``, once it was gathered."""
+        """Return whether this rank writes ``member`` on behalf of all ranks that hold it after gathering."""
         return self.of(member).get_local_rank() == 0
 
 
 def as_dtensor(member: Block, value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """``value`` (shaped like ``member.read``) as this rank's part of the Hugging Face tensor.
+    """Return ``value``, shaped like ``member.read``, as this rank's part of the Hugging Face tensor.
 
-    A DTensor over ``mesh`` that shares memory with ``value``, or ``value`` itself where every rank has the
-    whole. No communication.
+    The result is a DTensor over ``mesh`` that shares memory with ``value``, or ``value`` itself if the block
+    is replicated. No communication.
     """
     if member.dim is None:
         return value
@@ -252,7 +252,7 @@ def as_dtensor(member: Block, value: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def whole(member: Block, value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The Hugging Face tensor that every rank of ``mesh`` gives its part ``value`` of; collective."""
+    """Gather the Hugging Face tensor from the parts ``value`` of the ranks of ``mesh``; collective."""
     tensor = as_dtensor(member, value, mesh)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -260,11 +260,11 @@ def whole(member: Block, value: Tensor, mesh: DeviceMesh) -> Tensor:
 def whole_tensors(
     found: Blocks, meshes: Meshes, tensor_of: Callable[[nn.Parameter], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors that this rank writes, tied ones once; every rank consumes it.
+    """Yield the Hugging Face tensors that this rank writes, tied ones once; every rank must consume it.
 
-    Of the ranks that hold the same parameters the first gather them, over ``meshes``, and of those the first
-    write. ``tensor_of``, which every rank calls of every parameter, gives what is gathered, in its shape: the
-    weight itself, or its fp32 copy.
+    Only the first of the ranks that hold the same parameters takes part in gathering, over ``meshes``, and
+    only the first rank of each mesh writes. ``tensor_of``, which every rank calls for every parameter,
+    returns the tensor to gather, in the parameter's shape: the weight itself, or its fp32 copy.
     """
     for parameter, members in found.items():
         tensor = tensor_of(parameter).detach()

@@ -1,7 +1,7 @@
-"""LoRA around Megatron's parallel layers, such that what is trained is an adapter of the Hugging Face model.
+"""LoRA around Megatron's parallel layers, trained as an adapter of the Hugging Face model.
 
 A layer computes ``W x + scaling * B A x`` (LoRA, https://arxiv.org/abs/2106.09685, section 4.1). Megatron's
-fused layers hold several Hugging Face layers: each of these has an A and a B of its own, or none.
+fused layers hold several Hugging Face layers, each of which has its own A and B, or none.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -32,21 +32,21 @@ ADAPTED = ColumnParallelLinear | RowParallelLinear | WholeLinear
 
 
 class AdaptedLinear(nn.Module):
-    """``base``, a parallel layer, and added to its output that of the adapters of the layers in it.
+    """A parallel layer ``base`` with the outputs of its layers' adapters added to its own.
 
-    Column parallel: every rank of tp has the whole of A ``[r, in]``, and of B ``[out, r]`` the rows that its
-    output has. The gradient of the r-wide product is summed over the ranks.
-    Row parallel: a rank has the columns of A that its input has, and the whole of B. The r-wide product is
-    summed over the ranks.
-    Whole on every rank: so are A and B, and nothing is sent. So it is with an expert's layers, which
-    ``check_adapter`` has whole: its tokens have been sent to it. Gradients are added up over the ranks that
-    have the same expert.
-    With sequence parallelism the factor that every rank has whole sees this rank's positions only:
-    Megatron's ``finalize_model_grads`` adds its gradient up.
+    Column parallel: A ``[r, in]`` is replicated over tp, and B ``[out, r]`` is split by rows like the output.
+    The gradient of the product of width r is summed over tp ranks.
+    Row parallel: A is split by columns like the input, and B is replicated. The product of width r is summed
+    over tp ranks.
+    Replicated: so are A and B, without communication. This includes layers of experts, which
+    ``check_adapter`` requires to be unsplit and whose tokens are already on their rank. Gradients are summed
+    over the ranks that hold the same expert.
+    With sequence parallelism the replicated factor processes only this rank's positions, and Megatron's
+    ``finalize_model_grads`` sums its gradient.
     """
 
     def __init__(self, base: Any, members: Sequence[Block], adapter: LoRA) -> None:
-        """``members``: the adapted ones of the blocks of ``base.weight``, in the order of its rows."""
+        """Wrap ``base``; ``members`` are the adapted blocks of ``base.weight``, in the order of its rows."""
         super().__init__()
         self.base, self.members, self.scaling, self.dropout = base, members, adapter.scaling, adapter.dropout
         self.expert = members[0].expert
@@ -66,9 +66,9 @@ class AdaptedLinear(nn.Module):
         return not self.column and not self.whole
 
     def _factor(self, name: str, shape: tuple[int, int], split: int | None) -> nn.Parameter:
-        """A parameter of this very module: Megatron gathers those right before the module is called."""
+        """Register a parameter in this module itself, before whose calls Megatron gathers it."""
         parameter = nn.Parameter(self.base.weight.new_empty(shape))
-        if self.expert:  # ranks of tp have others: the norm of the gradient counts those of each
+        if self.expert:  # tp ranks hold different experts, so the gradient norm counts each rank's
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         elif split is None:
             parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ class AdaptedLinear(nn.Module):
         return parameter
 
     def blocks(self) -> Blocks:
-        """What the factors are parts of, under their names in the adapter."""
+        """Return the blocks of the factors, under their names in the adapter."""
         found: Blocks = {}
         for member, a, b in zip(self.members, self.down, self.up, strict=True):
             module = member.name.removesuffix(".weight")
@@ -97,12 +97,12 @@ class AdaptedLinear(nn.Module):
         return found
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As ``base``: ``[s, b, in]`` to ``[s, b, out]``, this rank's shares, and a bias yet to add."""
+        """Map ``[s, b, in]`` to ``[s, b, out]`` (this rank's shares) and a bias to be added later."""
         out, bias = self.base(hidden)
         return (self._add(out, self._narrow(hidden)) if self.enabled else out), bias
 
     def _narrow(self, hidden: Tensor) -> Tensor:
-        """``A x`` of every adapter, side by side, for the positions that ``base`` answers with."""
+        """Return ``scaling * A x`` of all adapters, concatenated, for the positions of ``base``'s output."""
         with self._rng():
             products = [F.linear(F.dropout(hidden, self.dropout, self.training), a) for a in self.down]
         narrow = self.scaling * torch.cat(products, -1)
@@ -117,7 +117,7 @@ class AdaptedLinear(nn.Module):
         return reduce_from_tensor_model_parallel_region(narrow, group=self.group)
 
     def _add(self, out: Tensor, narrow: Tensor) -> Tensor:
-        """Each product in the rows where ``base`` has those of its layer; see ``Block``."""
+        """Add each adapter's product with B to its layer's rows of the output of ``base``; see ``Block``."""
         rows = out.unflatten(-1, (self.members[0].groups, -1))
         products = narrow.split(len(self.down[0]), -1)
         parts, end = [], 0
@@ -128,9 +128,9 @@ class AdaptedLinear(nn.Module):
         return torch.cat([*parts, rows[..., end:]], -1).flatten(-2)
 
     def _rng(self) -> AbstractContextManager[object]:
-        """Ranks that share an input drop the same of it; those that split it draw numbers of their own.
+        """Return a context in which tp ranks drop equal elements of a shared input, own ones of a split one.
 
-        With sequence parallelism mcore has switched to the latter for the whole block.
+        With sequence parallelism mcore has already switched to separate random streams for the whole block.
         """
         if not self.dropout or not self.row or self.sequence_parallel:
             return nullcontext()
@@ -138,15 +138,15 @@ class AdaptedLinear(nn.Module):
 
 
 def factor_shapes(member: Block, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of this rank's part of A and of B."""
+    """Return the shapes of this rank's parts of A and B."""
     rows, columns = (index.stop - index.start for index in member.index)
     return (rank, columns), (rows, rank)
 
 
 def adapt(chunk: nn.Module, found: Blocks, adapter: LoRA, targets: Collection[str]) -> Blocks:
-    """Wraps the layers of ``chunk`` that hold ``targets`` (Hugging Face layers); the parameters that it adds.
+    """Wrap the layers of ``chunk`` that hold ``targets`` (Hugging Face layers); return the added parameters.
 
-    After ``weights.blocks``, which Megatron's own names are needed for. The parameters hold no values yet.
+    It must follow ``hf_weights.blocks``, which needs Megatron's own names. The parameters are uninitialised.
     """
     added: Blocks = {}
     for parent in list(chunk.modules()):
@@ -163,7 +163,7 @@ def adapt(chunk: nn.Module, found: Blocks, adapter: LoRA, targets: Collection[st
 
 @contextmanager
 def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """While it lasts, ``chunks`` compute what they would without their adapters."""
+    """Disable the adapters of ``chunks`` until the context is left."""
     layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, AdaptedLinear)]
     for layer in layers:
         layer.enabled = False

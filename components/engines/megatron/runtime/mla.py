@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) in mcore's layers.
 
-mcore's own needs transformer-engine. Without it, it splits the latents over tensor-parallel ranks, and each
-of them keeps to itself what its heads ask of the rotary part of the keys, which all heads share.
+mcore's own needs transformer-engine. Without it, it splits the latents over tensor-parallel ranks and does
+not sum the gradients of the ranks' heads for the rotary part of the keys, which all heads share.
 """
 
 from typing import Any
@@ -27,14 +27,14 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
 NORM_EPSILON = 1e-6
-"""Of the norms of latents in transformers, whatever ``rms_norm_eps`` is."""
+"""Epsilon of the norms of latents in transformers, independent of ``rms_norm_eps``."""
 
 
 class WholeLinear(nn.Module):
-    """A matrix ``[out, in]`` that every tensor-parallel rank has whole, with the interface of the split ones.
+    """A matrix ``[out, in]`` replicated over tensor-parallel ranks, with the interface of the split layers.
 
-    Each rank computes the positions that it holds: with sequence parallelism its own, whose gradients
-    ``finalize_model_grads`` adds up, else all of them.
+    Each rank computes the positions that it holds: all of them, or with sequence parallelism its own share,
+    in which case ``finalize_model_grads`` sums the gradients.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class WholeLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """``[s, b, in]`` to ``[s, b, out]``; there is no bias yet to add."""
+        """Map ``[s, b, in]`` to ``[s, b, out]``; None means that no bias is left to be added."""
         return F.linear(hidden, self.weight), None
 
 
 class LatentAttention(MultiLatentAttention):
-    """Queries, keys and values from latents that are whole on every tensor-parallel rank.
+    """Attention whose latents are replicated over tensor-parallel ranks.
 
-    ``config.rotary`` says how positions turn queries and keys.
+    ``config.rotary`` describes the rotary embedding of queries and keys.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LatentAttention(MultiLatentAttention):
         return WholeLinear(self.config.hidden_size, outputs, self.config, self.pg_collection.tp)
 
     def _up(self, inputs: int, outputs: int) -> ColumnParallelLinear:
-        """To the heads of this rank; with sequence parallelism, of all positions."""
+        """Build a projection to the heads of this rank, for all positions even with sequence parallelism."""
         return ColumnParallelLinear(
             inputs,
             outputs,
@@ -100,11 +100,11 @@ class LatentAttention(MultiLatentAttention):
         self,
         hidden_states: Tensor,
         key_value_states: None = None,
-        position_ids: Tensor | None = None,  # noqa: ARG002  those of every sequence begin at 0
+        position_ids: Tensor | None = None,  # noqa: ARG002  every sequence starts at 0
         packed_seq_params: PackedSeqParams | None = None,
         inference_context: None = None,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """``[s, b, heads, D]`` each of this rank's heads, or packed ``[t, heads, D]``; and two unused."""
+        """Return this rank's q, k, v, ``[s, b, heads, D]`` or packed ``[t, heads, D]``, and None twice."""
         assert key_value_states is None
         assert inference_context is None
         config = self.config
@@ -132,7 +132,7 @@ class LatentAttention(MultiLatentAttention):
         return self.linear_q_up_proj(self.q_a_layernorm(latent))[0]
 
     def _shared(self, part: Tensor) -> Tensor:
-        """Of all positions; each rank has its heads' part of the gradient, and these are added up."""
+        """Return ``part`` for all positions; the backward pass sums the gradients of all ranks' heads."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(part, group=self.pg_collection.tp)
         return copy_to_tensor_model_parallel_region(part.contiguous(), group=self.pg_collection.tp)
@@ -142,7 +142,7 @@ class LatentAttention(MultiLatentAttention):
         return self.rotary_pos_emb(length, packed_seq=packed is not None)
 
     def _turn(self, part: Tensor, freqs: Tensor, packed: PackedSeqParams | None) -> Tensor:
-        """``[..., heads, D]`` by its positions; mcore turns pairs of neighbours, as the original does."""
+        """Rotate ``[..., heads, D]`` by position; mcore rotates neighbouring pairs, as the original does."""
         rotary: Any = self.config.rotary
         if not rotary.interleaved:
             part = part.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)

@@ -1,4 +1,4 @@
-"""Megatron's GPT model, answering with per-token statistics of the labels."""
+"""Megatron's GPT model, with per-token statistics of the labels as its output."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,23 +39,23 @@ from components.engines.shared.vocab_parallel import VocabularyShard
 
 @dataclass(frozen=True)
 class Asked:
-    """What a loss wants to know of one row."""
+    """The input of one forward pass: a row, and the statistics that the loss needs."""
 
     row: Row
     requires: frozenset[str] = frozenset()
     weights: Tensor | None = None
-    """float32 like ``row.labels``."""
+    """float32, shaped like ``row.labels``."""
     traffic: Traffic | None = None
-    """For routers; None: this rank has none."""
+    """Input for the routers. None means that this rank has no routers."""
     further: tuple["Asked", ...] = ()
-    """The same of every depth of further tokens, whose layers are left out where there is none."""
+    """The inputs of the MTP layers, by depth. If empty, these layers are not computed."""
 
 
 class Scorer(GPTModel):
-    """One chunk of the model: ``[s, b, h]`` hidden states to the next stage, statistics from the last.
+    """One chunk of the model; it returns hidden states ``[s, b, h]``, or statistics if it is the last chunk.
 
-    With tensor parallelism the statistics are the same on every rank that shares the vocabulary; with
-    context parallelism they are those of this rank's positions.
+    With tensor parallelism the statistics are the same on every tensor-parallel rank. With context
+    parallelism they are those of this rank's positions.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Scorer(GPTModel):
         if config.mtp_num_layers:
             options["mtp_block_spec"] = further_spec(config, spec, options["vp_stage"])
         super().__init__(config, spec, vocab_size=padded(vocab_size, config), **options)
-        # Our attention reads the boundaries of sequences on the CPU, transformer-engine's on the device.
+        # Our attention reads sequence boundaries on the CPU, transformer-engine's on the device.
         self.boundaries = torch.device(torch.cuda.current_device()) if transformer_engine else None
         self.routers = routers_of([self])
         for parameter in expert_parameters(self):
-            # Megatron reduces those over ranks that hold the same experts, but with ep=1 it forgets to say
-            # so: with tp > etp every rank of tp has seen other tokens.
+            # Megatron reduces these gradients over the ranks that hold the same experts, but with ep=1 it
+            # does not set this flag. It is needed if tp > etp, when tp ranks have seen different tokens.
             parameter.allreduce = False  # type: ignore[attr-defined]
         self.tp = self.pg_collection.tp
         rows = padded(vocab_size, config) // self.tp.size()
@@ -83,7 +83,7 @@ class Scorer(GPTModel):
         self.shard = VocabularyShard(self.tp, start, vocab_size)
         self.head_rows = max(min(vocab_size - start, rows), 0)
         if self.post_process:
-            # By a call of the layer, which Megatron gathers its parameters before.
+            # Computed by calling the layer, because Megatron gathers its parameters before the call.
             self.output_layer.forward = self.statistics
 
     def forward(self, asked: Asked) -> object:
@@ -94,7 +94,7 @@ class Scorer(GPTModel):
         return super().forward(row.input_ids, row.position_ids, None, labels=asked, packed_seq_params=packed)
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Asked, **others: object) -> Tensor | Scores:
-        """In place of logits; Megatron passes ``labels`` through unread."""
+        """Return statistics in place of logits; Megatron passes ``labels`` through unchanged."""
         if not self.post_process:
             return hidden_states
         stats = self.output_layer(hidden_states, labels)
@@ -109,7 +109,7 @@ class Scorer(GPTModel):
         packed_seq_params: object,
         **_: object,
     ) -> Iterator[Tensor]:
-        """``logps`` by depth; ``hidden`` is of the last norm."""
+        """Yield ``logps`` of each MTP depth; ``hidden`` is the output of the final norm."""
         for layer, asked in zip(self.mtp.layers if depths else (), depths, strict=True):
             hidden, _, _ = layer(
                 input_ids=asked.row.input_ids,
@@ -123,16 +123,16 @@ class Scorer(GPTModel):
             yield self.output_layer(hidden, asked).logps
 
     def statistics(self, hidden_states: Tensor, asked: Asked) -> TokenStats:
-        """From ``[s, b, h]``, of the last norm."""
-        # Every rank of the vocabulary has its part of the gradient of the hidden states: these add them up.
+        """Compute the statistics of the labels from the output ``[s, b, h]`` of the final norm."""
+        # Each tp rank computes a part of the hidden states' gradient; the backward pass of these sums it.
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden_states, group=self.tp).transpose(0, 1)
-        else:  # transposed first: Megatron loses the sum of a gradient that is not contiguous
+        else:  # transpose first: Megatron loses the sum of a gradient that is not contiguous
             hidden = copy_to_tensor_model_parallel_region(hidden_states.transpose(0, 1), group=self.tp)
         head = self.head
         return token_stats(
             hidden,
-            # Sliced only where there is padding: the backward of a slice fills a second tensor.
+            # Sliced only if this rank has padding: the backward pass of a slice fills a second tensor.
             head if self.head_rows == len(head) else head[: self.head_rows],
             asked.row.labels,
             requires=asked.requires,
@@ -142,14 +142,14 @@ class Scorer(GPTModel):
 
     @property
     def head(self) -> Tensor:
-        """``[padded vocabulary / tp, H]``"""
+        """Weight of the output head, ``[padded vocabulary / tp, H]``."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
 
 def padded(vocab_size: int, config: TransformerConfig) -> int:
-    """Every rank of the vocabulary holds as many rows; those past the end stay out of the softmax."""
+    """Round the vocabulary up to equal rows on every tp rank; padding does not enter the softmax."""
     tp = config.tensor_model_parallel_size
     return -(-vocab_size // tp) * tp
 
@@ -157,7 +157,7 @@ def padded(vocab_size: int, config: TransformerConfig) -> int:
 def build_chunks(
     hf: PreTrainedConfig, config: TransformerConfig, *, transformer_engine: bool
 ) -> list[Scorer]:
-    """This rank's chunks, one but for the interleaved pipeline; parameters hold no values yet."""
+    """Build this rank's chunks (one, or vpp if interleaved); their parameters are uninitialised."""
     chunks = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if chunks is None else list(range(chunks))
     return [build_chunk(hf, config, stage, transformer_engine=transformer_engine) for stage in stages]
@@ -180,19 +180,19 @@ def build_chunk(
     )
     if not config.multi_latent_attention:
         chunk.rotary_pos_emb.inv_freq = config.rotary.frequencies.to(torch.cuda.current_device())
-    return chunk.to(torch.cuda.current_device())  # torch's norms are made on the CPU
+    return chunk.to(torch.cuda.current_device())  # torch creates its norms on the CPU
 
 
 def block_spec(
     config: TransformerConfig, vp_stage: int | None, *, transformer_engine: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Layers of transformer-engine, or Megatron's own around our attention and our routers."""
+    """Return the spec of transformer-engine's layers, or of Megatron's own with our attention and routers."""
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     routed = config.experts.layers if config.experts else (False,) * config.num_layers
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    # Named, as Megatron's choice for the last norm depends on what else is installed.
+    # The final norm is explicit, because Megatron's default depends on the installed packages.
     layers = [layer_spec(config, routed=routed[number]) for number in numbers]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)
 
@@ -213,6 +213,6 @@ def layer_spec(config: TransformerConfig, *, routed: bool) -> ModuleSpec:
 
 
 def expert_parameters(chunk: nn.Module) -> list[nn.Parameter]:
-    """Those of experts that not every token visits."""
+    """Return the parameters of the routed experts, without shared experts."""
     layers = [module.experts for module in chunk.modules() if isinstance(module, MoELayer)]
     return [parameter for experts in layers for parameter in experts.parameters()]

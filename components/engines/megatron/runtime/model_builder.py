@@ -1,4 +1,4 @@
-"""A rank's part of the model: its chunks, and which Hugging Face tensors their parameters hold."""
+"""A rank's part of the model: its chunks, and the Hugging Face tensors that their parameters hold."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,16 +29,16 @@ class Parts:
     trained: Blocks
     frozen: Blocks
     biases: Blocks
-    """Of routers: no gradient reaches them, but training changes them and a checkpoint has them."""
+    """Router biases. They have no gradient, but training changes them and checkpoints contain them."""
     routers: list[Router]
 
 
 def build_parts(
     meta: PreTrainedModel, config: TransformerConfig, layout: Layout, options: EngineOptions
 ) -> Parts:
-    """Build this rank's chunks without values. ``meta`` is the Hugging Face model on the meta device.
+    """Build this rank's uninitialised chunks; ``meta`` is the Hugging Face model on the meta device.
 
-    What ``meta`` has frozen is frozen here, and with an adapter everything except its parameters.
+    Parameters frozen in ``meta`` are frozen here; with an adapter, all parameters except its own are.
     """
     dtype, adapter = options.dtype, options.adapter
     engine = uses_transformer_engine(meta.config, layout, dtype, options.device, adapter)
@@ -55,21 +55,21 @@ def build_parts(
     number_layers(routers, found, meta)
     chunks = [Float16Module(config, chunk) if dtype != torch.float32 else chunk for chunk in bare]
     kept: Blocks = {p: members for p, members in frozen.items() if members[0].name in moving}
-    for router in routers:  # sums of small changes, which half precision would lose
+    for router in routers:  # kept in fp32: half precision would lose their small updates
         if router.experts.biased:
             router.expert_bias.data = router.expert_bias.data.float()
     return Parts(chunks, trained, {p: m for p, m in frozen.items() if p not in kept}, kept, routers)
 
 
 def number_layers(routers: Sequence[Router], found: Blocks, meta: PreTrainedModel) -> None:
-    """Tells routers which they are of those of ``meta``: a pipeline stage has but some."""
+    """Set each router's index among all MoE layers of ``meta``, of which a pipeline stage holds only some."""
     order = list(routed(meta))
     for router in routers:
         router.layer = order.index(found[router.weight][0].name.removesuffix(".gate.weight"))
 
 
 def initial_weights(spec: ModelSpec, meta: PreTrainedModel, options: EngineOptions) -> WeightSource:
-    """Give the initial values of the model's parameters and of the adapter's."""
+    """Return the source of the initial values of the model's parameters and of the adapter's."""
     base, adapter = spec.weights(options.seed), options.adapter
     if adapter is None:
         return base
@@ -84,7 +84,7 @@ def initial_weights(spec: ModelSpec, meta: PreTrainedModel, options: EngineOptio
 def distribute(
     config: TransformerConfig, chunk: nn.Module, layout: Layout, number: int
 ) -> DistributedDataParallel:
-    """Data parallelism with gradients that add up, and are reduced, in fp32."""
+    """Wrap a chunk for data parallelism, with gradients accumulated and reduced in fp32."""
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=layout.distributed_optimizer,
@@ -92,7 +92,7 @@ def distribute(
         overlap_param_gather=layout.overlap_param_gather,
         bucket_size=layout.bucket_size,
     )
-    # Chunks past the first end their backward early: nothing is gained by reducing them in parts.
+    # Later chunks finish their backward pass early, so there is no gain from reducing them in buckets.
     return DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
 
 
@@ -111,10 +111,10 @@ def without_dropout(chunks: Sequence[nn.Module]) -> Iterator[None]:
 def freeze(
     chunks: Sequence[GPTModel], found: Blocks, names: Collection[str], *, recomputed: bool
 ) -> tuple[Blocks, Blocks]:
-    """Freezes the parameters of ``found`` that hold the Hugging Face ones ``names``; (trained, frozen) ones.
+    """Freeze the parameters that hold Hugging Face tensors ``names``; split ``found`` in (trained, frozen).
 
-    ``recomputed``: layers are computed again in the backward, which Megatron does only where their input
-    asks for a gradient. Embedded tokens then ask for one, though a frozen embedding has no use for it.
+    ``recomputed`` means that layers are recomputed in the backward pass, which Megatron does only if their
+    input requires a gradient. The embedding's output then requires one, even if the embedding is frozen.
     """
     kept: Blocks = {}
     for parameter, members in found.items():

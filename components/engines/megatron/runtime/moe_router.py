@@ -1,4 +1,4 @@
-"""Routers of experts: transformers' choice, and what they add to the loss, in Megatron's layers."""
+"""MoE routers in Megatron's layers, with the expert choice of transformers and our router losses."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,18 +26,19 @@ from components.models.moe_config import RouterTerms
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the routers of a rank are told of one micro-batch."""
+    """The input of a rank's routers for one micro-batch."""
 
     tokens: Tokens
-    """In the order in which layers of experts see them."""
+    """This rank's tokens, in the order of the input of MoE layers."""
     routers: Routers | None
-    """Where they are counted; None: nowhere, and nothing is added to the loss."""
+    """The router losses and counts. None means that nothing is counted or added to the loss."""
 
 
 def traffic(batch: Batch, row: Row, routers: Routers | None, device: torch.device, *, split: bool) -> Traffic:
-    """Of this rank's share of ``batch``; ``split``: over the ranks of tp too (sequence parallelism).
+    """Return the router input for this rank's share of ``batch``.
 
-    Layers have ``[s, b, h]``: the rows' first tokens, then their second ones.
+    ``split`` means that the share is also split over tp ranks (sequence parallelism). Layers compute
+    ``[s, b, h]``, so the first tokens of all rows come first, then their second tokens.
     """
     own = row.scatter(batch.real_sequence_ids(), fill=-1).transpose(0, 1)
     if split:
@@ -47,10 +48,10 @@ def traffic(batch: Batch, row: Row, routers: Routers | None, device: torch.devic
 
 
 class Router(MegatronRouter):
-    """Chooses experts as the routers of transformers do.
+    """A router that chooses experts as the routers of transformers do.
 
-    Capacity is Megatron's: a share of the positions of this rank, of which padding takes none up. What was
-    dropped is not made up for: the weights of the other experts of a token stay as they are.
+    Capacity is Megatron's: it is a share of the number of this rank's positions, but padding does not use it
+    up. If an expert drops a token, the weights of the token's other experts are not increased.
     """
 
     def __init__(
@@ -59,18 +60,18 @@ class Router(MegatronRouter):
         super().__init__(config, pg_collection)
         self.experts: Experts = config.experts
         self.layer = -1
-        """Among the layers of experts of the whole model."""
+        """Index among the MoE layers of the whole model."""
         self.traffic: Traffic | None = None
-        """Of the micro-batch that is on its way through the chunk."""
+        """Input for the micro-batch in the current forward pass of the chunk."""
         self.again: deque[tuple[Traffic, Tensor]] = deque()
-        """Of those that the backward pass will compute again, with their load. Every schedule runs the
+        """Input and load of the micro-batches that the backward pass will recompute. Every schedule runs the
         backward passes of a chunk in the order of its forward passes."""
         if self.experts.biased:
             bias = torch.zeros(self.num_experts, device=torch.cuda.current_device())
             self.expert_bias = nn.Parameter(bias, requires_grad=False)
 
     def forward(self, hidden: Tensor, _: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``[s, b, h]`` to ``[s * b, E]`` twice: the weights of experts, and which of them are chosen."""
+        """Return expert weights and the mask of chosen experts, both ``[s * b, E]``, from ``[s, b, h]``."""
         return self.routing(self.gating(hidden.flatten(0, 1)))
 
     def gating(self, hidden: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ class Router(MegatronRouter):
         return given, taken
 
     def _next(self) -> tuple[Traffic, Tensor | None]:
-        """What these tokens are, and their load if the backward pass is computing them again."""
+        """Return the router input of the current micro-batch and, when recomputing, its saved load."""
         if self.again and torch.is_grad_enabled():
             return self.again.popleft()
         assert self.traffic is not None, "a router that was told of no micro-batch"
@@ -115,9 +116,10 @@ class Router(MegatronRouter):
 
 
 def choose(logits: Tensor, experts: Experts, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """From ``[T, E]``: scores float32 ``[T, E]``, the chosen experts int64 ``[T, K]``, and their weights.
+    """Return scores float32 ``[T, E]``, chosen experts int64 ``[T, K]`` and their weights ``[T, K]``.
 
-    As Qwen3MoeTopKRouter, MixtralTopKRouter and DeepseekV3TopkRouter of transformers.
+    The choice from ``logits`` ``[T, E]`` follows Qwen3MoeTopKRouter, MixtralTopKRouter and
+    DeepseekV3TopkRouter of transformers.
     """
     scores = logits.float().softmax(-1) if experts.score == "softmax" else logits.float().sigmoid()
     preferred = scores.detach() if bias is None else scores.detach() + bias
@@ -138,7 +140,7 @@ def routers_of(modules: Iterable[nn.Module]) -> list[Router]:
 
 
 class Routing(RouterSteps):
-    """Every rank has one, be there layers of experts in its pipeline stage or none."""
+    """The router steps of one rank. Every rank has one, even if its pipeline stage has no MoE layer."""
 
     def __init__(self, routers: Routers, layers: Sequence[Router], *, drops: bool) -> None:
         super().__init__(routers, drops=drops)
@@ -154,7 +156,7 @@ class Routing(RouterSteps):
         *,
         drops: bool,
     ) -> "Routing | None":
-        """None: ``meta`` has no experts. ``layers``: those of this rank."""
+        """Build it from this rank's routers ``layers``; return None if ``meta`` has no experts."""
         experts = experts_of(meta.config)
         if experts is None:
             return None
@@ -190,8 +192,11 @@ class Routing(RouterSteps):
 
 
 def forget_last_pass(chunks: Iterable[nn.Module]) -> None:
-    """Megatron's dispatchers keep tensors of it, and these its graph, at whose ends is the model: nothing of
-    all that would ever be freed, threads of process groups among it."""
+    """Drop the tensors that Megatron's token dispatchers keep from the last pass.
+
+    They hold its autograd graph, which refers to the model. Nothing of it would ever be freed, including the
+    threads of process groups.
+    """
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, MoELayer):
             held = vars(module.token_dispatcher)

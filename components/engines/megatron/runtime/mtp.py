@@ -1,6 +1,6 @@
-"""Megatron's layers for further tokens (``components.models.mtp``), given tokens that are shifted.
+"""Megatron's MTP layers (``components.models.mtp``), with token ids that are already shifted.
 
-Megatron itself shifts them with exchanges between context-parallel ranks, sequence after sequence of a row.
+Megatron itself shifts them by communication between context-parallel ranks, one sequence of a row at a time.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class FurtherLayer(MultiTokenPredictionLayer):
-    """The layer of one depth. Every tensor- and context-parallel rank of the last stage calls it together."""
+    """The MTP layer of one depth, called together by all tp and cp ranks of the last pipeline stage."""
 
     def _get_embeddings(
         self,
@@ -31,7 +31,7 @@ class FurtherLayer(MultiTokenPredictionLayer):
         hidden_states: Tensor,
         **_: object,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``input_ids`` are those of this depth."""
+        """Embed ``input_ids``, which are already shifted for this depth."""
         embedded = embedding(input_ids=input_ids, position_ids=position_ids)
         hidden = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         return input_ids, position_ids, embedded, hidden
@@ -43,7 +43,7 @@ class FurtherLayer(MultiTokenPredictionLayer):
         decoder_input: Tensor,
         **others: object,
     ) -> Tensor:
-        """Megatron hands everything to a function that keeps tensors alone, and boundaries are none."""
+        """Checkpoint the layer; Megatron's version saves only tensors, which packing boundaries are not."""
 
         def forward(hidden: Tensor, embedded: Tensor) -> Tensor:
             return forward_func(hidden_states=hidden, decoder_input=embedded, **others)
@@ -55,7 +55,7 @@ class FurtherLayer(MultiTokenPredictionLayer):
 def further_spec(
     config: TransformerConfig, decoder: TransformerBlockSubmodules, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Those of this chunk, each around such a layer as the last of ``decoder``; None: it has none."""
+    """Return the specs of this chunk's MTP layers, built like the last layer of ``decoder``, or None."""
     number = get_mtp_num_layers_to_build(config, vp_stage=vp_stage)
     if not number:
         return None

@@ -1,4 +1,4 @@
-"""Megatron's optimizers, and what they keep for every parameter."""
+"""Megatron's optimizers and their state of every parameter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from components.optimizers import AdamW, Optimizer, make_moments
 
 
 def optimizer_config(description: Optimizer, layout: Layout, dtype: torch.dtype) -> OptimizerConfig:
-    """Clipping is left to the engine, whose norm is a sum in float64."""
+    """Return Megatron's options, without clipping: the engine clips by its own norm, summed in float64."""
     kind = (
         {
             "optimizer": "adam",
@@ -45,28 +45,28 @@ def optimizer_config(description: Optimizer, layout: Layout, dtype: torch.dtype)
 
 @dataclass(frozen=True)
 class Member:
-    """One of the optimizers that Megatron chains: of what is dense, or of experts."""
+    """One of the optimizers that Megatron chains: that of dense parameters, or that of experts."""
 
     optimizer: MegatronOptimizer
     moments: Sequence[str]
     replicas: dist.ProcessGroup
-    """The ranks that hold the same parameters, over which the distributed optimizer shards."""
+    """The ranks that hold the same parameters, over which the distributed optimizer shards its state."""
     distributed: bool
 
     def squared_norm(self) -> Tensor:
-        """Of its reduced gradients, over every rank, float64 scalar."""
+        """Return the squared norm of the reduced gradients over all ranks, a float64 scalar."""
         self.optimizer.prepare_grads()
         group = self.optimizer.get_grad_stats_parallel_group()
         return global_norm(self.counted(), group, torch.device(torch.cuda.current_device())).square()
 
     def counted(self) -> list[Tensor]:
-        """This rank's gradients but for those that another rank counts: replicas of TP, tied weights."""
-        renamed = getattr(self.optimizer, "get_grads_for_grad_norm", None)  # since megatron-core 0.19
+        """Return this rank's gradients except those that another rank counts: tp replicas, tied weights."""
+        renamed = getattr(self.optimizer, "get_grads_for_grad_norm", None)  # exists since megatron-core 0.19
         return renamed() if renamed else self.optimizer.get_main_grads_for_grad_norm()
 
     def apply(self, lr: float, grad_norm: float, max_grad_norm: float | None) -> None:
         parameters = self.optimizer.get_parameters()
-        if max_grad_norm and parameters:  # a stage may have no experts, and kernels take no empty list
+        if max_grad_norm and parameters:  # a stage may have no experts, and kernels refuse an empty list
             clip_grad_by_total_norm_fp32(parameters, max_grad_norm, grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -81,18 +81,18 @@ class Member:
         return int(zeros.item())
 
     def shard(self, parameter: nn.Parameter) -> tuple[Tensor, slice] | None:
-        """The fp32 main parameter that this rank updates, and where it lies in the flattened parameter."""
+        """Return the master weights that this rank updates (fp32), and their slice of the flat parameter."""
         if not self.distributed:
             return getattr(parameter, "main_param", parameter), slice(0, parameter.numel())
         place = self.optimizer.model_param_group_index_map.get(parameter)
         if place is None:
-            return None  # all of it is updated by other ranks
+            return None  # other ranks update all of it
         group, order = place
         at = self.optimizer._get_model_param_range_map(parameter)["param"]
         return self.optimizer.optimizer.param_groups[group]["params"][order], slice(at.start, at.end)
 
     def values(self, main: Tensor, kind: str) -> Tensor:
-        """Where the step reads and writes: with optimizer_cpu_offload a copy in host memory."""
+        """Return the tensor that the step updates; with optimizer_cpu_offload it is a copy in host memory."""
         stepped = main
         if isinstance(self.optimizer.optimizer, HybridDeviceOptimizer):
             stepped = self.optimizer.optimizer.param_to_inner_param[main]
@@ -103,7 +103,7 @@ class Member:
 
     @property
     def inner(self) -> list[torch.optim.Optimizer]:
-        """torch's optimizers (or transformer-engine's), one but for optimizer_cpu_offload."""
+        """The optimizers of torch or transformer-engine: one, except with optimizer_cpu_offload."""
         optimizer = self.optimizer.optimizer
         return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
 
@@ -113,8 +113,8 @@ class Member:
 
     @property
     def step(self) -> int:
-        """Updates made so far. torch's AdamW counts them for every parameter, fused ones for a group."""
-        if not self.inner:  # nothing here is updated by it, and what is offloaded has no optimizer then
+        """Number of updates so far. torch's AdamW counts them per parameter, fused optimizers per group."""
+        if not self.inner:  # with optimizer_cpu_offload, a rank that updates nothing has no optimizer
             return 0
         inner = self.inner[0]
         if isinstance(inner, torch.optim.AdamW):
@@ -133,10 +133,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Update:
-    """The update of one rank's parameters, and all that survives from one step to the next."""
+    """The update of one rank's parameters, with the optimizer state that persists between steps."""
 
     members: Mapping[bool, Member]
-    """Of dense parameters (False) and of experts (True), where they are trained."""
+    """The optimizers of dense parameters (False) and of experts (True), if they are trained."""
     moments: Sequence[str]
 
     @classmethod
@@ -147,15 +147,15 @@ class Update:
         layout: Layout,
         dtype: torch.dtype,
     ) -> "Update":
-        """Collective: every rank builds its own together."""
+        """Build the optimizers of this rank; collective over all ranks."""
         config = optimizer_config(description, layout, dtype)
         chained = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
         groups = {False: chunks[0].dp_cp_group, True: chunks[0].expt_dp_group}
         members: dict[bool, Member] = {}
         for optimizer in chained.chained_optimizers:
             if getattr(optimizer, "is_stub_optimizer", False):
-                continue  # all of its parameters are frozen, on every rank
-            for group in optimizer.param_groups:  # Megatron leaves this to its own scheduler
+                continue  # all its parameters are frozen, on every rank
+            for group in optimizer.param_groups:  # Megatron sets this only in its own scheduler
                 group["weight_decay"] = description.weight_decay * group["wd_mult"]
             experts = optimizer.param_groups[0]["is_expert_parallel"]
             replicas, distributed = groups[experts], layout.distributed_optimizer
@@ -165,7 +165,7 @@ class Update:
     # ---- one step
 
     def prepare(self) -> Tensor:
-        """Hands the reduced gradients to the optimizers; their L2 norm over every rank, float64 scalar."""
+        """Pass the reduced gradients to the optimizers; return their global L2 norm, a float64 scalar."""
         return torch.stack([member.squared_norm() for member in self.members.values()]).sum().sqrt()
 
     def apply(self, lr: float, grad_norm: float, max_grad_norm: float | None) -> None:
@@ -179,15 +179,16 @@ class Update:
         for member in self.members.values():
             member.optimizer.zero_grad()
 
-    # ---- what is kept for a parameter
+    # ---- the state of a parameter
 
     def of(self, parameter: nn.Parameter) -> Member:
         return self.members[is_expert(parameter)]
 
     def read(self, parameter: nn.Parameter, kind: str) -> Tensor:
-        """fp32, of the parameter's shape, on every rank that holds it (collective where it is sharded).
+        """Return a state of the parameter, fp32 and in its shape, on every rank that holds the parameter.
 
-        ``kind`` is ``model`` (the main parameter) or one of ``moments``. Not to be written to.
+        ``kind`` is ``model`` (the master weights) or one of ``moments``. The result must not be written to.
+        Collective over ``replicas`` if the state is sharded.
         """
         member = self.of(parameter)
         if not member.distributed:
@@ -203,7 +204,7 @@ class Update:
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, kind: str, whole: Tensor) -> None:
-        """Keeps this rank's part of ``whole``; ``model`` goes to the parameter itself too, in its dtype."""
+        """Store this rank's part of ``whole``; ``model`` also sets the parameter itself, in its dtype."""
         member = self.of(parameter)
         if (found := member.shard(parameter)) is not None:
             main, where = found
@@ -215,7 +216,7 @@ class Update:
 
     @property
     def shards(self) -> int:
-        """Over how many ranks what is kept of a dense parameter is spread."""
+        """Maximum number of ranks over which the state of a parameter is sharded."""
         return max(m.replicas.size() if m.distributed else 1 for m in self.members.values())
 
     def make_moments(self) -> None:
@@ -224,7 +225,7 @@ class Update:
 
     @property
     def step(self) -> int:
-        """Updates made so far."""
+        """Number of updates so far."""
         return max(member.step for member in self.members.values())
 
     def set_step(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Megatron's process groups: which rank has which part of the model and of the data."""
+"""Megatron's process groups, which assign parts of the model and of the data to ranks."""
 
 from typing import Any, TypeVar
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def initialize_groups(layout: Layout) -> None:
-    """Cuts the default process group as ``layout`` says; every rank calls it."""
-    parallel_state.destroy_model_parallel()  # what a build that failed has left
+    """Split the default process group according to ``layout``; every rank must call it."""
+    parallel_state.destroy_model_parallel()  # left over from a failed build
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -27,7 +27,7 @@ def initialize_groups(layout: Layout) -> None:
 
 
 def coordinates() -> dict[str, int]:
-    """Where this rank is, outermost dimension first."""
+    """Return this rank's coordinates in the mesh, outermost dimension first."""
     return {
         "pp": parallel_state.get_pipeline_model_parallel_rank(),
         "dp": parallel_state.get_data_parallel_rank(),
@@ -46,9 +46,9 @@ def sizes() -> dict[str, int]:
 
 
 def mesh(layout: Layout) -> Json:
-    """The size of every dimension, and the global rank at every place, as the ranks tell it; collective.
+    """Return the size of every dimension and the global rank at every coordinate; collective.
 
-    And where experts are shared out or split, the same for these.
+    If experts are distributed or split, ``experts`` holds the same for their mesh.
     """
     found = gathered(coordinates(), sizes())
     if layout.ep == layout.etp == 1:
@@ -65,7 +65,7 @@ def mesh(layout: Layout) -> Json:
 
 
 def gathered(here: dict[str, int], sizes: dict[str, int]) -> Json:
-    """The mesh of those ``sizes`` on which every rank is ``here``; collective."""
+    """Return the mesh of shape ``sizes`` in which each rank is at its coordinates ``here``; collective."""
     places: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(places, tuple(here.values()))
     ranks = torch.full(tuple(sizes.values()), -1)
@@ -76,17 +76,17 @@ def gathered(here: dict[str, int], sizes: dict[str, int]) -> Json:
 
 
 def same_microbatch() -> dist.ProcessGroup:
-    """The ranks of this pipeline stage that see other tokens of the same micro-batches."""
+    """Return the ranks of this pipeline stage that process different tokens of the same micro-batches."""
     return parallel_state.get_tensor_and_context_parallel_group()
 
 
 def same_batch() -> dist.ProcessGroup:
-    """The ranks of this pipeline stage that see other tokens of the same global batch."""
+    """Return the ranks of this pipeline stage that process different tokens of the same global batch."""
     return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
 def from_last_stage(value: T | None, device: torch.device) -> T:
-    """What the last stage of this rank's pipeline passes; the others pass None. Collective."""
+    """Return the value that the last stage of this pipeline passes; the others pass None. Collective."""
     box = [value]
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -97,6 +97,6 @@ def from_last_stage(value: T | None, device: torch.device) -> T:
 
 
 def random_stream() -> int:
-    """A number of its own for all ranks that draw different random numbers, which those of tp do not."""
+    """Return the number of this rank's random stream, the same on tp ranks and different on all others."""
     here, size = coordinates(), sizes()
     return (here["pp"] * size["dp"] + here["dp"]) * size["cp"] + here["cp"]

@@ -1,15 +1,15 @@
-"""Runs micro-batches through Megatron's pipeline schedules, without anything that belongs to a whole step.
+"""Passes of micro-batches through Megatron's pipeline schedules, without the work of a whole train step.
 
-What a micro-batch becomes::
+The stages of a micro-batch::
 
-    Batch [B, T]             the same on every pp, tp and cp rank of a data rank
-      -> Row [B, T / cp]     this rank's zig-zag share (rows.make_row), as long as the others if pp > 1
-      -> Asked               with what the loss asks for, router traffic and the depths of further tokens
+    Batch [B, T]             the same on every pp, tp and cp rank of a data-parallel rank
+      -> Row [B, T / cp]     this rank's zig-zag share (cp_sharding.make_row), all equally long if pp > 1
+      -> Asked               with the statistics the loss needs, router input and the inputs of MTP layers
       -> Item                numbered; with vpp > 1 fillers make the number of items a multiple of pp
       -> hidden states       [T / cp, B, H], with sequence_parallel [T / cp / tp, B, H], from stage to stage
       -> Scores [B, T / cp]  of the labels, on the last stage (model.Scorer)
       -> Scores [B, T]       gathered over cp (gather_stats)
-      -> scalar              the engine's ``consume``: loss and sums. Megatron differentiates it
+      -> scalar              loss and sums by the engine's ``consume``; Megatron differentiates the scalar
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,38 +37,38 @@ from components.engines.shared.oom import naming_microbatch
 from components.models.mtp import FurtherTokens
 
 Consume = Callable[[int, Scores], Tensor]
-"""Called on the last stage with the number of a micro-batch and its statistics (``[B, T]``, whole rows on
-every context-parallel rank); returns the scalar to differentiate."""
+"""Function that is called on the last stage with the number of a micro-batch and its statistics (``[B, T]``,
+whole rows on every context-parallel rank) and returns the scalar to differentiate."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """What one chunk is given for one micro-batch."""
+    """The input of one chunk for one micro-batch."""
 
     number: int
     asked: Asked
     filler: bool
-    """Only there to make the number of micro-batches fit the schedule."""
+    """Whether the item only pads the number of micro-batches to one that the schedule accepts."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass of a schedule computes."""
+    """Description of one pass of a schedule."""
 
     loss: Loss | None = None
-    """It says which statistics it needs besides ``logps``, and if it can has the gradient of the head made in
-    the forward pass."""
+    """The loss. Its ``requires`` selects statistics besides ``logps``; its ``weights``, if not None, allow
+    the gradient of the output head to be computed in the forward pass."""
     further: FurtherTokens | None = None
-    """Which tokens are predicted besides the next one."""
+    """Multi-token prediction. None means that only the next token is predicted."""
     routers: Routers | None = None
-    """They add to the loss and count."""
+    """The router terms of the loss and load counts. None means that nothing is added or counted."""
     forward_only: bool = False
     reduce: bool = False
-    """Buckets are reduced as the backward completes them: for a last pass of one micro-batch."""
+    """Whether buckets are reduced during the backward pass, for a last pass of one micro-batch."""
     before: int = 0
-    """Micro-batches of the step in passes before this one."""
+    """Number of micro-batches in earlier passes of the train step."""
     after: int = 0
-    """Micro-batches of the step in passes after this one."""
+    """Number of micro-batches in later passes of the train step."""
 
 
 def run(
@@ -79,12 +79,12 @@ def run(
     device: torch.device,
     wanted: Pass,
 ) -> None:
-    """One pass of a schedule: 1F1B, interleaved, or none where there is one stage.
+    """Run one pass of a schedule: 1F1B, interleaved, or without pipelining if there is one stage.
 
-    Every rank passes the micro-batches of its data rank, all of as many rows.
+    Every rank passes the micro-batches of its data-parallel rank, all with the same number of rows.
 
     Megatron's hooks for a whole step (reducing gradients with the last micro-batch, finalising them) are not
-    set: gradients add up in this rank's buffers, over as many passes as the engine makes.
+    set: gradients accumulate in this rank's buffers over all passes of the train step.
     """
     if not microbatches:
         return
@@ -101,7 +101,7 @@ def run(
     def finish(item: Item, stats: Scores) -> tuple[Tensor, Tensor, dict[str, object]]:
         whole = gather_stats(stats, item.asked.row, group)
         scalar = whole.logps.sum() if item.filler else consume(item.number, whole)
-        return scalar, torch.zeros((), dtype=torch.int), {}  # counted by the engine, from labels
+        return scalar, torch.zeros((), dtype=torch.int), {}  # the engine counts labels itself
 
     schedule = get_forward_backward_func()
     with (
@@ -127,10 +127,10 @@ def make_items(
     *,
     routed: bool = False,
 ) -> list[Item]:
-    """Rows on ``device``: of one length where stages send them to each other.
+    """Build the items on ``device``, with rows of one length if pp > 1.
 
-    Collective with moe_token_dispatcher=allgather or moe_pad_to_capacity, since ranks that exchange tokens
-    then need equally many.
+    Collective over data-parallel ranks with moe_token_dispatcher=allgather or moe_pad_to_capacity, because
+    ranks that exchange tokens must then have equally many.
     """
     multiple = layout.tp * layout.cp if layout.sequence_parallel else layout.cp
     lengths = [aligned_length(batch, cp=layout.cp, multiple=multiple) for batch in microbatches]
@@ -160,14 +160,14 @@ def make_items(
     blank = replace(
         last,
         labels=torch.full_like(last.labels, IGNORE),
-        seqlens=torch.zeros_like(last.seqlens),  # nothing of it is real, so no router counts it
+        seqlens=torch.zeros_like(last.seqlens),  # all padding, so that routers do not count it
         label_index=None,
     )
     return items + [item(-1, blank, filler=True) for _ in range(missing(len(items), layout))]
 
 
 def ahead(batches: Sequence[Batch], row: Row, device: torch.device) -> tuple[Asked, ...]:
-    """What is asked of every depth of the micro-batch in ``row``."""
+    """Return the input of every MTP depth; ``batches`` are the shifted ones of the micro-batch in ``row``."""
 
     def asked(batch: Batch) -> Asked:
         labels = row.scatter(batch.labels, IGNORE)
@@ -178,12 +178,12 @@ def ahead(batches: Sequence[Batch], row: Row, device: torch.device) -> tuple[Ask
 
 
 def missing(microbatches: int, layout: Layout) -> int:
-    """The interleaved schedule takes a multiple of the number of stages."""
+    """Return the number of fillers: the interleaved schedule needs a multiple of pp micro-batches."""
     return -microbatches % layout.pp if layout.vpp > 1 else 0
 
 
 def gather_stats(stats: Scores, row: Row, group: dist.ProcessGroup) -> Scores:
-    """Of whole rows: a loss may sum over a sequence that context parallelism has cut."""
+    """Gather statistics into whole rows, because a loss may sum over a sequence that is split over cp."""
 
     def whole(values: Tensor | None) -> Tensor | None:
         return None if values is None else gather(values, row, group)
@@ -197,7 +197,7 @@ def gather_stats(stats: Scores, row: Row, group: dist.ProcessGroup) -> Scores:
 
 
 def local_gradients(chunks: Sequence[nn.Module]) -> ExitStack:
-    """While it lasts, Megatron's data parallelism reduces nothing."""
+    """Return a context in which Megatron's data parallelism reduces no gradients."""
     stack = ExitStack()
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel):

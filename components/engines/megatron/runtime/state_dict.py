@@ -1,4 +1,4 @@
-"""What a checkpoint of this engine holds: tensors under names that no engine and no layout changes."""
+"""The tensors of a checkpoint, under names that are the same for every engine and layout."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,33 +14,33 @@ from components.engines.megatron.runtime.hf_weights import Block, Blocks, Meshes
 from components.engines.megatron.runtime.optimizer import Member, Update
 
 STEP = "optimizer_step"
-"""Updates made so far: AdamW's bias correction counts them, and a skipped step is none."""
+"""Key of the number of updates, which AdamW's bias correction needs; skipped steps do not count."""
 
 LOAD_BYTES = 1 << 30
-"""Of tensors that are read at once, in host memory ..."""
+"""Maximum size in bytes of tensors that are read at once, in host memory."""
 
 LOAD_SHARE = 1 / 20
-"""... and of a rank's state: parts of fused layers are there twice while they are put in place."""
+"""Maximum share of a rank's state that is read at once, because parts of fused layers exist twice then."""
 
 Piece = tuple[nn.Parameter, str]
-"""A parameter, and which of what is kept of it: ``model`` or a moment."""
+"""A parameter and the kind of its state: ``model`` or the name of a moment."""
 
 
 def saved_tensors(
     blocks: Blocks, biases: Blocks, update: Update, device: torch.device, *, model_only: bool
 ) -> dict[str, Tensor]:
-    """What this rank writes; with ``model_only`` of the weights alone. No communication.
+    """Return the tensors that this rank writes, only weights if ``model_only``, without communication.
 
-    Ranks that hold the same parameters write the ranges that the distributed optimizer gave them. Without it
-    they take turns at writing one (in host memory), so that together they write one copy. ``biases`` are no
-    optimizer's.
+    With the distributed optimizer, each of the ranks that hold the same parameters writes its own range.
+    Without it, these ranks write whole parameters in turn (from host memory), so that together they write one
+    copy. ``biases`` belong to no optimizer.
     """
     meshes, kinds, tensors = Meshes.of_rank("cpu"), ["model"], dict[str, Tensor]()
     if not model_only:
         update.make_moments()
         kinds += update.moments
         tensors |= random_states(device)
-        if blocks:  # a pipeline stage may have no layer, and so no count
+        if blocks:  # a pipeline stage may have no trained parameter, and so no count
             tensors[STEP] = torch.tensor([update.step], dtype=torch.float32)
     for number, (parameter, members) in enumerate(blocks.items()):
         of = update.of(parameter)
@@ -62,7 +62,7 @@ def saved_tensors(
 def flat_shards(
     parameter: nn.Parameter, members: Sequence[Block], of: Member, kinds: Sequence[str], meshes: Meshes
 ) -> dict[str, Tensor]:
-    """This rank's range of ``parameter``, by key; what every rank of tp holds, the first of them writes."""
+    """Return this rank's range of ``parameter`` by key; only the first tp rank writes replicated tensors."""
     found = of.shard(parameter)
     if found is None:
         return {}
@@ -78,9 +78,9 @@ def flat_shards(
 
 
 def load(path: Path, blocks: Blocks, biases: Blocks, update: Update, device: torch.device) -> None:
-    """Restores what any engine wrote on any number of ranks.
+    """Restore a checkpoint that any engine wrote on any number of ranks.
 
-    A rank that had no twin when the checkpoint was written keeps its own random streams.
+    A rank whose number did not exist when the checkpoint was written keeps its own random states.
     """
     update.make_moments()
     keys = saved_keys(path)
@@ -100,7 +100,7 @@ def load(path: Path, blocks: Blocks, biases: Blocks, update: Update, device: tor
 
 
 def batches(blocks: Blocks, kinds: Sequence[str], limit: float) -> Iterator[list[Piece]]:
-    """All that is kept of every parameter, in lists of at most ``limit`` bytes, or one piece."""
+    """Yield every piece of every parameter, in lists of at most ``limit`` bytes or of one piece."""
     some: list[Piece] = []
     size = 0
     for piece in ((parameter, kind) for parameter in blocks for kind in kinds):
@@ -120,7 +120,7 @@ def load_pieces(path: Path, blocks: Blocks, pieces: Sequence[Piece], update: Upd
     wholes: dict[Piece, Tensor] = {}
     copies: list[tuple[Block, Tensor, Tensor]] = []
     for parameter, kind in pieces:
-        # Zero, as the padding of the vocabulary has no place in a checkpoint.
+        # Zeros, because a checkpoint does not contain the padding of the vocabulary.
         whole = wholes[parameter, kind] = torch.zeros(parameter.shape)
         for member in blocks[parameter]:
             part = member.read(whole).contiguous()
@@ -134,7 +134,7 @@ def load_pieces(path: Path, blocks: Blocks, pieces: Sequence[Piece], update: Upd
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """This rank's streams as they are now: torch's, the GPU's, and Megatron's, which are the device's too."""
+    """Return this rank's current random states: those of torch, of the GPU, and of Megatron's tracker."""
     rank = dist.get_rank()
     states = {f"rng/{rank}": torch.get_rng_state()}
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""From a transformers configuration and a layout to Megatron's ``TransformerConfig``."""
+"""Conversion of a transformers configuration and a layout to Megatron's ``TransformerConfig``."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,9 @@ from components.models.mtp import number
 
 
 def transformer_config(hf: PreTrainedConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
-    """The same function of the weights as transformers computes, split as ``layout`` says.
+    """Return the configuration of the same model as in transformers, split according to ``layout``.
 
-    Losses are summed, never averaged (``calculate_per_token_loss``), and parameters start without values.
+    Losses are summed, never averaged (``calculate_per_token_loss``), and parameters start uninitialised.
     """
     kind = MLATransformerConfig if has_latents(hf) else TransformerConfig
     config = kind(
@@ -32,11 +32,11 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, dtype: torch.dtype)
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
-        # Not perform_initialization=False: with it parameters would not be marked as split over tp, and
-        # the norm of the gradient would leave most of them out.
+        # Not perform_initialization=False, with which parameters would not be marked as split over tp and
+        # most of them would be missing from the gradient norm.
         init_method=leave_empty,
         output_layer_init_method=leave_empty,
-        # Fused kernels of Apex and of torch.compile: none is there on a CPU, and lengths vary.
+        # Fused kernels of Apex and torch.compile do not exist on a CPU, and sequence lengths vary.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -50,11 +50,11 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, dtype: torch.dtype)
 
 
 def leave_empty(_: torch.Tensor) -> None:
-    """Values come from a model folder, or from (seed, name); drawing them here would be for nothing."""
+    """Initialise nothing: values come from a model folder or are drawn from (seed, name) later."""
 
 
 def architecture(hf: PreTrainedConfig) -> Json:
-    """Shapes and functions, under Megatron's names."""
+    """Return the model's sizes and functions under Megatron's names."""
     return {
         "num_layers": hf.num_hidden_layers,
         "mtp_num_layers": number(hf) or None,
@@ -76,7 +76,7 @@ def architecture(hf: PreTrainedConfig) -> Json:
 
 
 def experts(hf: PreTrainedConfig, layout: Layout) -> Json:
-    """Sizes of experts, and how tokens get to them. How they are chosen is our ``Router``'s."""
+    """Return the options for the sizes of experts and the token exchange; our ``Router`` chooses experts."""
     found = experts_of(hf)
     if found is None:
         return {}
@@ -88,7 +88,7 @@ def experts(hf: PreTrainedConfig, layout: Layout) -> Json:
         "moe_shared_expert_overlap": layout.shared_expert_overlap,
         "moe_router_topk": found.top_k,
         "moe_router_load_balancing_type": "none",
-        "moe_router_pre_softmax": True,  # unread; without it one expert a token is refused
+        "moe_router_pre_softmax": True,  # unused, but Megatron refuses top-1 routing without it
         "moe_token_dispatcher_type": layout.moe_token_dispatcher,
         "moe_expert_capacity_factor": layout.capacity_factor,
         "moe_token_drop_policy": layout.moe_token_drop_policy,
@@ -99,7 +99,7 @@ def experts(hf: PreTrainedConfig, layout: Layout) -> Json:
 
 
 def parallelism(layout: Layout, further: int = 0) -> Json:
-    """``further``: layers for further tokens, which are on the last stage."""
+    """Return the parallelism options; ``further`` MTP layers are on the last pipeline stage."""
     interleaved = layout.vpp > 1
     return {
         "tensor_model_parallel_size": layout.tp,
@@ -112,8 +112,8 @@ def parallelism(layout: Layout, further: int = 0) -> Json:
         "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
         "deallocate_pipeline_outputs": True,
-        # Batched transfers have no order between the two directions: with two stages that are both each
-        # other's previous and next one, chunks would receive each other's tensors without an error.
+        # Batched transfers are unordered between the two directions. With two stages, each is both the
+        # previous and the next one of the other, so chunks could silently receive each other's tensors.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }
@@ -136,13 +136,13 @@ def head_dim(hf: PreTrainedConfig) -> int:
 
 
 def windows(hf: PreTrainedConfig) -> tuple[int | None, ...]:
-    """How many tokens a token of each layer sees, itself included; None: all before it.
+    """Return each layer's attention window in tokens, including the current one; None means no limit.
 
-    Layers for further tokens follow, which are like the last one.
+    The MTP layers follow, with the window of the last layer.
     """
     window = getattr(hf, "sliding_window", None)
     types = getattr(hf, "layer_types", None)
-    if types is None:  # without types every layer slides, if any does
+    if types is None:  # without types all layers have the same window, or none
         return (window,) * (hf.num_hidden_layers + number(hf))
     kinds = [*types, *types[-1:] * number(hf)]
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -150,14 +150,14 @@ def windows(hf: PreTrainedConfig) -> tuple[int | None, ...]:
 
 @dataclass(frozen=True)
 class Rotary:
-    """How positions turn queries and keys, by transformers (Megatron's own llama3 scaling is fixed)."""
+    """The rotary embedding as in transformers, because Megatron's llama3 scaling has fixed parameters."""
 
     frequencies: torch.Tensor
-    """float32 ``[D / 2]``"""
+    """Inverse frequencies, float32 ``[D / 2]``."""
     scaling: float
-    """Of what is turned."""
+    """Factor applied to the rotated dimensions (the attention scaling of yarn)."""
     interleaved: bool
-    """Which columns make a pair: neighbours, or those of the first and of the second half."""
+    """Whether neighbouring columns are rotated as pairs, instead of columns i and i + D / 2."""
 
 
 def rotary(hf: PreTrainedConfig) -> Rotary:
@@ -173,7 +173,7 @@ def rotary(hf: PreTrainedConfig) -> Rotary:
 
 
 def latents(hf: PreTrainedConfig) -> Json:
-    """What ``LatentAttention`` needs beside. Scores are scaled as the rotary embedding asks."""
+    """Return the additional options of ``LatentAttention``, including the score scaling of yarn."""
     if not has_latents(hf):
         return {}
     rope = hf.rope_parameters
