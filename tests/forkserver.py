@@ -198,7 +198,7 @@ def preload(kind: str) -> None:
 def keep(connection: socket.socket) -> NoReturn:
     """Watch over one forked process: report how it ended, and kill it when its client is gone.
 
-    A signal to the whole process group, such as a time limit sends it, ends the client, and must not end this.
+    A signal to the whole process group, as time limits send it, ends the client and must not end this.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -246,7 +246,14 @@ def run(call: Callable[[], object], environ: Mapping[str, str]) -> NoReturn:
     """Calls ``call`` as the main program of a new process and exits as the interpreter does."""
     gc.freeze()  # what this process has inherited is not its own to collect: threads behind it are gone
     gc.enable()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+    for number in (
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGCHLD,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGQUIT,
+    ):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()

@@ -35,7 +35,7 @@ def test_a_stage_begins_with_the_weights_of_the_one_before(
     other = run_here(tmp_path, f"experiment=chain_{after}", *export_of, *small, "checkpoint.init_from=null")
     assert curve(other) == curve(chain[after])
     point = chain[before] / "checkpoints" / "step_00000004"
-    assert yaml.safe_load((chain[after] / "config.yaml").read_text())["run"]["init_from"] == str(point)
+    assert yaml.safe_load((chain[after] / "config.yaml").read_text())["checkpoint"]["init_from"] == str(point)
 
 
 def test_a_resumed_run_has_the_reference_that_it_began_with(

@@ -89,13 +89,13 @@ REFUSED: dict[str, Callable[[Path], Path]] = {
     "never completed": lambda root: point(make_run(root, (5,), (6,)), 6),
     "holds no complete checkpoint": lambda root: make_run(root, torn=(6,)),
     "is not a folder": lambda root: root / "absent",
-    "save_model_only": lambda root: make_run(root, (5,), model_only=True),
+    "model_only": lambda root: make_run(root, (5,), model_only=True),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path, message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^run\.resume: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"^checkpoint\.resume: .*{message}"):
         resume(REFUSED[message](tmp_path))
 
 
@@ -147,7 +147,7 @@ def test_a_damaged_one_is_refused_and_the_one_before_offered(tmp_path: Path, mes
         DAMAGES[message](point(run, step))
     asked = {"auto": "auto", "run folder": str(run), "checkpoint": str(point(run, 15))}[how]
     offer = re.escape(str(point(run, 5)))
-    with pytest.raises(ConfigError, match=rf"step_00000015: {message}.*; take run\.resume={offer}\."):
+    with pytest.raises(ConfigError, match=rf"step_00000015: {message}.*; take checkpoint\.resume={offer}\."):
         Resume(asked, verify=True).point(tmp_path, "name", IDENTITY)
     DAMAGES[message](point(run, 5))
     with pytest.raises(ConfigError, match="no earlier one of its run is whole"):
@@ -183,7 +183,7 @@ CHANGED: list[tuple[dict[str, Any], str]] = [
 def test_another_run_is_refused(tmp_path: Path, how: str, change: dict[str, Any], message: str) -> None:
     run = make_run(tmp_path / "name" / "2026-01-02_10-00-00", (5,))
     asked = Resume("auto" if how == "auto" else str(run))
-    with pytest.raises(ConfigError, match=rf"^run\.resume: .*{message}") as caught:
+    with pytest.raises(ConfigError, match=rf"^checkpoint\.resume: .*{message}") as caught:
         asked.point(tmp_path, "name", replace(IDENTITY, **change))
     assert len(str(caught.value).splitlines()) <= 2
 
@@ -198,7 +198,7 @@ def test_data_seed_and_batch_size_can_be_forced(
             resume(run, other, force=True)
         assert "resume_force" not in str(caught.value)
         return
-    with pytest.raises(ConfigError, match=r"run\.resume_force=true"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.allow_mismatch=true"):
         resume(run, other)
     with caplog.at_level(logging.WARNING, logger="components"):
         assert resume(run, other, force=True) == point(run, 5)

@@ -368,7 +368,9 @@ def test_mistakes_found_while_preparing(
 
 def test_an_epoch_without_a_sample_is_refused(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
     data = FilesData(sources=[{"path": texts, "repeats": 1e-6}])
-    with pytest.raises(ConfigError, match=r"data\.sources: no sample is drawn in epoch 0; raise its repeats"):
+    with pytest.raises(
+        ConfigError, match=r"data\.sources: no sample is drawn in epoch 0; raise their repeats"
+    ):
         prepare(data, tokenizer)
 
 

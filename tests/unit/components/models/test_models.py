@@ -19,6 +19,8 @@ import components.models.hub
 from components.contracts.errors import ConfigError
 from components.data.tokenizer import PATH
 from components.models import ModelSpec, named_shapes
+from runner.config.instantiate import build_component
+from runner.config.sources import Provenance
 
 CONF = Path(__file__).parents[4] / "conf"
 TINY = {
@@ -42,8 +44,10 @@ def composed(group: str, option: str) -> Any:
 
 def from_yaml(name: str, **changes: Any) -> ModelSpec:
     values = composed("model", name)
-    assert values.pop("_target_") == "components.models.ModelSpec"
-    return ModelSpec(**(values | changes))
+    assert values["_target_"] == "components.models.ModelSpec"
+    spec = build_component("model", values | changes, Provenance())
+    assert isinstance(spec, ModelSpec)
+    return spec
 
 
 @pytest.fixture

@@ -344,7 +344,7 @@ def test_auto_is_transformer_engine_where_it_can_be(arguments: dict[str, Any], r
 
 
 def test_what_an_adapter_cannot_have() -> None:
-    settings: dict[str, Any] = {"r": 2, "alpha": 2.0, "target": "all-linear"}
+    settings: dict[str, Any] = {"r": 2, "alpha": 2.0, "target_modules": "all-linear"}
     check(adapter=LoRA(**settings))
     with pytest.raises(ConfigError, match=r"adapter\.dora: .*parallelism=fsdp2"):
         check(adapter=LoRA(**settings, dora=True))

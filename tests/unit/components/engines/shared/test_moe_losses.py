@@ -198,5 +198,5 @@ def test_metrics_say_how_uneven_layers_are() -> None:
 @pytest.mark.parametrize("key", ["aux_loss_coef", "z_loss_coef", "bias_update_rate"])
 def test_strengths_are_numbers(key: str) -> None:
     for value in (-1.0, float("inf"), float("nan")):
-        with pytest.raises(ConfigError, match=f"model.{key}: must be a number of at least 0"):
+        with pytest.raises(ConfigError, match=f"model.moe.{key}: must be a number of at least 0"):
             RouterTerms(**{key: value})  # type: ignore[arg-type]

@@ -97,7 +97,7 @@ WANTED = {"a": torch.Size([2, 3]), "b": torch.Size([2])}
 def test_tensors_of_another_model_are_named(
     stored: dict[str, torch.Size], words: list[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"run\.init_from: ") as caught:
+    with pytest.raises(ConfigError, match=r"checkpoint\.init_from: ") as caught:
         check_shapes(tmp_path, stored, WANTED, "checkpoint.init_from")
     assert all(word in str(caught.value) for word in words)
     check_shapes(tmp_path, WANTED, WANTED, "checkpoint.init_from")
