@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from components.contracts.batch import DESIRABLE, IGNORE, MISMATCHED, UNDESIRABLE, Batch
+from components.contracts.batch import DESIRABLE, IGNORE, KL_COMPLETION, UNDESIRABLE, Batch
 from components.data.packing import Ints
-from components.data.store.token_store import Tokens
+from components.data.store.token_store import TokenSequences
 
 
-def collate_packed(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
+def collate_packed(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> Batch:
     """All segments of all rows end to end: ``[1, T]``. Empty rows add nothing, unless there is no other.
 
     Args:
@@ -38,7 +38,7 @@ def collate_packed(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
     )
 
 
-def collate_padded(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
+def collate_padded(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> Batch:
     """One sequence a line, ``[B, T]``, padded on the right to the longest. A pair takes two lines.
 
     An empty row is as many lines of padding as a sample has sequences.
@@ -66,14 +66,14 @@ def collate_padded(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
     )
 
 
-def prefix_lengths(store: Tokens, segments: Ints) -> Ints:
+def prefix_lengths(store: TokenSequences, segments: Ints) -> Ints:
     """int64 ``[n]``: what a rejected sequence has left to the chosen one before it; 0 for anything else."""
     if store.sequences_per_sample == 1:
         return np.zeros(len(segments), np.int64)  # a document that begins later was cut
     return np.asarray(segments[:, 1])
 
 
-def read_segment(store: Tokens, segment: Sequence[int]) -> tuple[Ints, Ints]:
+def read_segment(store: TokenSequences, segment: Sequence[int]) -> tuple[Ints, Ints]:
     """Input ids and labels of one segment, int64 ``[stop - start]``.
 
     The last label is the token after the segment, which a cut document has in another row.
@@ -86,7 +86,7 @@ def read_segment(store: Tokens, segment: Sequence[int]) -> tuple[Ints, Ints]:
     return tokens[: stop - start], labels
 
 
-def _pair_index(store: Tokens, segments: Ints) -> torch.Tensor | None:
+def _pair_index(store: TokenSequences, segments: Ints) -> torch.Tensor | None:
     """Chosen and rejected alternate, numbered within the micro-batch; -1 for a line of padding."""
     if not _has_pairs(store):
         return None
@@ -96,11 +96,11 @@ def _pair_index(store: Tokens, segments: Ints) -> torch.Tensor | None:
     return torch.from_numpy(index)
 
 
-def _has_pairs(store: Tokens) -> bool:
+def _has_pairs(store: TokenSequences) -> bool:
     return store.sequences_per_sample == 2 and store.desirable is None
 
 
-def _sequence_labels(store: Tokens, segments: Ints) -> torch.Tensor | None:
+def _sequence_labels(store: TokenSequences, segments: Ints) -> torch.Tensor | None:
     """Answers and mismatched ones alternate; a line of padding in the place of an answer is -1."""
     if store.desirable is None:
         return None
@@ -108,11 +108,11 @@ def _sequence_labels(store: Tokens, segments: Ints) -> torch.Tensor | None:
     labels = np.where(store.desirable[segments[:, 0] // 2], DESIRABLE, UNDESIRABLE)
     assert (segments[real, 0] % 2 == np.arange(len(segments))[real] % 2).all(), "the answer comes first"
     labels = np.where(real, labels, -1)
-    labels[1::2] = MISMATCHED
+    labels[1::2] = KL_COMPLETION
     return torch.from_numpy(labels.astype(np.int64))
 
 
-def _empty(store: Tokens, pad_id: int) -> Batch:
+def _empty(store: TokenSequences, pad_id: int) -> Batch:
     return Batch(
         input_ids=torch.tensor([[pad_id]]),
         labels=torch.tensor([[IGNORE]]),

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from components.data.store.token_store import Ints, Tokens
+from components.data.store.token_store import Ints, TokenSequences
 
 
-def shared_lengths(store: Tokens) -> Ints:
+def shared_lengths(store: TokenSequences) -> Ints:
     """int64, per pair of ``store``: so many first tokens of the rejected sequence are left to the chosen one.
 
     All that both begin with and neither has as a target, but for its last token: that one predicts the first
@@ -15,7 +15,7 @@ def shared_lengths(store: Tokens) -> Ints:
     return np.array([_shared(store, pair) for pair in range(len(store.lengths) // 2)], np.int64)
 
 
-def _shared(store: Tokens, pair: int) -> int:
+def _shared(store: TokenSequences, pair: int) -> int:
     chosen, rejected = 2 * pair, 2 * pair + 1
     length = int(store.lengths[[chosen, rejected]].min())
     same = store.tokens(chosen, 0, length) == store.tokens(rejected, 0, length)

@@ -104,7 +104,7 @@ OF_THE_DIFFERENCE = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "robus
 """Only in a difference of scores does the partition function of another f-divergence cancel."""
 
 
-def options_of(loss: PairLoss) -> frozenset[str]:
+def loss_options(loss: PairLoss) -> frozenset[str]:
     """The options that it reads beside beta."""
     return frozenset(inspect.signature(loss).parameters) - {"chosen", "rejected", "beta"}
 

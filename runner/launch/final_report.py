@@ -11,12 +11,12 @@ from components.preflight import owes_evaluation
 from runner.config.instantiate import Experiment
 from runner.config.run_config import CheckpointConfig
 from runner.launch.run_record import RunRecord, Stopped
-from runner.sweeps.sweep import alone, sweeps
+from runner.sweeps.sweep import single_job_overrides, sweeps
 from runner.training.rank import DTYPES
 from runner.training.run_summary import Results
 
 
-def summarize(experiment: Experiment, folder: Path) -> None:
+def print_summary(experiment: Experiment, folder: Path) -> None:
     """Finishes the export (the tokenizer belongs to it) and prints what a user wants to know, on stdout."""
     results = RunRecord.read(folder).results
     facts = {"run folder": str(folder)} | checkpoint_facts(folder) | metric_facts(results)
@@ -55,13 +55,13 @@ def export_facts(experiment: Experiment, folder: Path) -> dict[str, str]:
     facts = {"export": str(export)}
     if run.final_sample_tokens:
         prompt = experiment.data.restore(RunRecord.read(folder).data).prompt()
-        answer = model.complete(export, prompt, run.final_sample_tokens)
+        answer = model.generate(export, prompt, run.final_sample_tokens)
         facts["prompt"] = repr(tokenizer.decode(prompt))
         facts["completion"] = repr(tokenizer.decode(answer))
     return facts
 
 
-def say_stopped(
+def print_stopped(
     config: CheckpointConfig,
     folder: Path,
     stopped: Stopped,
@@ -92,6 +92,6 @@ def say_stopped(
 
 def resume_command(command: Sequence[str], overrides: Sequence[str], checkpoint: str) -> str:
     """The user's own, or that of one job of a sweep, with another ``checkpoint.resume``."""
-    words = alone(overrides, command) if sweeps(command) else command[1:]
+    words = single_job_overrides(overrides, command) if sweeps(command) else command[1:]
     kept = [word for word in words if not word.startswith("checkpoint.resume=")]
     return shlex.join(["python", "-m", "runner", *kept, f"checkpoint.resume={checkpoint}"])

@@ -30,13 +30,13 @@ RECORD = np.dtype([("place", np.int64), ("logp", np.float32)])
 
 
 @dataclass(frozen=True)
-class LogpsFile:
+class ReferenceLogps:
     """The file at ``path`` about sequences of ``lengths`` tokens (int64 ``[S]``)."""
 
     path: Path
     lengths: Ints
 
-    def holds(self, sequences: Ints) -> bool:
+    def has_all(self, sequences: Ints) -> bool:
         """Whether all of ``sequences`` (int64 ``[n]``) have been computed."""
         # A sequence is computed whole, and its first token never: so the last one tells.
         last = self._ends[sequences] - 1
@@ -86,7 +86,7 @@ class LogpsFile:
         """Adds the records in ``parts``; the file is replaced whole, and other writers wait."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{self.path}.lock"):
-            old = LogpsFile(self.path, self.lengths)._values  # another run may have added some
+            old = ReferenceLogps(self.path, self.lengths)._values  # another run may have added some
             values = np.full(self.lengths.sum(), np.nan, np.float32) if old is None else old.copy()
             for part in parts:
                 records = np.fromfile(part, RECORD)
@@ -128,13 +128,13 @@ def occupied(batch: Batch) -> torch.Tensor:
 
 
 @contextmanager
-def part_file(folder: Path, data_rank: int) -> Iterator[BinaryIO]:
+def part_file(folder: Path, dp_rank: int) -> Iterator[BinaryIO]:
     """To write the share of one data rank to.
 
     Ranks that split a model between them have the same numbers: the first to come writes them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"part_{data_rank}"
+    path = folder / f"part_{dp_rank}"
     try:
         path.touch(exist_ok=False)
     except FileExistsError:

@@ -22,7 +22,7 @@ _TRUNCATED, _STOP_TRAINED, _DESIRABLE = 1, 2, 4
 _MEMO_BYTES = 2**26  # the digest of a larger file is remembered by its size and time
 
 
-class Tokens(Protocol):
+class TokenSequences(Protocol):
     """Sequences of tokens. Sample ``i`` is sequence ``i``, or ``2 * i`` and ``2 * i + 1``.
 
     Of pairs these are chosen and rejected, of unpaired data the answer and a mismatched one.
@@ -53,7 +53,7 @@ class Tokens(Protocol):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TokenChunk:
     """Some tokenised samples, end to end, and what became of the others."""
 
     tokens: npt.NDArray[np.uint32]
@@ -85,7 +85,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Meta:
+class StoreMeta:
     """What is beside the arrays, in meta.json; it is written last."""
 
     token_type: str
@@ -103,7 +103,7 @@ class Meta:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FilterResult:
     """What became of the samples of a source."""
 
     format: str
@@ -121,7 +121,7 @@ class Outcome:
     long_prompts: int = 0
 
 
-class TornStore(Exception):
+class CorruptTokenStore(Exception):
     """The folder is not a whole token store of this version."""
 
 
@@ -152,7 +152,7 @@ class StoreWriter:
         self._write("offsets", np.zeros(1, np.int64))
         return self
 
-    def append(self, chunk: Chunk) -> None:
+    def append(self, chunk: TokenChunk) -> None:
         self.dropped += chunk.dropped
         self.unsupervised += chunk.unsupervised
         self.identical += chunk.identical
@@ -199,8 +199,8 @@ class StoreWriter:
     def _write(self, name: str, values: Array) -> None:
         self._files[name].write(values.tobytes())
 
-    def _meta(self) -> Meta:
-        return Meta(
+    def _meta(self) -> StoreMeta:
+        return StoreMeta(
             token_type=self._type.name,
             sequences_per_sample=self._sequences_per_sample,
             masked=self._masked,
@@ -219,7 +219,7 @@ class TokenStore:
     """What ``StoreWriter`` wrote."""
 
     path: Path
-    meta: Meta
+    meta: StoreMeta
     name: str = ""
     """Of the source, for ``origin``."""
 
@@ -227,12 +227,12 @@ class TokenStore:
     def open(cls, path: Path, name: str = "") -> Self:
         """TornStore: there is none, or part of it is missing."""
         try:
-            meta = Meta(**json.loads((path / "meta.json").read_text()))
+            meta = StoreMeta(**json.loads((path / "meta.json").read_text()))
             sizes = {name: (path / name).stat().st_size for name in meta.sizes}
         except (OSError, ValueError, TypeError) as error:
-            raise TornStore(f"{path}: {error}") from error
+            raise CorruptTokenStore(f"{path}: {error}") from error
         if sizes != meta.sizes:
-            raise TornStore(f"{path}: sizes {sizes}, expected {meta.sizes}")
+            raise CorruptTokenStore(f"{path}: sizes {sizes}, expected {meta.sizes}")
         return cls(path, meta, name)
 
     @property
@@ -247,9 +247,9 @@ class TokenStore:
     def lengths(self) -> Ints:
         return np.diff(self._offsets)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> FilterResult:
         flags = self._map("flags", np.uint8)
-        return Outcome(
+        return FilterResult(
             format=self.meta.format,
             kept=np.ones(len(flags), np.bool_),
             truncated=(flags & _TRUNCATED).astype(np.bool_),

@@ -30,7 +30,7 @@ def corpus() -> Iterator[str]:
                 yield from (message["content"] for message in sample.messages)
 
 
-def train() -> Tokenizer:
+def train_tokenizer() -> Tokenizer:
     """Splits as GPT-2 does, and every digit on its own; 8192 tokens with the three special ones."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -48,7 +48,7 @@ def train() -> Tokenizer:
     return tokenizer
 
 
-def save(tokenizer: Tokenizer, folder: str) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
     """Writes the files ``AutoTokenizer`` reads. The stop token of turns ends documents too."""
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -62,4 +62,4 @@ def save(tokenizer: Tokenizer, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    save(train(), sys.argv[1] if len(sys.argv) > 1 else PATH)
+    save_tokenizer(train_tokenizer(), sys.argv[1] if len(sys.argv) > 1 else PATH)

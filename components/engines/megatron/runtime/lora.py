@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from components.adapters import LoRA
-from components.engines.megatron.runtime.hf_weights import Block, Blocks
+from components.engines.megatron.runtime.hf_weights import HFTensorSlice, HFTensorSlices
 from components.engines.megatron.runtime.mla import WholeLinear
 
 ADAPTED = ColumnParallelLinear | RowParallelLinear | WholeLinear
@@ -39,13 +39,13 @@ class AdaptedLinear(nn.Module):
     Row parallel: a rank has the columns of A that its input has, and the whole of B. The r-wide product is
     summed over the ranks.
     Whole on every rank: so are A and B, and nothing is sent. So it is with an expert's layers, which
-    ``check_adapter`` has whole: its tokens have been sent to it. Gradients are added up over the ranks that
+    ``check_lora`` has whole: its tokens have been sent to it. Gradients are added up over the ranks that
     have the same expert.
     With sequence parallelism the factor that every rank has whole sees this rank's positions only:
     Megatron's ``finalize_model_grads`` adds its gradient up.
     """
 
-    def __init__(self, base: Any, members: Sequence[Block], adapter: LoRA) -> None:
+    def __init__(self, base: Any, members: Sequence[HFTensorSlice], adapter: LoRA) -> None:
         """``members``: the adapted ones of the blocks of ``base.weight``, in the order of its rows."""
         super().__init__()
         self.base, self.members, self.scaling, self.dropout = base, members, adapter.scaling, adapter.dropout
@@ -78,9 +78,9 @@ class AdaptedLinear(nn.Module):
         self.register_parameter(name, parameter)
         return parameter
 
-    def blocks(self) -> Blocks:
+    def blocks(self) -> HFTensorSlices:
         """What the factors are parts of, under their names in the adapter."""
-        found: Blocks = {}
+        found: HFTensorSlices = {}
         for member, a, b in zip(self.members, self.down, self.up, strict=True):
             module = member.name.removesuffix(".weight")
             (out_rows, in_columns), rank = member.index, slice(0, len(a))
@@ -92,7 +92,9 @@ class AdaptedLinear(nn.Module):
             ):
                 name = f"{module}.lora_{letter}.weight"
                 found[parameter] = [
-                    Block(name, shape, index, dim, 1, 0, len(parameter), primary=True, expert=self.expert)
+                    HFTensorSlice(
+                        name, shape, index, dim, 1, 0, len(parameter), primary=True, expert=self.expert
+                    )
                 ]
         return found
 
@@ -117,7 +119,7 @@ class AdaptedLinear(nn.Module):
         return reduce_from_tensor_model_parallel_region(narrow, group=self.group)
 
     def _add(self, out: Tensor, narrow: Tensor) -> Tensor:
-        """Each product in the rows where ``base`` has those of its layer; see ``Block``."""
+        """Each product in the rows where ``base`` has those of its layer; see ``HFTensorSlice``."""
         rows = out.unflatten(-1, (self.members[0].groups, -1))
         products = narrow.split(len(self.down[0]), -1)
         parts, end = [], 0
@@ -137,18 +139,18 @@ class AdaptedLinear(nn.Module):
         return get_cuda_rng_tracker().fork()
 
 
-def factor_shapes(member: Block, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def factor_shapes(member: HFTensorSlice, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of this rank's part of A and of B."""
     rows, columns = (index.stop - index.start for index in member.index)
     return (rank, columns), (rows, rank)
 
 
-def adapt(chunk: nn.Module, found: Blocks, adapter: LoRA, targets: Collection[str]) -> Blocks:
+def adapt(chunk: nn.Module, found: HFTensorSlices, adapter: LoRA, targets: Collection[str]) -> HFTensorSlices:
     """Wraps the layers of ``chunk`` that hold ``targets`` (Hugging Face layers); the parameters that it adds.
 
     After ``weights.blocks``, which Megatron's own names are needed for. The parameters hold no values yet.
     """
-    added: Blocks = {}
+    added: HFTensorSlices = {}
     for parent in list(chunk.modules()):
         for name, layer in list(parent.named_children()):
             if not isinstance(layer, ADAPTED) or layer.weight not in found:

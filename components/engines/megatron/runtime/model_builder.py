@@ -15,27 +15,27 @@ from transformers import PreTrainedModel
 from components.contracts.engine import EngineOptions
 from components.engines.megatron.checks import uses_transformer_engine
 from components.engines.megatron.layout import Layout
-from components.engines.megatron.runtime.hf_weights import Blocks, blocks
+from components.engines.megatron.runtime.hf_weights import HFTensorSlices, hf_slices
 from components.engines.megatron.runtime.lora import adapt
 from components.engines.megatron.runtime.model import build_chunks
-from components.engines.megatron.runtime.moe_router import Router, routers_of
+from components.engines.megatron.runtime.moe_router import Router, find_routers
 from components.models import ModelSpec, WeightSource, named_shapes
-from components.models.experts import biases, routed
+from components.models.experts import moe_blocks, router_biases
 
 
 @dataclass(frozen=True)
-class Parts:
+class BuiltChunks:
     chunks: list[nn.Module]
-    trained: Blocks
-    frozen: Blocks
-    biases: Blocks
+    trained: HFTensorSlices
+    frozen: HFTensorSlices
+    biases: HFTensorSlices
     """Of routers: no gradient reaches them, but training changes them and a checkpoint has them."""
     routers: list[Router]
 
 
-def build_parts(
+def build_model_chunks(
     meta: PreTrainedModel, config: TransformerConfig, layout: Layout, options: EngineOptions
-) -> Parts:
+) -> BuiltChunks:
     """Build this rank's chunks without values. ``meta`` is the Hugging Face model on the meta device.
 
     What ``meta`` has frozen is frozen here, and with an adapter everything except its parameters.
@@ -43,27 +43,27 @@ def build_parts(
     dtype, adapter = options.dtype, options.adapter
     engine = uses_transformer_engine(meta.config, layout, dtype, options.device, adapter)
     bare = build_chunks(meta.config, config, transformer_engine=engine)
-    moving = set() if adapter else set(biases(meta))
+    moving = set() if adapter else set(router_biases(meta))
     frozen_names = {n for n, p in meta.named_parameters() if adapter or not p.requires_grad}
-    found, recomputed = blocks(bare, named_shapes(meta)), layout.activation_checkpointing == "full"
-    trained, frozen = freeze(bare, found, frozen_names, recomputed=recomputed)
+    found, recomputed = hf_slices(bare, named_shapes(meta)), layout.activation_checkpointing == "full"
+    trained, frozen = freeze_parameters(bare, found, frozen_names, recomputed=recomputed)
     if adapter is not None:
         targets = frozenset(adapter.targets(meta))
         for chunk in bare:
             trained |= adapt(chunk, frozen, adapter, targets)
-    routers = routers_of(bare)
+    routers = find_routers(bare)
     number_layers(routers, found, meta)
     chunks = [Float16Module(config, chunk) if dtype != torch.float32 else chunk for chunk in bare]
-    kept: Blocks = {p: members for p, members in frozen.items() if members[0].name in moving}
+    kept: HFTensorSlices = {p: members for p, members in frozen.items() if members[0].name in moving}
     for router in routers:  # sums of small changes, which half precision would lose
         if router.experts.biased:
             router.expert_bias.data = router.expert_bias.data.float()
-    return Parts(chunks, trained, {p: m for p, m in frozen.items() if p not in kept}, kept, routers)
+    return BuiltChunks(chunks, trained, {p: m for p, m in frozen.items() if p not in kept}, kept, routers)
 
 
-def number_layers(routers: Sequence[Router], found: Blocks, meta: PreTrainedModel) -> None:
+def number_layers(routers: Sequence[Router], found: HFTensorSlices, meta: PreTrainedModel) -> None:
     """Tells routers which they are of those of ``meta``: a pipeline stage has but some."""
-    order = list(routed(meta))
+    order = list(moe_blocks(meta))
     for router in routers:
         router.layer = order.index(found[router.weight][0].name.removesuffix(".gate.weight"))
 
@@ -81,7 +81,7 @@ def initial_weights(spec: ModelSpec, meta: PreTrainedModel, options: EngineOptio
     return read
 
 
-def distribute(
+def wrap_ddp(
     config: TransformerConfig, chunk: nn.Module, layout: Layout, number: int
 ) -> DistributedDataParallel:
     """Data parallelism with gradients that add up, and are reduced, in fp32."""
@@ -108,15 +108,15 @@ def without_dropout(chunks: Sequence[nn.Module]) -> Iterator[None]:
             chunk.train(training)
 
 
-def freeze(
-    chunks: Sequence[GPTModel], found: Blocks, names: Collection[str], *, recomputed: bool
-) -> tuple[Blocks, Blocks]:
+def freeze_parameters(
+    chunks: Sequence[GPTModel], found: HFTensorSlices, names: Collection[str], *, recomputed: bool
+) -> tuple[HFTensorSlices, HFTensorSlices]:
     """Freezes the parameters of ``found`` that hold the Hugging Face ones ``names``; (trained, frozen) ones.
 
     ``recomputed``: layers are computed again in the backward, which Megatron does only where their input
     asks for a gradient. Embedded tokens then ask for one, though a frozen embedding has no use for it.
     """
-    kept: Blocks = {}
+    kept: HFTensorSlices = {}
     for parameter, members in found.items():
         answers = {member.name in names for member in members}
         assert len(answers) == 1, f"{[m.name for m in members]}: one tensor, of which a part is frozen"

@@ -20,7 +20,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 
-class FurtherLayer(MultiTokenPredictionLayer):
+class MTPLayer(MultiTokenPredictionLayer):
     """The layer of one depth. Every tensor- and context-parallel rank of the last stage calls it together."""
 
     def _get_embeddings(
@@ -52,7 +52,7 @@ class FurtherLayer(MultiTokenPredictionLayer):
         return kept
 
 
-def further_spec(
+def mtp_spec(
     config: TransformerConfig, decoder: TransformerBlockSubmodules, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Those of this chunk, each around such a layer as the last of ``decoder``; None: it has none."""
@@ -66,4 +66,4 @@ def further_spec(
         transformer_layer=decoder.layer_specs[-1],
         layer_norm=WrappedTorchNorm,
     )
-    return MultiTokenPredictionBlockSubmodules([ModuleSpec(FurtherLayer, submodules=parts)] * number)
+    return MultiTokenPredictionBlockSubmodules([ModuleSpec(MTPLayer, submodules=parts)] * number)
