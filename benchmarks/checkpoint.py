@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.throughput import RESULTS, report
-from components.checkpoint import CheckpointPolicy, RunIdentity
+from components.checkpoint import CheckpointManager, RunIdentity
 from components.contracts.engine import EngineOptions
 from components.engines.fsdp2 import FSDP2
 from components.models import ModelSpec
@@ -67,10 +67,10 @@ def measure(engine_name: str, ranks: int, parameters: int, folder: Path, turns: 
     rank, count = dist.get_rank(), engine.describe()["parameters"]
     state, taken = BYTES * count, dict[str, list[float]]()
 
-    def policy(name: str, *, in_background: bool) -> CheckpointPolicy:
+    def policy(name: str, *, in_background: bool) -> CheckpointManager:
         identity = RunIdentity("benchmark", "none", "adamw", None, 0, 1)
         first = rank == 0
-        return CheckpointPolicy(folder / name, identity, 1, False, first, in_background=in_background)
+        return CheckpointManager(folder / name, identity, 1, False, first, in_background=in_background)
 
     plain, background = policy("plain", in_background=False), policy("background", in_background=True)
     parts = (

@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.throughput import RESULTS, report
 from components.checkpoint.dcp import load_tensors
 from components.checkpoint.folder import complete_checkpoints, is_complete, step_of
-from components.checkpoint.resume import inspect
+from components.checkpoint.resume import inspect_checkpoint
 
 LAYOUTS = ("fsdp2", "megatron_dp2")
 SMALL = (
@@ -152,7 +152,7 @@ def tensors(checkpoint: Path) -> dict[str, Tensor]:
 def unreadable(run: Run) -> Iterator[str]:
     """Marked checkpoints of which a byte is not as it was written."""
     for checkpoint in complete_checkpoints(run.checkpoints):
-        if wrong := inspect(checkpoint, checksums=True)[1]:
+        if wrong := inspect_checkpoint(checkpoint, checksums=True)[1]:
             yield f"{checkpoint.name}: {wrong}"
 
 

@@ -29,8 +29,8 @@ def make_sweep(folder: Path, *, runs: int, steps: int) -> Path:
         run = folder / "pt_tiny" / f"stamp_{number:04d}"
         make_run(run, steps=steps, lr=lr, seed=seed)
         overrides = (f"optimizer.lr={lr:.2e}", f"run.seed={seed}", "stage=pt")
-        outcome = {"number": number, "overrides": overrides, "status": "done", "folder": str(run)}
-        (sweep / "jobs" / f"{number}.json").write_text(json.dumps(outcome | {"loss": None, "seconds": 60.0}))
+        record = {"number": number, "overrides": overrides, "status": "done", "folder": str(run)}
+        (sweep / "jobs" / f"{number}.json").write_text(json.dumps(record | {"loss": None, "seconds": 60.0}))
     return sweep
 
 

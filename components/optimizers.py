@@ -89,10 +89,10 @@ def torch_optimizer(
                 by_mesh.setdefault(getattr(p, "device_mesh", None), []).append((name, p))
         decay = description.weight_decay if decayed else 0.0
         groups += [{"params": members, "weight_decay": decay} for members in by_mesh.values()]
-    return realise(description, groups)
+    return build_optimizer(description, groups)
 
 
-def realise(description: Optimizer, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+def build_optimizer(description: Optimizer, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
     if isinstance(description, AdamW):
         return torch.optim.AdamW(
             groups, lr=description.lr, betas=description.betas, eps=description.eps, fused=True

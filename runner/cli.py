@@ -23,13 +23,13 @@ from components.contracts.json_types import Json
 from components.rank_info import RankInfo
 from runner.config.command_line import is_sweep
 from runner.config.renamed_keys import RENAMED
-from runner.config.sources import Provenance, did_you_mean
+from runner.config.sources import ConfigSources, did_you_mean
 from runner.distribution import distribution
 from runner.launch import slurm_env
 from runner.launch.signals import handling, interrupt
 from runner.search_path import program_first
-from runner.sweeps.job_record import SWEEP_FOLDER, Point
-from runner.sweeps.sweep import conclude, run_point
+from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob
+from runner.sweeps.sweep import finish_sweep, run_point
 
 
 def config_dir() -> str:
@@ -59,13 +59,13 @@ def execute(config: DictConfig) -> float:
     return run(plain, where, sys.argv, began)
 
 
-def sweep_point() -> Point:
+def sweep_point() -> SweepJob:
     """The place in its sweep of the job Hydra is running."""
     state = HydraConfig.get()
-    return Point(Path(os.environ[SWEEP_FOLDER]), int(state.job.num), as_typed(state))
+    return SweepJob(Path(os.environ[SWEEP_FOLDER]), int(state.job.num), as_given(state))
 
 
-def as_typed(state: DictConfig) -> tuple[str, ...]:
+def as_given(state: DictConfig) -> tuple[str, ...]:
     """The overrides in a ``hydra`` node, with the interpolations in them."""
     return tuple(str(word) for word in state.overrides.task)
 
@@ -83,7 +83,7 @@ def command() -> int:
             )
         )
     code = exit_code(job)
-    return conclude(Path(os.environ[SWEEP_FOLDER]), code) if SWEEP_FOLDER in os.environ else code
+    return finish_sweep(Path(os.environ[SWEEP_FOLDER]), code) if SWEEP_FOLDER in os.environ else code
 
 
 def main() -> None:
@@ -129,7 +129,7 @@ def explained(error: Exception) -> int:
     if type(error) is ValueError and "Config group override must be" in str(error):
         error = ConfigError(nothing_chosen())
     if isinstance(error, HydraException | OmegaConfBaseException):
-        error = ConfigError(in_short(error))
+        error = ConfigError(short_message(error))
     if not isinstance(error, ConfigError | TrainingError):
         traceback.print_exception(error)
         return FAILED
@@ -137,24 +137,24 @@ def explained(error: Exception) -> int:
     return MISTAKE if isinstance(error, ConfigError) else FAILED
 
 
-def provenance() -> Provenance:
+def provenance() -> ConfigSources:
     """Of the job Hydra is running."""
     state = HydraConfig.get()
     folders = tuple(Path(s.path) for s in state.runtime.config_sources if s.schema == "file")
     choices = {group: option for group, option in state.runtime.choices.items() if option is not None}
     point = sweep_point() if state.mode is RunMode.MULTIRUN else None
-    return Provenance(choices, as_typed(state), folders, point)
+    return ConfigSources(choices, as_given(state), folders, point)
 
 
-def unless(other: object, value: object, instead: object = None) -> object:
+def default_unless_set(other: object, value: object, instead: object = None) -> object:
     """``${unless:OTHER,VALUE,INSTEAD}``: a default that gives way where OTHER is set."""
     return value if other is None else instead
 
 
-OmegaConf.register_new_resolver("unless", unless, replace=True)
+OmegaConf.register_new_resolver("unless", default_unless_set, replace=True)
 
 
-def resolved(config: DictConfig, where: Provenance) -> Json:
+def resolved(config: DictConfig, where: ConfigSources) -> Json:
     """The config with every interpolation replaced."""
     try:
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
@@ -163,15 +163,15 @@ def resolved(config: DictConfig, where: Provenance) -> Json:
         raise ConfigError(f"{key} ({where.of(key)}): needs a value; give {key}=VALUE.") from error
 
 
-def in_short(error: Exception) -> str:
+def short_message(error: Exception) -> str:
     """Hydra's message in one or two lines, with the nearest match for a misspelt word."""
     text = str(error)
     if option := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text):
         group, word = option.groups()
-        return f"{group}={word}: there is no such option; {did_you_mean(word, options_of(group))}"
+        return f"{group}={word}: there is no such option; {did_you_mean(word, group_options(group))}"
     if key := re.search(r"Could not override '(logger)\.(\w+)\.", text):
         group, name = key.groups()
-        if name in options_of(group) and not any(
+        if name in group_options(group) and not any(
             leaf.startswith(f"{group}.{name}.") for leaf in known_keys()
         ):
             return f"{group}.{name} (the command line): is not chosen; choose it: {group}=[jsonl,{name}]."
@@ -188,8 +188,8 @@ def in_short(error: Exception) -> str:
 def nothing_chosen() -> str:
     """Where Hydra refuses ``group=null`` with a bare ValueError."""
     groups = [word.partition("=")[0] for word in sys.argv[1:] if word.lower().endswith("=null")]
-    group = next(filter(options_of, groups), "a group")
-    return f"{group} (the command line): null is no option; {did_you_mean('null', options_of(group))}"
+    group = next(filter(group_options, groups), "a group")
+    return f"{group} (the command line): null is no option; {did_you_mean('null', group_options(group))}"
 
 
 def config_dirs() -> list[Path]:
@@ -199,7 +199,7 @@ def config_dirs() -> list[Path]:
     return [Path(config_dir()), *([Path(own[1])] if own else [])]
 
 
-def options_of(group: str) -> list[str]:
+def group_options(group: str) -> list[str]:
     return [path.stem for folder in config_dirs() for path in (folder / group).glob("*.yaml")]
 
 
@@ -208,7 +208,7 @@ def known_keys() -> list[str]:
     groups = [path.name for path in Path(config_dir()).iterdir() if path.is_dir()]
     with initialize_config_dir(config_dir(), version_base="1.3"):
         config = OmegaConf.to_container(compose("config", [*filter(is_choice, sys.argv[1:])]), resolve=False)
-    return [*leaves("", config), *groups]
+    return [*leaf_keys("", config), *groups]
 
 
 def is_choice(argument: str) -> bool:
@@ -218,7 +218,7 @@ def is_choice(argument: str) -> bool:
     return all(path.is_file() for path in files)
 
 
-def leaves(prefix: str, node: object) -> list[str]:
+def leaf_keys(prefix: str, node: object) -> list[str]:
     if not isinstance(node, dict):
         return [prefix.rstrip(".")]
-    return [leaf for key, value in node.items() for leaf in leaves(f"{prefix}{key}.", value)]
+    return [leaf for key, value in node.items() for leaf in leaf_keys(f"{prefix}{key}.", value)]

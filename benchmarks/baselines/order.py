@@ -10,7 +10,7 @@ from benchmarks.baselines.programs import Work, overrides
 from benchmarks.compose import composed
 from components.contracts.batch import Batch
 from runner.config.instantiate import build_experiment
-from runner.config.sources import Provenance
+from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
 from runner.launch.prepare import prepare
 from runner.launch.run_record import RunRecord
@@ -23,17 +23,17 @@ def write_order(work: Work, data: Path, steps: int, folder: Path) -> Path:
     A run is prepared in ``folder``, and never started.
     """
     config = composed([*overrides(work, data, steps), "run.name=order", f"run.output_dir={folder}"])
-    launch = check_launch(config, Provenance(), command=["order"])
+    launch = check_launch(config, ConfigSources(), command=["order"])
     prepared = RunRecord.read(prepare(replace(launch, console=Console(quiet=True)))).data
     run = launch.experiment.run
     loader = (
-        build_experiment(config, Provenance())
+        build_experiment(config, ConfigSources())
         .data.restore(prepared)
         .train_loader(
             global_batch_size=run.global_batch_size,
             micro_batch_size=run.micro_batch_size,
-            data_rank=0,
-            data_size=1,
+            dp_rank=0,
+            dp_size=1,
         )
     )
     order = [

@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 
 from benchmarks.baselines.events import Events
-from components.loggers import Ending, Row, Start
+from components.loggers import Row, RunInfo, RunResult
 
 
 class EventLogger:
@@ -20,7 +20,7 @@ class EventLogger:
             tokens, labels = int(row["train/num_tokens"] or 0), int(row["train/num_labels"] or 0)
             self._events.step(tokens=tokens, labels=labels, loss=float(row["train/loss"] or 0))
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: RunResult) -> None:
         """Every event is on disk."""
 
 
@@ -31,5 +31,5 @@ class BenchLogger:
     def check(self) -> None:
         """Nothing can be missing."""
 
-    def open(self, start: Start) -> EventLogger:  # noqa: ARG002
+    def open(self, start: RunInfo) -> EventLogger:  # noqa: ARG002
         return EventLogger()

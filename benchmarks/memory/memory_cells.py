@@ -7,10 +7,10 @@ from typing import Any, Literal
 from benchmarks.compose import composed
 from benchmarks.memory.memory_ranks import measure
 from components.preflight.engine_layouts import EngineLayout, memory
-from components.preflight.estimates.quantities import RankMemory, TrainStep, Workload
+from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 from components.reference.source import resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
-from runner.config.sources import Provenance
+from runner.config.sources import ConfigSources
 from runner.training.rank import DTYPES
 from tests.ranks import Ranks
 
@@ -52,7 +52,7 @@ class Work:
     """What is trained on how much."""
 
     overrides: tuple[str, ...]
-    workload: Workload
+    workload: MicrobatchShape
     layouts: Collection[str] = tuple(name for name in LAYOUTS if "ep2" not in name)
     """Those that are measured where none are named."""
 
@@ -72,25 +72,30 @@ EXPERTS = ("single", "fsdp2", "fsdp2 ep2", "megatron", "ep2")
 SOME = ("single", "fsdp2", "fsdp2 tp2", "fsdp2 cp2", "megatron", "dp2 sharded", "tp2", "pp2")
 
 WORKS: dict[str, Work] = {
-    "tiny": Work(("stage=pt",), Workload(rows=1, length=1024, labels=1024, num_microbatches=2)),
-    "small": Work(("stage=pt", *SMALL), Workload(rows=1, length=512, labels=512, num_microbatches=2)),
-    "short": Work(("stage=pt",), Workload(rows=1, length=64, labels=64, num_microbatches=1), SOME),
-    "bf16": Work(("stage=pt", "run.dtype=bf16"), Workload(1, 1024, 1024, 2), SOME),
-    "padded": Work(("stage=sft", "data.packing=none"), Workload(4, 256, 512, 2), SOME),
-    "dpo": Work(("stage=dpo",), Workload(1, 1024, 512, 2), SOME),
-    "lora": Work(("stage=sft", "adapter=lora"), Workload(1, 1024, 512, 2), SOME),
-    "experts": Work(("stage=pt", "model=moe_tiny"), Workload(1, 1024, 1024, 2), EXPERTS),
+    "tiny": Work(("stage=pt",), MicrobatchShape(rows=1, length=1024, labels=1024, num_microbatches=2)),
+    "small": Work(("stage=pt", *SMALL), MicrobatchShape(rows=1, length=512, labels=512, num_microbatches=2)),
+    "short": Work(("stage=pt",), MicrobatchShape(rows=1, length=64, labels=64, num_microbatches=1), SOME),
+    "bf16": Work(("stage=pt", "run.dtype=bf16"), MicrobatchShape(1, 1024, 1024, 2), SOME),
+    "padded": Work(("stage=sft", "data.packing=none"), MicrobatchShape(4, 256, 512, 2), SOME),
+    "dpo": Work(("stage=dpo",), MicrobatchShape(1, 1024, 512, 2), SOME),
+    "lora": Work(("stage=sft", "adapter=lora"), MicrobatchShape(1, 1024, 512, 2), SOME),
+    "experts": Work(("stage=pt", "model=moe_tiny"), MicrobatchShape(1, 1024, 1024, 2), EXPERTS),
 }
 
 GPU = ("model=qwen3_0_6b", "model.init=random", "run.kernels=torch")
 """As large as what a GPU's libraries keep for themselves is small beside it."""
 
 GPU_WORKS: dict[str, Work] = {
-    "0.6B": Work(("stage=pt", *GPU), Workload(1, 2048, 2048, num_microbatches=2)),
-    "0.6B bf16": Work(("stage=pt", "run.dtype=bf16", *GPU), Workload(2, 2048, 4096, num_microbatches=2)),
-    "0.6B dpo": Work(("stage=dpo", "run.dtype=bf16", *GPU), Workload(1, 4096, 2048, num_microbatches=2)),
+    "0.6B": Work(("stage=pt", *GPU), MicrobatchShape(1, 2048, 2048, num_microbatches=2)),
+    "0.6B bf16": Work(
+        ("stage=pt", "run.dtype=bf16", *GPU), MicrobatchShape(2, 2048, 4096, num_microbatches=2)
+    ),
+    "0.6B dpo": Work(
+        ("stage=dpo", "run.dtype=bf16", *GPU), MicrobatchShape(1, 4096, 2048, num_microbatches=2)
+    ),
     "0.6B lora": Work(
-        ("stage=sft", "adapter=lora", "run.dtype=bf16", *GPU), Workload(2, 2048, 2048, num_microbatches=2)
+        ("stage=sft", "adapter=lora", "run.dtype=bf16", *GPU),
+        MicrobatchShape(2, 2048, 2048, num_microbatches=2),
     ),
 }
 
@@ -134,7 +139,7 @@ class Bench:
         """One a stage."""
         config, world_size = self.compose(layout, work)
         workload = self.works[work].workload
-        stages = estimated(build_experiment(config, Provenance()), world_size, workload, self.device)
+        stages = estimated(build_experiment(config, ConfigSources()), world_size, workload, self.device)
         held = Ranks(world_size, megatron=True).run(measure, config, workload, self.device)
         return [
             Cell(layout, work, s.stage, max(h.peak for h in held if h.stage == s.stage), s.parts)
@@ -145,20 +150,20 @@ class Bench:
         """The experiment, and how many ranks it takes."""
         overrides = ("run.name=memory", f"run.device={self.device}", *LAYOUTS[layout])
         config = composed((*overrides, *self.works[work].overrides))
-        return config, build_experiment(config, Provenance()).parallelism.world_size({}, 0)
+        return config, build_experiment(config, ConfigSources()).parallelism.world_size({}, 0)
 
 
 def estimated(
-    experiment: Experiment, world_size: int, workload: Workload, device: Literal["cpu", "cuda"]
+    experiment: Experiment, world_size: int, workload: MicrobatchShape, device: Literal["cpu", "cuda"]
 ) -> list[RankMemory]:
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
-    step = TrainStep(
+    step = MemoryInputs(
         world_size=world_size,
         dtype=DTYPES[experiment.run.dtype],
         device=device,
-        workload=workload,
+        microbatch=workload,
         loss=experiment.stage,
-        reference=source.kept,
+        reference=source.engine_mode,
         adapter=experiment.adapter,
     )
     model = experiment.model.build(experiment.model.config())

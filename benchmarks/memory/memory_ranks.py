@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.engine import Engine
-from components.preflight.estimates.quantities import Workload
+from components.preflight.estimates.quantities import MicrobatchShape
 from runner.config.instantiate import Experiment, build_experiment
-from runner.config.sources import Provenance
+from runner.config.sources import ConfigSources
 from runner.training.rank import build_engine
 
 STEP = "the measured step"
@@ -36,10 +36,10 @@ Instrument = Callable[[Callable[[], None], Callable[[], None]], int]
 
 
 def measure(
-    config: Mapping[str, Any], workload: Workload, device: str, instrument: Instrument | None = None
+    config: Mapping[str, Any], workload: MicrobatchShape, device: str, instrument: Instrument | None = None
 ) -> Held:
     """The second of two steps of ``config``: the first one makes the moments."""
-    experiment = build_experiment(config, Provenance())
+    experiment = build_experiment(config, ConfigSources())
     engines: list[Engine] = []
 
     def begin() -> None:
@@ -112,7 +112,7 @@ def memory(key: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
 
 
-def step(engine: Engine, experiment: Experiment, workload: Workload) -> None:
+def step(engine: Engine, experiment: Experiment, workload: MicrobatchShape) -> None:
     loss = experiment.stage
     microbatches = loss.prepare(make_batches(experiment, workload), engine)
     engine.begin_train_step(microbatches, loss)
@@ -120,7 +120,7 @@ def step(engine: Engine, experiment: Experiment, workload: Workload) -> None:
     engine.finish_train_step(1e-4)
 
 
-def make_batches(experiment: Experiment, workload: Workload) -> list[Batch]:
+def make_batches(experiment: Experiment, workload: MicrobatchShape) -> list[Batch]:
     """As full as ``workload`` lets them be: a sequence a row, or in packed rows of pairs two as long."""
     kind, vocabulary = experiment.stage.kind, experiment.model.config().vocab_size
     packed = experiment.data.resolve_packing(kind) != "none"

@@ -52,10 +52,10 @@ def judge_all(
 
     def judge(mutant: Mutant, tests: Sequence[str]) -> dict[str, Any]:
         tree, start = free.get(), time.monotonic()
-        outcome = tree.judge(mutant, mutants[mutant], tests)
+        record = tree.judge(mutant, mutants[mutant], tests)
         free.put(tree)
         facts = {"path": mutant.path, "line": mutant.line, "operator": mutant.change[0]}
-        facts |= {"diff": mutant.diff(mutants[mutant]), "tests": len(tests), **outcome._asdict()}
+        facts |= {"diff": mutant.diff(mutants[mutant]), "tests": len(tests), **record._asdict()}
         return facts | {"seconds": round(time.monotonic() - start, 1)}
 
     found = []

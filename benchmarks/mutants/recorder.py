@@ -20,8 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.unregister(sys.modules[__name__])
 
 
-def write(test: str, phase: str, outcome: str = "", seconds: float = 0.0) -> None:
-    event = {"test": test, "phase": phase, "outcome": outcome, "seconds": seconds, "at": time.time()}
+def write(test: str, phase: str, record: str = "", seconds: float = 0.0) -> None:
+    event = {"test": test, "phase": phase, "outcome": record, "seconds": seconds, "at": time.time()}
     with Path(os.environ[FILE]).open("a") as file:
         file.write(json.dumps(event) + "\n")
 

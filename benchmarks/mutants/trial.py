@@ -65,15 +65,15 @@ class Tree:
         while left:
             self.write(mutant.path, mutant.apply(source))
             try:
-                outcome = self.run(left)
+                record = self.run(left)
             finally:
                 self.write(mutant.path, source)
-            if not outcome.killer:
-                return outcome
-            if outcome.killer in self.sound or not self.run([outcome.killer]).killer:
-                self.sound.add(outcome.killer)
-                return outcome
-            left = [test for test in left if not test.startswith(outcome.killer)]
+            if not record.killer:
+                return record
+            if record.killer in self.sound or not self.run([record.killer]).killer:
+                self.sound.add(record.killer)
+                return record
+            left = [test for test in left if not test.startswith(record.killer)]
         return Outcome()
 
     def run(self, tests: Sequence[str]) -> Outcome:

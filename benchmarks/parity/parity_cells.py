@@ -20,7 +20,7 @@ from components.contracts.data import SampleKind
 from components.data.demo import stdlib_records
 from components.data.records.samples import ChatSample, PreferenceSample, Sample, TextSample, UnpairedSample
 from runner.config.instantiate import build_experiment
-from runner.config.sources import Provenance
+from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
 from runner.launch.prepare import prepare
 from runner.launch.run_record import RunRecord
@@ -95,7 +95,7 @@ class Bench:
     def prepare(self, row: Row, column: Column) -> Path:
         """The run folder, as the command line makes it before it starts ranks."""
         launch = check_launch(
-            self.config(row, column), Provenance(), command=row.overrides + column.overrides
+            self.config(row, column), ConfigSources(), command=row.overrides + column.overrides
         )
         assert launch.world_size == row.world_size, f"{row.name}: {launch.world_size} ranks"
         return prepare(replace(launch, console=Console(quiet=True)))
@@ -182,7 +182,7 @@ def length(sample: Sample) -> int:
 def write_adapter(path: Path, chosen: Sequence[str] = EXPERIMENT) -> None:
     """Of the model of the experiment ``chosen``. Neither of its factors is 0, as one is at a usual start."""
     config = composed([*chosen, "data=demo", "adapter=lora", "adapter.r=4", "run.name=adapter"])
-    experiment = build_experiment(config, Provenance())
+    experiment = build_experiment(config, ConfigSources())
     shapes = experiment.adapter.shapes(experiment.model.build(experiment.model.config()))
     torch.manual_seed(0)
     tensors = ((name, 0.03 * torch.randn(shape)) for name, shape in shapes.items())

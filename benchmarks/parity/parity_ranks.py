@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.parity.parity_rows import Fault
 from runner.config.instantiate import build_experiment
-from runner.config.sources import Provenance
-from runner.launch.run_dir import read_config
+from runner.config.sources import ConfigSources
+from runner.launch.run_dir import read_run_config
 from runner.launch.run_record import RunRecord
 from runner.training.rank import build_engine, run_rank
 from tests.distributed.gradients import capture
@@ -28,7 +28,7 @@ def train(folder: Path, fault: Fault | None) -> None:
 
 def first_gradients(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
     """Those of the run's first step, unclipped, whole, by Hugging Face name; on rank 0 (empty elsewhere)."""
-    experiment, record = build_experiment(read_config(folder), Provenance()), RunRecord.read(folder)
+    experiment, record = build_experiment(read_run_config(folder), ConfigSources()), RunRecord.read(folder)
     run, loss = experiment.run, experiment.stage
     unclipped = replace(experiment, optimizer=replace(experiment.optimizer, max_grad_norm=None))
     with silence(), broken(fault):
@@ -36,8 +36,8 @@ def first_gradients(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
         data = experiment.data.restore(record.data).train_loader(
             global_batch_size=run.global_batch_size,
             micro_batch_size=run.micro_batch_size,
-            data_rank=engine.data_rank,
-            data_size=engine.data_size,
+            dp_rank=engine.dp_rank,
+            dp_size=engine.dp_size,
         )
         microbatches = loss.prepare(data.microbatches(0), engine)
         gradients = capture(engine)
@@ -83,7 +83,7 @@ def own_count() -> Iterator[None]:
 
     def divide_by_own(self: Any, sums: Any) -> tuple[dict[str, float], int]:
         means, _ = reduce_sums(self, sums)
-        return means, next(iter(sums.term_counts.values())) * self.data_size
+        return means, next(iter(sums.term_counts.values())) * self.dp_size
 
     with mock.patch.object(MegatronEngine, "reduce_sums", divide_by_own):
         yield
@@ -92,9 +92,9 @@ def own_count() -> Iterator[None]:
 @contextmanager
 def own_load() -> Iterator[None]:
     """Routers balance what their own rank sees of a micro-batch."""
-    from components.engines.shared.moe_losses import Routers
+    from components.engines.shared.moe_losses import MoELosses
 
-    with mock.patch.object(Routers, "_add_up"):
+    with mock.patch.object(MoELosses, "_add_up"):
         yield
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.adapters.peft_folder import CONFIG, PREFIX, TENSORS
-from components.adapters.targets import linear_names, matches, short_names
+from components.adapters.targets import leaf_names, linear_names, matches
 from components.models import ModelSpec, named_shapes, stream_folder
-from components.models.export.export import SHARD_BYTES, gather, rank, write_shards
+from components.models.export.export import SHARD_BYTES, gather_objects, rank, write_shards
 from components.models.export.hf_file_names import file_names, module_name
 from components.models.generate import amend
 
@@ -39,7 +39,7 @@ def export_adapter(
     model = spec.build(spec.config())
     rename = file_names(model.config.model_type)
     renamed = ((PREFIX + rename(name), tensor) for name, tensor in tensors)
-    written = gather(write_shards(path, renamed, SHARD_BYTES))
+    written = gather_objects(write_shards(path, renamed, SHARD_BYTES))
     if rank() == 0:
         # peft looks for one file.
         files = [file for shards in written for file, _ in shards]
@@ -64,7 +64,7 @@ def finish_export(
     """
     tokenizer = spec.load_tokenizer()
     tokenizer.save_pretrained(export)
-    if spec.readable:
+    if spec.is_pretrained:
         return tokenizer
     stream_folder(spec, named_shapes(spec.build(spec.config())), spec.weights(seed), base, dtype)
     spec.add_tokenizer(base)
@@ -79,7 +79,7 @@ def name_base(export: Path, base: Path) -> None:
 
 def base_name(spec: ModelSpec) -> str | None:
     """What peft loads the model from; None: the weights are in no folder that it reads."""
-    if not spec.readable or spec.path is None:
+    if not spec.is_pretrained or spec.path is None:
         return None
     folder = Path(spec.path).expanduser()
     return str(folder.absolute()) if folder.is_dir() else spec.path
@@ -96,7 +96,7 @@ def peft_config(adapter: "LoRA", model: PreTrainedModel, spec: ModelSpec | None 
         lora_dropout=adapter.dropout,
         target_modules=[
             module_name(name, model.config.model_type)
-            for name in shortest(adapter.targets(model), linear_names(model))
+            for name in shortest_suffixes(adapter.targets(model), linear_names(model))
         ],
         modules_to_save=adapter.saved(model) or None,
         use_rslora=adapter.rslora,
@@ -109,8 +109,8 @@ def peft_config(adapter: "LoRA", model: PreTrainedModel, spec: ModelSpec | None 
     )
 
 
-def shortest(targets: list[str], linears: list[str]) -> list[str]:
+def shortest_suffixes(targets: list[str], linears: list[str]) -> list[str]:
     """Last parts of names where these mean the same modules, else whole names."""
-    words = short_names(targets)
+    words = leaf_names(targets)
     meant = [name for name in linears if any(matches(name, word) for word in words)]
     return words if meant == targets else targets

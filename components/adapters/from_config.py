@@ -46,7 +46,7 @@ def lora(
                 "adapter.init_lora_weights: is not read with adapter.path, which gives the values; leave it "
                 "out."
             )
-        asked = agreed(asked, read_settings(path), path)
+        asked = agreed_setting(asked, read_settings(path), path)
     elif modules_to_save is None:
         asked["modules_to_save"] = ()
     for name, value in (asked if path else asked | {"init_lora_weights": init_lora_weights}).items():
@@ -55,7 +55,7 @@ def lora(
     return LoRA(**asked, dropout=dropout, init_lora_weights=init_lora_weights, quantize=quantize, path=path)
 
 
-def agreed(asked: Config, stored: Config, path: str) -> Json:
+def agreed_setting(asked: Config, stored: Config, path: str) -> Json:
     """``stored``, with which everything that was asked for agrees."""
     for name, value in asked.items():
         same = sorted(value) == sorted(stored[name]) if isinstance(value, tuple) else value == stored[name]

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.adapters.export import finish_export
 from components.adapters.peft_folder import check_tensors, stored_weights
-from components.adapters.targets import Targets, check_experts, linear_targets, saved_modules
+from components.adapters.targets import Targets, check_expert_targets, linear_targets, saved_modules
 from components.contracts.errors import ConfigError
 from components.models import ModelSpec, WeightSource
-from components.models.experts import OF_EXPERT, biases
+from components.models.experts import EXPERT_PARAM, router_biases
 from components.models.export.hf_file_names import file_names
 from components.models.initialize import seeded
-from components.models.mtp import further_layers
+from components.models.mtp import mtp_layers
 
 Init = Literal["kaiming", "gaussian"]
 
@@ -75,18 +75,18 @@ class LoRA:
             raise ConfigError(
                 "adapter.quantize: 4-bit weights are not sharded by either engine; use adapter=lora."
             )
-        fixed = biases(model).values()  # which no gradient changes
+        fixed = router_biases(model).values()  # which no gradient changes
         if any(not p.requires_grad and all(p is not bias for bias in fixed) for p in model.parameters()):
             raise ConfigError(
                 "model.freeze: an adapter freezes the whole model; leave it out, or use adapter=none."
             )
-        if further_layers(model):
+        if mtp_layers(model):
             raise ConfigError(
                 "model.mtp.num_layers: predict further tokens where the whole model is trained; use 0 with "
                 "an adapter, or adapter=none."
             )
         shapes = self.shapes(model)
-        check_experts(model, self.expert_targets(model), dropout=self.dropout, dora=self.dora)
+        check_expert_targets(model, self.expert_targets(model), dropout=self.dropout, dora=self.dora)
         if self.path is not None:
             check_tensors(self.path, shapes, file_names(model.config.model_type))
 
@@ -100,7 +100,7 @@ class LoRA:
 
     def expert_targets(self, model: PreTrainedModel) -> list[str]:
         """Those of ``targets`` that are of experts, of which a token meets some."""
-        return [name for name in self.targets(model) if OF_EXPERT.match(name)]
+        return [name for name in self.targets(model) if EXPERT_PARAM.match(name)]
 
     def saved(self, model: PreTrainedModel) -> list[str]:
         """Names of the modules that ``modules_to_save`` means, in the model's order."""
@@ -167,7 +167,7 @@ class LoRA:
         """See ``components.adapters.export.finish_export``."""
         return finish_export(model, export, base, seed, dtype)
 
-    def signature(self, model: PreTrainedModel) -> str:
+    def shape_hash(self, model: PreTrainedModel) -> str:
         """Two adapters of one signature compute the same function of the same parameters."""
         shapes = sorted((name, list(shape)) for name, shape in self.shapes(model).items())
         return hashlib.sha256(json.dumps([shapes, self.scaling]).encode()).hexdigest()

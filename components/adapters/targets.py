@@ -7,9 +7,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from components.contracts.errors import ConfigError
-from components.models.experts import OF_EXPERT, routed
+from components.models.experts import EXPERT_PARAM, moe_blocks
 from components.models.export.hf_file_names import our_name
-from components.models.hf_config import near
+from components.models.hf_config import closest_word
 from components.models.weights import tied_names
 
 Targets = Literal["all-linear", "attention", "mlp"] | tuple[str, ...]
@@ -35,14 +35,16 @@ def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
         found = [name for name in linears if name.rpartition(".")[2] in PARTS[target]]
     else:
         words = [our_name(word, model.config.model_type) for word in target]
-        found = alone(named_modules(model, words, "adapter.target_modules"), words, beside_experts(model))
+        found = without_experts(
+            named_modules(model, words, "adapter.target_modules"), words, beside_experts(model)
+        )
         for name in found:
             check_linear(model, name, linears)
     if not found:
         raise ConfigError(
             f"adapter.target_modules: {target or 'an empty list'} matches no linear layer of "
             f"{model.config.model_type}; name some of its own: "
-            f"{', '.join(short_names(linears)) or 'it has none'}."
+            f"{', '.join(leaf_names(linears)) or 'it has none'}."
         )
     return found
 
@@ -60,13 +62,13 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 def beside_experts(model: PreTrainedModel) -> frozenset[str]:
     """In a model with experts the linear layers that are called as theirs are, of dense MLPs and of shared
     experts: peft takes every target of that name for the experts' alone, and leaves these as they are."""
-    if not routed(model):
+    if not moe_blocks(model):
         return frozenset()
     modules = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return frozenset(n for n in modules if n.endswith(PARTS["mlp"]) and not OF_EXPERT.match(n))
+    return frozenset(n for n in modules if n.endswith(PARTS["mlp"]) and not EXPERT_PARAM.match(n))
 
 
-def alone(found: Sequence[str], words: Sequence[str], beside: frozenset[str]) -> list[str]:
+def without_experts(found: Sequence[str], words: Sequence[str], beside: frozenset[str]) -> list[str]:
     """``found`` without those ``beside`` experts.
 
     Raises:
@@ -80,7 +82,7 @@ def alone(found: Sequence[str], words: Sequence[str], beside: frozenset[str]) ->
     return [name for name in found if name not in beside]
 
 
-def short_names(names: Sequence[str]) -> list[str]:
+def leaf_names(names: Sequence[str]) -> list[str]:
     """The last parts of ``names``, each once."""
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
@@ -90,7 +92,7 @@ def named_modules(model: PreTrainedModel, wanted: Sequence[str], option: str) ->
     names = [name for name, _ in model.named_modules() if name]
     for word in wanted:
         if not any(matches(name, word) for name in names):
-            hint = near(word, [*short_names(names), *names])
+            hint = closest_word(word, [*leaf_names(names), *names])
             raise ConfigError(f"{option}: {word!r} matches no module of {model.config.model_type}.{hint}")
     return [name for name in names if any(matches(name, word) for word in wanted)]
 
@@ -110,7 +112,7 @@ def check_linear(model: PreTrainedModel, name: str, linears: Sequence[str]) -> N
         )
     raise ConfigError(
         f"adapter.target_modules: {name} is a {type(module).__name__}; only linear layers are adapted, like "
-        f"{', '.join(short_names(linears))}."
+        f"{', '.join(leaf_names(linears))}."
     )
 
 
@@ -123,9 +125,9 @@ def saved_modules(model: PreTrainedModel, wanted: Sequence[str], targets: Sequen
     found = named_modules(model, wanted, "adapter.modules_to_save")
     tied = tied_names(model)
     shared = {name.rpartition(".")[0] for name in (*tied, *tied.values())}
-    routers = {f"{block}.gate" for block in routed(model)}
+    routers = {f"{block}.gate" for block in moe_blocks(model)}
     for name in found:
-        if name in routers or OF_EXPERT.match(name):
+        if name in routers or EXPERT_PARAM.match(name):
             raise ConfigError(
                 f"adapter.modules_to_save: {name} is of a router or an expert, which are not trained whole "
                 "beside an adapter; leave it out."
@@ -145,7 +147,9 @@ def saved_modules(model: PreTrainedModel, wanted: Sequence[str], targets: Sequen
     return found
 
 
-def check_experts(model: PreTrainedModel, targets: Sequence[str], *, dropout: float, dora: bool) -> None:
+def check_expert_targets(
+    model: PreTrainedModel, targets: Sequence[str], *, dropout: float, dora: bool
+) -> None:
     """``targets``, of experts, against what peft makes of them: transformers holds the experts of a layer in
     two tensors, each with one adapter for all.
 
@@ -160,7 +164,7 @@ def check_experts(model: PreTrainedModel, targets: Sequence[str], *, dropout: fl
                 f"adapter.{key}: is {value}, and peft has none for the experts that adapter.target_modules "
                 "has; leave it out, or use adapter.target_modules=attention."
             )
-    if lacking := unlike(model, targets):
+    if lacking := adapted_and_not(model, targets):
         raise ConfigError(
             f"adapter.target_modules: {lacking[0]} is adapted and {lacking[1]} is not, but peft adapts the "
             "gates and ups of all experts of all layers or none, and so their downs; use gate_proj and "
@@ -168,11 +172,11 @@ def check_experts(model: PreTrainedModel, targets: Sequence[str], *, dropout: fl
         )
 
 
-def unlike(model: PreTrainedModel, targets: Sequence[str]) -> tuple[str, str] | None:
+def adapted_and_not(model: PreTrainedModel, targets: Sequence[str]) -> tuple[str, str] | None:
     """A target and what is none, of those that come together."""
     wanted = set(targets)
     for leaves in (("gate_proj", "up_proj"), ("down_proj",)):
-        names = [n for n in linear_names(model) if OF_EXPERT.match(n) and n.endswith(leaves)]
+        names = [n for n in linear_names(model) if EXPERT_PARAM.match(n) and n.endswith(leaves)]
         inside = [name for name in names if name in wanted]
         if inside and len(inside) < len(names):
             return inside[0], next(name for name in names if name not in wanted)

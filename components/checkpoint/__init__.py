@@ -1,17 +1,23 @@
 """Checkpoints that any engine and any layout reads."""
 
 from components.checkpoint.folder import CheckpointMeta, complete_checkpoints, read_meta
-from components.checkpoint.manager import CheckpointPolicy
-from components.checkpoint.resume import Resume, RunIdentity, check_whole, newest_undamaged, whole_checkpoint
+from components.checkpoint.manager import CheckpointManager
+from components.checkpoint.resume import (
+    Resume,
+    RunIdentity,
+    newest_valid,
+    resolve_checkpoint,
+    verify_checkpoint,
+)
 
 __all__ = [
+    "CheckpointManager",
     "CheckpointMeta",
-    "CheckpointPolicy",
     "Resume",
     "RunIdentity",
-    "check_whole",
     "complete_checkpoints",
-    "newest_undamaged",
+    "newest_valid",
     "read_meta",
-    "whole_checkpoint",
+    "resolve_checkpoint",
+    "verify_checkpoint",
 ]

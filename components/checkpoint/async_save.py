@@ -58,7 +58,7 @@ def placed_like(tensor: Tensor, local: Tensor) -> Tensor:
     return DTensor(local, tensor._spec, requires_grad=False)
 
 
-class Background:
+class AsyncSaver:
     """One save at a time, in a thread. Every rank makes it, starts and finishes saves together."""
 
     def __init__(self) -> None:

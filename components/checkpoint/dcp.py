@@ -43,7 +43,7 @@ def save_tensors(
         )
     except dcp.CheckpointException as error:
         raise cause(error, f"{path}: the checkpoint could not be written: {error}") from error
-    everywhere = share(writer.fs.records, group)
+    everywhere = all_gather_objects(writer.fs.records, group)
     return {name: record for records in everywhere for name, record in sorted(records.items())}
 
 
@@ -66,7 +66,7 @@ def saved_keys(path: Path) -> set[str]:
     return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
-def share(value: T, group: dist.ProcessGroup | None) -> list[T]:
+def all_gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """The picklable value that each rank passes, by rank, on all ranks; collective where there is a group."""
     if not dist.is_initialized():
         return [value]

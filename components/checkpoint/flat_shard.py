@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 @dataclass(frozen=True)
-class Box:
+class FlatChunk:
     """A part of a whole tensor that is one after the other in a flat one."""
 
     offset: tuple[int, ...]
@@ -27,20 +27,20 @@ class FlatShard(Tensor):
     """
 
     whole: torch.Size
-    boxes: Sequence[Box]
+    chunks: Sequence[FlatChunk]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(flat: Tensor, whole: torch.Size, boxes: Sequence[Box]) -> "FlatShard":
+    def of(flat: Tensor, whole: torch.Size, boxes: Sequence[FlatChunk]) -> "FlatShard":
         """Shares memory with ``flat``."""
         assert flat.dim() == 1, "a flat tensor"
         made = flat.detach().as_subclass(FlatShard)
-        made.whole, made.boxes = whole, boxes
+        made.whole, made.chunks = whole, boxes
         return made
 
     def like(self, flat: Tensor) -> "FlatShard":
         """The same part of the whole, with the values of ``flat``."""
-        return FlatShard.of(flat, self.whole, self.boxes)
+        return FlatShard.of(flat, self.whole, self.chunks)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self)
@@ -54,16 +54,18 @@ class FlatShard(Tensor):
                     size=self.whole,
                 ),
             )
-            for box in self.boxes
+            for box in self.chunks
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        (box,) = [box for box in self.boxes if torch.Size(box.offset) == index.offset]
+        (box,) = [box for box in self.chunks if torch.Size(box.offset) == index.offset]
         part = self.as_subclass(Tensor)[box.start : box.start + math.prod(box.sizes)]
         return part.view(box.sizes)
 
 
-def boxes(begin: int, end: int, columns: int, *, origin: Sequence[int], start: int) -> Iterator[Box]:
+def flat_chunks(
+    begin: int, end: int, columns: int, *, origin: Sequence[int], start: int
+) -> Iterator[FlatChunk]:
     """Elements ``begin:end`` of a flattened matrix: the end of a row, whole rows, the start of one.
 
     ``origin``: where the matrix lies in the whole (of a vector, one number, and ``columns`` is 1); ``start``:
@@ -74,5 +76,5 @@ def boxes(begin: int, end: int, columns: int, *, origin: Sequence[int], start: i
         full = (end - begin) // columns if column == 0 else 0
         sizes = (full, columns) if full else (1, min(columns - column, end - begin))
         place = zip(origin, (row, column), strict=False)
-        yield Box(tuple(o + at for o, at in place), sizes[: len(origin)], start)
+        yield FlatChunk(tuple(o + at for o, at in place), sizes[: len(origin)], start)
         begin, start = begin + math.prod(sizes), start + math.prod(sizes)

@@ -39,7 +39,7 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-def make(folder: Path) -> None:
+def create_dir(folder: Path) -> None:
     """An empty folder, whatever was there: left behind by a run that was killed here, or whole."""
     remove(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,9 +12,9 @@ from typing import Literal, Protocol, Self
 import torch.distributed as dist
 from torch import Tensor
 
-from components.checkpoint.async_save import RUNNING, Background
-from components.checkpoint.dcp import save_tensors, share
-from components.checkpoint.folder import CheckpointMeta, commit, discard, make, prune, step_folder
+from components.checkpoint.async_save import RUNNING, AsyncSaver
+from components.checkpoint.dcp import all_gather_objects, save_tensors
+from components.checkpoint.folder import CheckpointMeta, commit, create_dir, discard, prune, step_folder
 from components.checkpoint.resume import RunIdentity
 from components.contracts.engine import Engine
 from components.contracts.errors import TrainingError
@@ -29,7 +29,7 @@ class State(Protocol):
 
 
 @dataclass
-class CheckpointPolicy:
+class CheckpointManager:
     """Writes ``folder/step_XXXXXXXX``, whole or not at all, and keeps the newest ``keep_last`` (0: all).
 
     Every rank makes it together and calls every method together. ``folder`` may be on a filesystem that all
@@ -49,11 +49,11 @@ class CheckpointPolicy:
     in_background: bool = False
     current: Path | None = None
     """The checkpoint that holds what the engine holds, once one was written or the run resumed from it."""
-    background: Background = field(init=False)
+    background: AsyncSaver = field(init=False)
 
     def __post_init__(self) -> None:
         if self.in_background:
-            self.background = Background()
+            self.background = AsyncSaver()
 
     def __enter__(self) -> Self:
         return self
@@ -114,7 +114,7 @@ class CheckpointPolicy:
         try:
             work()
         except OSError as error:
-            free = shutil.disk_usage(nearest(self.folder)).free
+            free = shutil.disk_usage(nearest_existing(self.folder)).free
             message = (
                 f"{self.folder}: the checkpoint could not be written: {error} ({free / 2**20:,.0f} MiB are "
                 "free here); earlier checkpoints are untouched. Free some space, or lower "
@@ -133,7 +133,7 @@ class CheckpointPolicy:
     ) -> None:
         """Data, then meta.json, then the marker; OSError on every rank where the disk of one refused."""
         try:
-            self._on_nodes(partial(make, target), group)
+            self._on_nodes(partial(create_dir, target), group)
             files = save_tensors(target, tensors, group)
             self._on_nodes(partial(commit, target, replace(meta, files=files)), group)
         except OSError:
@@ -155,11 +155,11 @@ class CheckpointPolicy:
                 work()
             except OSError as error:
                 refusal = error
-        for refused in share(refusal, group):
+        for refused in all_gather_objects(refusal, group):
             if refused is not None:
                 raise refused
 
 
-def nearest(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     """``folder``, or what is there of the way to it."""
     return next(path for path in (folder, *folder.parents) if path.is_dir())

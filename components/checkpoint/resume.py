@@ -59,23 +59,27 @@ FORCED = ("seed", "global_batch_size", "data")
 class Resume:
     """``checkpoint.resume`` and the keys beside it."""
 
-    how: str
+    mode: str
     """``never``, ``auto``, a run folder or a checkpoint folder."""
     verify: bool = False
     """Read every byte of the checkpoint and compare checksums; sizes are always compared."""
     force: bool = False
 
-    def point(self, output_dir: Path, name: str, identity: RunIdentity) -> Path | None:
+    def resolve(self, output_dir: Path, name: str, identity: RunIdentity) -> Path | None:
         """The checkpoint to continue from; None: start afresh.
 
         Raises:
             ConfigError: there is none where one was named, it is damaged, or it belongs to another run.
         """
-        if self.how == "never":
+        if self.mode == "never":
             return None
-        point = newest(output_dir / name) if self.how == "auto" else located("checkpoint.resume", self.how)
+        point = (
+            newest(output_dir / name)
+            if self.mode == "auto"
+            else find_checkpoint("checkpoint.resume", self.mode)
+        )
         if point is not None:
-            meta = check_whole(point, checksums=self.verify)
+            meta = verify_checkpoint(point, checksums=self.verify)
             check_same_run(point, meta, identity, force=self.force)
         return point
 
@@ -94,18 +98,18 @@ def run_order(run: Path) -> tuple[str, int]:
     return stamp, int(number) if number.isdigit() else 0
 
 
-def whole_checkpoint(option: str, path: str) -> Path:
+def resolve_checkpoint(option: str, path: str) -> Path:
     """The checkpoint folder ``path``; of a run folder, or a folder of runs, its newest one; absolute.
 
     Raises:
         ConfigError: (naming ``option``) there is none, or a file of it is not as long as it was written.
     """
-    point = located(option, path)
-    check_whole(point, checksums=False, option=option)
+    point = find_checkpoint(option, path)
+    verify_checkpoint(point, checksums=False, option=option)
     return point
 
 
-def located(option: str, path: str) -> Path:
+def find_checkpoint(option: str, path: str) -> Path:
     given = Path(path).expanduser().absolute()
     if is_complete(given):
         return given
@@ -119,35 +123,37 @@ def located(option: str, path: str) -> Path:
     return newest_one
 
 
-def check_whole(point: Path, *, checksums: bool, option: str = "checkpoint.resume") -> CheckpointMeta:
+def verify_checkpoint(point: Path, *, checksums: bool, option: str = "checkpoint.resume") -> CheckpointMeta:
     """
     Raises:
         ConfigError: (naming ``option``) a file is not as it was written; offers the newest whole checkpoint
             before it.
     """
-    meta, wrong = inspect(point, checksums=checksums)
+    meta, wrong = inspect_checkpoint(point, checksums=checksums)
     if meta is not None and wrong is None:
         return meta
     earlier = [folder for folder in complete_checkpoints(point.parent) if step_of(folder) < step_of(point)]
-    offers = (folder for folder in reversed(earlier) if inspect(folder, checksums=checksums)[1] is None)
+    offers = (
+        folder for folder in reversed(earlier) if inspect_checkpoint(folder, checksums=checksums)[1] is None
+    )
     offer = next(offers, None)
     remedy = "no earlier one of its run is whole" if offer is None else f"take {option}={offer}"
     raise ConfigError(f"{option}: {point}: {wrong}; {remedy}.")
 
 
-def newest_undamaged(checkpoints: Path) -> Path | None:
+def newest_valid(checkpoints: Path) -> Path | None:
     """Of those that count, the newest whose files are all there and as long as they were.
 
     Newer ones do not count any more, so that pruning takes none of them for the newest.
     """
     for folder in reversed(complete_checkpoints(checkpoints)):
-        if inspect(folder, checksums=False)[1] is None:
+        if inspect_checkpoint(folder, checksums=False)[1] is None:
             return folder
         unmark(folder)
     return None
 
 
-def inspect(point: Path, *, checksums: bool) -> tuple[CheckpointMeta | None, str | None]:
+def inspect_checkpoint(point: Path, *, checksums: bool) -> tuple[CheckpointMeta | None, str | None]:
     """What the checkpoint says of itself, and what is wrong with it."""
     try:
         meta = read_meta(point)

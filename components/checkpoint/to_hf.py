@@ -10,15 +10,15 @@ from transformers.utils import CONFIG_NAME
 from components.adapters import LoRA, export_adapter
 from components.adapters.export import finish_export, name_base
 from components.adapters.merge import merged_weights
-from components.checkpoint import whole_checkpoint
+from components.checkpoint import resolve_checkpoint
 from components.models import ModelSpec, WeightSource, checkpoint_weights, named_shapes, stream_folder
-from components.models.experts import biases
+from components.models.experts import router_biases
 
 OPTION = "checkpoint"
 
 
 @dataclass(frozen=True)
-class Trained:
+class CheckpointModel:
     """What a run trained, and where it left it."""
 
     model: ModelSpec
@@ -35,7 +35,7 @@ class Trained:
         assert self.adapter is None
         meta = self.model.build(self.model.config())
         shapes = named_shapes(meta)
-        moving = biases(meta)  # no gradient, but training changes them, and a checkpoint has them
+        moving = router_biases(meta)  # no gradient, but training changes them, and a checkpoint has them
         named = meta.named_parameters()
         wanted = {name: shapes[name] for name, p in named if p.requires_grad or name in moving}
         trained = checkpoint_weights(self.checkpoint, wanted, OPTION)
@@ -84,7 +84,7 @@ class Trained:
     def _started(self) -> ModelSpec:
         if self.init_from is None:
             return self.model
-        point = whole_checkpoint("checkpoint.init_from", self.init_from)
+        point = resolve_checkpoint("checkpoint.init_from", self.init_from)
         return replace(self.model, initial_checkpoint=point)
 
     def _initial(self) -> WeightSource:

@@ -11,7 +11,7 @@ from torch import Tensor
 IGNORE = -100
 """The label of a position that carries no loss."""
 
-UNDESIRABLE, DESIRABLE, MISMATCHED = 0, 1, 2
+UNDESIRABLE, DESIRABLE, KL_COMPLETION = 0, 1, 2
 """What ``Batch.sequence_labels`` says of a sequence."""
 
 
@@ -104,7 +104,7 @@ class Batch:
         end = (begin + self.seqlens)[ids]
         return ids.where(position < end, -1)
 
-    def ahead(self, steps: int) -> Self:
+    def shifted(self, steps: int) -> Self:
         """The same positions, each with the token ``steps`` further on in its sequence, and with that one's
         label; id 0 and no label where the sequence has ended before. For the host; nothing else is changed.
         """

@@ -69,11 +69,11 @@ class ModelConfig(Protocol):
         """A whole checkpoint whose weights are the initial ones."""
 
     @property
-    def drawn(self) -> bool:
+    def is_random_init(self) -> bool:
         """Whether the initial weights are random."""
 
     @property
-    def origin(self) -> str:
+    def describe_init(self) -> str:
         """Where the initial weights come from, in words."""
 
     @property
@@ -86,13 +86,13 @@ class ModelConfig(Protocol):
     def weights(self, seed: int) -> WeightSource:
         """The initial weights."""
 
-    def content(self) -> str:
+    def content_hash(self) -> str:
         """A hash of what the initial weights are made of, besides the seed."""
 
-    def signature(self, model: nn.Module) -> str:
+    def shape_hash(self, model: nn.Module) -> str:
         """Two models with one signature can read each other's checkpoints."""
 
-    def trained_signature(self, model: nn.Module) -> str:
+    def trained_shape_hash(self, model: nn.Module) -> str:
         """The signature of the trained parameters."""
 
     def load_tokenizer(self) -> Foreign: ...
@@ -100,7 +100,7 @@ class ModelConfig(Protocol):
     def add_tokenizer(self, folder: Path) -> Foreign:
         """Completes an exported folder, and returns the tokenizer."""
 
-    def complete(self, folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
+    def generate(self, folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
         """The greedy continuation of ``prompt`` by the model exported to ``folder``."""
 
 
@@ -120,7 +120,7 @@ class AdapterConfig(Protocol):
     def check(self, model: Foreign) -> None:
         """Raises ConfigError if ``model`` (on any device) cannot be adapted so."""
 
-    def signature(self, model: Foreign) -> str:
+    def shape_hash(self, model: Foreign) -> str:
         """Two adapters with one signature compute the same function of the same parameters."""
 
     def finish_export(self, model: Any, export: Path, base: Path, seed: int, dtype: torch.dtype) -> Foreign:
@@ -179,8 +179,8 @@ class Prepared(Protocol):
         *,
         global_batch_size: int,
         micro_batch_size: int,
-        data_rank: int,
-        data_size: int,
+        dp_rank: int,
+        dp_size: int,
         reference: Path | None = None,
     ) -> DataLoader:
         """``reference``: the folder of a reference model, for batches that carry its log-probabilities."""
@@ -190,12 +190,12 @@ class Prepared(Protocol):
         *,
         global_batch_size: int,
         micro_batch_size: int,
-        data_rank: int,
-        data_size: int,
+        dp_rank: int,
+        dp_size: int,
         reference: Path | None = None,
     ) -> DataLoader | None: ...
 
-    def lacks_reference(self, folder: Path) -> bool:
+    def missing_reference_logps(self, folder: Path) -> bool:
         """Whether ``folder`` lacks log-probabilities of the reference model."""
 
     def prompt(self) -> list[int]:

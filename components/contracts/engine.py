@@ -43,9 +43,9 @@ class Engine(LossEngine, Protocol):
     """
 
     device: torch.device
-    data_rank: int
+    dp_rank: int
     """This rank's share of every global batch ..."""
-    data_size: int
+    dp_size: int
     """... out of so many."""
 
     def begin_train_step(self, microbatches: Sequence[Batch] | None = None, loss: Loss | None = None) -> None:

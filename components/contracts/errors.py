@@ -18,5 +18,5 @@ class TrainingError(RuntimeError):
     """A run that started and cannot go on: exit code ``FAILED``."""
 
 
-class FinalError(TrainingError):
+class NonRetryableError(TrainingError):
     """One that ``run.max_restarts`` does not answer: the run would fail again, or was asked to end."""

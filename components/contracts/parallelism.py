@@ -18,7 +18,7 @@ class ParallelismSpec(Protocol):
     def world_size(self, environ: Mapping[str, str], num_gpus: int) -> int:
         """Ranks of the run; ConfigError where they do not fit WORLD_SIZE."""
 
-    def data_size(self, world_size: int) -> int:
+    def dp_size(self, world_size: int) -> int:
         """Into how many shares a global batch is split."""
 
     def check(self, model: Any, optimizer: Any, options: EngineOptions, *, world_size: int) -> None:

@@ -11,7 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from components.data.packing import Plan
-from components.data.store.token_store import Bools, Outcome, Tokens
+from components.data.store.token_store import Bools, FilterResult, TokenSequences
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Audit:
 
 
 def audit_source(
-    name: str, tokens: Tokens, outcome: Outcome, selected: Bools, *, with_left_out: bool = True
+    name: str, tokens: TokenSequences, record: FilterResult, selected: Bools, *, with_left_out: bool = True
 ) -> SourceAudit:
     """Return the statistics of the ``selected`` samples (bool per sample).
 
@@ -108,17 +108,17 @@ def audit_source(
     p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="nearest") if len(lengths) else (0, 0, 0)
     return SourceAudit(
         name=name,
-        format=outcome.format,
+        format=record.format,
         samples=int(selected.sum()),
         tokens=int(lengths.sum()),
-        supervised=int(outcome.num_supervised[sequences].sum()),
-        truncated=int(outcome.truncated[selected].sum()),
-        dropped=outcome.dropped if with_left_out else 0,
-        unsupervised=outcome.unsupervised if with_left_out else 0,
-        identical=outcome.identical if with_left_out else 0,
-        long_prompts=outcome.long_prompts if with_left_out else 0,
+        supervised=int(record.num_supervised[sequences].sum()),
+        truncated=int(record.truncated[selected].sum()),
+        dropped=record.dropped if with_left_out else 0,
+        unsupervised=record.unsupervised if with_left_out else 0,
+        identical=record.identical if with_left_out else 0,
+        long_prompts=record.long_prompts if with_left_out else 0,
         desirable=_share(tokens.desirable, selected),
-        stop_token_trained=_share(outcome.stop_trained, selected),
+        stop_token_trained=_share(record.stop_trained, selected),
         length_p50=int(p50),
         length_p90=int(p90),
         length_p99=int(p99),

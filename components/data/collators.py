@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from components.contracts.batch import DESIRABLE, IGNORE, MISMATCHED, UNDESIRABLE, Batch
+from components.contracts.batch import DESIRABLE, IGNORE, KL_COMPLETION, UNDESIRABLE, Batch
 from components.data.packing import Ints
-from components.data.store.token_store import Tokens
+from components.data.store.token_store import TokenSequences
 
 
-def collate_packed(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
+def collate_packed(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> Batch:
     """Concatenate all segments of all rows into one row, ``[1, T]``.
 
     Empty rows add nothing. If all rows are empty, the batch holds one padding token.
@@ -40,7 +40,7 @@ def collate_packed(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
     )
 
 
-def collate_padded(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
+def collate_padded(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> Batch:
     """Place one sequence per line, ``[B, T]``, padded on the right to the longest.
 
     A pair takes two lines. An empty row becomes as many lines of padding as a sample has sequences.
@@ -68,7 +68,7 @@ def collate_padded(store: Tokens, rows: Sequence[Ints], pad_id: int) -> Batch:
     )
 
 
-def prefix_lengths(store: Tokens, segments: Ints) -> Ints:
+def prefix_lengths(store: TokenSequences, segments: Ints) -> Ints:
     """Return the length of the prefix that each segment shares with the one before it, int64 ``[n]``.
 
     It is the number of tokens that a rejected sequence leaves to its chosen one, and 0 for other segments.
@@ -78,7 +78,7 @@ def prefix_lengths(store: Tokens, segments: Ints) -> Ints:
     return np.asarray(segments[:, 1])
 
 
-def read_segment(store: Tokens, segment: Sequence[int]) -> tuple[Ints, Ints]:
+def read_segment(store: TokenSequences, segment: Sequence[int]) -> tuple[Ints, Ints]:
     """Return input ids and labels of one segment, int64 ``[stop - start]`` each.
 
     The last label is the token after the segment. For a document that is cut, this token is in another row.
@@ -91,7 +91,7 @@ def read_segment(store: Tokens, segment: Sequence[int]) -> tuple[Ints, Ints]:
     return tokens[: stop - start], labels
 
 
-def _pair_index(store: Tokens, segments: Ints) -> torch.Tensor | None:
+def _pair_index(store: TokenSequences, segments: Ints) -> torch.Tensor | None:
     """Return 0, 1, 2, ... for alternating chosen and rejected sequences; -1 for a line of padding."""
     if not _has_pairs(store):
         return None
@@ -101,11 +101,11 @@ def _pair_index(store: Tokens, segments: Ints) -> torch.Tensor | None:
     return torch.from_numpy(index)
 
 
-def _has_pairs(store: Tokens) -> bool:
+def _has_pairs(store: TokenSequences) -> bool:
     return store.sequences_per_sample == 2 and store.desirable is None
 
 
-def _sequence_labels(store: Tokens, segments: Ints) -> torch.Tensor | None:
+def _sequence_labels(store: TokenSequences, segments: Ints) -> torch.Tensor | None:
     """Return labels of answers, alternating with MISMATCHED; -1 for padding in the place of an answer."""
     if store.desirable is None:
         return None
@@ -113,11 +113,11 @@ def _sequence_labels(store: Tokens, segments: Ints) -> torch.Tensor | None:
     labels = np.where(store.desirable[segments[:, 0] // 2], DESIRABLE, UNDESIRABLE)
     assert (segments[real, 0] % 2 == np.arange(len(segments))[real] % 2).all(), "the answer comes first"
     labels = np.where(real, labels, -1)
-    labels[1::2] = MISMATCHED
+    labels[1::2] = KL_COMPLETION
     return torch.from_numpy(labels.astype(np.int64))
 
 
-def _empty(store: Tokens, pad_id: int) -> Batch:
+def _empty(store: TokenSequences, pad_id: int) -> Batch:
     return Batch(
         input_ids=torch.tensor([[pad_id]]),
         labels=torch.tensor([[IGNORE]]),

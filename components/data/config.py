@@ -21,7 +21,7 @@ from components.data.audit import Audit, show_progress
 from components.data.loader import PreparedData, StoreFiles, count_steps
 from components.data.packing import Packing, hold_out
 from components.data.records.formats import Format
-from components.data.splits import Part, Split, indexed_part, plan_eval
+from components.data.splits import SourceTokens, Split, indexed_source, plan_eval
 from components.data.store.indexed import indexed_prefix
 from components.data.store.token_store import Bools
 from components.data.tokenize.encoder import Encoder
@@ -181,7 +181,7 @@ class Data(ABC):
 
     def _split(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[SourceTokens],
         selected: Bools,
         cache: Path,
         packing: Packing,
@@ -190,15 +190,15 @@ class Data(ABC):
     ) -> Split:
         return Split(parts, selected, cache, packing, self.max_length, seed, shuffle, self.share_prompt)
 
-    def _part(self, source: Source, encoder: Encoder, cache: Path, repeats: float = 1.0) -> Part:
+    def _part(self, source: Source, encoder: Encoder, cache: Path, repeats: float = 1.0) -> SourceTokens:
         prefix = indexed_prefix(source.path) if isinstance(source, FileSource) else None
         if prefix is not None:
             assert isinstance(source, FileSource)
-            return indexed_part(source, prefix, encoder, cache, repeats)
+            return indexed_source(source, prefix, encoder, cache, repeats)
         workers = self.num_workers or min(_MAX_WORKERS, os.cpu_count() or 1)
         store, identity = build_store(source, encoder, cache, workers)
         files = StoreFiles(str(store.path), name=source.option)
-        return Part(source.name, repeats, identity, files, store, store.outcome())
+        return SourceTokens(source.name, repeats, identity, files, store, store.outcome())
 
     def _plan_epochs(
         self, train: Split, global_batch_size: int, max_steps: int | None, epochs: int | None

@@ -20,7 +20,7 @@ from components.contracts.data import SampleKind
 from components.contracts.errors import ConfigError
 from components.data.records.samples import ChatSample, PreferenceSample, Sample, TextSample, UnpairedSample
 
-Split = Literal["train", "eval"]
+SplitName = Literal["train", "eval"]
 
 # Skipped: packages outside of the library proper, tests, and modules that are tables rather than code.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"})
@@ -53,7 +53,7 @@ class _Entry:
         return wording.format(kind=self.kind, name=self.name, module=self.module)
 
 
-def stdlib_records(kind: SampleKind, split: Split) -> Iterator[tuple[Sample, str]]:
+def stdlib_records(kind: SampleKind, split: SplitName) -> Iterator[tuple[Sample, str]]:
     """Yield (sample, origin) of one split. Each module is in exactly one of the two splits.
 
     text: the source of a module. chat: a question about a function, class or method, answered with its
@@ -73,7 +73,7 @@ def stdlib_records(kind: SampleKind, split: Split) -> Iterator[tuple[Sample, str
                 yield sample, entry.origin
 
 
-def _modules(split: Split) -> list[tuple[Path, str]]:
+def _modules(split: SplitName) -> list[tuple[Path, str]]:
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, folders, names in os.walk(root):  # installed packages, with many files, are not entered
@@ -100,7 +100,7 @@ def _skipped(relative: Path) -> bool:
     )
 
 
-def _split(module: str) -> Split:
+def _split(module: str) -> SplitName:
     return "eval" if _stable_hash(module) % 100 < _EVAL_PERCENT else "train"
 
 
@@ -145,7 +145,7 @@ def _sample(kind: SampleKind, entry: _Entry, entries: list[_Entry]) -> Sample | 
         return pair
     desirable = _stable_hash(f"label {entry.origin} {entry.name}") % 2 == 0
     completion = pair.chosen if desirable else pair.rejected
-    return UnpairedSample(pair.prompt, completion, desirable, None, mismatched=completion)
+    return UnpairedSample(pair.prompt, completion, desirable, None, kl_completion=completion)
 
 
 def _chat(entry: _Entry) -> ChatSample:

@@ -16,10 +16,10 @@ from components.contracts.json_types import Json
 from components.data.audit import Audit
 from components.data.collators import collate_packed, collate_padded, prefix_lengths
 from components.data.packing import Ints, Plan
-from components.data.store.concat_store import JoinedTokens
+from components.data.store.concat_store import ConcatTokens
 from components.data.store.indexed import IndexedTokens
-from components.data.store.reference_logps import LogpsFile
-from components.data.store.token_store import Tokens, TokenStore, digest
+from components.data.store.reference_logps import ReferenceLogps
+from components.data.store.token_store import TokenSequences, TokenStore, digest
 
 
 class PlanFiles(Sequence[Plan]):
@@ -43,7 +43,7 @@ def count_steps(plan: Plan, global_batch_size: int, *, drop_last: bool) -> int:
     return (plan.num_rows if drop_last else plan.num_rows + global_batch_size - 1) // global_batch_size
 
 
-class DataLoader:
+class TokenDataLoader:
     """See ``components.contracts.data.DataLoader``.
 
     A step has ``ceil(rows / (data_size * micro_batch_size))`` micro-batches on every rank. Micro-batch ``j``
@@ -53,25 +53,25 @@ class DataLoader:
 
     def __init__(
         self,
-        store: Tokens,
+        store: TokenSequences,
         plans: Sequence[Plan],
         *,
         global_batch_size: int,
         micro_batch_size: int,
-        data_rank: int,
-        data_size: int,
+        dp_rank: int,
+        dp_size: int,
         packed: bool,
         pad_id: int,
         drop_last: bool,
         max_steps: int | None = None,
-        reference: LogpsFile | None = None,
+        reference: ReferenceLogps | None = None,
     ) -> None:
         """Create a loader. ``reference``, if given, has the ``ref_logps`` of the sequences of ``store``."""
-        assert 0 <= data_rank < data_size
-        assert global_batch_size % (data_size * micro_batch_size) == 0
+        assert 0 <= dp_rank < dp_size
+        assert global_batch_size % (dp_size * micro_batch_size) == 0
         self._store, self._plans, self._pad_id = store, plans, pad_id
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
-        self._data_rank, self._data_size = data_rank, data_size
+        self._data_rank, self._data_size = dp_rank, dp_size
         self._collate = collate_packed if packed else collate_padded
         self._reference = reference
         steps = (count_steps(plan, global_batch_size, drop_last=drop_last) for plan in plans)
@@ -130,10 +130,10 @@ class DataLoader:
         samples = self.segments(step)[:, 0] // self._store.sequences_per_sample
         return [self._store.origin(sample) for sample in dict.fromkeys(samples.tolist())]
 
-    def lacks_reference(self) -> bool:
+    def missing_reference_logps(self) -> bool:
         """Return whether the file of the reference lacks a sequence of some step."""
         assert self._reference is not None
-        holds = self._reference.holds
+        holds = self._reference.has_all
         return not all(holds(self.segments(step)[:, 0]) for step in range(self._num_steps))
 
     def epoch(self, step: int) -> float:
@@ -171,7 +171,7 @@ class StoreFiles:
     name: str = ""
     """The option that names the source, or ``stdlib``."""
 
-    def open(self) -> Tokens:
+    def open(self) -> TokenSequences:
         if self.indexed:
             return IndexedTokens.open(Path(self.path), max_length=self.max_length, name=self.name)
         return TokenStore.open(Path(self.path), self.name)
@@ -187,16 +187,16 @@ class SplitFiles:
     num_steps: int
     drop_last: bool
 
-    def open(self) -> tuple[Tokens, Sequence[Plan]]:
+    def open(self) -> tuple[TokenSequences, Sequence[Plan]]:
         folders = [Path(self.plans, epoch_name(epoch)) for epoch in range(self.epochs)]
-        return JoinedTokens([store.open() for store in self.stores]), PlanFiles(folders)
+        return ConcatTokens([store.open() for store in self.stores]), PlanFiles(folders)
 
-    def reference(self, folder: Path) -> LogpsFile:
+    def reference(self, folder: Path) -> ReferenceLogps:
         """Return the log-probabilities of these tokens in ``folder``, that of one reference model."""
         assert not any(store.indexed for store in self.stores), "only the name of a token store tells all"
         name = digest([Path(store.path).name for store in self.stores])
-        return LogpsFile(
-            folder / f"{name}.npy", JoinedTokens([store.open() for store in self.stores]).lengths
+        return ReferenceLogps(
+            folder / f"{name}.npy", ConcatTokens([store.open() for store in self.stores]).lengths
         )
 
 
@@ -232,46 +232,46 @@ class PreparedData:
         *,
         global_batch_size: int,
         micro_batch_size: int,
-        data_rank: int,
-        data_size: int,
+        dp_rank: int,
+        dp_size: int,
         reference: Path | None = None,
-    ) -> DataLoader:
+    ) -> TokenDataLoader:
         """Return the loader of the training split.
 
         If given, ``reference`` is the folder of the reference model whose log-probabilities batches carry.
         """
         assert global_batch_size == self.global_batch_size, "planned for another size"
-        return self.loader(self.train, global_batch_size, micro_batch_size, data_rank, data_size, reference)
+        return self.loader(self.train, global_batch_size, micro_batch_size, dp_rank, dp_size, reference)
 
     def eval_loader(
         self,
         *,
         global_batch_size: int,
         micro_batch_size: int,
-        data_rank: int,
-        data_size: int,
+        dp_rank: int,
+        dp_size: int,
         reference: Path | None = None,
-    ) -> DataLoader | None:
+    ) -> TokenDataLoader | None:
         """Return a loader for one pass in order, or None if there is no evaluation split."""
         if self.eval is None:
             return None
-        return self.loader(self.eval, global_batch_size, micro_batch_size, data_rank, data_size, reference)
+        return self.loader(self.eval, global_batch_size, micro_batch_size, dp_rank, dp_size, reference)
 
     def loader(
         self,
         split: SplitFiles,
         global_batch_size: int,
         micro_batch_size: int,
-        data_rank: int,
-        data_size: int,
+        dp_rank: int,
+        dp_size: int,
         reference: Path | None = None,
-    ) -> DataLoader:
-        return DataLoader(
+    ) -> TokenDataLoader:
+        return TokenDataLoader(
             *split.open(),
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
-            data_rank=data_rank,
-            data_size=data_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
             packed=self.packing != "none",
             pad_id=self.pad_id,
             drop_last=split.drop_last,
@@ -279,12 +279,12 @@ class PreparedData:
             reference=None if reference is None else split.reference(reference),
         )
 
-    def lacks_reference(self, folder: Path) -> bool:
+    def missing_reference_logps(self, folder: Path) -> bool:
         """Return whether ``folder``, of one reference model, lacks log-probabilities for this run."""
         loaders = (
             self.loader(split, self.global_batch_size, 1, 0, 1, reference=folder) for split in self.splits
         )
-        return any(loader.lacks_reference() for loader in loaders)
+        return any(loader.missing_reference_logps() for loader in loaders)
 
     def prompt(self) -> list[int]:
         """Return the token ids of a prompt to complete: those of the first sample before its first target.

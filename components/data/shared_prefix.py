@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from components.data.store.token_store import Ints, Tokens
+from components.data.store.token_store import Ints, TokenSequences
 
 
-def shared_lengths(store: Tokens) -> Ints:
+def shared_lengths(store: TokenSequences) -> Ints:
     """Return how many leading tokens of each pair only the chosen sequence computes, int64 per pair.
 
     These are the tokens that both sequences begin with and that are targets in neither, except the last one:
@@ -15,7 +15,7 @@ def shared_lengths(store: Tokens) -> Ints:
     return np.array([_shared(store, pair) for pair in range(len(store.lengths) // 2)], np.int64)
 
 
-def _shared(store: Tokens, pair: int) -> int:
+def _shared(store: TokenSequences, pair: int) -> int:
     chosen, rejected = 2 * pair, 2 * pair + 1
     length = int(store.lengths[[chosen, rejected]].min())
     same = store.tokens(chosen, 0, length) == store.tokens(rejected, 0, length)

@@ -14,35 +14,37 @@ from components.data import shared_prefix as prompts_module
 from components.data.audit import SplitAudit, audit_source, audit_split
 from components.data.loader import SplitFiles, StoreFiles, count_steps, epoch_name
 from components.data.packing import Packing, Plan, plan_epoch
-from components.data.store.concat_store import JoinedTokens
+from components.data.store.concat_store import ConcatTokens
 from components.data.store.indexed import IndexedTokens
-from components.data.store.token_store import Bools, Ints, Outcome, Tokens, digest, file_digest
+from components.data.store.token_store import Bools, FilterResult, Ints, TokenSequences, digest, file_digest
 from components.data.tokenize.encoder import Encoder
 from components.data.tokenize.workers import FileSource
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceTokens:
     """One tokenised source."""
 
     name: str
     repeats: float
     identity: str
     files: StoreFiles
-    tokens: Tokens
-    outcome: Outcome
+    tokens: TokenSequences
+    outcome: FilterResult
 
 
-def indexed_part(source: FileSource, prefix: Path, encoder: Encoder, cache: Path, repeats: float) -> Part:
+def indexed_source(
+    source: FileSource, prefix: Path, encoder: Encoder, cache: Path, repeats: float
+) -> SourceTokens:
     if encoder.kind != "text" or source.format not in ("auto", "text"):
         raise ConfigError(f"{source.name}: an indexed data set is text; use stage=pt and data.format=auto.")
     tokens = IndexedTokens.open(prefix, max_length=encoder.max_length)
     tokens.check_vocabulary(encoder.vocab_size())
-    outcome = tokens.outcome(drop=encoder.long_samples == "drop")
-    if not outcome.kept.any():
+    record = tokens.outcome(drop=encoder.long_samples == "drop")
+    if not record.kept.any():
         raise ConfigError(
-            f"{source.name}: no sequence is left ({outcome.dropped} longer than data.max_length="
-            f"{encoder.max_length}, {outcome.unsupervised} of a single token)."
+            f"{source.name}: no sequence is left ({record.dropped} longer than data.max_length="
+            f"{encoder.max_length}, {record.unsupervised} of a single token)."
         )
     # A plan depends only on the lengths, so there is no need to read the whole corpus.
     index = file_digest(prefix.with_name(f"{prefix.name}.idx").resolve(), cache)
@@ -50,14 +52,14 @@ def indexed_part(source: FileSource, prefix: Path, encoder: Encoder, cache: Path
     files = StoreFiles(
         str(prefix.absolute()), indexed=True, max_length=encoder.max_length, name=source.option
     )
-    return Part(source.name, repeats, identity, files, tokens, outcome)
+    return SourceTokens(source.name, repeats, identity, files, tokens, record)
 
 
 @dataclass(frozen=True)
 class Split:
     """A selection of samples from some sources, and its plans in the cache."""
 
-    parts: Sequence[Part]
+    parts: Sequence[SourceTokens]
     selected: Bools = field(repr=False)
     """bool per sample of all parts."""
     cache: Path
@@ -70,8 +72,8 @@ class Split:
     """Whether only the chosen sequence of a pair computes the prompt."""
 
     @cached_property
-    def tokens(self) -> JoinedTokens:
-        return JoinedTokens([part.tokens for part in self.parts])
+    def tokens(self) -> ConcatTokens:
+        return ConcatTokens([part.tokens for part in self.parts])
 
     @cached_property
     def identity(self) -> str:

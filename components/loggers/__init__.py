@@ -1,11 +1,11 @@
 """Where the numbers of a run go: any of these side by side, by name."""
 
-from components.loggers.base import Ending as Ending
 from components.loggers.base import Logger as Logger
 from components.loggers.base import LoggerSpec as LoggerSpec
 from components.loggers.base import Row as Row
-from components.loggers.base import Start as Start
-from components.loggers.composite import Loggers as Loggers
+from components.loggers.base import RunInfo as RunInfo
+from components.loggers.base import RunResult as RunResult
+from components.loggers.composite import CompositeLogger as CompositeLogger
 from components.loggers.console import Console as Console
 from components.loggers.console import terminal as terminal
 from components.loggers.jsonl import Jsonl as Jsonl

@@ -14,7 +14,7 @@ Row = Mapping[str, float | int | None]
 
 
 @dataclass(frozen=True)
-class Start:
+class RunInfo:
     """What a logger is told of the run, or of the part of a resumed run, that begins."""
 
     folder: Path
@@ -27,7 +27,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunResult:
     status: Literal["done", "stopped", "failed"]
     """``stopped``: by a signal or ``run.max_time``; it can go on."""
     summary: Row = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Logger(Protocol):
 
     def log(self, row: Row) -> None: ...
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: RunResult) -> None:
         """Everything logged is on disk (or sent) when this returns; called once, however the run ends."""
 
 
@@ -50,7 +50,7 @@ class LoggerSpec(Protocol):
     def check(self) -> None:
         """Raises ConfigError where something is missing; called before any rank starts."""
 
-    def open(self, start: Start) -> Logger | None:
+    def open(self, start: RunInfo) -> Logger | None:
         """None: it takes no rows."""
 
 

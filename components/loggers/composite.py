@@ -3,15 +3,15 @@
 import logging
 from collections.abc import Callable, Mapping
 
-from components.loggers.base import Ending, Logger, LoggerSpec, Row, Start
+from components.loggers.base import Logger, LoggerSpec, Row, RunInfo, RunResult
 
 log = logging.getLogger(__name__)
 
 
-class Loggers:
+class CompositeLogger:
     """Those of a run, by name. One that fails is told of once and left out from then on; the run goes on."""
 
-    def __init__(self, specs: Mapping[str, LoggerSpec], start: Start) -> None:
+    def __init__(self, specs: Mapping[str, LoggerSpec], start: RunInfo) -> None:
         self._open: dict[str, Logger] = {}
         for name, spec in specs.items():
             try:
@@ -25,7 +25,7 @@ class Loggers:
     def log(self, row: Row) -> None:
         self._each(lambda logger: logger.log(row))
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: RunResult) -> None:
         self._each(lambda logger: logger.finish(ending))
         self._open = {}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from components.loggers.base import Start
+from components.loggers.base import RunInfo
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Console:
     def check(self) -> None:
         """Nothing can be missing."""
 
-    def open(self, start: Start) -> None:
+    def open(self, start: RunInfo) -> None:
         """No rows."""
 
 

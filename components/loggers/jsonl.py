@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.loggers.base import Ending, Row, Start
+from components.loggers.base import Row, RunInfo, RunResult
 
 
 class JsonlLogger:
@@ -20,7 +20,7 @@ class JsonlLogger:
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
-    def finish(self, ending: Ending) -> None:  # noqa: ARG002  the rows say it all
+    def finish(self, ending: RunResult) -> None:  # noqa: ARG002  the rows say it all
         self._file.close()
 
 
@@ -31,7 +31,7 @@ class Jsonl:
     def check(self) -> None:
         """Nothing can be missing."""
 
-    def open(self, start: Start) -> JsonlLogger:
+    def open(self, start: RunInfo) -> JsonlLogger:
         return JsonlLogger(start.folder / "metrics.jsonl")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from components.contracts.errors import ConfigError
-from components.loggers.base import Ending, Row, Start, require
+from components.loggers.base import Row, RunInfo, RunResult, require
 
 
 class TensorboardLogger:
@@ -14,7 +14,7 @@ class TensorboardLogger:
     Where a run goes on in its folder, readers of the events drop what was logged after its checkpoint.
     """
 
-    def __init__(self, start: Start, flush_secs: int) -> None:
+    def __init__(self, start: RunInfo, flush_secs: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         folder = start.folder / "tensorboard"
@@ -29,12 +29,14 @@ class TensorboardLogger:
             if key != "step" and value is not None:
                 self._writer.add_scalar(key, value, row["step"])
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: RunResult) -> None:
         """Hyperparameters of a run that is done: to TensorBoard, every run that has some is a success."""
         if ending.status == "done":
             final = {f"final/{key}": value for key, value in ending.summary.items() if key != "step"}
             step = ending.summary.get("step")
-            self._writer.add_hparams(dict(leaves("", self._config)), final, run_name=".", global_step=step)
+            self._writer.add_hparams(
+                dict(flatten_config("", self._config)), final, run_name=".", global_step=step
+            )
         self._writer.close()
 
 
@@ -53,14 +55,14 @@ class Tensorboard:
     def check(self) -> None:
         require("tensorboard")
 
-    def open(self, start: Start) -> TensorboardLogger:
+    def open(self, start: RunInfo) -> TensorboardLogger:
         return TensorboardLogger(start, self.flush_secs)
 
 
-def leaves(prefix: str, node: object) -> Iterator[tuple[str, str | float | int | bool]]:
+def flatten_config(prefix: str, node: object) -> Iterator[tuple[str, str | float | int | bool]]:
     """``optimizer.lr`` and its value, for every key; what is no number and no text as JSON."""
     if isinstance(node, Mapping):
         for key, value in node.items():
-            yield from leaves(f"{prefix}.{key}" if prefix else key, value)
+            yield from flatten_config(f"{prefix}.{key}" if prefix else key, value)
     else:
         yield prefix, node if isinstance(node, str | float | int | bool) else json.dumps(node, default=str)

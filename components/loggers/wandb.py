@@ -7,7 +7,7 @@ from typing import Literal
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
-from components.loggers.base import Ending, Row, Start, require
+from components.loggers.base import Row, RunInfo, RunResult, require
 
 DOCUMENTS = ("config.yaml", "run.json", "audit.json", "preflight.json", "code.diff")
 """Of the run folder, kept as one artifact of the run, as far as they are there."""
@@ -17,7 +17,7 @@ EXIT_CODES = {"done": 0, "stopped": 1, "failed": 1}
 class WandbLogger:
     """One run of Weights & Biases, which a run that goes on in its folder continues."""
 
-    def __init__(self, start: Start, settings: Config) -> None:
+    def __init__(self, start: RunInfo, settings: Config) -> None:
         import wandb  # slow to import
 
         online = settings["mode"] == "online"
@@ -42,7 +42,7 @@ class WandbLogger:
         if step >= self._first_step:
             self._run.log(values, step=step)
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: RunResult) -> None:
         """A run that was stopped is marked as one that may go on, one that has failed as failed."""
         self._run.summary.update(
             {key: value for key, value in ending.summary.items() if key != "step"}
@@ -77,7 +77,7 @@ class Wandb:
                 "set WANDB_API_KEY, run `wandb login`, or set logger.wandb.mode=offline."
             )
 
-    def open(self, start: Start) -> WandbLogger:
+    def open(self, start: RunInfo) -> WandbLogger:
         sweep = start.facts.get("sweep")
         settings = {
             "project": self.project,

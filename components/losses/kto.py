@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from components.contracts.batch import DESIRABLE, MISMATCHED, UNDESIRABLE, Batch
+from components.contracts.batch import DESIRABLE, KL_COMPLETION, UNDESIRABLE, Batch
 from components.contracts.errors import ConfigError
 from components.contracts.loss import LossEngine, LossOutput, ReferenceChoice, TokenStats
 from components.losses.preference_base import attach_reference, log_ratios
@@ -44,7 +44,7 @@ class KTO:
                 raise ConfigError(f"stage.{option}: must be a number of at least 0, got {value}.")
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        return {"loss": sum(len(which(batch, label)) for label in (DESIRABLE, UNDESIRABLE))}
+        return {"loss": sum(len(sequences_with_label(batch, label)) for label in (DESIRABLE, UNDESIRABLE))}
 
     def weights(self, batch: Batch) -> Tensor | None:  # noqa: ARG002
         return None
@@ -53,12 +53,12 @@ class KTO:
         """Remove the mismatched answers; attach the reference's log-probabilities and the constant ``kl``."""
         with_reference = attach_reference(microbatches, engine, self.reference)
         kl = self._kl(with_reference, engine) if self.loss == "kto" else 0.0
-        answers = [batch.select(sequence_labels(batch) != MISMATCHED) for batch in with_reference]
+        answers = [batch.select(sequence_labels(batch) != KL_COMPLETION) for batch in with_reference]
         return [replace(batch, constants={**batch.constants, "kl": kl}) for batch in answers]
 
     def _kl(self, microbatches: Sequence[Batch], engine: LossEngine) -> float:
         """Return KL, or 0 except on the last pipeline stage, because the other stages compute no loss."""
-        mismatched = [batch.select(sequence_labels(batch) == MISMATCHED) for batch in microbatches]
+        mismatched = [batch.select(sequence_labels(batch) == KL_COMPLETION) for batch in microbatches]
         found = engine.logps(mismatched)
         total = 0.0
         if found is not None:
@@ -77,7 +77,8 @@ class KTO:
         log_ratio = batch.sum_per_sequence(log_ratios(stats, batch, self.reference))
         logps = batch.sum_per_sequence(stats.logps.detach())
         sides = [
-            which(batch, label).to(logps.device, non_blocking=True) for label in (DESIRABLE, UNDESIRABLE)
+            sequences_with_label(batch, label).to(logps.device, non_blocking=True)
+            for label in (DESIRABLE, UNDESIRABLE)
         ]
         good, bad = (log_ratio[side] for side in sides)
         kl = batch.constants["kl"]
@@ -102,6 +103,6 @@ def sequence_labels(batch: Batch) -> Tensor:
     return batch.sequence_labels
 
 
-def which(batch: Batch, label: int) -> Tensor:
+def sequences_with_label(batch: Batch, label: int) -> Tensor:
     """Return the indices of the sequences with that label: int64 ``[n]``, on the host."""
     return (sequence_labels(batch) == label).nonzero()[:, 0]

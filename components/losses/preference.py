@@ -16,7 +16,7 @@ from components.losses.preference_formulas import (
     PAIR_LOSSES,
     PER_TOKEN,
     alpha_divergence,
-    options_of,
+    loss_options,
 )
 
 DPOKind = Literal[
@@ -114,7 +114,7 @@ class DPO(ReferencedLoss):
             pairs = pairs.per_token()
         loss = PAIR_LOSSES[self.loss]
         known = {"label_smoothing": self.label_smoothing, "discopop_tau": self.discopop_tau or 0.05}
-        options = {name: known[name] for name in options_of(loss)}
+        options = {name: known[name] for name in loss_options(loss)}
         return loss(pairs.chosen, pairs.rejected, beta=self.beta, **options)
 
     def _diverge(self, log_ratio: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class DPO(ReferencedLoss):
 
 def refuse_unread(option: str, loss: str) -> None:
     """Raise ConfigError if ``loss`` does not read ``option``."""
-    readers = [name for name, function in PAIR_LOSSES.items() if option in options_of(function)]
+    readers = [name for name, function in PAIR_LOSSES.items() if option in loss_options(function)]
     if loss not in readers:
         raise ConfigError(
             f"stage.{option}: stage.loss={loss} does not read it; "

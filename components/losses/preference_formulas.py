@@ -122,7 +122,7 @@ OF_THE_DIFFERENCE = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "robus
 """Losses of the difference of two scores, in which another f-divergence's partition function cancels."""
 
 
-def options_of(loss: PairLoss) -> frozenset[str]:
+def loss_options(loss: PairLoss) -> frozenset[str]:
     """Return the options that ``loss`` reads in addition to beta."""
     return frozenset(inspect.signature(loss).parameters) - {"chosen", "rejected", "beta"}
 

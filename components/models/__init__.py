@@ -6,7 +6,7 @@ from components.models.export.export import export_folder
 from components.models.export.safetensors_writer import stream_folder
 from components.models.initialize import materialize_buffers, random_weights
 from components.models.pretrained import pretrained_weights
-from components.models.weights import WeightSource, named_shapes, signature
+from components.models.weights import WeightSource, named_shapes, shape_hash
 
 __all__ = [
     "ModelSpec",
@@ -17,6 +17,6 @@ __all__ = [
     "named_shapes",
     "pretrained_weights",
     "random_weights",
-    "signature",
+    "shape_hash",
     "stream_folder",
 ]

@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionShape:
     """Of one layer."""
 
     number: int
@@ -21,11 +21,13 @@ class Heads:
     """Channels that queries, keys and values are made of (latent attention); 0: the hidden state's."""
 
 
-def heads(config: PreTrainedConfig) -> Heads:
+def attention_shape(config: PreTrainedConfig) -> AttentionShape:
     text = config.get_text_config()
     number = text.num_attention_heads
     shared = getattr(text, "num_key_value_heads", None) or number
     if (latent := getattr(text, "kv_lora_rank", None)) is not None:
-        return Heads(number, number, text.qk_head_dim, text.v_head_dim, latent + (text.q_lora_rank or 0))
+        return AttentionShape(
+            number, number, text.qk_head_dim, text.v_head_dim, latent + (text.q_lora_rank or 0)
+        )
     width = getattr(text, "head_dim", None) or text.hidden_size // number
-    return Heads(number, shared, width, width)
+    return AttentionShape(number, shared, width, width)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from components.checkpoint.folder import read_meta
 from components.checkpoint.reader import StoredTensors
 from components.contracts.errors import ConfigError
-from components.models.pretrained import beyond
+from components.models.pretrained import unused_names
 from components.models.weights import WeightSource
 
 INIT_FROM = "checkpoint.init_from"
@@ -43,7 +43,7 @@ def checkpoint_weights(
     tensors = StoredTensors(folder)
     stored = tensors.shapes("model")
     if without_further is not None:
-        kept = set(beyond(stored, without_further))
+        kept = set(unused_names(stored, without_further))
         stored = {name: shape for name, shape in stored.items() if name in shapes or name in kept}
     check_shapes(folder, stored, shapes, option)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from components.contracts.errors import ConfigError
-from components.models.experts import biases, routed
+from components.models.experts import moe_blocks, router_biases
 from components.models.hf_private import uses_attention_interface
-from components.models.moe_config import RouterTerms
+from components.models.moe_config import MoELossConfig
 
 CHANGES_LOGITS = (
     "attn_logit_softcapping",
@@ -136,7 +136,7 @@ def check_chosen(config: PreTrainedConfig) -> None:
         )
 
 
-def check_router_terms(model: PreTrainedModel, terms: RouterTerms, freeze: Sequence[str] = ()) -> None:
+def check_moe_losses(model: PreTrainedModel, terms: MoELossConfig, freeze: Sequence[str] = ()) -> None:
     """
     Raises:
         ConfigError: a term has no router or no coefficient, or a rate no bias to change, or one that a
@@ -148,7 +148,7 @@ def check_router_terms(model: PreTrainedModel, terms: RouterTerms, freeze: Seque
         "z_loss_coef": terms.z_loss_coef,
         "bias_update_rate": terms.bias_update_rate,
     }
-    if (key := next((key for key, value in asked.items() if value), None)) and not routed(model):
+    if (key := next((key for key, value in asked.items() if value), None)) and not moe_blocks(model):
         raise ConfigError(f"model.moe.{key}: {kind} has no experts; leave it out, or use model=moe_tiny.")
     if terms.aux_loss != "none" and not terms.aux_loss_coef:
         raise ConfigError(
@@ -160,12 +160,12 @@ def check_router_terms(model: PreTrainedModel, terms: RouterTerms, freeze: Seque
             f"model.moe.aux_loss: is none, so that model.moe.aux_loss_coef={terms.aux_loss_coef} would do "
             "nothing; use switch, sequence or global_batch, or model.moe.aux_loss_coef=0."
         )
-    if terms.bias_update_rate and not biases(model):
+    if terms.bias_update_rate and not router_biases(model):
         raise ConfigError(
             f"model.moe.bias_update_rate: the routers of {kind} have no bias; use model.moe.aux_loss, or "
             "model.moe.bias_update_rate=0."
         )
-    if terms.bias_update_rate and (fixed := [p for p in freeze if fnmatch.filter(biases(model), p)]):
+    if terms.bias_update_rate and (fixed := [p for p in freeze if fnmatch.filter(router_biases(model), p)]):
         raise ConfigError(
             f"model.moe.bias_update_rate: is {terms.bias_update_rate}, and {fixed[0]!r} of model.freeze "
             "matches the biases that it would change; use model.moe.bias_update_rate=0, or another pattern."

@@ -23,17 +23,17 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.tokenizer import PATH as EMBEDDED_TOKENIZER
 from components.models.checkpoint_weights import INIT_FROM, checkpoint_content, checkpoint_weights
-from components.models.checks import check_config, check_model, check_router_terms
-from components.models.experts import separate
+from components.models.checks import check_config, check_model, check_moe_losses
+from components.models.experts import unfuse_experts
 from components.models.freeze import freeze
-from components.models.generate import add_tokenizer, complete
-from components.models.hf_config import INVALID, check_same, make_config, read_config
+from components.models.generate import add_tokenizer, generate
+from components.models.hf_config import INVALID, check_same, make_config, read_hf_config
 from components.models.hub import model_folder, one_line, read_json
 from components.models.initialize import random_weights
-from components.models.moe_config import RouterTerms
-from components.models.mtp import FIELD, FurtherTokens, append_layers
-from components.models.pretrained import content, pretrained_weights
-from components.models.weights import WeightSource, named_shapes, signature
+from components.models.moe_config import MoELossConfig
+from components.models.mtp import FIELD, MTPConfig, append_mtp_layers
+from components.models.pretrained import content_hash, pretrained_weights
+from components.models.weights import WeightSource, named_shapes, shape_hash
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class ModelSpec:
     """A folder or hub id; None: that of ``path`` where the shape comes from it, else the embedded one."""
     freeze: tuple[str, ...] = ()
     """Shell patterns of the names of parameters that are not trained."""
-    moe: RouterTerms = field(default_factory=RouterTerms)
+    moe: MoELossConfig = field(default_factory=MoELossConfig)
     """Losses of the routers, for models with experts."""
-    mtp: FurtherTokens = field(default_factory=FurtherTokens)
+    mtp: MTPConfig = field(default_factory=MTPConfig)
     """Layers for multi-token prediction, in training only."""
     initial_checkpoint: Path | None = None
     """A whole checkpoint, whose weights are the initial ones. None means what ``init`` says. It is set from
@@ -81,9 +81,9 @@ class ModelSpec:
             raise ConfigError("model.revision: is not read with model.init=random and model.architecture.")
 
     @property
-    def adds_terms(self) -> bool:
+    def has_auxiliary_losses(self) -> bool:
         """Whether the model adds terms to the loss of a stage: of routers, of further tokens."""
-        return bool(self.moe.strengths or self.mtp.names)
+        return bool(self.moe.coefficients or self.mtp.loss_names)
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Of these terms, in one micro-batch."""
@@ -105,7 +105,7 @@ class ModelSpec:
             ConfigError: it cannot be read or made, or describes a model that our engines do not compute.
         """
         if self._reads_path:
-            config = read_config(self.folder(), trust_remote_code=self.trust_remote_code)
+            config = read_hf_config(self.folder(), trust_remote_code=self.trust_remote_code)
             if self.architecture is not None:
                 check_same(self.architecture, config, str(self.path))
         else:
@@ -148,48 +148,48 @@ class ModelSpec:
             raise ConfigError(
                 f"model: transformers cannot build this {config.model_type}: {one_line(error)}"
             ) from error
-        append_layers(model)
-        separate(model)
+        append_mtp_layers(model)
+        unfuse_experts(model)
         check_model(model)
-        check_router_terms(model, self.moe, self.freeze)
+        check_moe_losses(model, self.moe, self.freeze)
         freeze(model, self.freeze)
         return model
 
     @property
-    def drawn(self) -> bool:
+    def is_random_init(self) -> bool:
         """Whether the initial weights are random ones, and so a function of the seed."""
         return self.initial_checkpoint is None and self.init == "random"
 
     @property
-    def readable(self) -> bool:
+    def is_pretrained(self) -> bool:
         """Whether the initial weights are those that ``from_pretrained`` reads at ``path``."""
         return self.initial_checkpoint is None and self.init == "pretrained"
 
     @property
-    def origin(self) -> str:
+    def describe_init(self) -> str:
         """Where the initial weights come from, in words."""
         if self.initial_checkpoint is not None:
             return f"{INIT_FROM}={self.initial_checkpoint}"
         at = f" of {self.path} {self.revision or ''}".rstrip() if self._reads_path else ""
         return f"model.init={self.init}{at}"
 
-    def content(self) -> str:
+    def content_hash(self) -> str:
         """A hash of what the initial weights are made of, beside the seed: the files of ``path``, or the
         configuration of random ones, or a checkpoint."""
         if self.initial_checkpoint is not None:
             return checkpoint_content(self.initial_checkpoint)
         if self.init == "pretrained":
-            return content(self.folder(weights=True))
+            return content_hash(self.folder(weights=True))
         fields = self.config().to_dict() | {"transformers_version": None}
         return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
-    def signature(self, model: PreTrainedModel) -> str:
+    def shape_hash(self, model: PreTrainedModel) -> str:
         """Two models with one signature can read each other's checkpoints."""
-        return signature(model)
+        return shape_hash(model)
 
-    def trained_signature(self, model: PreTrainedModel) -> str:
+    def trained_shape_hash(self, model: PreTrainedModel) -> str:
         """As ``signature``, of the parameters that are trained."""
-        return signature(model, trained=True)
+        return shape_hash(model, trained=True)
 
     def weights(self, seed: int) -> WeightSource:
         """Initial weights by Hugging Face parameter name; ``seed`` is for ``init=random``.
@@ -241,6 +241,6 @@ class ModelSpec:
         add_tokenizer(folder, tokenizer)
         return tokenizer
 
-    def complete(self, folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
+    def generate(self, folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
         """The greedy continuation of ``prompt`` by the model exported to ``folder``."""
-        return complete(folder, prompt, max_new_tokens, trust_remote_code=self.trust_remote_code)
+        return generate(folder, prompt, max_new_tokens, trust_remote_code=self.trust_remote_code)

@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 BIAS = "e_score_correction_bias"
 """Of a router: what is added to the scores of experts before the best are chosen; no gradient reaches it."""
 
-OF_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<leaf>.*)")
+EXPERT_PARAM = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<leaf>.*)")
 """A parameter of one expert, or of an adapter beside it."""
 
 FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<leaf>gate_up_proj|down_proj)")
 
 
-class BareLinear(nn.Linear):
+class MetaLinear(nn.Linear):
     """A linear layer on the meta device, made without drawing values: there are thousands of them."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -38,17 +38,17 @@ class Expert(nn.Module):
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
-        self.gate_proj = BareLinear(hidden, intermediate)
-        self.up_proj = BareLinear(hidden, intermediate)
-        self.down_proj = BareLinear(intermediate, hidden)
+        self.gate_proj = MetaLinear(hidden, intermediate)
+        self.up_proj = MetaLinear(hidden, intermediate)
+        self.down_proj = MetaLinear(intermediate, hidden)
 
 
-class Experts(nn.ModuleList):
+class ExpertList(nn.ModuleList):
     """The experts of one layer, in order; a description, which no one calls: see ``GroupedExperts``."""
 
 
-def separate(model: PreTrainedModel) -> None:
-    """Puts ``Experts`` where transformers has stacked ones, and makes the routers' biases parameters.
+def unfuse_experts(model: PreTrainedModel) -> None:
+    """Puts ``ExpertList`` where transformers has stacked ones, and makes the routers' biases parameters.
 
     Of a model on the meta device. Biases want no gradient.
     """
@@ -56,26 +56,28 @@ def separate(model: PreTrainedModel) -> None:
         stacked: Any = getattr(block, "experts", None)
         if isinstance(getattr(stacked, "gate_up_proj", None), nn.Parameter):
             number, hidden, intermediate = stacked.down_proj.shape
-            block.experts = Experts(Expert(hidden, intermediate) for _ in range(number))
+            block.experts = ExpertList(Expert(hidden, intermediate) for _ in range(number))
         if BIAS in dict(block.named_buffers(recurse=False)):
             bias = block.get_buffer(BIAS)
             delattr(block, BIAS)
             block.register_parameter(BIAS, nn.Parameter(bias, requires_grad=False))
 
 
-def routed(model: nn.Module) -> dict[str, nn.Module]:
+def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks that have a router (``gate``) and ``experts``, by name, in the order of layers."""
-    return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "experts", None), Experts)}
+    return {
+        name: m for name, m in model.named_modules() if isinstance(getattr(m, "experts", None), ExpertList)
+    }
 
 
-def biases(model: nn.Module) -> dict[str, nn.Parameter]:
+def router_biases(model: nn.Module) -> dict[str, nn.Parameter]:
     """The routers' biases by name. They take no gradient; training may update them (``bias_update_rate``)."""
     return {name: p for name, p in model.named_parameters() if name.endswith(f".{BIAS}")}
 
 
 def number_of_experts(model: nn.Module) -> int:
     """Of every layer that has some; 0: none has."""
-    block: Any = next(iter(routed(model).values()), None)
+    block: Any = next(iter(moe_blocks(model).values()), None)
     return 0 if block is None else len(block.experts)
 
 
@@ -91,7 +93,7 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(f".{BIAS}") else dtype
 
 
-def one_by_one(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def unstack_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Named tensors as transformers holds them, with views of each expert in place of stacked ones."""
     for name, tensor in tensors:
         found = FUSED.fullmatch(name)

@@ -32,10 +32,10 @@ def amend(path: Path, fields: dict[str, object]) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields, indent=2) + "\n")
 
 
-def complete(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remote_code: bool) -> list[int]:
+def generate(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remote_code: bool) -> list[int]:
     """The greedy continuation of ``prompt`` by the model exported to ``folder``."""
     logging.disable_progress_bar()
-    model = load(folder, trust_remote_code)
+    model = load_model(folder, trust_remote_code)
     device = "cuda" if fits_gpu(model) else "cpu"
     ids = torch.tensor([prompt], device=device)
     with torch.no_grad():
@@ -44,7 +44,7 @@ def complete(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remo
     return continuation
 
 
-def load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+def load_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """The model in ``folder``, or the one that the adapter in it names, with it."""
     if not (folder / ADAPTER_CONFIG_NAME).is_file():
         return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)

@@ -39,7 +39,7 @@ def make_config(architecture: Config) -> PreTrainedConfig:
     if model_type is None:
         raise ConfigError("model.architecture.model_type: is missing; qwen3 or llama, for example.")
     if model_type not in CONFIG_MAPPING:
-        hint = near(str(model_type), CONFIG_MAPPING)
+        hint = closest_word(str(model_type), CONFIG_MAPPING)
         raise ConfigError(f"model.architecture.model_type: transformers has no {model_type!r}.{hint}")
     kind = CONFIG_MAPPING[model_type]
     known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
@@ -49,7 +49,7 @@ def make_config(architecture: Config) -> PreTrainedConfig:
             raise ConfigError(f"model.architecture.{key}: is not read; use {ELSEWHERE[key]}.")
         if key not in known:
             raise ConfigError(
-                f"model.architecture.{key}: {kind.__name__} has no such field.{near(key, known)}"
+                f"model.architecture.{key}: {kind.__name__} has no such field.{closest_word(key, known)}"
             )
     try:
         config = kind(**fields)
@@ -59,7 +59,7 @@ def make_config(architecture: Config) -> PreTrainedConfig:
     return config
 
 
-def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
+def read_hf_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     """The configuration in ``folder``.
 
     Raises:
@@ -78,7 +78,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
                 f"model.trust_remote_code: is false, but {folder} brings its own model code; "
                 "read it, then set model.trust_remote_code=true."
             )
-        hint = near(str(model_type), CONFIG_MAPPING)
+        hint = closest_word(str(model_type), CONFIG_MAPPING)
         raise ConfigError(f"model.path: {path}: transformers has no model_type {model_type!r}.{hint}")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -108,10 +108,10 @@ def check_rope(config: PreTrainedConfig) -> None:
     known = {"default", *ROPE_INIT_FUNCTIONS}
     if rope_type not in known:
         raise ConfigError(
-            f"model.architecture.rope_parameters.rope_type: no {rope_type!r}.{near(rope_type, known)}"
+            f"model.architecture.rope_parameters.rope_type: no {rope_type!r}.{closest_word(rope_type, known)}"
         )
 
 
-def near(word: str, known: Iterable[str]) -> str:
+def closest_word(word: str, known: Iterable[str]) -> str:
     matches = difflib.get_close_matches(word, list(known), n=3)
     return f" Did you mean {' or '.join(matches)}?" if matches else ""

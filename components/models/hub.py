@@ -53,11 +53,11 @@ def model_folder(option: str, path: str, revision: str | None = None, *, weights
 @cache
 def download(option: str, repository: str, revision: str | None, weights: bool) -> Path:
     try:
-        folder = fetch(repository, revision, DESCRIPTION)
+        folder = fetch_snapshot(repository, revision, DESCRIPTION)
         if weights:
-            folder = fetch(repository, revision, (*DESCRIPTION, SAFETENSORS))
+            folder = fetch_snapshot(repository, revision, (*DESCRIPTION, SAFETENSORS))
             if not any(folder.glob(SAFETENSORS)):
-                folder = fetch(repository, revision, (*DESCRIPTION, BIN))
+                folder = fetch_snapshot(repository, revision, (*DESCRIPTION, BIN))
     except (OSError, HFValidationError) as error:
         reason = next((text for kind, text in REASONS if isinstance(error, kind)), one_line(error))
         raise ConfigError(
@@ -67,7 +67,7 @@ def download(option: str, repository: str, revision: str | None, weights: bool) 
     return folder
 
 
-def fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def fetch_snapshot(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
 
 

@@ -14,7 +14,7 @@ AUX, Z = "aux_loss", "router_z_loss"
 
 
 @dataclass(frozen=True)
-class RouterTerms:
+class MoELossConfig:
     """With K of E experts chosen for each of T tokens, ``f_e = E / (K T) * #(tokens that chose e)`` and
     ``P_e`` the mean over tokens of their normalised score of e, a layer's balance loss is ``sum_e f_e P_e``:
     1 where the load is even. Terms are summed over layers.
@@ -38,7 +38,7 @@ class RouterTerms:
                 raise ConfigError(f"model.moe.{key}: must be a number of at least 0, got {value}.")
 
     @property
-    def strengths(self) -> dict[str, float]:
+    def coefficients(self) -> dict[str, float]:
         """Terms that the loss has, and their coefficients."""
         balance = self.aux_loss_coef if self.aux_loss != "none" else 0.0
         return {name: value for name, value in ((AUX, balance), (Z, self.z_loss_coef)) if value}
@@ -47,4 +47,4 @@ class RouterTerms:
         """What each term is a mean over: real tokens, or sequences that have any."""
         tokens, sequences = int(batch.seqlens.sum()), int((batch.seqlens > 0).sum())
         counts = {AUX: sequences if self.aux_loss == "sequence" else tokens, Z: tokens}
-        return {name: counts[name] for name in self.strengths}
+        return {name: counts[name] for name in self.coefficients}

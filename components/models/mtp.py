@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from components.contracts.batch import Batch
 from components.contracts.errors import ConfigError
-from components.models.experts import BareLinear
+from components.models.experts import MetaLinear
 
 FIELD = "num_nextn_predict_layers"
 """DeepSeek's name for the number of these layers in a configuration; ours have it for every family."""
@@ -34,7 +34,7 @@ JOINS = ("enorm", "hnorm", "eh_proj", "shared_head")
 
 
 @dataclass(frozen=True)
-class FurtherTokens:
+class MTPConfig:
     """The terms that further tokens add to the loss, one a depth, each a mean over its own labels."""
 
     num_layers: int = 0
@@ -46,43 +46,43 @@ class FurtherTokens:
             raise ConfigError(f"model.mtp.num_layers: must be at least 0, got {self.num_layers}.")
         if not 0 < self.loss_coef < math.inf:
             raise ConfigError(f"model.mtp.loss_coef: must be a number above 0, got {self.loss_coef}.")
-        if self.loss_coef != FurtherTokens.loss_coef and not self.num_layers:
+        if self.loss_coef != MTPConfig.loss_coef and not self.num_layers:
             raise ConfigError(
                 f"model.mtp.loss_coef: is {self.loss_coef}, but model.mtp.num_layers=0 leaves nothing to "
-                f"weigh; set that above 0, or use {FurtherTokens.loss_coef}."
+                f"weigh; set that above 0, or use {MTPConfig.loss_coef}."
             )
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def loss_names(self) -> tuple[str, ...]:
         return tuple(f"mtp_{depth}_loss" for depth in range(1, self.num_layers + 1))
 
     @property
-    def strength(self) -> float:
+    def coefficient(self) -> float:
         """The coefficient of one depth."""
         return self.loss_coef / max(self.num_layers, 1)
 
     def batches(self, batch: Batch) -> tuple[Batch, ...]:
         """By depth, what its layer is given and has to predict."""
-        return tuple(batch.ahead(depth) for depth in range(1, self.num_layers + 1))
+        return tuple(batch.shifted(depth) for depth in range(1, self.num_layers + 1))
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """What each term is a mean over: the positions whose token so far on has a label."""
-        batches = zip(self.names, self.batches(batch), strict=True)
+        batches = zip(self.loss_names, self.batches(batch), strict=True)
         return {name: len(ahead.labelled()) for name, ahead in batches}
 
 
-def number(config: PreTrainedConfig) -> int:
+def num_mtp_layers(config: PreTrainedConfig) -> int:
     """Of these layers in a model of ``config``."""
     return getattr(config.get_text_config(), FIELD, 0) or 0
 
 
-def append_layers(model: PreTrainedModel) -> None:
+def append_mtp_layers(model: PreTrainedModel) -> None:
     """Gives ``model``, on the meta device, the layers that its configuration asks for, each like its last.
 
     Raises:
         ConfigError: layers of its family were not compared.
     """
-    count, kind = number(model.config), model.config.model_type
+    count, kind = num_mtp_layers(model.config), model.config.model_type
     if not count:
         return
     if kind not in FAMILIES:
@@ -96,21 +96,21 @@ def append_layers(model: PreTrainedModel) -> None:
         layer = copy.deepcopy(base.layers[first - 1])
         layer.self_attn.layer_idx = index
         layer.enorm, layer.hnorm = copy.deepcopy(base.norm), copy.deepcopy(base.norm)
-        layer.eh_proj = BareLinear(2 * hidden, hidden)
+        layer.eh_proj = MetaLinear(2 * hidden, hidden)
         layer.shared_head = nn.Module()
         layer.shared_head.norm = copy.deepcopy(base.norm)
         base.layers.append(layer)
 
 
-def further_layers(model: PreTrainedModel) -> list[Any]:
+def mtp_layers(model: PreTrainedModel) -> list[Any]:
     """By depth."""
-    count = number(model.config)
+    count = num_mtp_layers(model.config)
     base = model.base_model
     return list(base.layers[-count:]) if count else []
 
 
-def of_further_layers(names: Iterable[str], config: PreTrainedConfig) -> set[str]:
+def mtp_parameter_names(names: Iterable[str], config: PreTrainedConfig) -> set[str]:
     """Those of ``names`` (parameters) that lie in these layers."""
     first = config.get_text_config().num_hidden_layers
-    prefixes = tuple(f"model.layers.{first + depth}." for depth in range(number(config)))
+    prefixes = tuple(f"model.layers.{first + depth}." for depth in range(num_mtp_layers(config)))
     return {name for name in names if prefixes and name.startswith(prefixes)}

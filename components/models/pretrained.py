@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components.contracts.errors import ConfigError
-from components.models.experts import one_by_one
+from components.models.experts import unstack_experts
 from components.models.export.hf_file_names import file_names
 from components.models.hub import one_line, read_json
-from components.models.mtp import JOINS, of_further_layers
+from components.models.mtp import JOINS, mtp_parameter_names
 from components.models.weights import WeightSource, named_shapes, tied_names
 
 log = logging.getLogger(__name__)
@@ -52,15 +52,15 @@ def pretrained_weights(
     rename = file_names(model.config.model_type)
     places = {name: (files[stored], stored) for name in (*shapes, *tied) if (stored := rename(name)) in files}
     unread = files.keys() - {stored for _, stored in places.values()}
-    further = of_further_layers(shapes, model.config)
-    lacking = further - places.keys()
+    mtp = mtp_parameter_names(shapes, model.config)
+    lacking = mtp - places.keys()
     shapes = {name: shape for name, shape in shapes.items() if name not in lacking}
-    if shapes.keys() <= places.keys() and not any(True for _ in beyond(unread, model)):
+    if shapes.keys() <= places.keys() and not any(True for _ in unused_names(unread, model)):
         weights = lazy_weights(folder, shapes, places)
         stored_twice = {alias: lazy_tensor(places, alias) for alias in tied.keys() & places.keys()}
     else:
         log.warning("%s: not under the names of %s; converting on CPU.", folder, type(model).__name__)
-        tensors, lacking = converted_weights(folder, model, trust_remote_code), further
+        tensors, lacking = converted_weights(folder, model, trust_remote_code), mtp
         weights = in_memory(tensors)
         stored_twice = {alias: tensors[alias] for alias in tied.keys() & tensors.keys()}
     for alias, value in stored_twice.items():
@@ -87,20 +87,20 @@ def completed(weights: WeightSource, drawn: WeightSource, lacking: set[str], fol
     return read
 
 
-def beyond(names: Iterable[str], model: PreTrainedModel) -> Iterator[str]:
+def unused_names(names: Iterable[str], model: PreTrainedModel) -> Iterator[str]:
     """Those of ``names`` that are not of layers for further tokens, which DeepSeek's files have after the
     last one of ``model``."""
     last = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     found = {name: LAYER.match(name) for name in names}
-    further = {
+    mtp = {
         layer[1]
         for name, layer in found.items()
         if layer and int(layer[1]) >= last and name[layer.end() :].partition(".")[0] in JOINS
     }
-    yield from (name for name, layer in found.items() if layer is None or layer[1] not in further)
+    yield from (name for name, layer in found.items() if layer is None or layer[1] not in mtp)
 
 
-def content(folder: Path) -> str:
+def content_hash(folder: Path) -> str:
     """A hash of every byte of the folder's weights, whatever it is called."""
     files = sorted(set(stored_names(folder).values())) or sorted(folder.glob("*.bin"))
     return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
@@ -193,7 +193,7 @@ def converted_weights(folder: Path, model: PreTrainedModel, trust_remote_code: b
         extra = sorted(info["unexpected_keys"])
         log.warning("%s: %d tensors that the model has no place for, like %s.", folder, len(extra), extra[0])
     tensors = [*loaded.named_parameters(), *persistent_buffers(loaded)]
-    return {name: tensor.detach() for name, tensor in one_by_one(tensors)}
+    return {name: tensor.detach() for name, tensor in unstack_experts(tensors)}
 
 
 def persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -30,7 +30,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
-def signature(model: nn.Module, *, trained: bool = False) -> str:
+def shape_hash(model: nn.Module, *, trained: bool = False) -> str:
     """A hash of names and shapes: two models with one signature can read each other's checkpoints.
 
     ``trained``: of those that want a gradient.

@@ -5,10 +5,10 @@ from components.preflight.checks import (
     check_batch,
     check_early_stop,
     check_forecast,
-    check_further_tokens,
     check_length,
     check_model_fits_data,
     check_modes,
+    check_mtp_stage,
     check_normalisation,
     check_profile,
     check_ranks,
@@ -24,11 +24,11 @@ from components.preflight.checks import (
 from components.preflight.engine_layouts import known_parts
 from components.preflight.estimates.device_specs import Device, find_device
 from components.preflight.report import Report, survey
-from components.preflight.search.candidate import Case
+from components.preflight.search.candidate import Candidate
 from components.preflight.search.memory_advice import check_fits
 
 __all__ = [
-    "Case",
+    "Candidate",
     "Device",
     "Report",
     "check_adapter",
@@ -36,10 +36,10 @@ __all__ = [
     "check_early_stop",
     "check_fits",
     "check_forecast",
-    "check_further_tokens",
     "check_length",
     "check_model_fits_data",
     "check_modes",
+    "check_mtp_stage",
     "check_normalisation",
     "check_profile",
     "check_ranks",

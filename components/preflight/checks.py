@@ -102,15 +102,15 @@ def check_shared_name(resume: str, *, of_sweep: bool, named: bool) -> None:
         )
 
 
-def check_batch(global_batch_size: int, micro_batch_size: int, data_size: int) -> None:
+def check_batch(global_batch_size: int, micro_batch_size: int, dp_size: int) -> None:
     """A global batch is whole micro-batches on every data rank."""
-    unit = data_size * micro_batch_size
+    unit = dp_size * micro_batch_size
     if global_batch_size % unit:
         below, above = global_batch_size // unit * unit, next_batch(global_batch_size, unit)
         near = f"{below} or {above}" if below else str(above)
         raise ConfigError(
             f"run.global_batch_size: {global_batch_size} does not divide by dp x run.micro_batch_size = "
-            f"{data_size} x {micro_batch_size}; use {near}."
+            f"{dp_size} x {micro_batch_size}; use {near}."
         )
 
 
@@ -220,7 +220,7 @@ def check_shared_prompt(share_prompt: bool, layout: ParallelismSpec) -> None:
         )
 
 
-def check_further_tokens(layers: int, kind: str) -> None:
+def check_mtp_stage(layers: int, kind: str) -> None:
     """``layers``: of the model, for further tokens; ``kind``: of a sample."""
     if layers and kind not in ("text", "chat"):
         raise ConfigError(

@@ -10,10 +10,12 @@ RUN = "runner.config.run_config.RunConfig"
 def key_rows(config: Config) -> list[Json]:
     """A row a key: whatever is below a ``_target_`` is an argument of that class (a key that it does not take
     has been refused), and the rest is read by the runner itself."""
-    return [{"key": key, "value": value, "reader": reader} for key, value, reader in leaves("", config, RUN)]
+    return [
+        {"key": key, "value": value, "reader": reader} for key, value, reader in flatten_rows("", config, RUN)
+    ]
 
 
-def leaves(prefix: str, node: object, reader: str) -> Iterator[tuple[str, object, str]]:
+def flatten_rows(prefix: str, node: object, reader: str) -> Iterator[tuple[str, object, str]]:
     if not isinstance(node, Mapping) or not node:
         scalar = node is None or isinstance(node, bool | int | float | str)
         yield prefix, node if scalar else str(node), reader
@@ -23,4 +25,4 @@ def leaves(prefix: str, node: object, reader: str) -> Iterator[tuple[str, object
         if key == "_target_":
             yield f"{prefix}.{key}".lstrip("."), value, "runner.config.instantiate.build_component"
         else:
-            yield from leaves(f"{prefix}.{key}".lstrip("."), value, own)
+            yield from flatten_rows(f"{prefix}.{key}".lstrip("."), value, own)

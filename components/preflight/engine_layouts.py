@@ -14,7 +14,7 @@ from components.engines.megatron import Megatron
 from components.optimizers import Optimizer
 from components.preflight.estimates import fsdp2_memory as fsdp2_estimate
 from components.preflight.estimates import megatron_memory as megatron_estimate
-from components.preflight.estimates.quantities import ModelSize, RankMemory, StepCost, TrainStep
+from components.preflight.estimates.quantities import MemoryInputs, ModelSize, RankMemory, StepCost
 from components.preflight.search import fsdp2_layouts as fsdp2_layouts
 from components.preflight.search import megatron_layouts as megatron_layouts
 
@@ -38,12 +38,12 @@ def known_parts(
 def mesh_info(layout: EngineLayout, world_size: int) -> dict[str, Any]:
     """Sizes by dimension, and the global rank at every place, as ``Engine.describe`` will tell them."""
     if isinstance(layout, FSDP2):
-        return fsdp2_layouts.mesh(layout, world_size)
-    return megatron_layouts.mesh(layout, world_size)
+        return fsdp2_layouts.mesh_info(layout, world_size)
+    return megatron_layouts.mesh_info(layout, world_size)
 
 
 def memory(
-    layout: EngineLayout, model: PreTrainedModel, optimizer: Optimizer, step: TrainStep
+    layout: EngineLayout, model: PreTrainedModel, optimizer: Optimizer, step: MemoryInputs
 ) -> list[RankMemory]:
     """What a rank of every pipeline stage will need, in the order of the stages; builds nothing.
 
@@ -71,12 +71,12 @@ def comm_cost(
         "num_microbatches": num_microbatches,
     }
     if isinstance(layout, FSDP2):
-        return fsdp2_layouts.cost(layout, size, **step)
-    return megatron_layouts.cost(layout, size, **step)
+        return fsdp2_layouts.comm_cost(layout, size, **step)
+    return megatron_layouts.comm_cost(layout, size, **step)
 
 
 def memory_savers(layout: EngineLayout, world_size: int) -> Sequence[Mapping[str, Any]]:
     """Changes of keys, each of which may have a rank hold less; not all of them fit every model."""
     if isinstance(layout, FSDP2):
-        return fsdp2_layouts.leaner(layout, world_size)
-    return megatron_layouts.leaner(layout, world_size)
+        return fsdp2_layouts.memory_savers(layout, world_size)
+    return megatron_layouts.memory_savers(layout, world_size)

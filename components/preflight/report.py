@@ -13,7 +13,7 @@ from components.preflight.config_keys import key_rows
 from components.preflight.engine_layouts import mesh_info
 from components.preflight.estimates.step_time import StepWork, parameter_counts, step_time, step_work
 from components.preflight.formatting import as_count, as_seconds, as_size
-from components.preflight.search.candidate import Case
+from components.preflight.search.candidate import Candidate
 from components.preflight.search.rank_groups import group_lines, group_rows
 
 Scalars = Config
@@ -52,7 +52,7 @@ NO_FORECAST = "none of memory and time, which take a layout of FSDP2 or Megatron
 IN_A_LINE = ("groups", "keys", "plan")
 
 
-def survey(case: Case | None, config: Config) -> Report:
+def survey(case: Candidate | None, config: Config) -> Report:
     """Everything that is known of ``case`` before it runs, and who reads each key of ``config``.
 
     None: a layout of neither engine, of which only the keys are known.
@@ -75,18 +75,18 @@ def survey(case: Case | None, config: Config) -> Report:
     return Report(sections, lines(case, work, sections))
 
 
-def layout_section(case: Case) -> Scalars:
+def layout_section(case: Candidate) -> Scalars:
     """Ranks, and the sizes of the mesh, outermost first."""
     dims = mesh_info(case.layout, case.world_size)["dims"]
     return {"ranks": case.world_size, "parallelism": type(case.layout).__name__, **dims}
 
 
-def batch_section(case: Case, work: StepWork) -> Scalars:
+def batch_section(case: Candidate, work: StepWork) -> Scalars:
     """What a step is made of; sequences, tokens and labels are means over the first steps."""
-    workload = case.workload
+    workload = case.microbatch
     return {
         "rows": case.data.global_batch_size,
-        "data_ranks": case.data_size,
+        "data_ranks": case.dp_size,
         "microbatches_per_rank": workload.num_microbatches,
         "rows_per_microbatch": case.micro_batch_size,
         "sequences": work.sequences,
@@ -98,7 +98,7 @@ def batch_section(case: Case, work: StepWork) -> Scalars:
     }
 
 
-def memory_section(case: Case) -> list[Scalars]:
+def memory_section(case: Candidate) -> list[Scalars]:
     """Bytes of a rank of every pipeline stage, a column a part; in host memory what is marked so."""
     ranks = case.memory
     names = list(dict.fromkeys(name for rank in ranks for name in rank.parts))
@@ -114,7 +114,7 @@ def memory_section(case: Case) -> list[Scalars]:
     ]
 
 
-def device_section(case: Case) -> Scalars:
+def device_section(case: Candidate) -> Scalars:
     """What the forecast assumes of a rank's device; speeds are those of one rank."""
     device = case.device
     return {
@@ -127,7 +127,7 @@ def device_section(case: Case) -> Scalars:
     }
 
 
-def step_section(case: Case, work: StepWork) -> Scalars:
+def step_section(case: Candidate, work: StepWork) -> Scalars:
     time = step_time(case, work)
     return {
         "flops": work.flops,
@@ -140,10 +140,10 @@ def step_section(case: Case, work: StepWork) -> Scalars:
     }
 
 
-def lines(case: Case, work: StepWork, sections: Mapping[str, Section]) -> dict[str, str]:
+def lines(case: Candidate, work: StepWork, sections: Mapping[str, Section]) -> dict[str, str]:
     """The same for people, a line a section."""
-    time, workload, device = step_time(case, work), case.workload, case.device
-    counts, most = parameter_counts(case), case.largest
+    time, workload, device = step_time(case, work), case.microbatch, case.device
+    counts, most = parameter_counts(case), case.peak
     dims = mesh_info(case.layout, case.world_size)["dims"]
     mesh = " x ".join(f"{name} {size}" for name, size in dims.items() if size > 1)
     trained = "all" if counts["trainable"] == counts["total"] else as_count(counts["trainable"])
@@ -154,7 +154,7 @@ def lines(case: Case, work: StepWork, sections: Mapping[str, Section]) -> dict[s
         "layout": f"{case.world_size} ranks: {mesh}" if mesh else "1 rank",
         "groups": "; ".join(group_lines(case.layout, case.world_size)),
         "batch": (
-            f"{case.data.global_batch_size} rows a step = {case.data_size} data rank(s) x "
+            f"{case.data.global_batch_size} rows a step = {case.dp_size} data rank(s) x "
             f"{workload.num_microbatches} micro-batch(es) x {case.micro_batch_size} row(s); about "
             f"{work.tokens:,.0f} tokens, {work.labels:,.0f} labels"
         ),

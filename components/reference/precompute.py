@@ -10,8 +10,8 @@ import numpy as np
 from components.contracts.configs import Prepared
 from components.contracts.engine import Engine
 from components.data.audit import show_progress
-from components.data.loader import DataLoader, PreparedData
-from components.data.store.reference_logps import LogpsFile, part_file
+from components.data.loader import PreparedData, TokenDataLoader
+from components.data.store.reference_logps import ReferenceLogps, part_file
 
 
 def precompute(
@@ -42,7 +42,7 @@ def precompute(
         shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed here
     engine.barrier()
     for number, split in enumerate(data.splits):
-        sizes = data.global_batch_size, micro_batch_size, engine.data_rank, engine.data_size
+        sizes = data.global_batch_size, micro_batch_size, engine.dp_rank, engine.dp_size
         target, parts = split.reference(folder), scratch / str(number)
         score(engine, data.loader(split, *sizes), target, parts, visible=writes, beat=beat)
         engine.barrier()  # everybody has written
@@ -55,8 +55,8 @@ def precompute(
 
 def score(
     engine: Engine,
-    loader: DataLoader,
-    target: LogpsFile,
+    loader: TokenDataLoader,
+    target: ReferenceLogps,
     parts: Path,
     *,
     visible: bool,
@@ -75,7 +75,7 @@ def score(
             logps = engine.logps(batches, reference=True)
             if logps is not None:
                 # Not before: other pipeline stages have this data rank too, and nothing to write.
-                file = file or stack.enter_context(part_file(parts, engine.data_rank))
+                file = file or stack.enter_context(part_file(parts, engine.dp_rank))
                 for rows, batch, found in zip(loader.shares(step), batches, logps, strict=True):
                     file.write(target.records(batch, np.concatenate(rows), found, seen).tobytes())
             seen[sequences] = True

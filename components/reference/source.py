@@ -26,27 +26,27 @@ class ReferenceSource:
     choice: Literal["none", "frozen", "adapter_off", "precomputed"]
     model: ModelConfig
     """What the log-probabilities are of, without an adapter."""
-    other: bool
+    is_separate_model: bool
     """Whether this is another model than the one that is trained."""
 
     @property
-    def kept(self) -> Reference:
+    def engine_mode(self) -> Reference:
         """What the engine that trains keeps for reference passes."""
         return "none" if self.choice == "precomputed" else self.choice
 
     @property
     def forward_only_passes(self) -> int:
         """Of a train step."""
-        return 0 if self.kept == "none" else 1
+        return 0 if self.engine_mode == "none" else 1
 
     @property
-    def origin(self) -> str | None:
+    def describe_init(self) -> str | None:
         """Where its weights come from, in words; None: there is no reference."""
         if self.choice == "none":
             return None
-        return f"{OPTION}={self.model.path}" if self.other else self.model.origin
+        return f"{OPTION}={self.model.path}" if self.is_separate_model else self.model.describe_init
 
-    def to_ask(self) -> ModelConfig:
+    def frozen_spec(self) -> ModelConfig:
         """For an engine that never trains it: frozen, without gradients, moments or master weights.
 
         But for its vectors, because an engine trains something; nothing is frozen of a model without any.
@@ -62,7 +62,7 @@ class ReferenceSource:
         Neither on the layout nor on the engine, which they depend on by their rounding alone.
         """
         config = self.model.config().to_dict() | {"_name_or_path": None}
-        weights = [self.model.content(), seed if self.model.drawn else None]
+        weights = [self.model.content_hash(), seed if self.model.is_random_init else None]
         return cache / "reference" / digest([repr(config), weights, dtype, version("transformers")])
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -71,7 +71,7 @@ class ReferenceSource:
         Raises:
             ConfigError: it cannot be read, or has other tokens.
         """
-        assert self.other
+        assert self.is_separate_model
         with about_reference():
             theirs, words = self.model.config(), self.model.load_tokenizer().get_vocab()
             self.model.weights(0)  # opened only: what is missing shows before a rank starts
@@ -130,10 +130,10 @@ def resolve_reference(
             "use stage.reference=frozen."
         )
     if path is None:
-        return ReferenceSource(choice, model, other=False)
+        return ReferenceSource(choice, model, is_separate_model=False)
     with about_reference():
         other = ModelSpec(path=path, init="pretrained", trust_remote_code=model.trust_remote_code)
-    return ReferenceSource(choice, other, other=True)
+    return ReferenceSource(choice, other, is_separate_model=True)
 
 
 @contextmanager

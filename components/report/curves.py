@@ -45,7 +45,7 @@ class Curve:
     def to_json(self) -> dict[str, str]:
         """base64 of little-endian float32; what is None is left out."""
         parts = {name: getattr(self, name) for name in ("steps", "means", "low", "high")}
-        return {name: encode(values) for name, values in parts.items() if values is not None}
+        return {name: encode_array(values) for name, values in parts.items() if values is not None}
 
 
 def thin(steps: Floats, values: Floats, count: int) -> Curve:
@@ -110,5 +110,5 @@ def in_order(steps: Floats, values: Floats, count: int) -> Curve:
     return thin(steps, values, count)
 
 
-def encode(values: Floats) -> str:
+def encode_array(values: Floats) -> str:
     return base64.b64encode(values.astype("<f4").tobytes()).decode()

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from components.contracts.json_types import Config, Json
-from components.report.runs import Entry, Run, fact_tables, read_run
+from components.report.runs import Entry, RunPage, fact_tables, read_run
 
 ASSETS = Path(__file__).parent
 FIRST_CHARTS = (
@@ -38,7 +38,7 @@ POINTS, MOST_POINTS, FEWEST_POINTS = 30_000, 333, 30
 """Means of one metric: of all runs together, and of each. Each mean comes with its two extremes."""
 
 
-def write_page(title: str, entries: Sequence[Entry], output: Path) -> list[Run]:
+def write_page(title: str, entries: Sequence[Entry], output: Path) -> list[RunPage]:
     """Reads the runs of ``entries`` and writes the page; returns what was read, for a summary."""
     points = min(max(POINTS // len(entries), FEWEST_POINTS), MOST_POINTS)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of it is Arrow, which runs beside Python
@@ -73,14 +73,14 @@ def without_infinities(data: object) -> object:
     return json.loads(json.dumps(data), parse_constant=str)
 
 
-def page_data(title: str, runs: Sequence[Run]) -> Json:
+def page_data(title: str, runs: Sequence[RunPage]) -> Json:
     documents: list[object] = []
     keys = chart_keys(runs)
     common, differing = split_configs(runs)
     return {
         "title": title,
         "written": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "columns": varied([run.overrides for run in runs]),
+        "columns": varied_keys([run.overrides for run in runs]),
         "common": common,
         "documents": documents,
         "runs": [
@@ -102,7 +102,7 @@ def page_data(title: str, runs: Sequence[Run]) -> Json:
     }
 
 
-def shown(run: Run, documents: list[object]) -> Json:
+def shown(run: RunPage, documents: list[object]) -> Json:
     """One run; long tables that runs share are in ``documents``, once."""
     entry, results, words = run.entry, run.results, run.facts.get("overrides")
     loss = results.get("eval/loss", results.get("train/loss")) if entry.loss is None else entry.loss
@@ -118,8 +118,8 @@ def shown(run: Run, documents: list[object]) -> Json:
         "results": {key: finite(value) for key, value in results.items()},
         "command": None if words is None else shlex.join(["python", "-m", "runner", *words]),
         "facts": fact_tables(run.facts),
-        "audit": kept(documents, audit_tables(run.audit)),
-        "preflight": kept(documents, run.preflight),
+        "audit": limited_documents(documents, audit_tables(run.audit)),
+        "preflight": limited_documents(documents, run.preflight),
         "logs": run.logs,
         "missing": run.missing,
     }
@@ -129,7 +129,7 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def kept(documents: list[object], document: object) -> int | None:
+def limited_documents(documents: list[object], document: object) -> int | None:
     """Its place in ``documents``."""
     if not document:
         return None
@@ -139,13 +139,13 @@ def kept(documents: list[object], document: object) -> int | None:
     return documents.index(document)
 
 
-def chart_keys(runs: Sequence[Run]) -> list[str]:
+def chart_keys(runs: Sequence[RunPage]) -> list[str]:
     """The usual ones first, then what else was logged and is not always zero."""
     logged = {key for run in runs for key, curve in run.curves.items() if curve.means.any()} - COUNTERS
     return [key for key in FIRST_CHARTS if key in logged] + sorted(logged - {*FIRST_CHARTS})
 
 
-def varied(mappings: Sequence[Config]) -> list[str]:
+def varied_keys(mappings: Sequence[Config]) -> list[str]:
     """Keys that do not have one value everywhere; of a single mapping, all."""
     keys = list(dict.fromkeys(key for mapping in mappings for key in mapping))
     if len(mappings) == 1:
@@ -153,12 +153,12 @@ def varied(mappings: Sequence[Config]) -> list[str]:
     return [key for key in keys if len({json.dumps(mapping.get(key)) for mapping in mappings}) > 1]
 
 
-def split_configs(runs: Iterable[Run]) -> tuple[Json, list[str]]:
+def split_configs(runs: Iterable[RunPage]) -> tuple[Json, list[str]]:
     """What every config has in common, and the keys in which configs differ."""
     configs = [run.config for run in runs if run.config]
     if len(configs) < 2:
         return (configs[0] if configs else {}), []
-    differing = varied(configs)
+    differing = varied_keys(configs)
     return {key: value for key, value in configs[0].items() if key not in set(differing)}, differing
 
 

@@ -39,7 +39,7 @@ class Entry:
 
 
 @dataclass
-class Run:
+class RunPage:
     """What the page shows of one run; ``missing`` says what could not be read, and why."""
 
     entry: Entry
@@ -86,9 +86,9 @@ class Run:
         return max(ends, default=self.results.get("step"))
 
 
-def read_run(entry: Entry, points: int) -> Run:
+def read_run(entry: Entry, points: int) -> RunPage:
     """Everything there is, with ``points`` means of a curve at most; what is not is in ``missing``."""
-    run = Run(entry)
+    run = RunPage(entry)
     if entry.folder is None:
         return run
     if not entry.folder.is_dir():
@@ -106,17 +106,17 @@ def read_run(entry: Entry, points: int) -> Run:
             run.missing.append(f"{name} cannot be read: {str(error).splitlines()[0]}")
         return None
 
-    run.facts = part("run.json", read_json) or {}
+    run.facts = part("run.json", read_optional_json) or {}
     run.config = dict(flat("", part("config.yaml", read_yaml) or {}))
-    run.audit = part("audit.json", read_json)
-    run.preflight = part("preflight.json", read_json)
+    run.audit = part("audit.json", read_optional_json)
+    run.preflight = part("preflight.json", read_optional_json)
     run.curves = part("metrics.jsonl", partial(read_curves, count=points)) or {}
     if run.status != "done":
-        run.logs = last_words(folder)
+        run.logs = failure_excerpt(folder)
     return run
 
 
-def read_json(path: Path) -> Json:
+def read_optional_json(path: Path) -> Json:
     found = json.loads(path.read_text())
     if not isinstance(found, dict):
         raise ValueError("holds no object")
@@ -144,12 +144,12 @@ def fact_tables(facts: Json) -> dict[str, Json]:
     return {"run": short, "versions": facts.get("versions", {})} if facts else {}
 
 
-def last_words(folder: Path) -> dict[str, str]:
+def failure_excerpt(folder: Path) -> dict[str, str]:
     """What ranks failed of, and the ends of their logs."""
     found = {}
     for path in sorted(folder.glob("logs/error_*.json")):
         try:
-            found[path.name] = last_lines(read_json(path).get("text", "").strip(" :"))
+            found[path.name] = last_lines(read_optional_json(path).get("text", "").strip(" :"))
         except (OSError, ValueError):
             continue  # a rank was ended while it wrote
     for path in [folder / "train.log", *sorted(folder.glob("logs/rank_*.log"))]:

@@ -13,8 +13,8 @@ from omegaconf import DictConfig, open_dict
 
 from components.contracts.errors import ConfigError
 from hydra_plugins.runner_sweeps.local_job import COMMAND, to_pass_on
-from runner.sweeps.job_record import SWEEP_FOLDER, Point, read_outcome
-from runner.sweeps.local_jobs import Job, run_jobs
+from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob, read_job_record
+from runner.sweeps.local_jobs import LocalJob, run_jobs
 
 
 class LocalLauncher(Launcher):
@@ -36,21 +36,21 @@ class LocalLauncher(Launcher):
         setup_globals()
         jobs = [self.job(n, overrides) for n, overrides in enumerate(job_overrides, initial_job_idx)]
         run_jobs(jobs, self.jobs)
-        return [returned(job.point) for job in jobs]
+        return [returned(job.sweep_job) for job in jobs]
 
-    def job(self, number: int, overrides: Sequence[str]) -> Job:
-        from runner.cli import as_typed
+    def job(self, number: int, overrides: Sequence[str]) -> LocalJob:
+        from runner.cli import as_given
 
         config = self.loader.load_sweep_config(self.config, list(overrides))
         with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = number
-        point = Point(Path(os.environ[SWEEP_FOLDER]), number, as_typed(config.hydra))
-        return Job(point, COMMAND, to_pass_on(sys.argv, config))
+        point = SweepJob(Path(os.environ[SWEEP_FOLDER]), number, as_given(config.hydra))
+        return LocalJob(point, COMMAND, to_pass_on(sys.argv, config))
 
 
-def returned(point: Point) -> JobReturn:
+def returned(point: SweepJob) -> JobReturn:
     """Completed, whatever happened: Hydra would show the first failure and nothing else."""
-    loss = read_outcome(point.path).loss
+    loss = read_job_record(point.path).loss
     answer = JobReturn(overrides=point.overrides, status=JobStatus.COMPLETED)
     answer.return_value = math.nan if loss is None else loss
     return answer

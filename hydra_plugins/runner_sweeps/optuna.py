@@ -15,10 +15,16 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from components.contracts.errors import ConfigError
-from hydra_plugins.runner_sweeps.optuna_study import ask, make_pruner, make_sampler, open_study, tell
-from hydra_plugins.runner_sweeps.search_space import Space
+from hydra_plugins.runner_sweeps.optuna_study import (
+    ask_trial,
+    make_pruner,
+    make_sampler,
+    open_study,
+    tell_trial,
+)
+from hydra_plugins.runner_sweeps.search_space import SearchSpace
 from runner.distribution import pip_install
-from runner.sweeps.job_record import SWEEP_FOLDER, Outcome, Point, read_outcome
+from runner.sweeps.job_record import SWEEP_FOLDER, JobRecord, SweepJob, read_job_record
 from runner.sweeps.pruner import leave_no_pruner, leave_pruner
 
 if TYPE_CHECKING:
@@ -74,7 +80,7 @@ class OptunaSweeper(Sweeper):
         sweep = Path(os.environ[SWEEP_FOLDER])
         given = [f"{key}={value}" for key, value in self.params.items()]
         parser = OverridesParser.create(config_loader=self.loader)
-        space = Space.of(parser.parse_overrides([*given, *arguments]))
+        space = SearchSpace.of(parser.parse_overrides([*given, *arguments]))
         with only_command(sweep):
             self.check(space)
             study = open_study(sweep, space)
@@ -83,7 +89,7 @@ class OptunaSweeper(Sweeper):
             while new := self.chosen(study, space):
                 self.launch(study, space, sweep, new)
 
-    def check(self, space: Space) -> None:
+    def check(self, space: SearchSpace) -> None:
         """Everything that is known before the first job."""
         space.distributions()
         make_sampler(self.sampler, self.sampler_options, self.seed, 0, space)
@@ -102,23 +108,27 @@ class OptunaSweeper(Sweeper):
             options = {"pruner": self.pruner, "pruner_options": dict(self.pruner_options or {})}
             leave_pruner(sweep, PRUNER, {"sweep": str(sweep)} | options)
 
-    def chosen(self, study: "Study", space: Space) -> "list[FrozenTrial]":
+    def chosen(self, study: "Study", space: SearchSpace) -> "list[FrozenTrial]":
         """The next trials, ``n_jobs`` of them where so many are left."""
         known, last = len(study.get_trials(deepcopy=False)), self.n_trials
         if self.sampler == "grid":
             last = min(last, space.size())
         return [
-            ask(study, space, make_sampler(self.sampler, self.sampler_options, self.seed, number, space))
+            ask_trial(
+                study, space, make_sampler(self.sampler, self.sampler_options, self.seed, number, space)
+            )
             for number in range(known, min(known + self.n_jobs, last))
         ]
 
-    def launch(self, study: "Study", space: Space, sweep: Path, trials: "Sequence[FrozenTrial]") -> None:
+    def launch(
+        self, study: "Study", space: SearchSpace, sweep: Path, trials: "Sequence[FrozenTrial]"
+    ) -> None:
         for group in consecutive(trials):
             jobs = [space.overrides(trial.params) for trial in group]
             for answer in self.launcher.launch(jobs, initial_job_idx=group[0].number):
                 assert answer.return_value is not None  # raises what a job could not write down
             for trial in group:
-                tell(study, trial, outcome_of(sweep, trial))
+                tell_trial(study, trial, outcome_of(sweep, trial))
 
 
 def unfinished(study: "Study", sweep: Path) -> "list[FrozenTrial]":
@@ -126,12 +136,12 @@ def unfinished(study: "Study", sweep: Path) -> "list[FrozenTrial]":
     from optuna.trial import TrialState
 
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    return [trial for trial in running if not tell(study, trial, outcome_of(sweep, trial))]
+    return [trial for trial in running if not tell_trial(study, trial, outcome_of(sweep, trial))]
 
 
-def outcome_of(sweep: Path, trial: "FrozenTrial") -> Outcome | None:
-    path = Point(sweep, trial.number, ()).path
-    return read_outcome(path) if path.exists() else None
+def outcome_of(sweep: Path, trial: "FrozenTrial") -> JobRecord | None:
+    path = SweepJob(sweep, trial.number, ()).path
+    return read_job_record(path) if path.exists() else None
 
 
 def consecutive(trials: "Sequence[FrozenTrial]") -> "Iterator[list[FrozenTrial]]":

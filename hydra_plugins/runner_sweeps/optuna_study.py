@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from components.contracts.errors import ConfigError
-from hydra_plugins.runner_sweeps.search_space import Space
+from hydra_plugins.runner_sweeps.search_space import SearchSpace
 from runner.config.sources import did_you_mean
-from runner.sweeps.job_record import Outcome
+from runner.sweeps.job_record import JobRecord
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -35,7 +35,7 @@ def storage_in(sweep: Path) -> "JournalStorage":
     return optuna.storages.JournalStorage(JournalFileBackend(str(sweep / JOURNAL)))
 
 
-def open_study(sweep: Path, space: Space) -> "Study":
+def open_study(sweep: Path, space: SearchSpace) -> "Study":
     """The study of ``sweep``, made where there is none.
 
     Raises:
@@ -44,7 +44,7 @@ def open_study(sweep: Path, space: Space) -> "Study":
     import optuna
 
     study = optuna.create_study(storage=storage_in(sweep), study_name=NAME, load_if_exists=True)
-    before, now = study.user_attrs.get(SEARCHES), space.described()
+    before, now = study.user_attrs.get(SEARCHES), space.to_json()
     if before is None:
         study.set_user_attr(SEARCHES, now)
     elif before != now:
@@ -56,7 +56,7 @@ def open_study(sweep: Path, space: Space) -> "Study":
     return study
 
 
-def ask(study: "Study", space: Space, sampler: "BaseSampler") -> "FrozenTrial":
+def ask_trial(study: "Study", space: SearchSpace, sampler: "BaseSampler") -> "FrozenTrial":
     """The next trial, whose number is how many there were."""
     from optuna.samplers import RandomSampler
 
@@ -66,23 +66,23 @@ def ask(study: "Study", space: Space, sampler: "BaseSampler") -> "FrozenTrial":
     return study.get_trials(deepcopy=False)[number]
 
 
-def tell(study: "Study", trial: "FrozenTrial", outcome: Outcome | None) -> bool:
+def tell_trial(study: "Study", trial: "FrozenTrial", record: JobRecord | None) -> bool:
     """What became of ``trial``; returns whether that was its end, or it is to run again."""
     from optuna.trial import TrialState
 
-    if outcome is None or outcome.status not in FINISHED:
+    if record is None or record.status not in FINISHED:
         return False
-    if outcome.status == "pruned":
+    if record.status == "pruned":
         study.tell(trial.number, state=TrialState.PRUNED)
-    elif outcome.status == "done" and outcome.loss is not None:
-        study.tell(trial.number, outcome.loss)
+    elif record.status == "done" and record.loss is not None:
+        study.tell(trial.number, record.loss)
     else:
         study.tell(trial.number, state=TrialState.FAIL)
     return True
 
 
 def make_sampler(
-    name: str, options: Mapping[str, object] | None, seed: int, number: int, space: Space
+    name: str, options: Mapping[str, object] | None, seed: int, number: int, space: SearchSpace
 ) -> "BaseSampler":
     """For trial ``number`` alone, such that a search that was interrupted draws what it would have drawn.
 
@@ -96,7 +96,7 @@ def make_sampler(
         "random": partial(RandomSampler, seed=seed + number),
         "grid": partial(GridSampler, space.grid() if name == "grid" else {}, seed=seed),
     }
-    return made("sampler", name, kinds, options)
+    return make_optuna("sampler", name, kinds, options)
 
 
 def make_pruner(name: str, options: Mapping[str, object] | None) -> "BasePruner | None":
@@ -112,10 +112,10 @@ def make_pruner(name: str, options: Mapping[str, object] | None) -> "BasePruner 
         "median": MedianPruner,
         "asha": SuccessiveHalvingPruner,
     }
-    return made("pruner", name, kinds, options)
+    return make_optuna("pruner", name, kinds, options)
 
 
-def made(
+def make_optuna(
     key: str, name: str, kinds: Mapping[str, Callable[..., T]], options: Mapping[str, object] | None
 ) -> T:
     if name not in kinds:

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """The overrides of a command, by key: those that all jobs have, and those that vary."""
 
     fixed: tuple[str, ...]
     swept: Mapping[str, Override]
 
     @classmethod
-    def of(cls, overrides: Sequence[Override]) -> "Space":
+    def of(cls, overrides: Sequence[Override]) -> "SearchSpace":
         """A key that is given twice is what it was given last.
 
         Raises:
@@ -41,7 +41,7 @@ class Space:
         """Those of one job."""
         return [*self.fixed, *(f"{key}={values[key]}" for key in self.swept)]
 
-    def described(self) -> list[str]:
+    def to_json(self) -> list[str]:
         """The same for commands that search the same."""
         return sorted([*self.fixed, *(str(override.input_line) for override in self.swept.values())])
 

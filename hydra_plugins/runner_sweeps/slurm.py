@@ -17,13 +17,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from components.contracts.errors import ConfigError
-from runner.config.sources import Provenance
+from runner.config.sources import ConfigSources
 from runner.distribution import pip_install
-from runner.sweeps.job_record import SWEEP_FOLDER, read_outcome
+from runner.sweeps.job_record import SWEEP_FOLDER, read_job_record
 
 if TYPE_CHECKING:
     from runner.sweeps.slurm.job import SlurmJob
-    from runner.sweeps.slurm.sbatch import Allocation
+    from runner.sweeps.slurm.sbatch import SbatchOptions
 
 
 class SlurmLauncher(Launcher):
@@ -48,20 +48,20 @@ class SlurmLauncher(Launcher):
         configs = [self.compose(words, initial_job_idx + i) for i, words in enumerate(job_overrides)]
         jobs = [job for config in configs if (job := accepted(config, allocation)) is not None]
         if allocation.dry_run:
-            from runner.sweeps.slurm.dry_run import show
+            from runner.sweeps.slurm.dry_run import print_dry_run
 
-            show(allocation, sweep / "slurm", jobs)
+            print_dry_run(allocation, sweep / "slurm", jobs)
         elif jobs:
             submit(allocation, sweep / "slurm", jobs)
         return [returned(config, sweep) for config in configs]
 
-    def allocation(self) -> "Allocation":
+    def allocation(self) -> "SbatchOptions":
         """
         Raises:
             ConfigError: a key of ``hydra.launcher`` is not what it should be, or submitit is not installed.
         """
         from runner.config.instantiate import construct
-        from runner.sweeps.slurm.sbatch import Allocation
+        from runner.sweeps.slurm.sbatch import SbatchOptions
 
         try:
             import submitit  # noqa: F401
@@ -70,7 +70,7 @@ class SlurmLauncher(Launcher):
                 f"hydra/launcher=slurm: submits through submitit; {pip_install('slurm')}."
             ) from error
         options: Any = OmegaConf.to_container(OmegaConf.create(self.options), resolve=True)
-        return construct(Allocation, "hydra.launcher", options, Provenance())
+        return construct(SbatchOptions, "hydra.launcher", options, ConfigSources())
 
     def compose(self, overrides: Sequence[str], number: int) -> DictConfig:
         config = self.context.config_loader.load_sweep_config(self.config, list(overrides))
@@ -79,7 +79,7 @@ class SlurmLauncher(Launcher):
         return config
 
 
-def accepted(config: DictConfig, allocation: "Allocation") -> "SlurmJob | None":
+def accepted(config: DictConfig, allocation: "SbatchOptions") -> "SlurmJob | None":
     """The job of one composed config; None where it is refused, which its outcome tells then."""
     from runner.cli import explained, provenance, resolved
     from runner.sweeps.slurm.job import SlurmJob
@@ -92,21 +92,23 @@ def accepted(config: DictConfig, allocation: "Allocation") -> "SlurmJob | None":
             job.check(allocation.ranks, allocation.gpus_per_node or 0)
         except (ConfigError, OmegaConfBaseException) as error:
             explained(error)
-            assert where.point is not None
-            where.point.began()
-            where.point.ended("refused", error=str(error), seconds=0.0)
+            assert where.sweep_job is not None
+            where.sweep_job.mark_running()
+            where.sweep_job.finish("refused", error=str(error), seconds=0.0)
             return None
     return job
 
 
-def submit(allocation: "Allocation", folder: Path, jobs: Sequence["SlurmJob"]) -> None:
+def submit(allocation: "SbatchOptions", folder: Path, jobs: Sequence["SlurmJob"]) -> None:
     """Submits ``jobs`` and returns when all are over."""
-    from runner.sweeps.slurm.job_array import Array, Submitted
+    from runner.sweeps.slurm.job_array import JobArray, SubmittedJob
 
     numbers = allocation.submit(folder, jobs)
-    submitted = [Submitted(number, job.point, folder) for number, job in zip(numbers, jobs, strict=True)]
+    submitted = [
+        SubmittedJob(number, job.sweep_job, folder) for number, job in zip(numbers, jobs, strict=True)
+    ]
     print(f"jobs submitted: {len(jobs)}; scripts and logs: {folder}", flush=True)
-    Array(submitted).wait()
+    JobArray(submitted).wait()
 
 
 @contextmanager
@@ -131,9 +133,9 @@ def without_hydra(config: DictConfig) -> DictConfig:
 def returned(config: DictConfig, sweep: Path) -> JobReturn:
     """What a sweeper is told of a job; Hydra would raise for a failed one, and hide the others."""
     path = sweep / "jobs" / f"{config.hydra.job.num}.json"
-    outcome = read_outcome(path) if path.exists() else None
-    ended = outcome is not None and outcome.status in {"done", "pruned"}
-    loss = outcome.loss if outcome is not None and ended else None
+    record = read_job_record(path) if path.exists() else None
+    ended = record is not None and record.status in {"done", "pruned"}
+    loss = record.loss if record is not None and ended else None
     answer = JobReturn(
         overrides=list(config.hydra.overrides.task), cfg=without_hydra(config), status=JobStatus.COMPLETED
     )

@@ -9,18 +9,18 @@ from omegaconf import DictConfig
 from components.contracts.errors import ConfigError
 from runner.launch.slurm_env import MAX_REQUEUES
 from runner.sweeps.job_record import SWEEP_FOLDER
-from runner.sweeps.sweep import begin
+from runner.sweeps.sweep import create_sweep
 
 
 class SweepFolder(Callback):
     """Makes the folder of the sweep known to its jobs, wherever they run."""
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
-        from runner.cli import as_typed, explained
+        from runner.cli import as_given, explained
 
         folder = Path(config.hydra.sweep.dir).absolute()
         try:
-            begin(folder, as_typed(config.hydra))
+            create_sweep(folder, as_given(config.hydra))
         except OSError as error:
             mistake = ConfigError(
                 f"run.output_dir: cannot make {folder}: {error.strerror}; name another folder."

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from components.contracts.errors import ConfigError
 from runner.cli import exit_code
-from runner.config.sources import Provenance, did_you_mean
+from runner.config.sources import ConfigSources, did_you_mean
 
 KEYS = {
     "checkpoint": None,
@@ -76,21 +76,23 @@ def export(arguments: Sequence[str]) -> None:
 def export_checkpoint(given: Mapping[str, str]) -> Path:
     """The folder that was written, from the checkpoint and the config of its run."""
     from components.adapters.merge import new_folder
-    from components.checkpoint import whole_checkpoint
-    from components.checkpoint.to_hf import Trained
+    from components.checkpoint import resolve_checkpoint
+    from components.checkpoint.to_hf import CheckpointModel
     from runner.config.instantiate import build_component
-    from runner.launch.run_dir import read_config
+    from runner.launch.run_dir import read_run_config
     from runner.training.rank import DTYPES
 
-    point = whole_checkpoint("checkpoint", given["checkpoint"])
+    point = resolve_checkpoint("checkpoint", given["checkpoint"])
     run = point.parent.parent
     if not (run / "config.yaml").is_file():
         raise ConfigError(
             f"checkpoint: {run} has no config.yaml, which says what the model is; give one in a run's folder."
         )
-    config, target = read_config(run), new_folder(given["output"])
-    model, adapter = (build_component(group, config[group], Provenance()) for group in ("model", "adapter"))
-    trained = Trained(
+    config, target = read_run_config(run), new_folder(given["output"])
+    model, adapter = (
+        build_component(group, config[group], ConfigSources()) for group in ("model", "adapter")
+    )
+    trained = CheckpointModel(
         model, adapter, point, run, config["run"]["seed"], config["checkpoint"].get("init_from")
     )
     stored = DTYPES[config["run"]["dtype"]]

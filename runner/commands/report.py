@@ -13,7 +13,7 @@ from typing import NoReturn
 from components.contracts.errors import ConfigError
 from components.report import Entry, write_page
 from runner.cli import exit_code
-from runner.sweeps.job_record import Outcome, read_outcomes
+from runner.sweeps.job_record import JobRecord, read_job_records
 
 
 def report(arguments: Sequence[str]) -> None:
@@ -62,8 +62,8 @@ def entries(folder: Path) -> list[Entry]:
     """
     if (folder / "run.json").is_file():
         return [Entry(0, folder)]
-    if outcomes := read_outcomes(folder):
-        return [entry(folder, outcome) for outcome in outcomes]
+    if records := read_job_records(folder):
+        return [entry(folder, record) for record in records]
     found = sorted(
         {*folder.glob("*/run.json"), *folder.glob("*/*/run.json")}, key=lambda path: path.parts[-2]
     )
@@ -74,15 +74,15 @@ def entries(folder: Path) -> list[Entry]:
     return [Entry(number, path.parent) for number, path in enumerate(found)]
 
 
-def entry(sweep: Path, outcome: Outcome) -> Entry:
+def entry(sweep: Path, record: JobRecord) -> Entry:
     return Entry(
-        number=outcome.number,
-        folder=None if outcome.folder is None else where_now(sweep, Path(outcome.folder)),
-        overrides=outcome.overrides,
-        status=outcome.status,
-        loss=outcome.loss,
-        error=outcome.error,
-        seconds=outcome.seconds,
+        number=record.number,
+        folder=None if record.folder is None else where_now(sweep, Path(record.folder)),
+        overrides=record.overrides,
+        status=record.status,
+        loss=record.loss,
+        error=record.error,
+        seconds=record.seconds,
     )
 
 

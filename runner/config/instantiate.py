@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from hydra.utils import get_object
 from pydantic import TypeAdapter, ValidationError
 
-from components.checkpoint import whole_checkpoint
+from components.checkpoint import resolve_checkpoint
 from components.contracts.configs import AdapterConfig, DataConfig, ModelConfig, OptimizerConfig
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
@@ -28,7 +28,7 @@ from runner.config.run_config import (
     check_restarts,
     watched_metric,
 )
-from runner.config.sources import Provenance, did_you_mean
+from runner.config.sources import ConfigSources, did_you_mean
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class Experiment:
     """By name, any number of them."""
 
 
-def build_experiment(config: Config, where: Provenance) -> Experiment:
+def build_experiment(config: Config, where: ConfigSources) -> Experiment:
     """Builds the descriptions of all groups.
 
     Raises:
@@ -85,7 +85,7 @@ def build_experiment(config: Config, where: Provenance) -> Experiment:
     watched_metric(experiment.run, experiment.checkpoint, experiment.early_stopping)
     if experiment.checkpoint.init_from is None:
         return experiment
-    point = whole_checkpoint("checkpoint.init_from", experiment.checkpoint.init_from)  # the newest now
+    point = resolve_checkpoint("checkpoint.init_from", experiment.checkpoint.init_from)  # the newest now
     return replace(
         experiment,
         checkpoint=replace(experiment.checkpoint, init_from=str(point)),
@@ -93,7 +93,7 @@ def build_experiment(config: Config, where: Provenance) -> Experiment:
     )
 
 
-def build_loggers(nodes: object, where: Provenance) -> dict[str, LoggerSpec]:
+def build_loggers(nodes: object, where: ConfigSources) -> dict[str, LoggerSpec]:
     """Each by its name, ``logger.NAME``."""
     if not isinstance(nodes, Mapping):
         raise ConfigError(
@@ -108,7 +108,7 @@ def build_loggers(nodes: object, where: Provenance) -> dict[str, LoggerSpec]:
     return {name: build_component(f"logger.{name}", node, where) for name, node in nodes.items()}
 
 
-def build_component(group: str, node: Config, where: Provenance) -> Any:
+def build_component(group: str, node: Config, where: ConfigSources) -> Any:
     """The object that ``node['_target_']`` names, called with the other keys."""
     path = node.get("_target_") if isinstance(node, Mapping) else None
     if not isinstance(path, str):
@@ -123,7 +123,7 @@ def build_component(group: str, node: Config, where: Provenance) -> Any:
     return construct(target, group, {k: v for k, v in node.items() if k != "_target_"}, where)
 
 
-def construct(target: Callable[..., T], group: str, values: Config, where: Provenance) -> T:
+def construct(target: Callable[..., T], group: str, values: Config, where: ConfigSources) -> T:
     """``target(**values)`` after binding and type-checking every value against the signature."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{group} ({where.of(group)}): must be a mapping of keys, got {values!r}.")
@@ -140,10 +140,10 @@ def construct(target: Callable[..., T], group: str, values: Config, where: Prove
         required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
         if required and key not in values:
             raise ConfigError(f"{group}.{key} ({where.of(group)}): is missing; set {group}.{key}=VALUE.")
-    return target(**{k: typed(f"{group}.{k}", v, hints.get(k, object), where) for k, v in values.items()})
+    return target(**{k: coerce(f"{group}.{k}", v, hints.get(k, object), where) for k, v in values.items()})
 
 
-def typed(name: str, value: object, annotation: Any, where: Provenance) -> Any:
+def coerce(name: str, value: object, annotation: Any, where: ConfigSources) -> Any:
     """``value`` as ``annotation``: strictly (no text for a number), but a list may become a tuple."""
     if isinstance(annotation, type) and is_dataclass(annotation) and isinstance(value, Mapping):
         return construct(annotation, name, value, where)

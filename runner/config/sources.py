@@ -7,14 +7,14 @@ from pathlib import Path
 
 import yaml
 
-from runner.sweeps.job_record import Point
+from runner.sweeps.job_record import SweepJob
 
 COMMAND_LINE = "the command line"
 CONFIG = "conf/config.yaml"
 
 
 @dataclass(frozen=True)
-class Provenance:
+class ConfigSources:
     """What the composition of one config was made of."""
 
     choices: Mapping[str, str] = field(default_factory=dict)
@@ -23,7 +23,7 @@ class Provenance:
     """Of the command line, as typed."""
     search_path: tuple[Path, ...] = ()
     """Folders of YAML files, the first has precedence."""
-    point: Point | None = None
+    sweep_job: SweepJob | None = None
     """The run's place in a sweep; None: it stands for itself."""
 
     def of(self, key: str) -> str:

@@ -12,26 +12,26 @@ from rich.console import Console
 from torch import nn
 
 from components import preflight
-from components.checkpoint import Resume, RunIdentity, check_whole, newest_undamaged
+from components.checkpoint import Resume, RunIdentity, newest_valid, verify_checkpoint
 from components.contracts.configs import AdapterConfig, Prepared
 from components.contracts.json_types import Config
 from components.loggers import terminal
 from components.rank_info import RankInfo, check_place
 from components.reference.source import ReferenceSource, about_reference, resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
-from runner.config.sources import Provenance
-from runner.launch.plan import Inspected, make_case
+from runner.config.sources import ConfigSources
+from runner.launch.plan import PreparedRun, make_candidate
 from runner.launch.restart import begun_by_this_job
 from runner.logging_setup import log_to
 from runner.training.rank import engine_options
 
 
 @dataclass(frozen=True)
-class Launch:
+class RunPreparation:
     """A composed experiment, its device and its number of ranks."""
 
     config: Config
-    where: Provenance
+    where: ConfigSources
     command: Sequence[str]
     began: float
     """Seconds since the epoch; ``run.max_time`` counts from there."""
@@ -44,7 +44,7 @@ class Launch:
     note: str | None = None
     """What was assumed of a run that is only forecast."""
 
-    def inspect(self) -> Inspected:
+    def inspect(self) -> PreparedRun:
         """Checks everything that can be checked here, and prepares the data."""
         model = self.check_components()
         with log_to(None, self.console):
@@ -54,7 +54,7 @@ class Launch:
         identity, run = self.identity(model, data), self.experiment.run
         own = begun_by_this_job(Path(run.output_dir, run.name), self.command, os.environ)
         resume = self.resume_point(own, identity, data)
-        case = make_case(
+        case = make_candidate(
             self.experiment,
             self.reference,
             model,
@@ -63,25 +63,25 @@ class Launch:
             kind=self.device,
             local_ranks=self.experiment.preflight.devices or self.local_ranks,
         )
-        return Inspected(data, identity, resume, own, case)
+        return PreparedRun(data, identity, resume, own, case)
 
     def check_components(self) -> nn.Module:
         """Each by itself and with the layout; returns the model, on the meta device."""
         run, experiment = self.experiment.run, self.experiment
         if experiment.preflight.mode != "plan":  # which looks for another layout
-            data_size = experiment.parallelism.data_size(self.world_size)
-            preflight.check_batch(run.global_batch_size, run.micro_batch_size, data_size)
+            dp_size = experiment.parallelism.dp_size(self.world_size)
+            preflight.check_batch(run.global_batch_size, run.micro_batch_size, dp_size)
         preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
-        preflight.check_further_tokens(experiment.model.mtp.num_layers, experiment.stage.kind)
+        preflight.check_mtp_stage(experiment.model.mtp.num_layers, experiment.stage.kind)
         for logger in experiment.logger.values():
             logger.check()
         model = experiment.model.meta_model
         preflight.check_adapter(experiment.adapter, model, experiment.model.moe.bias_update_rate)
         self.check_layout(model, experiment.adapter)
         if (init_from := experiment.checkpoint.init_from) is not None and experiment.checkpoint.verify:
-            check_whole(Path(init_from), checksums=True, option="checkpoint.init_from")
+            verify_checkpoint(Path(init_from), checksums=True, option="checkpoint.init_from")
         experiment.model.weights(run.seed)  # opened only: what is missing shows before a rank starts
-        if self.reference.other:
+        if self.reference.is_separate_model:
             with about_reference():
                 self.check_layout(self.reference.model.meta_model)
             self.reference.check(model.config, experiment.model.load_tokenizer())
@@ -98,35 +98,35 @@ class Launch:
     def identity(self, model: nn.Module, data: Prepared) -> RunIdentity:
         run = self.experiment.run
         return RunIdentity(
-            model=self.experiment.model.signature(model),
+            model=self.experiment.model.shape_hash(model),
             data=data.identity,
             optimizer=type(self.experiment.optimizer).__name__.lower(),
-            reference=self.reference.origin,
+            reference=self.reference.describe_init,
             seed=run.seed,
             global_batch_size=run.global_batch_size,
-            **self.frozen(model),
+            **self.frozen_identity(model),
         )
 
-    def frozen(self, model: nn.Module) -> dict[str, str]:
+    def frozen_identity(self, model: nn.Module) -> dict[str, str]:
         """The part of the run's identity that is there where a part of the model is not trained."""
         experiment = self.experiment
         if experiment.adapter is not None:
-            trained = experiment.adapter.signature(model)
+            trained = experiment.adapter.shape_hash(model)
         elif experiment.model.freeze:
-            trained = experiment.model.trained_signature(model)
+            trained = experiment.model.trained_shape_hash(model)
         else:
             return {}
-        return {"trained": trained, "base": experiment.model.content()}
+        return {"trained": trained, "base": experiment.model.content_hash()}
 
     def resume_point(self, own: Path | None, identity: RunIdentity, data: Prepared) -> Path | None:
         """The checkpoint to go on from, where the run has steps left from there; None: a new run."""
         experiment, run, checkpoint = self.experiment, self.experiment.run, self.experiment.checkpoint
         with log_to(None, self.console):
-            saved = None if own is None else newest_undamaged(own / "checkpoints")
+            saved = None if own is None else newest_valid(own / "checkpoints")
             asked = Resume(
                 str(saved or checkpoint.resume), verify=checkpoint.verify, force=checkpoint.allow_mismatch
             )
-            resume = asked.point(Path(run.output_dir), run.name, identity)
+            resume = asked.resolve(Path(run.output_dir), run.name, identity)
         # The same run was checked when it began; its export may be all that is left.
         if saved is not None:
             return resume
@@ -158,8 +158,8 @@ class Launch:
 
 
 def check_launch(
-    config: Config, where: Provenance, command: Sequence[str], began: float | None = None
-) -> Launch:
+    config: Config, where: ConfigSources, command: Sequence[str], began: float | None = None
+) -> RunPreparation:
     """Build the experiment of ``config`` and check the options that concern no component of it.
 
     Raises:
@@ -182,9 +182,9 @@ def check_launch(
         preflight.check_ranks(world_size, device, local_ranks)
     preflight.check_restarts(run.max_restarts, place.launched)
     preflight.check_shared_name(
-        checkpoint.resume, of_sweep=where.point is not None, named=where.given("run.name")
+        checkpoint.resume, of_sweep=where.sweep_job is not None, named=where.given("run.name")
     )
-    launch = Launch(
+    launch = RunPreparation(
         config=config,
         where=where,
         command=command,
@@ -201,10 +201,10 @@ def check_launch(
     return launch
 
 
-def with_assumed_batch(launch: Launch) -> Launch:
+def with_assumed_batch(launch: RunPreparation) -> RunPreparation:
     """Round up the default batch size for a forecast of a large layout; a run has to be told its own."""
     run = launch.experiment.run
-    unit = run.micro_batch_size * launch.experiment.parallelism.data_size(launch.world_size)
+    unit = run.micro_batch_size * launch.experiment.parallelism.dp_size(launch.world_size)
     assumed = preflight.next_batch(run.global_batch_size, unit)
     if assumed == run.global_batch_size:
         return launch

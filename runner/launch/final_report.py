@@ -16,7 +16,7 @@ from runner.training.rank import DTYPES
 from runner.training.run_summary import Results
 
 
-def summarize(experiment: Experiment, folder: Path) -> None:
+def print_summary(experiment: Experiment, folder: Path) -> None:
     """Finishes the export (the tokenizer belongs to it) and prints what a user wants to know, on stdout."""
     results = RunRecord.read(folder).results
     facts = {"run folder": str(folder)} | checkpoint_facts(folder) | metric_facts(results)
@@ -55,13 +55,13 @@ def export_facts(experiment: Experiment, folder: Path) -> dict[str, str]:
     facts = {"export": str(export)}
     if run.final_sample_tokens:
         prompt = experiment.data.restore(RunRecord.read(folder).data).prompt()
-        answer = model.complete(export, prompt, run.final_sample_tokens)
+        answer = model.generate(export, prompt, run.final_sample_tokens)
         facts["prompt"] = repr(tokenizer.decode(prompt))
         facts["completion"] = repr(tokenizer.decode(answer))
     return facts
 
 
-def say_stopped(
+def print_stopped(
     config: CheckpointConfig,
     folder: Path,
     stopped: Stopped,

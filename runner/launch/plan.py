@@ -16,25 +16,25 @@ from components.preflight.search.layout_search import plan
 from components.reference.source import ReferenceSource
 from runner.config.instantiate import Experiment
 from runner.launch.run_dir import create_run_folder, write_config
-from runner.sweeps.job_record import Point
+from runner.sweeps.job_record import SweepJob
 from runner.training.rank import DTYPES
 
 
 @dataclass(frozen=True)
-class Inspected:
+class PreparedRun:
     """A run that nothing speaks against, but perhaps its size."""
 
     data: Prepared
     identity: RunIdentity
     resume: Path | None
     """The checkpoint to go on from."""
-    own: Path | None
+    previous_run_dir: Path | None
     """The folder of an earlier start of this run, which SLURM starts again."""
-    case: preflight.Case | None
+    candidate: preflight.Candidate | None
     """None means that the layout has no forecast."""
 
 
-def make_case(
+def make_candidate(
     experiment: Experiment,
     reference: ReferenceSource,
     model: nn.Module,
@@ -43,7 +43,7 @@ def make_case(
     world_size: int,
     kind: Literal["cpu", "cuda"],
     local_ranks: int,
-) -> preflight.Case | None:
+) -> preflight.Candidate | None:
     """What ``model`` (on the meta device) and ``data`` ask of the ranks, and what these have.
 
     None means that there is no forecast: not for a layout, an optimizer or an adapter of the user's own.
@@ -56,15 +56,15 @@ def make_case(
     device = preflight.find_device(
         kind, ahead.device_name, ahead.device_memory, local_ranks=local_ranks, dtype=dtype
     )
-    return preflight.Case(
+    return preflight.Candidate(
         layout=layout,
         world_size=world_size,
         model=model,
         adapter=adapter,
         optimizer=optimizer,
         loss=experiment.stage,
-        reference=reference.kept,
-        reference_model=reference.model.meta_model if reference.other else None,
+        reference=reference.engine_mode,
+        reference_model=reference.model.meta_model if reference.is_separate_model else None,
         data=data,
         micro_batch_size=run.micro_batch_size,
         dtype=dtype,
@@ -76,13 +76,15 @@ def make_case(
     )
 
 
-def look_ahead(found: Inspected, config: Config, experiment: Experiment, point: Point | None) -> float:
+def print_forecast(
+    found: PreparedRun, config: Config, experiment: Experiment, point: SweepJob | None
+) -> float:
     """Prints it and writes it into a folder of its own; NaN, as there is no loss.
 
     Raises:
         ConfigError: the run would not fit a device that is known (after all of that), or no layout does.
     """
-    case, console, ahead = found.case, Console(), experiment.preflight
+    case, console, ahead = found.candidate, Console(), experiment.preflight
     assert case is not None, "preflight.check_forecast has refused it"
     if ahead.mode == "plan":
         report = plan(case, ahead.devices or case.world_size)
@@ -92,7 +94,7 @@ def look_ahead(found: Inspected, config: Config, experiment: Experiment, point: 
     console.print(report.render_all())
     folder = create_run_folder(experiment.run.output_dir, "preflight")
     if point is not None:
-        point.began(folder)
+        point.mark_running(folder)
     write_config(folder, config)
     (folder / "preflight.json").write_text(report.to_json())
     console.print(f"preflight folder: {folder}", soft_wrap=True, highlight=False)

@@ -8,9 +8,9 @@ from pathlib import Path
 from components import preflight
 from components.contracts.configs import Prepared
 from runner.launch import slurm_env
-from runner.launch.checks import Launch
-from runner.launch.failures import forget_reports
-from runner.launch.plan import Inspected
+from runner.launch.checks import RunPreparation
+from runner.launch.failures import clear_failure_reports
+from runner.launch.plan import PreparedRun
 from runner.launch.run_dir import (
     create_run_folder,
     git_commit,
@@ -22,15 +22,15 @@ from runner.launch.run_dir import (
 from runner.launch.run_record import ReferenceCache, RunRecord, SweepPlace
 
 
-def prepare(launch: Launch) -> Path:
+def prepare(launch: RunPreparation) -> Path:
     """Check everything that can be checked here, prepare the data, and fill the run folder."""
-    found, point, console = launch.inspect(), launch.where.point, launch.console
-    if found.case is not None:
-        preflight.check_fits(found.case)
-    survey = preflight.survey(found.case, launch.config)
+    found, point, console = launch.inspect(), launch.where.sweep_job, launch.console
+    if found.candidate is not None:
+        preflight.check_fits(found.candidate)
+    survey = preflight.survey(found.candidate, launch.config)
     folder, record = open_folder(launch, found)
     if point is not None:
-        point.began(folder)
+        point.mark_running(folder)
     reference = reference_cache(launch, found.data)
     write_config(folder, launch.config)
     replace(
@@ -62,26 +62,26 @@ def prepare(launch: Launch) -> Path:
     return folder
 
 
-def open_folder(launch: Launch, found: Inspected) -> tuple[Path, RunRecord]:
+def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRecord]:
     """Create the run folder, or open that of the run that goes on; return it with its record."""
-    run, own = launch.experiment.run, found.own
+    run, own = launch.experiment.run, found.previous_run_dir
     if own is None and launch.experiment.checkpoint.resume == "auto" and found.resume is not None:
         own = found.resume.parent.parent
     if own is None:
         return create_run_folder(run.output_dir, run.name), RunRecord()
     folder = reopen_run_folder(own.absolute(), preflight.steps_done(found.resume))
-    forget_reports(folder)
+    clear_failure_reports(folder)
     recorded = (folder / "run.json").exists()  # perhaps only its checkpoints were copied
     return folder, RunRecord.read(folder) if recorded else RunRecord()
 
 
-def reference_cache(launch: Launch, data: Prepared) -> ReferenceCache | None:
+def reference_cache(launch: RunPreparation, data: Prepared) -> ReferenceCache | None:
     """Find the log-probabilities of the reference. None means that the run needs no cache of them."""
     run, source = launch.experiment.run, launch.reference
     if source.choice != "precomputed":
         return None
     folder = source.folder(launch.experiment.data.cache(), run.seed, run.dtype)
-    lacking: bool = data.lacks_reference(folder)
+    lacking: bool = data.missing_reference_logps(folder)
     how = "computed now, once, into" if lacking else "read from"
     launch.console.print(f"reference: {how} {folder}", soft_wrap=True, highlight=False)
     return ReferenceCache(str(folder), compute=lacking)

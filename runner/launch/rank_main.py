@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from components.contracts.errors import DONE, FAILED, TrainingError
-from runner.launch.failures import report
+from runner.launch.failures import report_failure
 from runner.launch.signals import REQUESTS
 
 PR_SET_PDEATHSIG = 1
@@ -40,9 +40,9 @@ def main() -> None:
 
     def give_up(error: TrainingError) -> None:
         try:
-            report(folder, error, stalled=True)
+            report_failure(folder, error, stalled=True)
         finally:
-            leave(FAILED)
+            exit_process(FAILED)
 
     try:
         from runner.training.rank import run_rank
@@ -51,13 +51,13 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001  the parent prints it; nothing is swallowed
         code = FAILED
         try:
-            report(folder, error)
+            report_failure(folder, error)
         except OSError:  # the disk that is full may be the run's own
             traceback.print_exception(error)
-    leave(code)
+    exit_process(code)
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

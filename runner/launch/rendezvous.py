@@ -20,7 +20,7 @@ PATIENCE = timedelta(days=2)
 """How long the other ranks wait for a corpus to be tokenised."""
 
 
-def meet(environ: Mapping[str, str]) -> dist.TCPStore:
+def connect(environ: Mapping[str, str]) -> dist.TCPStore:
     """The store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where the launcher does not.
 
     Keep it alive: the process group meets at the same store.
@@ -52,7 +52,7 @@ def agree_on_folder(
     place = RankInfo.read(environ)
     if place.rank == 0:
         return publish(store, round_key, prepare)
-    answer = fetch(store, round_key)
+    answer = receive(store, round_key)
     if "error" in answer:
         raise SystemExit(MISTAKE)
     if place.node:
@@ -60,7 +60,7 @@ def agree_on_folder(
         if place.local_rank == 0:
             prepare_data()
             store.set(node_key, "{}")
-        fetch(store, node_key)
+        receive(store, node_key)
     folder = Path(answer["folder"])
     if not folder.is_dir():
         raise ConfigError(f"run.output_dir: this node does not see {folder}; put it on a shared filesystem.")
@@ -77,7 +77,7 @@ def publish(store: dist.Store, key: str, prepare: Callable[[], Path]) -> Path:
     return folder
 
 
-def fetch(store: dist.Store, key: str) -> dict[str, str]:
+def receive(store: dist.Store, key: str) -> dict[str, str]:
     store.wait([key], PATIENCE)
     answer: dict[str, str] = json.loads(store.get(key))
     return answer

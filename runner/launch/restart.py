@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from components import preflight
-from components.checkpoint import newest_undamaged
-from components.contracts.errors import FinalError, TrainingError
+from components.checkpoint import newest_valid
+from components.contracts.errors import NonRetryableError, TrainingError
 from runner.launch.run_dir import reopen_run_folder
 from runner.launch.run_record import RunRecord
 from runner.launch.slurm_env import job_facts, max_requeues
@@ -27,7 +27,7 @@ def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> None:
     for number in range(1, max_restarts + 1):
         try:
             run_workers(folder, world_size)
-        except FinalError:
+        except NonRetryableError:
             raise
         except TrainingError as error:
             step = go_back(folder, number)
@@ -43,7 +43,7 @@ def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> None:
 def go_back(folder: Path, restarts: int) -> int:
     """Leaves ``folder`` as it was at its newest checkpoint, or where the run began; returns that step."""
     record = RunRecord.read(folder)
-    point = newest_undamaged(folder / "checkpoints") or record.checkpoint
+    point = newest_valid(folder / "checkpoints") or record.checkpoint
     step = preflight.steps_done(point)
     reopen_run_folder(folder, step)
     resumed_from = None if point is None else str(point)

@@ -8,12 +8,12 @@ from pathlib import Path
 from components.contracts.errors import DONE, TrainingError
 from components.contracts.json_types import Config
 from components.rank_info import RankInfo
-from runner.config.sources import Provenance
+from runner.config.sources import ConfigSources
 from runner.launch import rendezvous, slurm_env
-from runner.launch.checks import Launch, check_launch
-from runner.launch.failures import report, reporting
-from runner.launch.final_report import say_stopped, summarize
-from runner.launch.plan import look_ahead
+from runner.launch.checks import RunPreparation, check_launch
+from runner.launch.failures import report_failure, reporting_failures
+from runner.launch.final_report import print_stopped, print_summary
+from runner.launch.plan import print_forecast
 from runner.launch.prepare import prepare
 from runner.launch.restart import run_with_restarts
 from runner.launch.run_record import RunRecord, recording_end
@@ -22,7 +22,7 @@ from runner.training.stop import PRUNED
 from runner.training.watchdog import end_process
 
 
-def run(config: Config, where: Provenance, command: Sequence[str], began: float) -> float:
+def run(config: Config, where: ConfigSources, command: Sequence[str], began: float) -> float:
     """Run an experiment from start to end; return its final loss: eval, else train, NaN if none was logged.
 
     Unless ``preflight.mode`` is ``check``, only print what is known of it before it starts, and return NaN.
@@ -39,7 +39,7 @@ def run(config: Config, where: Provenance, command: Sequence[str], began: float)
     if launch.experiment.preflight.mode != "check":
         if launch.note is not None:
             launch.console.print(launch.note, highlight=False)
-        return look_ahead(launch.inspect(), launch.config, launch.experiment, where.point)
+        return print_forecast(launch.inspect(), launch.config, launch.experiment, where.sweep_job)
     if place.launched:
         return run_launched(launch, place)
     folder, restarts = prepare(launch), launch.experiment.run.max_restarts
@@ -48,36 +48,38 @@ def run(config: Config, where: Provenance, command: Sequence[str], began: float)
             run_with_restarts(folder, launch.world_size, restarts)
         else:
             run_rank(folder)
-        return conclude(launch, folder)
+        return finish(launch, folder)
 
 
-def run_launched(launch: Launch, place: RankInfo) -> float:
+def run_launched(launch: RunPreparation, place: RankInfo) -> float:
     """Run one rank under torchrun or srun; rank 0 does what the parent process does otherwise."""
-    store = rendezvous.meet(os.environ)
+    store = rendezvous.connect(os.environ)
     folder = rendezvous.agree_on_folder(store, os.environ, partial(prepare, launch), launch.prepare_data)
 
     def give_up(error: TrainingError) -> None:
-        report(folder, error, stalled=True)
+        report_failure(folder, error, stalled=True)
         end_process(error)
 
     if place.rank != 0:
-        with reporting(folder):
+        with reporting_failures(folder):
             run_rank(folder, give_up)
         return RunRecord.read(folder).results.final_loss()
     with recording_end(folder):
-        with reporting(folder):
+        with reporting_failures(folder):
             run_rank(folder, give_up)
-        return conclude(launch, folder)
+        return finish(launch, folder)
 
 
-def conclude(launch: Launch, folder: Path) -> float:
+def finish(launch: RunPreparation, folder: Path) -> float:
     """Print how the run went and where things are; return its final loss."""
     record = RunRecord.read(folder)
     if record.stopped is None:
-        summarize(launch.experiment, folder)
+        print_summary(launch.experiment, folder)
     else:
         reason, overrides = record.stopped.reason, launch.where.overrides
-        goes_on = say_stopped(launch.experiment.checkpoint, folder, record.stopped, launch.command, overrides)
+        goes_on = print_stopped(
+            launch.experiment.checkpoint, folder, record.stopped, launch.command, overrides
+        )
         if goes_on and reason in slurm_env.REASONS:
             slurm_env.queue_again(os.environ)
         if reason not in ("run.max_time", PRUNED):

@@ -58,7 +58,7 @@ def write_config(folder: Path, config: Config) -> None:
     write_atomic(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
 
 
-def read_config(folder: Path) -> Json:
+def read_run_config(folder: Path) -> Json:
     """Return the composed config of the run in ``folder``, with the keys of today."""
     return upgraded(yaml.safe_load((folder / "config.yaml").read_text()))
 

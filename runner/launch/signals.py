@@ -11,7 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-IMPATIENT = (signal.SIGINT, signal.SIGTERM)
+FORCE_QUIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Of which the second ends a run at once."""
 
 
@@ -36,20 +36,20 @@ def announce(number: int) -> None:
     os.write(2, f"{name}: the run ends when what it is doing is whole; once more: at once\n".encode())
 
 
-class StopRequest:
+class SignalHandler:
     """What signals have asked for: the first one asks for a stop, and the run goes on to a step's end.
 
     A second Ctrl-C or SIGTERM raises KeyboardInterrupt, but not with ``patient``: a rank with a parent is
     ended by its parent, and may be told twice, by the parent and by a batch system.
     """
 
-    def __init__(self, heard: Callable[[int], object], *, patient: bool = False) -> None:
-        self.number, self.heard, self.patient = 0, heard, patient
+    def __init__(self, on_signal: Callable[[int], object], *, ignore_second: bool = False) -> None:
+        self.number, self.on_signal, self.ignore_second = 0, on_signal, ignore_second
 
     def __call__(self, number: int, frame: FrameType | None = None) -> None:
-        if number in IMPATIENT and self.number in IMPATIENT:
-            if not self.patient:
+        if number in FORCE_QUIT_SIGNALS and self.number in FORCE_QUIT_SIGNALS:
+            if not self.ignore_second:
                 interrupt(number, frame)
-        elif not self.number or number in IMPATIENT:
+        elif not self.number or number in FORCE_QUIT_SIGNALS:
             self.number = number
-            self.heard(number)
+            self.on_signal(number)

@@ -11,10 +11,10 @@ from typing import IO
 
 import torch.distributed as dist
 
-from components.contracts.errors import DONE, FinalError
+from components.contracts.errors import DONE, NonRetryableError
 from components.rank_info import RankInfo
-from runner.launch.failures import blame, forget_reports, has_stalled, rank_log
-from runner.launch.signals import REQUESTS, StopRequest, announce, handling
+from runner.launch.failures import clear_failure_reports, has_stalled, rank_log, root_cause
+from runner.launch.signals import REQUESTS, SignalHandler, announce, handling
 from runner.search_path import python_module
 from runner.training.watchdog import discard_if_empty, stacks_path
 
@@ -37,22 +37,22 @@ def run_workers(folder: Path, world_size: int) -> None:
             FinalError: it would fail again, or was to end anyway.
         KeyboardInterrupt: a signal came before the ranks could answer it, or came twice.
     """
-    forget_reports(folder)
+    clear_failure_reports(folder)
     # The ranks meet at a store of this process: no port is chosen before it is bound.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with contextlib.ExitStack() as stack:
         ranks: list[subprocess.Popen[bytes]] = []
-        stack.callback(end, folder, ranks)
+        stack.callback(terminate_ranks, folder, ranks)
         # Rank 0 writes to our terminal, the others to a log of their own.
         logs = [stack.enter_context(rank_log(folder, rank).open("ab")) for rank in range(1, world_size)]
         for rank, output in enumerate([None, *logs]):
-            ranks.append(start(folder, rank, world_size, store.port, output))
-        request = StopRequest(lambda number: pass_on(number, ranks))
+            ranks.append(start_rank(folder, rank, world_size, store.port, output))
+        request = SignalHandler(lambda number: forward_signal(number, ranks))
         with handling(request):
-            wait(folder, ranks, request)
+            wait_for_ranks(folder, ranks, request)
 
 
-def start(
+def start_rank(
     folder: Path, rank: int, world_size: int, port: int, output: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
     """One rank, in a session of its own, writing to ``output`` (None: where this process writes)."""
@@ -74,13 +74,13 @@ def start(
     return subprocess.Popen(command, env=environ, stdout=output, stderr=output, start_new_session=True)
 
 
-def pass_on(number: int, ranks: Ranks) -> None:
+def forward_signal(number: int, ranks: Ranks) -> None:
     announce(number)  # not by a rank, whose main thread may wait for another rank
     for process in ranks:
         process.send_signal(number)
 
 
-def wait(folder: Path, ranks: Ranks, request: StopRequest) -> None:
+def wait_for_ranks(folder: Path, ranks: Ranks, request: SignalHandler) -> None:
     while True:
         codes = [rank.poll() for rank in ranks]
         if all(code == DONE for code in codes):
@@ -95,8 +95,8 @@ def wait(folder: Path, ranks: Ranks, request: StopRequest) -> None:
         raise KeyboardInterrupt(signal.Signals(request.number).name)
     if has_stalled(folder):
         ask_for_stacks(folder, ranks)
-    failure = blame(folder, codes)
-    raise FinalError(failure) if request.number else failure
+    failure = root_cause(folder, codes)
+    raise NonRetryableError(failure) if request.number else failure
 
 
 def ask_for_stacks(folder: Path, ranks: Ranks) -> None:
@@ -112,7 +112,7 @@ def ask_for_stacks(folder: Path, ranks: Ranks) -> None:
         waiting = [(r, path, size) for r, path, size in waiting if path.stat().st_size == size]
 
 
-def end(folder: Path, ranks: Ranks) -> None:
+def terminate_ranks(folder: Path, ranks: Ranks) -> None:
     """SIGKILL to every rank's session: what could be saved has been."""
     with handling(lambda *_: None):  # an impatient second Ctrl-C must not leave ranks behind
         for process in ranks:

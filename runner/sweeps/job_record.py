@@ -16,7 +16,7 @@ Status = Literal["running", "done", "refused", "failed", "stopped", "pruned"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobRecord:
     number: int
     overrides: tuple[str, ...]
     """All of the job's, those that every job of the sweep has among them."""
@@ -30,7 +30,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepJob:
     """One job's place in a sweep."""
 
     sweep: Path
@@ -41,40 +41,40 @@ class Point:
     def path(self) -> Path:
         return self.sweep / "jobs" / f"{self.number}.json"
 
-    def write(self, outcome: Outcome) -> None:
+    def write(self, record: JobRecord) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.path, json.dumps(asdict(outcome), indent=2) + "\n")
+        write_atomic(self.path, json.dumps(asdict(record), indent=2) + "\n")
 
-    def began(self, folder: Path | None = None) -> None:
+    def mark_running(self, folder: Path | None = None) -> None:
         """The job runs, in ``folder`` where it has one already."""
         at = None if folder is None else str(folder)
-        self.write(Outcome(self.number, self.overrides, "running", folder=at))
+        self.write(JobRecord(self.number, self.overrides, "running", folder=at))
 
-    def ended(
+    def finish(
         self, status: Status, *, loss: float | None = None, error: str | None = None, seconds: float
     ) -> None:
-        known = read_outcome(self.path)
+        known = read_job_record(self.path)
         self.write(replace(known, status=status, loss=loss, error=error, seconds=seconds))
 
 
-def read_outcome(path: Path) -> Outcome:
+def read_job_record(path: Path) -> JobRecord:
     fields = json.loads(path.read_text())
-    return Outcome(**fields | {"overrides": tuple(fields["overrides"])})
+    return JobRecord(**fields | {"overrides": tuple(fields["overrides"])})
 
 
-def read_outcomes(sweep: Path) -> list[Outcome]:
+def read_job_records(sweep: Path) -> list[JobRecord]:
     """Of the jobs that have begun, by number."""
-    found = [read_outcome(path) for path in (sweep / "jobs").glob("*.json")]
-    return sorted(found, key=lambda outcome: outcome.number)
+    found = [read_job_record(path) for path in (sweep / "jobs").glob("*.json")]
+    return sorted(found, key=lambda record: record.number)
 
 
-def varied(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+def varied_overrides(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
     """Of each, the overrides that not all have in common."""
-    common = set.intersection(*(set(o.overrides) for o in outcomes)) if len(outcomes) > 1 else set()
-    return [tuple(word for word in o.overrides if word not in common) for o in outcomes]
+    common = set.intersection(*(set(o.overrides) for o in records)) if len(records) > 1 else set()
+    return [tuple(word for word in o.overrides if word not in common) for o in records]
 
 
-def best(outcomes: Sequence[Outcome]) -> Outcome | None:
+def best(records: Sequence[JobRecord]) -> JobRecord | None:
     """Of the runs that came to their end, the one with the lowest loss."""
-    done = [outcome for outcome in outcomes if outcome.status == "done" and outcome.loss is not None]
-    return min(done, key=lambda outcome: outcome.loss or 0.0, default=None)
+    done = [record for record in records if record.status == "done" and record.loss is not None]
+    return min(done, key=lambda record: record.loss or 0.0, default=None)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from components.contracts.errors import DONE, INTERRUPTED
-from runner.launch.failures import how_it_ended, last_lines
-from runner.launch.signals import StopRequest, handling
+from runner.launch.failures import describe_exit, read_last_lines
+from runner.launch.signals import SignalHandler, handling
 from runner.launch.spawn import CORES
-from runner.sweeps.job_record import Point, read_outcome
+from runner.sweeps.job_record import SweepJob, read_job_record
 
 POLL_S = 0.1
 GRACE_S = 5.0
@@ -24,25 +24,25 @@ GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Job:
-    point: Point
+class LocalJob:
+    sweep_job: SweepJob
     command: Sequence[str]
     given: bytes
     """What it reads from its standard input."""
 
     @property
     def log(self) -> Path:
-        return self.point.path.with_suffix(".log")
+        return self.sweep_job.path.with_suffix(".log")
 
 
 @dataclass
-class Running:
-    job: Job
+class RunningJob:
+    job: LocalJob
     process: "subprocess.Popen[bytes]"
     began: float = field(default_factory=time.monotonic)
 
 
-def run_jobs(jobs: Sequence[Job], at_once: int) -> None:
+def run_jobs(jobs: Sequence[LocalJob], at_once: int) -> None:
     """Runs all of ``jobs``, ``at_once`` of them at a time; each that has begun leaves an outcome.
 
     The first signal is passed on to those that run, which save and end, and no other begins.
@@ -51,16 +51,16 @@ def run_jobs(jobs: Sequence[Job], at_once: int) -> None:
         SystemExit: a signal came. Its code is DONE, or INTERRUPTED where a job had nothing to save.
         KeyboardInterrupt: it came twice; no job is left running.
     """
-    SideBySide(jobs, min(at_once, len(jobs))).run()
+    LocalJobPool(jobs, min(at_once, len(jobs))).run()
 
 
-class SideBySide:
+class LocalJobPool:
     """The jobs of one launch: those that wait, and those that run, by the place that they run in."""
 
-    def __init__(self, jobs: Sequence[Job], places: int) -> None:
-        self.waiting, self.running = deque(jobs), dict[int, Running]()
-        self.shares = [share(place, places, visible_gpus()) for place in range(places)]
-        self.request = StopRequest(self.pass_on)
+    def __init__(self, jobs: Sequence[LocalJob], places: int) -> None:
+        self.waiting, self.running = deque(jobs), dict[int, RunningJob]()
+        self.shares = [gpu_share(place, places, visible_gpus()) for place in range(places)]
+        self.request = SignalHandler(self.forward_signal)
         self.interrupted = False
 
     def run(self) -> None:
@@ -71,16 +71,16 @@ class SideBySide:
                     time.sleep(POLL_S)
                     self.collect()
         finally:
-            self.end()
+            self.terminate()
         if self.request.number:
             if self.waiting:
-                tell(f"{len(self.waiting)} jobs have not begun.")
+                write_stderr(f"{len(self.waiting)} jobs have not begun.")
             raise SystemExit(INTERRUPTED if self.interrupted else DONE)
 
     def fill(self) -> None:
         for place, environ in enumerate(self.shares):
             if place not in self.running and self.waiting and not self.request.number:
-                self.running[place] = start(self.waiting.popleft(), environ)
+                self.running[place] = start_job(self.waiting.popleft(), environ)
                 if self.request.number:  # it came meanwhile
                     self.running[place].process.send_signal(self.request.number)
 
@@ -91,15 +91,15 @@ class SideBySide:
                 del self.running[place]
                 stopping = self.request.number > 0
                 self.interrupted |= stopping and running.process.returncode != DONE
-                close(running, stopping=stopping)
+                close_job(running, stopping=stopping)
 
-    def pass_on(self, number: int) -> None:
+    def forward_signal(self, number: int) -> None:
         name = signal.Signals(number).name
-        tell(f"{name}: no other job begins, and those that run save and end; once more: at once")
+        write_stderr(f"{name}: no other job begins, and those that run save and end; once more: at once")
         for running in self.running.values():
             running.process.send_signal(number)
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """Whatever runs has been asked once already, or is not wanted any more."""
         with handling(lambda *_: None):
             processes = [running.process for running in self.running.values()]
@@ -113,12 +113,12 @@ class SideBySide:
                     process.kill()  # its ranks go with it
                     process.wait()
             for running in self.running.values():
-                close(running, stopping=True)
+                close_job(running, stopping=True)
 
 
-def start(job: Job, environ: dict[str, str]) -> Running:
+def start_job(job: LocalJob, environ: dict[str, str]) -> RunningJob:
     """A process in a session of its own, such that a terminal's Ctrl-C comes to this process alone."""
-    job.point.began()
+    job.sweep_job.mark_running()
     with tempfile.TemporaryFile() as given, job.log.open("wb") as log:
         given.write(job.given)
         given.seek(0)
@@ -130,30 +130,32 @@ def start(job: Job, environ: dict[str, str]) -> Running:
             stderr=log,
             start_new_session=True,
         )
-    return Running(job, process)
+    return RunningJob(job, process)
 
 
-def close(running: Running, *, stopping: bool) -> None:
+def close_job(running: RunningJob, *, stopping: bool) -> None:
     """Sees to it that an ended job has an outcome, and says what it is."""
     job, code, seconds = running.job, running.process.returncode, time.monotonic() - running.began
-    if read_outcome(job.point.path).status == "running":  # it could not say so itself
-        error = f"the job {how_it_ended(code)}; the end of {job.log}:{last_lines(job.log)}"
-        job.point.ended(
+    if read_job_record(job.sweep_job.path).status == "running":  # it could not say so itself
+        error = f"the job {describe_exit(code)}; the end of {job.log}:{read_last_lines(job.log)}"
+        job.sweep_job.finish(
             "stopped" if stopping else "failed", error=None if stopping else error, seconds=seconds
         )
-    outcome = read_outcome(job.point.path)
-    loss = "" if outcome.loss is None else f", loss {outcome.loss:.4f}"
-    tell(f"job {outcome.number}: {outcome.status} after {seconds:.0f} s{loss}  {' '.join(outcome.overrides)}")
-    if outcome.error:
-        tell(f"{outcome.error}\nits log: {job.log}")
+    record = read_job_record(job.sweep_job.path)
+    loss = "" if record.loss is None else f", loss {record.loss:.4f}"
+    write_stderr(
+        f"job {record.number}: {record.status} after {seconds:.0f} s{loss}  {' '.join(record.overrides)}"
+    )
+    if record.error:
+        write_stderr(f"{record.error}\nits log: {job.log}")
 
 
-def tell(words: str) -> None:
+def write_stderr(words: str) -> None:
     """From a signal handler too, so without the buffers that it may have interrupted."""
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{words}\n".encode())
 
 
-def share(place: int, places: int, gpus: Sequence[str]) -> dict[str, str]:
+def gpu_share(place: int, places: int, gpus: Sequence[str]) -> dict[str, str]:
     """What the job in ``place`` finds in its environment: its part of the cores and GPUs of this machine.
 
     Where jobs are more than GPUs, several share one. ``OMP_NUM_THREADS`` stays what the user has set.

@@ -22,12 +22,12 @@ from components.contracts.errors import DONE, FAILED, MISTAKE
 from components.contracts.json_types import Json
 from runner.config.command_line import single_job_overrides
 from runner.launch.run_record import RunRecord
-from runner.sweeps.job_record import Outcome, Point, Status, best, read_outcome, read_outcomes
-from runner.sweeps.table import show
+from runner.sweeps.job_record import JobRecord, Status, SweepJob, best, read_job_record, read_job_records
+from runner.sweeps.table import print_table
 from runner.training.stop import PRUNED
 
 
-def run_point(point: Point, task: Callable[[], float], explained: Callable[[Exception], int]) -> float:
+def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[Exception], int]) -> float:
     """One job: its loss, NaN where there is none.
 
     ``explained`` prints what a user should read of a failure and returns the exit code it deserves.
@@ -35,12 +35,12 @@ def run_point(point: Point, task: Callable[[], float], explained: Callable[[Exce
     Raises:
         KeyboardInterrupt, SystemExit: a signal; no other job of this process is to begin.
     """
-    point.began()
+    point.mark_running()
     began, loss = time.monotonic(), math.nan
 
     def ended(status: Status, error: str | None = None) -> None:
         known = None if math.isnan(loss) else loss
-        point.ended(status, loss=known, error=error, seconds=time.monotonic() - began)
+        point.finish(status, loss=known, error=error, seconds=time.monotonic() - began)
 
     try:
         loss = task()
@@ -52,13 +52,13 @@ def run_point(point: Point, task: Callable[[], float], explained: Callable[[Exce
         ended("stopped")
         raise
     else:
-        ended(how_it_ended(point))
+        ended(job_status(point))
     return loss
 
 
-def how_it_ended(point: Point) -> Status:
+def job_status(point: SweepJob) -> Status:
     """Of a job that raised nothing: ``stopped`` where its time was up (``run.max_time``)."""
-    folder = read_outcome(point.path).folder
+    folder = read_job_record(point.path).folder
     if folder is None or not Path(folder, "run.json").is_file():  # a forecast has none
         return "done"
     stopped = RunRecord.read(Path(folder)).stopped
@@ -67,7 +67,7 @@ def how_it_ended(point: Point) -> Status:
     return "pruned" if stopped.reason == PRUNED else "stopped"
 
 
-def begin(folder: Path, overrides: Sequence[str]) -> None:
+def create_sweep(folder: Path, overrides: Sequence[str]) -> None:
     """Writes down what is swept; of a sweep that goes on, what it was begun with stays."""
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     path = folder / "sweep.json"
@@ -75,28 +75,28 @@ def begin(folder: Path, overrides: Sequence[str]) -> None:
         write_json(path, {"began": now(), "command": sys.argv, "overrides": list(overrides)})
 
 
-def conclude(folder: Path, code: int) -> int:
+def finish_sweep(folder: Path, code: int) -> int:
     """Prints the table of a sweep whose command ends with ``code``; returns the code it should end with.
 
     A refused point is listed and fails nothing, as long as another was not refused.
     """
-    outcomes = read_outcomes(folder)
-    if not outcomes or code == MISTAKE:  # jobs never raise: it is the sweep itself that was refused
+    records = read_job_records(folder)
+    if not records or code == MISTAKE:  # jobs never raise: it is the sweep itself that was refused
         return code
-    counts = Counter(outcome.status for outcome in outcomes)
+    counts = Counter(record.status for record in records)
     if code == DONE and (counts["failed"] or counts["running"]):
         code = FAILED
     elif code == DONE and set(counts) == {"refused"}:
         code = MISTAKE
-    winner = best(outcomes)
-    facts = {"ended": now(), "exit_code": code, "jobs": len(outcomes), "counts": counts}
+    winner = best(records)
+    facts = {"ended": now(), "exit_code": code, "jobs": len(records), "counts": counts}
     facts["best"] = None if winner is None else winner.number
     path = folder / "sweep.json"
     write_json(path, json.loads(path.read_text()) | facts)
-    show(outcomes, Console())
+    print_table(records, Console())
     print(", ".join(f"{count} {status}" for status, count in counts.items()))
     if winner is not None:
-        (folder / "best.yaml").write_text(yaml.safe_dump(about_best(winner), sort_keys=False, width=1000))
+        (folder / "best.yaml").write_text(yaml.safe_dump(describe_best(winner), sort_keys=False, width=1000))
         print(f"best: job {winner.number}, loss {winner.loss:.4f}: {folder / 'best.yaml'}")
     print(f"sweep folder: {folder}")
     return code
@@ -110,7 +110,7 @@ def write_json(path: Path, facts: object) -> None:
     write_atomic(path, json.dumps(facts, indent=2) + "\n")
 
 
-def about_best(winner: Outcome) -> Json:
+def describe_best(winner: JobRecord) -> Json:
     words = single_job_overrides(winner.overrides, sys.argv)
     return {
         "job": winner.number,

@@ -11,60 +11,60 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from runner.sweeps.job_record import Outcome, best, varied
+from runner.sweeps.job_record import JobRecord, best, varied_overrides
 
 STYLES = {"failed": "red", "refused": "yellow", "pruned": "dim", "stopped": "dim"}
 
 
-def show(outcomes: Sequence[Outcome], console: Console) -> None:
+def print_table(records: Sequence[JobRecord], console: Console) -> None:
     """The table, with folders where the console is wide enough for them; then what was wrong, job by job."""
-    wide = sweep_table(outcomes, folders=True)
+    wide = sweep_table(records, folders=True)
     fits = Measurement.get(console, console.options.update(width=1000), wide).maximum <= console.width
-    console.print(wide if fits else sweep_table(outcomes, folders=False))
-    for outcome in outcomes:
-        if outcome.error:
-            last = outcome.error.rstrip().splitlines()[-1].strip()
-            console.print(Text(f"job {outcome.number} {outcome.status}: {last}"), soft_wrap=True)
+    console.print(wide if fits else sweep_table(records, folders=False))
+    for record in records:
+        if record.error:
+            last = record.error.rstrip().splitlines()[-1].strip()
+            console.print(Text(f"job {record.number} {record.status}: {last}"), soft_wrap=True)
 
 
-def sweep_table(outcomes: Sequence[Outcome], *, folders: bool) -> Table:
+def sweep_table(records: Sequence[JobRecord], *, folders: bool) -> Table:
     """A row for each, by number; a column for every override that not all jobs have in common."""
-    own = varied(outcomes) if len(outcomes) > 1 else [()]
+    own = varied_overrides(records) if len(records) > 1 else [()]
     points = [dict(word.partition("=")[::2] for word in words) for words in own]
     keys = list(dict.fromkeys(key for point in points for key in point))
-    table, winner = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False), best(outcomes)
+    table, winner = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False), best(records)
     table.add_column("job", justify="right", no_wrap=True)
-    for name in short_names(keys):
+    for name in short_keys(keys):
         table.add_column(Text(name), overflow="fold")
     table.add_column("result", no_wrap=True)
     for name in ("loss", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     if folders:
         table.add_column("run folder", no_wrap=True)
-    for outcome, point in zip(outcomes, points, strict=True):
-        loss = "" if outcome.loss is None else f"{outcome.loss:.4f}"
-        seconds = "" if outcome.seconds is None else f"{outcome.seconds:.0f}"
-        values = [Text(in_short(point.get(key, ""))) for key in keys]
-        mark = " *" if outcome is winner else "  "
-        where = ["/".join(Path(outcome.folder or "").parts[-2:])] if folders else []
+    for record, point in zip(records, points, strict=True):
+        loss = "" if record.loss is None else f"{record.loss:.4f}"
+        seconds = "" if record.seconds is None else f"{record.seconds:.0f}"
+        values = [Text(format_value(point.get(key, ""))) for key in keys]
+        mark = " *" if record is winner else "  "
+        where = ["/".join(Path(record.folder or "").parts[-2:])] if folders else []
         table.add_row(
-            str(outcome.number),
+            str(record.number),
             *values,
-            outcome.status,
+            record.status,
             loss + mark,
             seconds,
             *where,
-            style="bold" if outcome is winner else STYLES.get(outcome.status),
+            style="bold" if record is winner else STYLES.get(record.status),
         )
     return table
 
 
-def in_short(value: str) -> str:
+def format_value(value: str) -> str:
     """A number that an optimiser has drawn has 17 digits; 4 tell it from the others."""
     return f"{float(value):.4g}" if re.fullmatch(r"[\d.]{9,}(e-?\d+)?", value) else value
 
 
-def short_names(keys: Sequence[str]) -> list[str]:
+def short_keys(keys: Sequence[str]) -> list[str]:
     """``optimizer.lr`` -> ``lr``, where no other key ends so."""
     last = Counter(key.rpartition(".")[2] for key in keys)
     return [name if last[name := key.rpartition(".")[2]] == 1 else key for key in keys]

@@ -13,26 +13,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from components.checkpoint import CheckpointPolicy
+from components.checkpoint import CheckpointManager
 from components.contracts.batch import Batch
 from components.contracts.data import DataLoader
 from components.contracts.engine import Engine
-from components.contracts.errors import FinalError
+from components.contracts.errors import NonRetryableError
 from components.contracts.loss import Loss
 from components.engines.shared.oom import naming_step
 from runner.config.run_config import CheckpointConfig, EarlyStoppingConfig, RunConfig, watched_metric
 from runner.launch.run_record import Stopped
-from runner.training.metrics import Reporter
+from runner.training.metrics import MetricsReporter
 from runner.training.profiler import Profiler
 from runner.training.state import TrainState
-from runner.training.stop import Stop
+from runner.training.stop import StopPolicy
 from runner.training.watchdog import Watchdog
 
 log = logging.getLogger("runner")
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainContext:
     """Everything the loop is wired to."""
 
     engine: Engine
@@ -40,18 +40,18 @@ class Training:
     train_data: DataLoader
     eval_data: DataLoader | None
     lr: Callable[[int], float]
-    checkpoints: CheckpointPolicy
-    reporter: Reporter
+    checkpoints: CheckpointManager
+    reporter: MetricsReporter
     profiler: Profiler
     state: TrainState
     run: RunConfig
     checkpoint: CheckpointConfig
     early_stopping: EarlyStoppingConfig
-    stop: Stop
+    stop: StopPolicy
     watchdog: Watchdog
 
 
-def train(t: Training) -> None:
+def train(t: TrainContext) -> None:
     """Runs from ``t.state.step`` to the last step of the data, or to an early stop; every rank calls it.
 
     Or, where ``t.stop`` has a reason, to a checkpoint of the step under way.
@@ -59,37 +59,37 @@ def train(t: Training) -> None:
     last = t.train_data.num_steps
     if t.state.owes_evaluation:  # of the step at which a stop has cut it short
         evaluate(t)
-    while t.state.step < last and t.stop.reason is None and not stalled(t):
+    while t.state.step < last and t.stop.reason is None and not raise_if_skipping(t):
         step = t.state.step + 1
         t.watchdog.beat(f"in step {step}")
         with t.profiler.step(step), naming_step(f"step {step}"):
             train_step(t)
         t.checkpoints.poll(t.engine)
-        t.stop.allow_for(t.checkpoints.last_write_s)
-        t.stop.agreed()  # sets t.stop.reason, on all ranks alike
+        t.stop.expect_save(t.checkpoints.last_write_s)
+        t.stop.poll()  # sets t.stop.reason, on all ranks alike
 
         improved = False
         t.state.owes_evaluation = t.eval_data is not None and (step == last or every(t.run.eval_every, step))
         if t.state.owes_evaluation and t.stop.reason is None:
             improved = evaluate(t)
 
-        ends_here = step == last or t.stop.reason is not None or stalled(t)
+        ends_here = step == last or t.stop.reason is not None or raise_if_skipping(t)
         if ends_here or save_due(t, step) or (improved and t.checkpoint.keep_best is not None):
-            save(t)
-    if stalled(t):
+            save_checkpoint(t)
+    if raise_if_skipping(t):
         since = "the start" if t.state.best_step is None else f"step {t.state.best_step}"
         watched = t.early_stopping.metric
         log.info("stopped early at step %d: %s has not improved since %s", t.state.step, watched, since)
 
 
-def stopped(t: Training) -> Stopped | None:
+def should_stop(t: TrainContext) -> Stopped | None:
     """Return where and why the run has stopped. None means that it has come to its end."""
     if t.stop.reason is None:
         return None
     return Stopped(t.state.step, t.train_data.num_steps, t.stop.reason)
 
 
-def train_step(t: Training) -> None:
+def train_step(t: TrainContext) -> None:
     """One optimizer step on global batch ``t.state.step``."""
     began, step = time.perf_counter(), t.state.step
     microbatches = t.loss.prepare(t.train_data.microbatches(step), t.engine)
@@ -106,14 +106,14 @@ def train_step(t: Training) -> None:
     if result.skipped:
         t.reporter.skipped(t.state.step, result, max_loss, t.train_data.sample_ids(step))
     if t.state.skipped_in_a_row >= t.run.max_consecutive_skips:
-        raise FinalError(
+        raise NonRetryableError(
             f"step {t.state.step}: the update was skipped {t.state.skipped_in_a_row} steps in a row "
             "(run.max_consecutive_skips), as the log says; lower optimizer.lr, or look at the samples that "
             "it names."
         )
 
 
-def evaluate(t: Training) -> bool:
+def evaluate(t: TrainContext) -> bool:
     """Evaluate on the whole evaluation set; return whether the watched metric is better than ever before.
 
     If a stop interrupts the evaluation, nothing is recorded.
@@ -127,7 +127,7 @@ def evaluate(t: Training) -> bool:
     t.state.owes_evaluation = False
     t.reporter.evaluation(t.state, means)
     if t.state.step < t.train_data.num_steps:
-        t.stop.evaluated(t.state.step, means["loss"])
+        t.stop.check_prune(t.state.step, means["loss"])
     watched = watched_metric(t.run, t.checkpoint, t.early_stopping)
     if watched is None:
         return False
@@ -136,32 +136,32 @@ def evaluate(t: Training) -> bool:
     return t.state.evaluated(agreed, watched.name, watched.mode)
 
 
-def eval_batches(t: Training, data: DataLoader) -> Iterator[Sequence[Batch]]:
+def eval_batches(t: TrainContext, data: DataLoader) -> Iterator[Sequence[Batch]]:
     for number in range(data.num_steps):
         t.watchdog.beat(f"in batch {number + 1} of the evaluation at step {t.state.step}")
         yield data.microbatches(number)
-        if t.stop.agreed() is not None:
+        if t.stop.poll() is not None:
             return
 
 
-def stalled(t: Training) -> bool:
+def raise_if_skipping(t: TrainContext) -> bool:
     """Whether what ``early_stopping.metric`` watches has not improved for long; the same on every rank."""
     watched = f"{t.early_stopping.mode} {t.early_stopping.metric}"
     return t.state.best_of == watched and t.state.evals_since_best >= t.early_stopping.patience
 
 
-def save(t: Training) -> None:
+def save_checkpoint(t: TrainContext) -> None:
     t.watchdog.beat(f"saving step {t.state.step}")
-    with t.stop.saving():
+    with t.stop.expects_save():
         t.checkpoints.save(t.engine, t.state)
-    t.stop.agreed()  # asked for while it was saved: no other step is begun, nor saved
+    t.stop.poll()  # asked for while it was saved: no other step is begun, nor saved
 
 
 def every(cadence: int, step: int) -> bool:
     return cadence > 0 and step % cadence == 0
 
 
-def save_due(t: Training, step: int) -> bool:
+def save_due(t: TrainContext, step: int) -> bool:
     """Return whether a checkpoint is due after ``step``, by steps or by epochs."""
     if every(t.checkpoint.save_every, step):
         return True

@@ -13,7 +13,7 @@ from rich.progress import Progress, TaskID
 
 from components.contracts.data import BatchStats
 from components.contracts.engine import StepResult
-from components.loggers import Ending, Loggers
+from components.loggers import CompositeLogger, RunResult
 from runner.launch.run_record import Stopped
 from runner.training.run_summary import Results
 from runner.training.state import TrainState
@@ -38,7 +38,7 @@ class Window:
 
 
 @dataclass
-class Reporter:
+class MetricsReporter:
     """Reports on the main rank; elsewhere it has no loggers and no progress bar, and says nothing."""
 
     log_every: int
@@ -48,7 +48,7 @@ class Reporter:
     """Per second, of all ranks together; None where it is not known."""
     max_over_ranks: Callable[[float], float]
     """See ``Engine.max_over_ranks``."""
-    loggers: Loggers | None = None
+    loggers: CompositeLogger | None = None
     progress: Progress | None = None
     results: Results = field(default_factory=Results)
     stopped: Stopped | None = None
@@ -128,16 +128,16 @@ class Reporter:
             return {"perf/peak_memory_gib": self.max_over_ranks(torch.cuda.max_memory_allocated() / 2**30)}
         return {"perf/rss_gib": psutil.Process().memory_info().rss / 2**30}
 
-    def _ending(self, error: BaseException | None) -> Ending:
+    def _ending(self, error: BaseException | None) -> RunResult:
         last = self.results.last
         if isinstance(error, KeyboardInterrupt):
-            return Ending("stopped", last, "interrupted")
+            return RunResult("stopped", last, "interrupted")
         if error is not None:
-            return Ending("failed", last, f"{type(error).__name__}: {error}")
+            return RunResult("failed", last, f"{type(error).__name__}: {error}")
         if self.stopped is not None:
             pruned = self.stopped.reason == PRUNED  # nobody will go on with it
-            return Ending("done" if pruned else "stopped", last, self.stopped.reason)
-        return Ending("done", last)
+            return RunResult("done" if pruned else "stopped", last, self.stopped.reason)
+        return RunResult("done", last)
 
 
 def train_row(state: TrainState, stats: BatchStats, result: StepResult, lr: float, epoch: float) -> Row:

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import torch
 
-from components.checkpoint import CheckpointPolicy, RunIdentity, read_meta
+from components.checkpoint import CheckpointManager, RunIdentity, read_meta
 from components.contracts.data import BatchStats
 from components.contracts.engine import Engine, EngineOptions
 from components.contracts.errors import TrainingError
 from components.contracts.json_types import Config
-from components.loggers import Loggers, Start
+from components.loggers import CompositeLogger, RunInfo
 from components.loggers.console import Terminal, terminal
 from components.preflight import steps_done
 from components.preflight.estimates.flops import matmul_sizes, peak_flops, train_flops
@@ -25,19 +25,19 @@ from components.reference.precompute import precompute
 from components.reference.source import resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.run_config import seconds
-from runner.config.sources import Provenance
-from runner.launch.run_dir import read_config
+from runner.config.sources import ConfigSources
+from runner.launch.run_dir import read_run_config
 from runner.launch.run_record import RunRecord
-from runner.launch.signals import StopRequest, announce, handling
+from runner.launch.signals import SignalHandler, announce, handling
 from runner.logging_setup import log_to
 from runner.sweeps.pruner import pruner_of
 from runner.training.determinism import deterministic
-from runner.training.loop import Training, stopped, train
-from runner.training.metrics import Reporter
+from runner.training.loop import TrainContext, should_stop, train
+from runner.training.metrics import MetricsReporter
 from runner.training.prefetch import Prefetched
 from runner.training.profiler import Profiler
 from runner.training.state import TrainState
-from runner.training.stop import Stop
+from runner.training.stop import StopPolicy
 from runner.training.watchdog import Watchdog, end_process
 
 Device = Literal["cpu", "cuda"]
@@ -49,15 +49,15 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
 
     ``give_up`` ends the process where nothing moves any more (``run.hang_timeout_s``).
     """
-    config, record = read_config(folder), RunRecord.read(folder)
-    experiment = build_experiment(config, Provenance())
+    config, record = read_run_config(folder), RunRecord.read(folder)
+    experiment = build_experiment(config, ConfigSources())
     # The one place where ranks differ: the first one speaks and writes the run's own files.
     place = RankInfo.read()
     main = place.rank == 0
     console = terminal(experiment.logger) if main else None
     run = experiment.run
-    requested = StopRequest(
-        announce if main and "RUNNER_PARENT" not in os.environ else str, patient=place.launched
+    requested = SignalHandler(
+        announce if main and "RUNNER_PARENT" not in os.environ else str, ignore_second=place.launched
     )
     with (
         log_to(folder / "train.log" if main else None, console),
@@ -76,11 +76,11 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
             if main:
                 record.write(folder)
             with reporter(experiment, engine, folder, console, config, record) as report:
-                training = wire(experiment, engine, folder, record, report, requested, watchdog)
+                training = build_loop(experiment, engine, folder, record, report, requested, watchdog)
                 handlers.enter_context(handling(requested))
                 with training.checkpoints:
                     train(training)
-                report.stopped = stopped(training)
+                report.stopped = should_stop(training)
                 if main:
                     replace(record, stopped=report.stopped, results=report.results).write(folder)
                 if run.export and report.stopped is None:
@@ -108,8 +108,8 @@ def build_engine(experiment: Experiment, device: Device) -> Engine:
         experiment,
         device,
         adapter=experiment.adapter,
-        reference=source.kept,
-        reference_model=source.model if source.other else None,
+        reference=source.engine_mode,
+        reference_model=source.model if source.is_separate_model else None,
     )
     return experiment.parallelism.build(experiment.model, experiment.optimizer, options)
 
@@ -119,7 +119,7 @@ def build_reference(experiment: Experiment, device: Device) -> Engine:
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     # Its reference is the model itself, without dropout.
     options = engine_options(experiment, device, reference="adapter_off")
-    return experiment.parallelism.build(source.to_ask(), experiment.optimizer, options)
+    return experiment.parallelism.build(source.frozen_spec(), experiment.optimizer, options)
 
 
 def engine_options(experiment: Experiment, device: Device, **others: Any) -> EngineOptions:
@@ -159,18 +159,18 @@ def fill_reference(
     )
 
 
-def wire(
+def build_loop(
     experiment: Experiment,
     engine: Engine,
     folder: Path,
     record: RunRecord,
-    report: Reporter,
-    requested: StopRequest,
+    report: MetricsReporter,
+    requested: SignalHandler,
     watchdog: Watchdog,
-) -> Training:
+) -> TrainContext:
     """The loop's arguments, at the start of the run or where ``record.checkpoint`` left off."""
     run, saving, place = experiment.run, experiment.checkpoint, RankInfo.read()
-    share = {"data_rank": engine.data_rank, "data_size": engine.data_size}
+    share = {"data_rank": engine.dp_rank, "data_size": engine.dp_size}
     cache = None if record.reference is None else Path(record.reference.folder)
     data = experiment.data.restore(record.data)
     rows = {"global_batch_size": run.global_batch_size, "micro_batch_size": run.micro_batch_size}
@@ -185,13 +185,13 @@ def wire(
         state = TrainState(**read_meta(point).state)
     report.start(state, train_data.num_steps)
     deadline = math.inf if run.max_time is None else record.began + seconds(run.max_time)
-    return Training(
+    return TrainContext(
         engine=engine,
         loss=experiment.stage,
         train_data=train_data,
         eval_data=data.eval_loader(**rows, **share, reference=cache),
         lr=partial(experiment.scheduler.lr, peak=experiment.optimizer.lr, total_steps=train_data.num_steps),
-        checkpoints=CheckpointPolicy(
+        checkpoints=CheckpointManager(
             folder / "checkpoints",
             identity=RunIdentity(**record.identity),
             keep_last=saving.keep_last,
@@ -208,7 +208,7 @@ def wire(
         run=run,
         checkpoint=saving,
         early_stopping=experiment.early_stopping,
-        stop=Stop(
+        stop=StopPolicy(
             engine.max_over_ranks,
             requested,
             deadline,
@@ -231,7 +231,7 @@ def reporter(
     console: Terminal | None,
     config: Config,
     record: RunRecord,
-) -> Reporter:
+) -> MetricsReporter:
     """Speaks and logs where there is a ``console``; silent on every other rank."""
     sizes = matmul_sizes(experiment.model.meta_model, adapted=experiment.adapter is not None)
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
@@ -246,14 +246,14 @@ def reporter(
         )
 
     if console is None:
-        return Reporter(experiment.run.log_every, flops, None, engine.max_over_ranks)
-    begun = Start(folder, config, record.to_json(), steps_done(record.checkpoint))
-    return Reporter(
+        return MetricsReporter(experiment.run.log_every, flops, None, engine.max_over_ranks)
+    begun = RunInfo(folder, config, record.to_json(), steps_done(record.checkpoint))
+    return MetricsReporter(
         experiment.run.log_every,
         flops,
         peak_flops(engine.device, DTYPES[experiment.run.dtype]) * record.world_size,
         engine.max_over_ranks,
-        Loggers(experiment.logger, begun),
+        CompositeLogger(experiment.logger, begun),
         console.progress_bar(),
         record.results,
     )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from components.contracts.errors import FinalError
+from components.contracts.errors import NonRetryableError
 
 
 @dataclass
@@ -55,7 +55,7 @@ class TrainState:
         """
         named = {f"eval/{name}": value for name, value in means.items()}
         if metric not in named:
-            raise FinalError(
+            raise NonRetryableError(
                 f"{metric} (checkpoint.keep_best, early_stopping.metric): the evaluation has no such metric; "
                 f"use one of {', '.join(sorted(named))}."
             )

@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from runner.launch.signals import StopRequest
+from runner.launch.signals import SignalHandler
 
 PRUNED = "pruned"
 """The reason of a run that is not worth going on with, as a sweep's optimiser finds."""
 
-TIME_IS_UP = 1000.0
+TIME_LIMIT = 1000.0
 """Above every signal's number, so that ranks agree on a reason by its maximum."""
 RECENT = 20
 """Steps whose longest the next may take: the first of all, which compiles, is soon forgotten."""
@@ -25,7 +25,7 @@ MARGIN, EXIT_S = 1.5, 2.0
 Pruner = Callable[[int, float], bool]
 
 
-class Stop:
+class StopPolicy:
     """Whether the run is to end at this boundary, agreed over all ranks.
 
     Args:
@@ -39,7 +39,7 @@ class Stop:
     def __init__(
         self,
         agree: Callable[[float], float],
-        requested: StopRequest,
+        requested: SignalHandler,
         deadline: float = math.inf,
         clock: Callable[[], float] = time.time,
         save_s: float = 0.0,
@@ -52,32 +52,32 @@ class Stop:
         self.latest = deque[float](maxlen=RECENT)
         self.longest_save, self.since = save_s, clock()
 
-    def agreed(self) -> str | None:
+    def poll(self) -> str | None:
         """The reason, if any rank has one; every rank calls it after every step and batch."""
         now = self.clock()
         self.latest.append(now - self.since)
         self.since, longest = now, max(self.latest)
         needed = MARGIN * (longest + max(self.longest_save, longest)) + EXIT_S
-        late = TIME_IS_UP if self.deadline - now < needed else 0.0
+        late = TIME_LIMIT if self.deadline - now < needed else 0.0
         code = self.agree(max(late, float(self.requested.number)))
         if code and self.reason is None:
-            self.reason = "run.max_time" if code == TIME_IS_UP else signal.Signals(int(code)).name
+            self.reason = "run.max_time" if code == TIME_LIMIT else signal.Signals(int(code)).name
         return self.reason
 
-    def evaluated(self, step: int, loss: float) -> None:
+    def check_prune(self, step: int, loss: float) -> None:
         """Asks ``prune`` where a rank has one; every rank calls it after every evaluation but the last."""
         pruned = self.prune is not None and self.prune(step, loss)
         if self.agree(float(pruned)):
             self.reason = PRUNED
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def expects_save(self) -> Iterator[None]:
         """Around a save, which is no part of a step."""
         began = self.clock()
         yield
         self.since = self.clock()
-        self.allow_for(self.since - began)
+        self.expect_save(self.since - began)
 
-    def allow_for(self, save_s: float) -> None:
+    def expect_save(self, save_s: float) -> None:
         """A save has taken, or may take, so many seconds."""
         self.longest_save = max(self.longest_save, save_s)

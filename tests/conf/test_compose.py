@@ -19,7 +19,7 @@ from components.preflight.search.layout_search import DEFAULTS
 from runner.cli import config_dir
 from runner.config.command_line import single_job_overrides
 from runner.config.instantiate import build_component, build_loggers
-from runner.config.sources import Provenance
+from runner.config.sources import ConfigSources
 from tests.e2e.commands import call_here
 
 CONF = Path(config_dir())
@@ -51,16 +51,16 @@ def test_an_option_composes_and_every_key_is_read(group: str, option: str) -> No
     node = OmegaConf.to_container(config[group], resolve=True)
     assert isinstance(node, dict)
     if group == "logger":
-        assert list(build_loggers(node, Provenance())) == [option]
+        assert list(build_loggers(node, ConfigSources())) == [option]
     else:
-        build_component(group, node, Provenance())
+        build_component(group, node, ConfigSources())
 
 
 def component_of(group: str, name: str) -> Any:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         node = OmegaConf.to_container(compose("config", [f"{group}={name}"])[group], resolve=True)
     assert isinstance(node, dict)
-    return build_component(group, node, Provenance())
+    return build_component(group, node, ConfigSources())
 
 
 def layout_of(name: str) -> Any:
@@ -91,7 +91,7 @@ def test_a_layout_has_the_sizes_of_its_name(name: str) -> None:
     model_ranks = found["tp"] * found["pp"] * found["cp"]
     dp = sizes.get("dp", max(dealt * found["pp"] // model_ranks, 1))
     assert layout.world_size({}, 0) == model_ranks * dp
-    assert layout.data_size(model_ranks * dp) == dp
+    assert layout.dp_size(model_ranks * dp) == dp
     if "dp" in sizes and not name.startswith("fsdp2"):  # said by the name: GPUs do not change it
         assert layout.world_size({}, 16) == layout.world_size({}, 1) == model_ranks * dp
     else:
@@ -115,7 +115,7 @@ def test_copies_of_the_model_take_their_ranks(
 ) -> None:
     layout = replace(layout_of("hsdp"), **changes)
     assert layout.world_size(environ, num_gpus) == ranks
-    assert layout.data_size(ranks) == ranks
+    assert layout.dp_size(ranks) == ranks
 
 
 def test_a_launcher_that_splits_a_copy_is_refused() -> None:
@@ -145,7 +145,7 @@ def test_a_sweep_sweeps_and_its_jobs_compose(
 
 def test_a_key_of_a_logger_came_from_its_own_file() -> None:
     for choices in ({}, {"logger": "wandb"}):  # Hydra names no choice where there are several
-        assert Provenance(choices, (), (CONF,)).of("logger.wandb.mode") == "conf/logger/wandb.yaml"
+        assert ConfigSources(choices, (), (CONF,)).of("logger.wandb.mode") == "conf/logger/wandb.yaml"
 
 
 @pytest.mark.parametrize(

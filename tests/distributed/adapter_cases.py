@@ -158,6 +158,6 @@ def engine_steps(on: FSDP2, family: str, layout: str, folder: Path, dora: bool =
 
 
 def whole_of(parameter: Tensor) -> Tensor:
-    from components.engines.fsdp2.mesh import whole
+    from components.engines.fsdp2.mesh import full_tensor
 
-    return whole(parameter.detach()).clone()
+    return full_tensor(parameter.detach()).clone()

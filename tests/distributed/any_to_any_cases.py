@@ -24,8 +24,8 @@ from components.contracts.batch import Batch
 from components.contracts.loss import LossOutput, TokenStats
 from components.losses import NextToken
 from runner.config.instantiate import build_experiment
-from runner.config.sources import Provenance
-from runner.launch.checks import Launch, check_launch
+from runner.config.sources import ConfigSources
+from runner.launch.checks import RunPreparation, check_launch
 from runner.launch.prepare import prepare
 from runner.launch.run_record import RunRecord
 from runner.training import rank
@@ -128,7 +128,7 @@ class Matrix:
         self.ranks.run(train_rank, run.folder, run.loaded, size=launch.world_size)
         return run
 
-    def launch(self, work: str, layout: str, *more: str) -> Launch:
+    def launch(self, work: str, layout: str, *more: str) -> RunPreparation:
         chosen = (*WORK[work], *LAYOUTS[layout], *more)
         if work != "dpo":
             chosen += (f"+stage.total={self.unlucky}",)
@@ -149,7 +149,7 @@ class Matrix:
             "scheduler.warmup_steps=2",
         )
         launch = check_launch(
-            composed([*MODELS.get(work, EXPERIMENT), *here, *chosen]), Provenance(), command=chosen
+            composed([*MODELS.get(work, EXPERIMENT), *here, *chosen]), ConfigSources(), command=chosen
         )
         return replace(launch, console=Console(quiet=True))
 
@@ -158,8 +158,8 @@ class Matrix:
         self.unlucky = 0
         launch = self.launch("full", "single")
         record = RunRecord.read(prepare(launch))
-        data = build_experiment(launch.config, Provenance()).data.restore(record.data)
-        loader = data.train_loader(global_batch_size=8, micro_batch_size=2, data_rank=0, data_size=1)
+        data = build_experiment(launch.config, ConfigSources()).data.restore(record.data)
+        loader = data.train_loader(global_batch_size=8, micro_batch_size=2, dp_rank=0, dp_size=1)
         return int(loader.microbatches(step)[0].input_ids.sum())
 
 

@@ -19,8 +19,8 @@ from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.losses import NextToken
 from components.models import ModelSpec
-from components.models.experts import one_by_one
-from components.models.mtp import FurtherTokens
+from components.models.experts import unstack_experts
+from components.models.mtp import MTPConfig
 from components.models.pretrained import persistent_buffers
 from components.optimizers import AdamW, Optimizer
 from tests.distributed.gradients import capture
@@ -219,7 +219,7 @@ def make_engine(
 ) -> Any:
     """The engine of this rank; without ``on``, FSDP2 on one rank."""
     return (on or fsdp2()).build(
-        replace(spec(family), freeze=freeze, mtp=FurtherTokens(mtp_layers)),
+        replace(spec(family), freeze=freeze, mtp=MTPConfig(mtp_layers)),
         optimizer or AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=max_grad_norm),
         EngineOptions(
             dtype=dtype,
@@ -236,7 +236,7 @@ def share(engine: Engine, layout: str, micro_batch: int, seed: int = 0) -> list[
     """This rank's micro-batches of a global batch of eight sequences."""
     rows = sequences(seed)
     groups = [rows[i : i + micro_batch] for i in range(0, len(rows), micro_batch)]
-    return [LAYOUTS[layout](group) for group in groups[engine.data_rank :: engine.data_size]]
+    return [LAYOUTS[layout](group) for group in groups[engine.dp_rank :: engine.dp_size]]
 
 
 def step(
@@ -276,7 +276,7 @@ def plain_step(
     count = len(rows) if normalize == "sequence" else sum(int((row.labels != IGNORE).sum()) for row in rows)
     (total / count + added).backward()
     stacked = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    grads = {name: grad.clone() for name, grad in one_by_one(stacked)}
+    grads = {name: grad.clone() for name, grad in unstack_experts(stacked)}
     norm = torch.stack([g.norm() for g in grads.values()]).norm().item()
     return Step(total.item() / count + added.item(), norm, grads)
 
@@ -286,7 +286,7 @@ def plain_model(family: str) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(description.config(), attn_implementation="eager")
     weights = description.weights(0)
     with torch.no_grad():
-        for name, parameter in one_by_one([*model.named_parameters(), *persistent_buffers(model)]):
+        for name, parameter in unstack_experts([*model.named_parameters(), *persistent_buffers(model)]):
             parameter.copy_(weights(name))
     return model
 

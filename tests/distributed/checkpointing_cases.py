@@ -10,7 +10,7 @@ from components.contracts.batch import Batch
 from components.contracts.engine import EngineOptions, StepResult
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.engine import FSDP2Engine
-from components.engines.fsdp2.mesh import stored, whole
+from components.engines.fsdp2.mesh import full_tensor, local_shard
 from components.losses import NextToken
 from components.models import ModelSpec
 from components.optimizers import AdamW
@@ -46,12 +46,12 @@ def two_steps(on: FSDP2, layout: str, dropout: float, dtype: torch.dtype) -> Out
 
     def capture(*args: Any) -> None:
         if not gradients:
-            gradients.update({name: whole(p.grad).clone() for name, p in engine.weights.items()})
+            gradients.update({name: full_tensor(p.grad).clone() for name, p in engine.weights.items()})
         update(*args)
 
     engine.apply_update = capture  # type: ignore[method-assign]
     results = [step(engine, share(engine, layout, 4, seed), loss) for seed in range(2)]
-    weights = {name: whole(p.detach()).clone() for name, p in engine.weights.items()}
+    weights = {name: full_tensor(p.detach()).clone() for name, p in engine.weights.items()}
     engine.close()
     return Outcome(results, gradients, weights, saved)
 
@@ -62,7 +62,7 @@ def saved_bytes(engine: FSDP2Engine, batch: Batch, loss: NextToken) -> int:
 
     def keep(tensor: Tensor) -> Tensor:
         # Gathered weights are the parameters of the moment, and no activations.
-        weights = {stored(p).untyped_storage().data_ptr() for p in engine.scorer.parameters()}
+        weights = {local_shard(p).untyped_storage().data_ptr() for p in engine.scorer.parameters()}
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()

@@ -23,18 +23,18 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from components.contracts.batch import Batch
-from components.engines.megatron.runtime.cp_sharding import gather, make_row
+from components.engines.megatron.runtime.cp_sharding import gather_shards, shard_batch
 from tests.distributed.core_attention_cases import (
     HEAD_DIM,
     VOCAB,
     WINDOW,
     Case,
+    atomic_write,
     collect,
     config,
     group_of,
     inputs,
     make_batch,
-    place,
     real,
     row_of,
 )
@@ -55,7 +55,7 @@ def rotary_error(case: Case, group: Any) -> float:
     settings = config(case.cp, case.heads)
     length = table.get_rotary_seq_len(None, None, row.input_ids[0], settings, params)
     freqs = table(length, packed_seq=params is not None)
-    local = place(query, row)
+    local = atomic_write(query, row)
     if params is None:
         turned = apply_rotary_pos_emb(local, freqs, settings, cp_group=group)
     else:
@@ -74,7 +74,7 @@ def zig_zag(cp: int) -> bool:
     parallel_state.initialize_model_parallel(1, context_parallel_size=cp)
     batch = make_batch((16, 16), "padded")
     theirs = get_batch_on_this_cp_rank({"tokens": batch.input_ids, "position_ids": batch.position_ids})
-    row = make_row(batch, cp=cp, rank=parallel_state.get_context_parallel_rank(), multiple=1)
+    row = shard_batch(batch, cp=cp, rank=parallel_state.get_context_parallel_rank(), multiple=1)
     parallel_state.destroy_model_parallel()
     return torch.equal(theirs["tokens"], row.input_ids) and torch.equal(
         theirs["position_ids"], row.position_ids
@@ -89,13 +89,13 @@ def gather_errors(cp: int) -> list[tuple[float, float]]:
 
 def gather_error(cp: int, layout: str, group: Any) -> tuple[float, float]:
     batch = make_batch((7, 1, 20, 12), layout)
-    row = make_row(batch, cp=cp, rank=group.rank(), multiple=1)
+    row = shard_batch(batch, cp=cp, rank=group.rank(), multiple=1)
     leaf = torch.randn(batch.labels.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     leaf.requires_grad_()
     local = row.scatter(leaf.detach()).requires_grad_()
-    for values in (leaf, gather(local, row, group)):
+    for values in (leaf, gather_shards(local, row, group)):
         batch.sum_per_sequence(values).square().sum().backward()
-    value_error = (gather(local.detach(), row, group) - leaf.detach()).abs().max()
+    value_error = (gather_shards(local.detach(), row, group) - leaf.detach()).abs().max()
     assert leaf.grad is not None
     assert local.grad is not None
     return float(value_error), float((local.grad - row.scatter(leaf.grad)).abs().max())
@@ -153,7 +153,7 @@ def run_ours(case: Case, batch: Batch, weight: Tensor, recompute: bool) -> tuple
     group = parallel_state.get_context_parallel_group()
     row = row_of(case, batch, group.rank())
     logits = ours(row.input_ids, row.position_ids, None, packed_seq_params=packed_seq_params(row))
-    (logits * place(weight, row).transpose(0, 1)).sum().backward()
+    (logits * atomic_write(weight, row).transpose(0, 1)).sum().backward()
     for parameter in ours.parameters():
         dist.all_reduce(parameter.grad, group=group)
     whole = collect(logits.transpose(0, 1), row, group)

@@ -21,7 +21,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from components.contracts.batch import IGNORE, Batch
-from components.engines.megatron.runtime.cp_sharding import Row, make_row
+from components.engines.megatron.runtime.cp_sharding import CPShard, shard_batch
 
 VOCAB, WINDOW, HEAD_DIM = 40, 5, 8
 FUSIONS = {"gradient_accumulation_fusion": False, "masked_softmax_fusion": False, "persist_layer_norm": False}
@@ -62,12 +62,12 @@ def group_of(cp: int) -> Any:
     return dist.new_subgroups_by_enumeration(parts)[0]
 
 
-def row_of(case: Case, batch: Batch, rank: int) -> Row:
-    length = make_row(batch, cp=case.cp, rank=0, multiple=1).input_ids.shape[1] * case.cp
-    return make_row(batch, cp=case.cp, rank=rank, multiple=1, length=length + case.longer * 2 * case.cp)
+def row_of(case: Case, batch: Batch, rank: int) -> CPShard:
+    length = shard_batch(batch, cp=case.cp, rank=0, multiple=1).input_ids.shape[1] * case.cp
+    return shard_batch(batch, cp=case.cp, rank=rank, multiple=1, length=length + case.longer * 2 * case.cp)
 
 
-def place(values: Tensor, row: Row, junk: int | None = None) -> Tensor:
+def atomic_write(values: Tensor, row: CPShard, junk: int | None = None) -> Tensor:
     """``[B, T, heads, D]`` to this rank's ``[L, B, heads, D]``, with zeros or random numbers on padding."""
     shape = (len(values), row.cp * row.input_ids.shape[1], *values.shape[2:])
     whole = values.new_zeros(shape)
@@ -78,7 +78,7 @@ def place(values: Tensor, row: Row, junk: int | None = None) -> Tensor:
     return whole.chunk(row.cp, 1)[row.rank].transpose(0, 1)
 
 
-def collect(out: Tensor, row: Row, group: Any) -> Tensor:
+def collect(out: Tensor, row: CPShard, group: Any) -> Tensor:
     """``[L, B, X]`` of every rank to ``[B, T, X]``."""
     local = out.detach().transpose(0, 1).contiguous()
     shares = [torch.empty_like(local) for _ in range(row.cp)]
@@ -115,7 +115,7 @@ def core(case: Case, group: Any, **options: Any) -> CoreAttention:
     )
 
 
-def run(module: nn.Module, row: Row, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def run(module: nn.Module, row: CPShard, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """As mcore's attention calls it."""
     params = packed_seq_params(row)
     if params is None:
@@ -143,14 +143,16 @@ def error(case: Case, group: Any) -> tuple[float, float, bool]:
     row, module = row_of(case, batch, group.rank()), core(case, group)
     *qkv, grad = inputs(case, batch)
     keep = real(batch)[..., None]
-    leaves = [place(tensor * keep[..., None], row, junk=1).requires_grad_() for tensor in qkv]
+    leaves = [atomic_write(tensor * keep[..., None], row, junk=1).requires_grad_() for tensor in qkv]
     local = run(module, row, *leaves)
-    local.backward(place(grad, row).flatten(2))
+    local.backward(atomic_write(grad, row).flatten(2))
     out = collect(local, row, group) * keep
     noisy = [torch.where(keep[..., None], tensor, 9.0) for tensor in qkv]
-    other = collect(run(module, row, *(place(tensor, row, junk=2) for tensor in noisy)), row, group) * keep
+    other = (
+        collect(run(module, row, *(atomic_write(tensor, row, junk=2) for tensor in noisy)), row, group) * keep
+    )
     wrong = (out - softmax_attention(case, batch, *qkv)).abs().max()
-    expected = [place(tensor, row) for tensor in softmax_gradients(case, batch)]
+    expected = [atomic_write(tensor, row) for tensor in softmax_gradients(case, batch)]
     gradients = [(leaf.grad - wanted).abs().max() for leaf, wanted in zip(leaves, expected, strict=True)]
     return float(wrong), float(max(gradients)), torch.equal(out, other)
 
@@ -193,7 +195,7 @@ def dropped(cases: list[Case], sequence_parallel: bool) -> list[dict[str, bool]]
 def drop(case: Case, group: Any, sequence_parallel: bool) -> dict[str, bool]:
     batch = make_batch(case.lengths, case.layout)
     row = row_of(case, batch, group.rank())
-    tensors = [place(tensor, row) for tensor in inputs(case, batch)[:3]]
+    tensors = [atomic_write(tensor, row) for tensor in inputs(case, batch)[:3]]
     module = core(case, group, dropout=0.5)
     module.config.sequence_parallel = sequence_parallel
     evaluated = [run(module.eval(), row, *tensors) for _ in range(2)]

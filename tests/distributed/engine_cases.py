@@ -15,7 +15,7 @@ from components.contracts.engine import StepResult
 from components.contracts.errors import TrainingError
 from components.contracts.loss import LossOutput, TokenStats
 from components.engines.fsdp2 import FSDP2
-from components.engines.fsdp2.mesh import stored, whole
+from components.engines.fsdp2.mesh import full_tensor, local_shard
 from components.engines.megatron import Megatron
 from components.losses import NextToken
 from components.optimizers import Optimizer
@@ -28,10 +28,10 @@ def snapshot(engine: Any) -> dict[str, Tensor]:
     """Copies of every weight and every optimizer value; with Megatron, of what this rank holds."""
     if hasattr(engine, "update"):
         return held(engine)
-    tensors = {name: whole(p.detach()).clone() for name, p in engine.weights.items()}
+    tensors = {name: full_tensor(p.detach()).clone() for name, p in engine.weights.items()}
     for name, parameter in engine.weights.items():
         for key, value in engine.optimizer.state[parameter].items():
-            tensors[f"{key}/{name}"] = whole(value).clone()
+            tensors[f"{key}/{name}"] = full_tensor(value).clone()
     return tensors
 
 
@@ -159,7 +159,7 @@ def skip_when_one_rank_is_not_finite(on: Layout, bad_rank: int) -> tuple[bool, b
     engine, loss = make_engine(on=on), next_token()
     step(engine, share(engine, "packed", 2), loss)
     before = snapshot(engine)
-    bad = failing(NotFinite) if engine.data_rank == bad_rank else loss
+    bad = failing(NotFinite) if engine.dp_rank == bad_rank else loss
     result = step(engine, share(engine, "packed", 2), bad)
     unchanged = identical(before, snapshot(engine))
     after = step(engine, share(engine, "packed", 2), loss)
@@ -314,6 +314,6 @@ def description(on: Layout) -> tuple[dict[str, Any], int]:
     """What the engine says of itself, and how many elements of its weights this rank holds."""
     engine = make_engine("llama", on=on)
     described = engine.describe()
-    held = sum(stored(parameter).numel() for parameter in engine.weights.values())
+    held = sum(local_shard(parameter).numel() for parameter in engine.weights.values())
     engine.close()
     return described, held

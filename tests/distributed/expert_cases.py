@@ -14,7 +14,7 @@ from components.contracts.batch import Batch
 from components.contracts.engine import EngineOptions, StepResult
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
-from components.models.moe_config import RouterTerms
+from components.models.moe_config import MoELossConfig
 from components.optimizers import AdamW
 from tests.distributed.cases import LENGTHS, Step, next_token, share, spec
 from tests.distributed.gradients import capture
@@ -30,7 +30,7 @@ class Work:
     layout: str = "packed"
     micro_batch: int = 1
     steps: int = STEPS
-    terms: RouterTerms = RouterTerms()  # noqa: RUF009  frozen
+    terms: MoELossConfig = MoELossConfig()  # noqa: RUF009  frozen
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def one_step(engine: Any, work: Work, seed: int) -> StepResult:
     return result
 
 
-def watch_routers(terms: RouterTerms, model: nn.Module) -> Callable[[], Tensor]:
+def watch_routers(terms: MoELossConfig, model: nn.Module) -> Callable[[], Tensor]:
     """For ``plain_step``: what ``terms`` add to the loss, where every sequence is a micro-batch.
 
     The balance loss is by transformers' own function, layer by layer; DeepSeek's, whose scores are no

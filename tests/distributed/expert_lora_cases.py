@@ -13,7 +13,7 @@ from components.adapters import LoRA
 from components.checkpoint.dcp import save_tensors
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
-from components.models.experts import FUSED, one_by_one
+from components.models.experts import FUSED, unstack_experts
 from tests.distributed.cases import make_engine, next_token, plain_model, spec
 from tests.distributed.megatron_lora_cases import Run, plain_run, run_on, sums, warm
 
@@ -45,7 +45,7 @@ class Merged(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         whole = {name: p.detach() for name, p in self.model.named_parameters()}
-        found = dict(one_by_one(whole.items()))
+        found = dict(unstack_experts(whole.items()))
         for name in [name for name in self.values if ".lora_A." in name]:
             module = name.removesuffix(".lora_A.weight")
             added = self.values[f"{module}.lora_B.weight"] @ self.values[name]

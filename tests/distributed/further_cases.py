@@ -15,9 +15,9 @@ from components.contracts.batch import IGNORE
 from components.contracts.engine import EngineOptions
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
-from components.models.experts import one_by_one
-from components.models.moe_config import RouterTerms
-from components.models.mtp import FurtherTokens
+from components.models.experts import unstack_experts
+from components.models.moe_config import MoELossConfig
+from components.models.mtp import MTPConfig
 from components.optimizers import AdamW
 from tests.distributed.cases import (
     Step,
@@ -49,11 +49,11 @@ class PlainLayer(nn.Module):
 
 def plain_step(family: str) -> Step:
     """Nothing of ours but the initial weights: one sequence at a time, eager attention, depths by slices."""
-    model, further, named = plain_model(family)
-    means = plain_means_of(model, further)
+    model, mtp, named = plain_model(family)
+    means = plain_means_of(model, mtp)
     total = means[0] + COEF * means[1:].mean()
     total.backward()
-    grads = dict(one_by_one((name, p.grad) for name, p in named.items() if p.grad is not None))
+    grads = dict(unstack_experts((name, p.grad) for name, p in named.items() if p.grad is not None))
     norm = torch.stack([g.norm() for g in grads.values()]).norm().item()
     return Step(total.item(), norm, grads)
 
@@ -61,45 +61,45 @@ def plain_step(family: str) -> Step:
 @torch.no_grad()
 def plain_means(family: str) -> list[float]:
     """The loss, and those of both depths, without coefficients."""
-    model, further, _ = plain_model(family)
-    means: list[float] = plain_means_of(model, further).tolist()
+    model, mtp, _ = plain_model(family)
+    means: list[float] = plain_means_of(model, mtp).tolist()
     return means
 
 
 def plain_model(family: str) -> tuple[Any, list[PlainLayer], dict[str, nn.Parameter]]:
     """With the initial weights; and the parameters by their names on disk."""
-    described = replace(spec(family), mtp=FurtherTokens(DEPTHS))
+    described = replace(spec(family), mtp=MTPConfig(DEPTHS))
     model: Any = AutoModelForCausalLM.from_config(spec(family).config(), attn_implementation="eager")
-    further = [PlainLayer(model) for _ in range(DEPTHS)]
+    mtp = [PlainLayer(model) for _ in range(DEPTHS)]
     named = dict(model.named_parameters())
-    for depth, layer in enumerate(further):
+    for depth, layer in enumerate(mtp):
         prefix = f"model.layers.{len(model.model.layers) + depth}"
         named |= {f"{prefix}.{name_on_disk(own)}": p for own, p in layer.named_parameters()}
     weights = described.weights(0)
-    for name, values in one_by_one((name, p.data) for name, p in named.items()):
+    for name, values in unstack_experts((name, p.data) for name, p in named.items()):
         values.copy_(weights(name))
-    return model, further, named
+    return model, mtp, named
 
 
 def name_on_disk(own: str) -> str:
     return "shared_head.norm.weight" if own == "norm.weight" else own.removeprefix("block.")
 
 
-def plain_means_of(model: Any, further: list[PlainLayer]) -> Tensor:
+def plain_means_of(model: Any, mtp: list[PlainLayer]) -> Tensor:
     sums, counts = torch.zeros(DEPTHS + 1), torch.zeros(DEPTHS + 1)
     for row in sequences():
-        for depth, logits in enumerate(plain_logits(model, further, row.ids)):
+        for depth, logits in enumerate(plain_logits(model, mtp, row.ids)):
             labels = row.labels[depth:]
             sums[depth] += F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
             counts[depth] += (labels != IGNORE).sum()
     return sums / counts
 
 
-def plain_logits(model: Any, further: list[PlainLayer], ids: Tensor) -> list[Tensor]:
+def plain_logits(model: Any, mtp: list[PlainLayer], ids: Tensor) -> list[Tensor]:
     """By depth ``[T - depth, V]``: a depth is one position shorter than the one before."""
     hidden = model.model(input_ids=ids[None], use_cache=False).last_hidden_state
     found = [model.lm_head(hidden)[0]]
-    for depth, layer in enumerate(further, 1):
+    for depth, layer in enumerate(mtp, 1):
         length = len(ids) - depth
         embedded = model.model.embed_tokens(ids[None, depth:])
         joined = torch.cat([layer.enorm(embedded), layer.hnorm(hidden[:, :length])], -1)
@@ -224,8 +224,8 @@ def exported(on: FSDP2 | Megatron, family: str, path: Path) -> None:
 
 def routed(on: FSDP2 | Megatron) -> dict[str, float]:
     """Losses and metrics of the second of two steps with every term that routers have."""
-    terms = RouterTerms("sequence", 0.1, z_loss_coef=0.01, bias_update_rate=0.1)
-    described: Any = replace(spec("deepseek"), mtp=FurtherTokens(DEPTHS), moe=terms)
+    terms = MoELossConfig("sequence", 0.1, z_loss_coef=0.01, bias_update_rate=0.1)
+    described: Any = replace(spec("deepseek"), mtp=MTPConfig(DEPTHS), moe=terms)
     engine: Any = on.build(described, AdamW(lr=1e-3), EngineOptions(torch.float32, "cpu"))
     first, second = (step(engine, share(engine, "packed", 2, seed), next_token()) for seed in (0, 1))
     engine.close()

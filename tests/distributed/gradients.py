@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from components.engines.fsdp2.mesh import whole
+from components.engines.fsdp2.mesh import full_tensor
 
 
 def capture(engine: Any) -> dict[str, Tensor]:
@@ -30,14 +30,14 @@ def gradients(engine: Any) -> dict[str, Tensor]:
     if hasattr(engine, "update"):
         return megatron_gradients(engine)
     # Not every rank has all experts.
-    here = {m.name: whole(m.cut(m.parameter.grad)).clone() for m in engine.trained}
+    here = {m.name: full_tensor(m.slices(m.parameter.grad)).clone() for m in engine.trained}
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, here)
     return {name: value for rank in everywhere for name, value in rank.items()}
 
 
 def megatron_gradients(engine: Any) -> dict[str, Tensor]:
-    from components.engines.megatron.runtime.hf_weights import whole
+    from components.engines.megatron.runtime.hf_weights import full_hf_tensor
 
     here: dict[str, Tensor] = {}
     for parameter, members in engine.blocks.items():
@@ -49,7 +49,9 @@ def megatron_gradients(engine: Any) -> dict[str, Tensor]:
             dist.all_reduce(values, group=of.replicas)
         for member in members:
             if member.primary:
-                here[member.name] = whole(member, member.read(values), engine.meshes.of(member)).clone()
+                here[member.name] = full_hf_tensor(
+                    member, member.read(values), engine.meshes.of(member)
+                ).clone()
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, here)
     return {name: value for rank in everywhere for name, value in rank.items()}

@@ -10,7 +10,7 @@ import torch
 
 from components.contracts.engine import EngineOptions
 from components.engines.fsdp2.engine import FSDP2Engine
-from components.engines.fsdp2.mesh import stored
+from components.engines.fsdp2.mesh import local_shard
 from components.models import ModelSpec
 from components.optimizers import SGD
 from tests.distributed.cases import fsdp2, spec
@@ -48,7 +48,7 @@ def build(folder: Path, dp: int) -> tuple[int, int]:
     """(peak bytes of building the engine from ``folder``, bytes of this rank's shards)."""
     with peak_memory() as peak:
         engine = start(ModelSpec(path=str(folder), init="pretrained"), dp)
-    shards = sum(stored(parameter).nbytes for parameter in engine.weights.values())
+    shards = sum(local_shard(parameter).nbytes for parameter in engine.weights.values())
     engine.close()
     return peak[0], shards
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from components.checkpoint.flat_shard import FlatShard
 from components.contracts.engine import EngineOptions
 from components.engines.fsdp2 import FSDP2
-from components.engines.fsdp2.mesh import stored
+from components.engines.fsdp2.mesh import local_shard
 from components.engines.megatron import Megatron
 from components.models import ModelSpec
 from components.optimizers import AdamW
@@ -77,5 +77,5 @@ def kept_for_a_checkpoint(on: Megatron) -> dict[str, int]:
 
 def saved(tensor: Tensor) -> int:
     if isinstance(tensor, FlatShard):
-        return sum(math.prod(box.sizes) for box in tensor.boxes)
-    return stored(tensor).numel()
+        return sum(math.prod(box.sizes) for box in tensor.chunks)
+    return local_shard(tensor).numel()

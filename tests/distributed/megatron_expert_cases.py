@@ -9,13 +9,13 @@ from torch import Tensor
 
 from components.contracts.batch import IGNORE
 from components.engines.megatron import Megatron
-from components.models.experts import one_by_one
-from components.models.moe_config import AUX, RouterTerms, Z
+from components.models.experts import unstack_experts
+from components.models.moe_config import AUX, MoELossConfig, Z
 from tests.distributed.cases import Step, next_token, plain_model, sequences, share
 from tests.distributed.expert_cases import Trained, Work, make, one_step, run
 
 
-def plain_step(family: str, terms: RouterTerms) -> tuple[Step, dict[str, float]]:
+def plain_step(family: str, terms: MoELossConfig) -> tuple[Step, dict[str, float]]:
     """One sequence at a time, balanced sequence by sequence, and the means of what routers add."""
     model: Any = plain_model(family)
     logits: list[Tensor] = []
@@ -32,11 +32,11 @@ def plain_step(family: str, terms: RouterTerms) -> tuple[Step, dict[str, float]]
         for layer in logits:
             added[AUX] = added[AUX] + balance(layer, model.config) / len(rows)
             added[Z] = added[Z] + layer.logsumexp(-1).square().sum() / tokens
-    means = {name: added[name] * strength for name, strength in terms.strengths.items()}
+    means = {name: added[name] * strength for name, strength in terms.coefficients.items()}
     loss = torch.stack([nll, *means.values()]).sum()
     loss.backward()
     given = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    grads = {name: grad.clone() for name, grad in one_by_one(given)}
+    grads = {name: grad.clone() for name, grad in unstack_experts(given)}
     norm = torch.stack([g.norm() for g in grads.values()]).norm().item()
     reported = {name: value.item() for name, value in means.items()} | {"lm_loss": nll.item()}
     return Step(loss.item(), norm, grads), reported
@@ -89,15 +89,15 @@ def routed(on: Megatron, family: str, padding: int) -> tuple[Tensor, Tensor, Ten
         topk_routing_with_score_function,
     )
 
-    from components.engines.megatron.runtime.moe_router import Traffic, routers_of
-    from components.engines.shared.moe_losses import Tokens
+    from components.engines.megatron.runtime.moe_router import TokenRouting, find_routers
+    from components.engines.shared.moe_losses import RoutedTokens
 
     engine = make(Work(family), on)
-    router = routers_of(engine.chunks)[0]
+    router = find_routers(engine.chunks)[0]
     hidden = torch.randn(24, 1, 32, generator=torch.Generator().manual_seed(1))
     ids = torch.zeros(24, dtype=torch.int64)
     ids[24 - padding :] = -1
-    router.traffic = Traffic(Tokens(ids, torch.tensor([24 - padding])), None)
+    router.token_routing = TokenRouting(RoutedTokens(ids, torch.tensor([24 - padding])), None)
     weights, taken = router(hidden)
     top_k = router.experts.top_k
     logits = router.gating(hidden.flatten(0, 1))

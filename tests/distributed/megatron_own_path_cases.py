@@ -54,11 +54,11 @@ def own_step(on: Megatron) -> dict[str, Tensor]:
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from components.engines.megatron.runtime.schedule import Pass, make_items
+    from components.engines.megatron.runtime.schedule import Pass, make_inputs
 
     engine = build(on)
     set_hooks(engine.chunks, engine.config, on)
-    items = make_items(share(engine, "packed", MICRO_BATCH), on, engine.device, Pass())
+    items = make_inputs(share(engine, "packed", MICRO_BATCH), on, engine.device, Pass())
     for _ in range(2):
         engine.zero_grad()
         get_forward_backward_func()(
@@ -66,7 +66,7 @@ def own_step(on: Megatron) -> dict[str, Tensor]:
             data_iterator=[iter(items) for _ in engine.chunks],
             model=engine.chunks,
             num_microbatches=len(items),
-            seq_length=items[0].asked.row.input_ids.shape[1] * on.cp,
+            seq_length=items[0].request.shard.input_ids.shape[1] * on.cp,
             micro_batch_size=1,
             forward_only=False,
         )
@@ -93,8 +93,8 @@ def set_hooks(chunks: list[Any], config: Any, on: Megatron) -> None:
 
 
 def forward_step(source: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
-    asked = next(source).asked
-    return chunk(asked), partial(loss_sum, asked.row.labels)
+    asked = next(source).request
+    return chunk(asked), partial(loss_sum, asked.shard.labels)
 
 
 def loss_sum(labels: Tensor, stats: TokenStats) -> tuple[Tensor, Tensor, dict[str, Any]]:

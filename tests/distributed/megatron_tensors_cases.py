@@ -36,14 +36,14 @@ def like_parameters(model: Model) -> dict[str, dict[Any, Tensor]]:
 
 
 def save_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> None:
-    from components.engines.megatron.runtime.hf_weights import as_dtensor, fill
+    from components.engines.megatron.runtime.hf_weights import as_dtensor, fill_parameter
 
     with layout(sizes) as parallelism:
         model, weights = build(spec, parallelism), spec.weights(0)
         tensors = like_parameters(model)
         for kind, by_parameter in tensors.items():
             for parameter, tensor in by_parameter.items():
-                fill(tensor, model.blocks[parameter], value(kind, weights))
+                fill_parameter(tensor, model.blocks[parameter], value(kind, weights))
         entries = checkpoint_tensors(model, tensors).items()
         saved = {key: as_dtensor(b, part, model.meshes.dense) for key, (b, _, part) in entries if b.primary}
         save_tensors(path, saved | {"optimizer_step": torch.tensor([3.0])})
@@ -51,7 +51,7 @@ def save_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> None:
 
 def load_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> list[str]:
     """Keys whose values, padding included, are not bitwise what ``value`` says."""
-    from components.engines.megatron.runtime.hf_weights import as_dtensor, fill
+    from components.engines.megatron.runtime.hf_weights import as_dtensor, fill_parameter
 
     with layout(sizes) as parallelism:
         model, weights = build(spec, parallelism), spec.weights(0)
@@ -65,7 +65,7 @@ def load_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> list[str]:
         wrong = []
         for kind in KINDS:
             for parameter, members in model.blocks.items():
-                fill(expected[kind][parameter], members, value(kind, weights))
+                fill_parameter(expected[kind][parameter], members, value(kind, weights))
                 if not torch.equal(expected[kind][parameter], tensors[kind][parameter]):
                     wrong.append(f"{kind}/{members[0].name}")
         return wrong
@@ -73,15 +73,15 @@ def load_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> list[str]:
 
 def gathered_moments(sizes: Sizes, spec: ModelSpec) -> dict[str, Tensor]:
     """What ``whole`` makes of tensors that are not the weights themselves."""
-    from components.engines.megatron.runtime.hf_weights import fill, whole
+    from components.engines.megatron.runtime.hf_weights import fill_parameter, full_hf_tensor
 
     with layout(sizes) as parallelism:
         model, weights = build(spec, parallelism), spec.weights(0)
         moments = like_parameters(model)["exp_avg"]
         for parameter, tensor in moments.items():
-            fill(tensor, model.blocks[parameter], value("exp_avg", weights))
+            fill_parameter(tensor, model.blocks[parameter], value("exp_avg", weights))
         return {
-            member.name: whole(member, member.read(moments[parameter]), model.meshes.dense)
+            member.name: full_hf_tensor(member, member.read(moments[parameter]), model.meshes.dense)
             for parameter, members in model.blocks.items()
             for member in members
             if member.primary
@@ -102,26 +102,26 @@ def fsdp2_engine(spec: ModelSpec) -> Any:
 
 def save_by_fsdp2(spec: ModelSpec, path: Path) -> None:
     """A checkpoint of the FSDP2 engine whose tensors are those of ``value``."""
-    from components.engines.fsdp2.parallelize import copy_part
+    from components.engines.fsdp2.parallelize import copy_slice
     from components.optimizers import make_moments
 
     engine, weights = fsdp2_engine(spec), spec.weights(0)
     make_moments(engine.optimizer, engine.moments)
     for name, parameter in engine.weights.items():
-        copy_part(parameter, name, value("model", weights))
+        copy_slice(parameter, name, value("model", weights))
         for kind in engine.moments:
-            copy_part(engine.optimizer.state[parameter][kind], name, value(kind, weights))
+            copy_slice(engine.optimizer.state[parameter][kind], name, value(kind, weights))
     save_tensors(path, engine.tensors())
 
 
 def load_by_fsdp2(spec: ModelSpec, path: Path) -> dict[str, Tensor]:
-    from components.engines.fsdp2.mesh import whole
+    from components.engines.fsdp2.mesh import full_tensor
 
     engine = fsdp2_engine(spec)
     engine.load(path)
     found = {}
     for name, parameter in engine.weights.items():
-        found[f"model/{name}"] = whole(parameter.detach())
+        found[f"model/{name}"] = full_tensor(parameter.detach())
         for kind in engine.moments:
-            found[f"{kind}/{name}"] = whole(engine.optimizer.state[parameter][kind])
+            found[f"{kind}/{name}"] = full_tensor(engine.optimizer.state[parameter][kind])
     return found

@@ -55,7 +55,7 @@ class Model:
 
 
 def build(spec: ModelSpec, layout: Megatron) -> Model:
-    from components.engines.megatron.runtime.hf_weights import Meshes, blocks
+    from components.engines.megatron.runtime.hf_weights import TPMeshes, hf_slices
     from components.engines.megatron.runtime.model import build_chunks
     from components.engines.megatron.runtime.transformer_config import transformer_config
 
@@ -65,7 +65,7 @@ def build(spec: ModelSpec, layout: Megatron) -> Model:
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(7)
-    return Model(spec, chunks, blocks(chunks, named_shapes(spec.build(hf))), Meshes.of_rank("cpu"))
+    return Model(spec, chunks, hf_slices(chunks, named_shapes(spec.build(hf))), TPMeshes.of_rank("cpu"))
 
 
 def loaded(
@@ -88,11 +88,11 @@ def logits(model: Model) -> Tensor:
     from megatron.core import parallel_state
 
     from components.contracts.batch import Batch
-    from components.engines.megatron.runtime.cp_sharding import make_row
-    from components.engines.megatron.runtime.model import Asked
+    from components.engines.megatron.runtime.cp_sharding import shard_batch
+    from components.engines.megatron.runtime.model import ForwardRequest
 
     batch = Batch(IDS, IDS, torch.arange(24).expand_as(IDS).contiguous(), torch.tensor([24, 24]).int())
-    row = make_row(batch, cp=1, rank=0, multiple=1)
+    row = shard_batch(batch, cp=1, rank=0, multiple=1)
     stages, stage = parallel_state.get_pipeline_model_parallel_world_size(), None
     group = parallel_state.get_pipeline_model_parallel_group()
     vocabulary = model.spec.config().vocab_size
@@ -103,7 +103,7 @@ def logits(model: Model) -> Tensor:
             chunk = model.chunks[number // stages].eval()
             chunk._postprocess = lambda hidden_states, **_: hidden_states
             chunk.set_input_tensor(None if number == 0 else [hidden])
-            hidden = chunk(Asked(row))
+            hidden = chunk(ForwardRequest(row))
         hidden = hidden.contiguous()
         dist.broadcast(hidden, group=group, group_src=stage)
     scores = torch.empty(24, 2, 0)
@@ -142,12 +142,12 @@ def logits_of_a_flipped_row(sizes: Sizes, folder: Path) -> Tensor:
 
 
 def exported(sizes: Sizes, folders: dict[str, Path], target: Path) -> None:
-    from components.engines.megatron.runtime.hf_weights import whole_tensors
+    from components.engines.megatron.runtime.hf_weights import full_hf_tensors
 
     with layout(sizes) as spec:
         for name, folder in folders.items():
             model = loaded(folder, spec)
-            tensors = whole_tensors(model.blocks, model.meshes, lambda p: p)
+            tensors = full_hf_tensors(model.blocks, model.meshes, lambda p: p)
             export_folder(model.spec, tensors, target / name, torch.float32)
 
 
@@ -187,7 +187,7 @@ def holdings(sizes: Sizes, folder: Path) -> Holdings:
 
 def refusals(folder: Path, changes: dict[str, dict[str, tuple[int, ...] | None]]) -> dict[str, str]:
     """What ``blocks`` says where the Hugging Face model has other shapes, or (None) lacks a parameter."""
-    from components.engines.megatron.runtime.hf_weights import blocks
+    from components.engines.megatron.runtime.hf_weights import hf_slices
 
     with layout((2, 1, 1)) as parallelism:
         model = build(ModelSpec(path=str(folder), init="pretrained"), parallelism)
@@ -197,7 +197,7 @@ def refusals(folder: Path, changes: dict[str, dict[str, tuple[int, ...] | None]]
             changed = shapes | {name: torch.Size(shape or ()) for name, shape in change.items()}
             lacking = [name for name, shape in change.items() if shape is None]
             try:
-                blocks(model.chunks, {name: s for name, s in changed.items() if name not in lacking})
+                hf_slices(model.chunks, {name: s for name, s in changed.items() if name not in lacking})
             except AssertionError as error:
                 answers[label] = str(error)
         return answers
@@ -214,7 +214,7 @@ def refusals_of_other_parameters(folder: Path) -> dict[str, str]:
 
         def refused(label: str, chunks: list[Any]) -> None:
             try:
-                hf_weights.blocks(chunks, shapes)
+                hf_weights.hf_slices(chunks, shapes)
             except AssertionError as error:
                 found[label] = str(error)
 

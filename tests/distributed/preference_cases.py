@@ -47,7 +47,7 @@ def pairs(engine: Engine, layout: str, micro_batch: int, loss: Loss) -> list[Bat
             labels = [(start // 2 + i) % 3 % 2 for i in range(micro_batch // 2)]
             marked = torch.tensor([value for label in labels for value in (label, 2)])
             found.append(replace(batch, sequence_labels=marked))
-    return found[engine.data_rank :: engine.data_size]
+    return found[engine.dp_rank :: engine.dp_size]
 
 
 def every_loss(on: FSDP2 | Megatron, layout: str, micro_batch: int, names: tuple[str, ...]) -> Found:

@@ -41,7 +41,7 @@ def other_model(on: FSDP2 | Megatron, path: Path) -> dict[int, Tensor] | None:
     )
     batches = share(engine, "packed", 2)
     step(engine, batches, next_token(), lr=1e-2)
-    found, rank, size = engine.logps(batches, reference=True), engine.data_rank, engine.data_size
+    found, rank, size = engine.logps(batches, reference=True), engine.dp_rank, engine.dp_size
     engine.close()
     if found is None:
         return None
@@ -90,7 +90,7 @@ def difference(
 ) -> tuple[float, float]:
     """Of what the loader attaches from what a frozen model says: the largest, and the largest value."""
     engine = make_engine(family, on=on, reference="frozen")
-    loader = data.loader(data.train, 4, 1, engine.data_rank, engine.data_size, folder)
+    loader = data.loader(data.train, 4, 1, engine.dp_rank, engine.dp_size, folder)
     errors, sizes = [0.0], [0.0]
     for number in range(loader.num_steps):
         batches = loader.microbatches(number)

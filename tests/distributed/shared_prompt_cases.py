@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from components.contracts.batch import IGNORE, Batch
-from components.data.loader import DataLoader
+from components.data.loader import TokenDataLoader
 from components.data.store.token_store import TokenStore
 from components.engines.fsdp2 import FSDP2
 from components.engines.shared import microbatch_merging
@@ -33,13 +33,13 @@ def dpo_step(on: FSDP2, path: Path, bound: int) -> tuple[Step, Logps]:
     microbatch_merging.MAX_TOKENS["cpu"] = bound
     engine, loss = make_engine(on=on, reference="frozen"), DPO(beta=BETA, label_smoothing=0.0)
     store = TokenStore.open(path)
-    loader = DataLoader(
+    loader = TokenDataLoader(
         store,
         [plan_pairs(store, shared=True, max_length=20)],
         global_batch_size=4,
         micro_batch_size=1,
-        data_rank=engine.data_rank,
-        data_size=engine.data_size,
+        dp_rank=engine.dp_rank,
+        dp_size=engine.dp_size,
         packed=True,
         pad_id=0,
         drop_last=False,

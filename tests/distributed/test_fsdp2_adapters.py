@@ -91,7 +91,7 @@ def test_an_export_is_bitwise_what_was_read_and_merges(
     assert torch.equal(logits(PeftModel.from_pretrained(plain_model("llama"), tmp_path / "export")), expected)
     config = tmp_path / "export" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(base)}))
-    answer = spec("llama").complete(tmp_path / "export", PROMPT.tolist(), 12)
+    answer = spec("llama").generate(tmp_path / "export", PROMPT.tolist(), 12)
     theirs = PeftModel.from_pretrained(plain_model("llama"), source).eval()
     greedy = theirs.generate(PROMPT[None], max_new_tokens=12, do_sample=False)[0, len(PROMPT) :]
     assert answer == greedy.tolist()

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from components.engines.fsdp2 import FSDP2
-from components.models.experts import one_by_one
-from components.models.moe_config import RouterTerms
+from components.models.experts import unstack_experts
+from components.models.moe_config import MoELossConfig
 from tests.distributed.cases import assert_same, fsdp2, plain_model, plain_step
 from tests.distributed.expert_cases import Trained, Work, other_passes, read, run, watch_routers
 from tests.distributed.test_fsdp2_layouts import Pools
@@ -55,12 +55,12 @@ def assert_as_one_process(found: Trained, expected: Trained) -> None:
         assert result.metrics == pytest.approx(other.metrics, rel=1e-5)
 
 
-SWITCH = RouterTerms("switch", 0.1, z_loss_coef=0.01)
-SEQUENCE = RouterTerms("sequence", 0.1, z_loss_coef=0.01)
+SWITCH = MoELossConfig("switch", 0.1, z_loss_coef=0.01)
+SEQUENCE = MoELossConfig("sequence", 0.1, z_loss_coef=0.01)
 BIASED = replace(SEQUENCE, bias_update_rate=0.01)
-GLOBAL = RouterTerms("global_batch", 0.1)
+GLOBAL = MoELossConfig("global_batch", 0.1)
 ORACLE = {
-    "qwen3_moe": RouterTerms(),
+    "qwen3_moe": MoELossConfig(),
     "qwen3_moe_mixed": SWITCH,
     "mixtral": SEQUENCE,
     "deepseek": BIASED,
@@ -131,7 +131,7 @@ def test_a_checkpoint_goes_on_in_any_layout(
     written, loaded = read(tmp_path / "written" / "point"), read(tmp_path / "read" / "point")
     assert written.keys() == loaded.keys()
     assert all(torch.equal(written[key], loaded[key]) for key in written)
-    names = {name for name, _ in one_by_one(plain_model(family).named_parameters())}
+    names = {name for name, _ in unstack_experts(plain_model(family).named_parameters())}
     assert {key.removeprefix("model/") for key in written if key.startswith("model/")} == names
     straight = run(fsdp2(), Work(family, steps=4)).curve
     for found in pools.run(run, after, Work(family, steps=2), tmp_path / "written" / "point"):

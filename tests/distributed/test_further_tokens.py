@@ -12,7 +12,7 @@ from safetensors import safe_open
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.models import named_shapes
-from components.models.mtp import FurtherTokens
+from components.models.mtp import MTPConfig
 from components.models.pretrained import stored_names
 from tests.distributed import further_cases as cases
 from tests.distributed.any_to_any_cases import assert_equal, read
@@ -148,7 +148,7 @@ def test_a_checkpoint_goes_on_in_another_layout(pair: Ranks, before: str, after:
 @pytest.mark.parametrize("name", ["fsdp2 tp2", "pp2"])
 def test_an_export_holds_every_layer(pair: Ranks, name: str, tmp_path: Path) -> None:
     run(pair, cases.exported, LAYOUTS[name], "llama", tmp_path)
-    described = replace(spec("llama"), mtp=FurtherTokens(cases.DEPTHS))
+    described = replace(spec("llama"), mtp=MTPConfig(cases.DEPTHS))
     weights, shapes = described.weights(0), named_shapes(described.build(described.config()))
     files = stored_names(tmp_path)
     assert files.keys() == shapes.keys()

@@ -153,7 +153,9 @@ def test_the_order_of_calls_is_checked() -> None:
 
 def test_a_failed_build_leaves_the_process_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("components.engines.megatron.runtime.engine.Update.build", lambda *_: 1 / 0)
+        patched.setattr(
+            "components.engines.megatron.runtime.engine.MegatronOptimizers.build", lambda *_: 1 / 0
+        )
         with pytest.raises(ZeroDivisionError):
             make_engine(on=LAYOUTS["single"])
     make_engine(on=LAYOUTS["single"]).close()

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
-from components.models.moe_config import RouterTerms
+from components.models.moe_config import MoELossConfig
 from tests.distributed import megatron_expert_cases as cases
 from tests.distributed.cases import assert_same, fsdp2, megatron
 from tests.distributed.expert_cases import Trained, Work, read, run
 from tests.ranks import Ranks
 
-TERMS = RouterTerms("sequence", aux_loss_coef=0.1, z_loss_coef=0.02)
-NONE = RouterTerms()
+TERMS = MoELossConfig("sequence", aux_loss_coef=0.1, z_loss_coef=0.02)
+NONE = MoELossConfig()
 SP = {"tp": 2, "sequence_parallel": True}
 SHARDED = {"distributed_optimizer": True}
 FULL = {"activation_checkpointing": "full"}
@@ -62,7 +62,7 @@ plain_step = cache(cases.plain_step)
 Call = Callable[..., list[Any]]
 
 
-def work(family: str, layout: str = "packed", terms: RouterTerms = TERMS, steps: int = 1) -> Work:
+def work(family: str, layout: str = "packed", terms: MoELossConfig = TERMS, steps: int = 1) -> Work:
     return Work(family, layout, 2, steps, terms)
 
 
@@ -164,7 +164,7 @@ def test_what_pads_experts_adds_nothing(call: Call) -> None:
 def test_a_checkpoint_goes_on_in_any_layout(
     call: Call, tmp_path: Path, family: str, before: str, after: FSDP2 | Megatron
 ) -> None:
-    terms = RouterTerms(bias_update_rate=0.05) if family == "deepseek" else NONE
+    terms = MoELossConfig(bias_update_rate=0.05) if family == "deepseek" else NONE
     on, done = LAYOUTS[before][0], work(family, terms=terms, steps=2)
     call(run, on, done, None, tmp_path / "written")
     again = call(run, after, replace(done, steps=0), tmp_path / "written/point", tmp_path / "read")

@@ -17,7 +17,7 @@ from unittest import mock
 import psutil
 
 from components.contracts.data import SampleKind
-from components.data.demo import Split, stdlib_records
+from components.data.demo import SplitName, stdlib_records
 from components.data.records.samples import Sample
 from runner import cli
 from tests.forkserver import Process, run_module
@@ -65,7 +65,7 @@ def call_here(*arguments: str) -> int:
 def little_data() -> Iterator[None]:
     """The embedded data is its first samples: all of it takes 10 seconds to tokenise, and one to evaluate."""
 
-    def first(kind: SampleKind, split: Split) -> Iterator[tuple[Sample, str]]:
+    def first(kind: SampleKind, split: SplitName) -> Iterator[tuple[Sample, str]]:
         documents = kind == "text"
         count = (12 if documents else 240) if split == "train" else (1 if documents else 12)
         return islice(stdlib_records(kind, split), count)

@@ -19,7 +19,7 @@ class OneRank:
     def world_size(self, environ: Mapping[str, str], num_gpus: int) -> int:
         return BUILDS.world_size(environ, num_gpus)
 
-    def data_size(self, world_size: int) -> int:
+    def dp_size(self, world_size: int) -> int:
         return world_size
 
     def check(self, *args: Any, **options: Any) -> None:

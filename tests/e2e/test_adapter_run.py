@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from components.contracts.errors import ConfigError
-from components.models.pretrained import content
+from components.models.pretrained import content_hash
 from runner.commands.export import export
 from tests.e2e.commands import SMALL, call_here, curve, run_here
 
@@ -101,13 +101,13 @@ def test_the_content_of_a_folder_is_every_byte(run: Path, tmp_path: Path) -> Non
     stored = bytearray(file.read_bytes())
     copy = tmp_path / "model.safetensors"
     copy.write_bytes(stored)
-    assert content(tmp_path) == content(run / "base")
+    assert content_hash(tmp_path) == content_hash(run / "base")
     blob = tmp_path / "blobs" / hashlib.sha256(stored).hexdigest()  # as in the cache of the hub
     blob.parent.mkdir()
     copy.rename(blob)
     copy.symlink_to(blob)
-    assert content(tmp_path) == content(run / "base")
+    assert content_hash(tmp_path) == content_hash(run / "base")
     copy.unlink()
     stored[-1] ^= 1
     copy.write_bytes(stored)
-    assert content(tmp_path) != content(run / "base")
+    assert content_hash(tmp_path) != content_hash(run / "base")

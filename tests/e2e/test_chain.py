@@ -14,7 +14,6 @@ from components.contracts.errors import ConfigError
 from runner.commands.export import export
 from tests.e2e.commands import SMALL, call_here, curve, rows, run_here
 
-
 FILES = {"sft": "2_sft", "dpo": "3_dpo"}
 
 
@@ -35,7 +34,13 @@ def test_a_stage_begins_with_the_weights_of_the_one_before(
     """Bitwise the run that reads the export of the one before: the reference too, but nothing else of it."""
     small = [option for option in SMALL if not option.startswith("model.")]
     export_of = ("model=hf", f"model.path={chain[before] / 'export'}")
-    other = run_here(tmp_path, f"experiment=pretrain_sft_dpo/{FILES[after]}", *export_of, *small, "checkpoint.init_from=null")
+    other = run_here(
+        tmp_path,
+        f"experiment=pretrain_sft_dpo/{FILES[after]}",
+        *export_of,
+        *small,
+        "checkpoint.init_from=null",
+    )
     assert curve(other) == curve(chain[after])
     point = chain[before] / "checkpoints" / "step_00000004"
     assert yaml.safe_load((chain[after] / "config.yaml").read_text())["checkpoint"]["init_from"] == str(point)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from runner.sweeps.job_record import Outcome, read_outcomes
+from runner.sweeps.job_record import JobRecord, read_job_records
 from tests.e2e.commands import ROOT, SMALL, Command, left
 from tests.e2e.test_workers import FAILS
 
@@ -26,8 +26,8 @@ def begun(folder: Path, started: Command, jobs: int) -> list[psutil.Process]:
     return started.ranks()
 
 
-def outcomes(folder: Path) -> list[Outcome]:
-    return read_outcomes(next((folder / "sweeps").iterdir()))
+def outcomes(folder: Path) -> list[JobRecord]:
+    return read_job_records(next((folder / "sweeps").iterdir()))
 
 
 def test_a_signal_has_the_jobs_that_run_save_and_no_other_begin(tmp_path: Path) -> None:

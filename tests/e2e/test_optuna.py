@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from components.contracts.errors import ConfigError, TrainingError
 from hydra_plugins.runner_sweeps.optuna_study import NAME, storage_in
-from runner.sweeps.job_record import Outcome, read_outcomes
+from runner.sweeps.job_record import JobRecord, read_job_records
 from tests.e2e.commands import SMALL, call_here, rows
 
 SEARCH = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.study_name=s", "hydra.sweeper.n_trials=8")
@@ -38,8 +38,8 @@ def trials(folder: Path) -> list[FrozenTrial]:
     return optuna.load_study(storage=storage_in(folder / "sweeps/s"), study_name=NAME).get_trials()
 
 
-def outcomes(folder: Path) -> list[Outcome]:
-    return read_outcomes(folder / "sweeps/s")
+def outcomes(folder: Path) -> list[JobRecord]:
+    return read_job_records(folder / "sweeps/s")
 
 
 @pytest.fixture

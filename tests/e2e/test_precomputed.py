@@ -10,7 +10,7 @@ from weakref import WeakSet
 import pytest
 
 from components.engines.fsdp2 import parallelize
-from components.engines.fsdp2.parallelize import Scorer
+from components.engines.fsdp2.parallelize import LogProbModel
 from tests.e2e.commands import SMALL, curve, run_here
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -117,16 +117,16 @@ def test_there_is_one_model_at_a_time(
     tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
-    alive: WeakSet[Scorer] = WeakSet()
+    alive: WeakSet[LogProbModel] = WeakSet()
 
-    class Counted(Scorer):
+    class Counted(LogProbModel):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             gc.collect()
             alive.add(self)
             counts.append(len(alive))
 
-    monkeypatch.setattr(parallelize, "Scorer", Counted)
+    monkeypatch.setattr(parallelize, "LogProbModel", Counted)
     one = (*options, "run.max_steps=1", "run.epochs=null", "run.eval_every=0")
     run_here(tmp_path / "frozen", *one, "stage.reference=frozen")
     assert counts == [1, 2]

@@ -14,7 +14,7 @@ from hydra.core.plugins import Plugins
 
 from benchmarks.report import make_sweep
 from hydra_plugins.runner_sweeps import local
-from runner.sweeps.local_jobs import Job
+from runner.sweeps.local_jobs import LocalJob
 from tests.e2e.commands import SMALL, call_here, command, newest, rows, run_command, run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,9 @@ def test_a_sweep_of_the_readme_sweeps(text: str, tmp_path: Path, monkeypatch: py
     """Every job of it composes; none is run."""
     numbers: list[int] = []
     Plugins.instance()  # has imported the launchers
-    monkeypatch.setattr("runner.launch.run.run", lambda *given: numbers.append(given[1].point.number) or 1.0)
+    monkeypatch.setattr(
+        "runner.launch.run.run", lambda *given: numbers.append(given[1].sweep_job.number) or 1.0
+    )
     monkeypatch.setattr(local, "run_jobs", lambda jobs, _: [pretend(job, numbers) for job in jobs])
     monkeypatch.chdir(tmp_path)
     assert call_here(*shlex.split(text)[3:]) == 0
@@ -103,10 +105,10 @@ def test_a_sweep_on_slurm_would_be_submitted(
     assert "nothing was submitted" in capsys.readouterr().out
 
 
-def pretend(job: Job, numbers: list[int]) -> None:
-    numbers.append(job.point.number)
-    job.point.began()
-    job.point.ended("done", loss=1.0, seconds=0.0)
+def pretend(job: LocalJob, numbers: list[int]) -> None:
+    numbers.append(job.sweep_job.number)
+    job.sweep_job.mark_running()
+    job.sweep_job.finish("done", loss=1.0, seconds=0.0)
 
 
 def test_reports_are_written_as_shown(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from components.checkpoint.manager import CheckpointPolicy
+from components.checkpoint.manager import CheckpointManager
 from components.data.store.token_store import StoreWriter
 from tests.e2e.commands import SMALL, call_here, curve, newest, rows, run_here
 
@@ -68,7 +68,7 @@ def test_in_an_evaluation_which_is_left_to_the_run_that_goes_on(tmp_path: Path) 
 
 
 def test_in_a_save_which_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CheckpointPolicy, "save", sending(CheckpointPolicy.save, signal.SIGTERM))
+    monkeypatch.setattr(CheckpointManager, "save", sending(CheckpointManager.save, signal.SIGTERM))
     run = run_here(tmp_path, *SIX, "checkpoint.save_every=4")
     assert saved(run) == ["step_00000004"]
     assert stopped(run) == {"step": 4, "of": 6, "reason": "SIGTERM"}

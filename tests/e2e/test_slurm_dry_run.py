@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from runner.sweeps.job_record import read_outcomes
+from runner.sweeps.job_record import read_job_records
 from tests.e2e.commands import SMALL, call_here
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def test_the_script_is_shown_and_nothing_submitted(
     assert "optimizer.lr=0.002" in lines[-2]
     assert lines[-1] == "nothing was submitted (hydra.launcher.dry_run=true); jobs: 2"
     (sweep,) = (tmp_path / "sweeps").iterdir()
-    assert read_outcomes(sweep) == []
+    assert read_job_records(sweep) == []
     assert not (sweep / "slurm").exists()
 
 
@@ -72,7 +72,7 @@ def test_a_point_that_does_not_fit_takes_no_place_in_the_queue(
     assert call(tmp_path, *words, *layouts) == 2
     shown = capsys.readouterr()
     assert "nothing was submitted (hydra.launcher.dry_run=true); jobs: 1" in shown.out
-    outcomes = read_outcomes(next((tmp_path / "sweeps").iterdir()))
+    outcomes = read_job_records(next((tmp_path / "sweeps").iterdir()))
     assert [(outcome.number, outcome.status) for outcome in outcomes] == [(1, "refused"), (2, "refused")]
     assert "WORLD_SIZE=2" in shown.err
     assert "parallelism.tp: 2 does not divide num_key_value_heads = 1" in shown.err

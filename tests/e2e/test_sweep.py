@@ -10,7 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from components.contracts.errors import TrainingError
 from runner.launch import run as launch
-from runner.sweeps.job_record import read_outcomes
+from runner.sweeps.job_record import read_job_records
 from runner.sweeps.pruner import leave_pruner
 from tests.e2e.commands import SMALL, call_here, curve, rows, run_forked, run_here
 
@@ -59,7 +59,7 @@ def test_a_refused_point_is_listed_and_fails_nothing(
     assert call_here("-m", *SMALL, "run.global_batch_size=5,4", f"run.output_dir={tmp_path}") == 0
     shown = capsys.readouterr()
     assert "run.global_batch_size: 5 does not divide" in shown.err
-    refused, done = read_outcomes(next((tmp_path / "sweeps").iterdir()))
+    refused, done = read_job_records(next((tmp_path / "sweeps").iterdir()))
     assert (refused.status, refused.folder, refused.loss) == ("refused", None, None)
     assert (done.status, done.error) == ("done", None)
     assert done.loss == rows(Path(str(done.folder)), "eval/loss")[-1]["eval/loss"]
@@ -92,7 +92,7 @@ def test_a_failed_job_does_not_stop_the_others(
     GlobalHydra.instance().clear()
     assert call_here("-m", *SMALL, "run.export=false", "run.seed=0,1,2", f"run.output_dir={tmp_path}") == 1
     assert "error: the second of them" in capsys.readouterr().err
-    outcomes = read_outcomes(next((tmp_path / "sweeps").iterdir()))
+    outcomes = read_job_records(next((tmp_path / "sweeps").iterdir()))
     assert [outcome.status for outcome in outcomes] == ["done", "failed", "done"]
     assert outcomes[1].error == "TrainingError: the second of them"
 
@@ -119,7 +119,7 @@ def test_ranks_end_together_where_a_sweep_has_seen_enough(tmp_path: Path) -> Non
     arguments = (*SMALL, *two_ranks, "run.seed=0,1", f"run.output_dir={tmp_path}")
     GlobalHydra.instance().clear()
     assert call_here("-m", f"hydra.sweep.dir={sweep}", *arguments) == 0
-    done, pruned = read_outcomes(sweep)
+    done, pruned = read_job_records(sweep)
     assert (done.status, pruned.status) == ("done", "pruned")
     run = Path(str(pruned.folder))
     assert json.loads((run / "run.json").read_text())["stopped"] == {"step": 2, "of": 4, "reason": "pruned"}
@@ -143,6 +143,6 @@ def test_jobs_that_share_a_name_do_not_go_on_in_each_others_folder(
 def test_a_job_whose_time_is_up_is_no_finished_one(tmp_path: Path) -> None:
     sweep = ("-m", *SMALL, f"run.output_dir={tmp_path}", "run.export=false", "run.seed=0")
     assert call_here(*sweep, "run.max_steps=10000", "run.max_time=1") == 0
-    (outcome,) = read_outcomes(next((tmp_path / "sweeps").iterdir()))
+    (outcome,) = read_job_records(next((tmp_path / "sweeps").iterdir()))
     assert outcome.status == "stopped"
     assert outcome.loss is not None

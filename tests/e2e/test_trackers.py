@@ -19,7 +19,7 @@ def two_starts(*options: str) -> None:
     arguments += ["run.export=false"]
     train_step = loop.train_step
 
-    def breaks(training: loop.Training) -> None:
+    def breaks(training: loop.TrainContext) -> None:
         train_step(training)
         if training.state.step == 5 and training.checkpoint.resume != "auto":
             raise RuntimeError("in step 5")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from components.schedulers import Constant
-from runner.sweeps.job_record import Outcome, read_outcomes
+from runner.sweeps.job_record import JobRecord, read_job_records
 from tests.e2e.commands import SMALL
 
 RATES, LAYOUTS, LAYERS = ("1e-3", "3e-3"), ("single", "megatron", "pp2"), ("2", "3")
@@ -51,28 +51,28 @@ class Breaks(Constant):
         return super().lr(step, peak=peak, total_steps=total_steps)
 
 
-def check_outcomes(sweep: Path) -> list[Outcome]:
+def check_outcomes(sweep: Path) -> list[JobRecord]:
     """Each job has ended as it should, in a folder of its own, and engines agree."""
-    outcomes = read_outcomes(sweep)
-    assert [outcome.number for outcome in outcomes] == list(range(12))
-    assert [outcome.overrides[-3:] for outcome in outcomes] == POINTS
-    assert [outcome.status for outcome in outcomes] == STATUSES
+    records = read_job_records(sweep)
+    assert [record.number for record in records] == list(range(12))
+    assert [record.overrides[-3:] for record in records] == POINTS
+    assert [record.status for record in records] == STATUSES
     for number in REFUSED:
-        assert outcomes[number].folder is None
-        assert "num_hidden_layers" in str(outcomes[number].error)
-    (broken,) = (outcomes[number] for number in FAILED)
+        assert records[number].folder is None
+        assert "num_hidden_layers" in str(records[number].error)
+    (broken,) = (records[number] for number in FAILED)
     assert str(broken.error).startswith("TrainingError: rank 1 failed:")
     assert "RuntimeError: this rank does not like 3e-3" in str(broken.error)
-    begun = [outcome for outcome in outcomes if outcome.folder is not None]
-    assert len({outcome.folder for outcome in begun}) == len(begun) == 10
-    for outcome in begun:
-        facts = json.loads((Path(str(outcome.folder)) / "run.json").read_text())
-        assert facts["sweep"] == {"folder": str(sweep), "number": outcome.number}
+    begun = [record for record in records if record.folder is not None]
+    assert len({record.folder for record in begun}) == len(begun) == 10
+    for record in begun:
+        facts = json.loads((Path(str(record.folder)) / "run.json").read_text())
+        assert facts["sweep"] == {"folder": str(sweep), "number": record.number}
     for rate in range(2):
-        two_layers = outcomes[6 * rate : 6 * rate + 6 : 2]
-        first, *others = (outcome.loss for outcome in two_layers if outcome.status == "done")
+        two_layers = records[6 * rate : 6 * rate + 6 : 2]
+        first, *others = (record.loss for record in two_layers if record.status == "done")
         assert others == pytest.approx([first] * len(others), rel=1e-5)
-    return outcomes
+    return records
 
 
 def check_table(shown: str) -> None:

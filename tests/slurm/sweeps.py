@@ -11,7 +11,7 @@ from typing import Self
 
 import pytest
 
-from runner.sweeps.job_record import Outcome, read_outcomes
+from runner.sweeps.job_record import JobRecord, read_job_records
 from tests.e2e.commands import command
 from tests.slurm.cluster import Cluster
 
@@ -47,8 +47,8 @@ class Sweep:
     def said(self) -> str:
         return self.log.read_text()
 
-    def outcomes(self) -> list[Outcome]:
-        return [outcome for sweep in self.folder.glob("sweeps/*") for outcome in read_outcomes(sweep)]
+    def outcomes(self) -> list[JobRecord]:
+        return [record for sweep in self.folder.glob("sweeps/*") for record in read_job_records(sweep)]
 
     def id_of(self, number: int) -> str:
         """What SLURM calls a job, as soon as that is known."""
@@ -59,7 +59,7 @@ class Sweep:
 
     def steps_of(self, number: int) -> int:
         """That a job has logged so far."""
-        folders = [outcome.folder for outcome in self.outcomes() if outcome.number == number]
+        folders = [record.folder for record in self.outcomes() if record.number == number]
         path = Path(str(folders[0]), "metrics.jsonl") if folders else Path("nowhere")
         return len(path.read_text().splitlines()) if path.exists() else 0
 

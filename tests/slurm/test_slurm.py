@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.sweeps.job_record import Outcome
+from runner.sweeps.job_record import JobRecord
 from tests.e2e.commands import SMALL, curve, newest
 from tests.e2e.twelve_jobs import SWEEP, check_outcomes, check_table
 from tests.slurm.cluster import NODES, Cluster, need_slurm
@@ -62,8 +62,8 @@ def faults(
 
 SHOW = """
 import json, os
-from runner import slurm
-print(json.dumps(slurm.ranks(os.environ)))
+from runner.launch import slurm_env
+print(json.dumps(slurm_env.ranks(os.environ)))
 """
 
 
@@ -94,8 +94,8 @@ def test_shells_scripts_and_lone_tasks_are_none(cluster: Cluster, tmp_path: Path
     assert ranks_shown(said) == [{}]
 
 
-def outcome_of(sweep: Sweep, number: int) -> Outcome:
-    (found,) = (outcome for outcome in sweep.outcomes() if outcome.number == number)
+def outcome_of(sweep: Sweep, number: int) -> JobRecord:
+    (found,) = (record for record in sweep.outcomes() if record.number == number)
     return found
 
 

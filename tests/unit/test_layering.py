@@ -181,11 +181,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from runner.config.instantiate import build_experiment
 from runner.cli import config_dir
-from runner.config.sources import Provenance
+from runner.config.sources import ConfigSources
 layout = ["parallelism=tp2pp2", "parallelism.pipeline_layout=Et*2|t*2L"]
 with initialize_config_dir(config_dir(), version_base="1.3"):
     config = compose("config", [*layout, "run.name=x", "adapter=lora"])
-experiment = build_experiment(OmegaConf.to_container(config, resolve=True), Provenance())
+experiment = build_experiment(OmegaConf.to_container(config, resolve=True), ConfigSources())
 model = experiment.model.meta_model
 options = EngineOptions(torch.float32, "cpu")
 experiment.parallelism.check(model, experiment.optimizer, options, world_size=1)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from components.contracts.batch import Batch
 from components.contracts.loss import Loss, TokenStats
-from components.engines.fsdp2.context_parallel import Context
-from components.engines.fsdp2.parallelize import Scorer
+from components.engines.fsdp2.context_parallel import ContextParallel
+from components.engines.fsdp2.parallelize import LogProbModel
 from components.engines.shared import process_group, varlen_attention
 from components.engines.shared import token_log_probs as logps
-from components.engines.shared.loss_accumulator import Sums
-from components.engines.shared.mtp import with_further
+from components.engines.shared.loss_accumulator import LossAccumulator
+from components.engines.shared.mtp import add_mtp_losses
 from components.losses import DPO, KTO, ORPO, NextToken
-from components.models.mtp import FurtherTokens
+from components.models.mtp import MTPConfig
 from tests.distributed.cases import LAYOUTS, sequences, spec
 
 META = torch.device("meta")
@@ -48,15 +48,15 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         return (query * key[..., :1, :1, :1] * value[..., :1, :1, :1]).transpose(1, 2)
 
     monkeypatch.setattr(varlen_attention, "has_kernel", lambda *_: True)
-    monkeypatch.setattr(varlen_attention, "varlen", varlen)
+    monkeypatch.setattr(varlen_attention, "varlen_kernel", varlen)
     monkeypatch.setitem(logps.CHUNK_BYTES, "meta", 1 << 12)
 
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    process_group.join("cpu")
+    process_group.init_process_group("cpu")
     yield
-    process_group.leave()
+    process_group.destroy_process_group()
 
 
 def micro_batch(layout: str, *, share_prompt: bool = False) -> Batch:
@@ -72,18 +72,18 @@ def micro_batch(layout: str, *, share_prompt: bool = False) -> Batch:
 
 
 def forward_and_backward(here: Batch, loss: Loss, mtp_layers: int = 0) -> None:
-    described = replace(spec("qwen3"), mtp=FurtherTokens(mtp_layers))
+    described = replace(spec("qwen3"), mtp=MTPConfig(mtp_layers))
     model, terms = (
         described.build(described.config(), attention=varlen_attention.ATTENTION),
         described.mtp,
     )
-    scorer = Scorer(model, Context(dist.group.WORLD))
-    batch, sums, ahead = here.to(META), Sums(), terms.batches(here)
+    scorer = LogProbModel(model, ContextParallel(dist.group.WORLD))
+    batch, sums, ahead = here.to(META), LossAccumulator(), terms.batches(here)
     depths = [depth.to(META) for depth in ahead]
-    logps, logsumexp, mean, *further = scorer(batch, loss.requires, loss.weights(batch), depths)
+    logps, logsumexp, mean, *mtp = scorer(batch, loss.requires, loss.weights(batch), depths)
     output = loss(TokenStats(logps, logsumexp, mean), batch)
-    output, sums.counts = with_further(output, loss.counts(here), terms, ahead, further)
-    sums.objective(output).backward()
+    output, sums.counts = add_mtp_losses(output, loss.counts(here), terms, ahead, mtp)
+    sums.scaled_loss(output).backward()
     sums.add(output, sums.counts)
     assert all(p.grad is not None and p.grad.device == META for p in scorer.parameters())
 

@@ -10,11 +10,11 @@ from optuna.distributions import (
 )
 
 from components.contracts.errors import ConfigError
-from hydra_plugins.runner_sweeps.search_space import Space
+from hydra_plugins.runner_sweeps.search_space import SearchSpace
 
 
-def space(*overrides: str) -> Space:
-    return Space.of(OverridesParser.create().parse_overrides([*overrides]))
+def space(*overrides: str) -> SearchSpace:
+    return SearchSpace.of(OverridesParser.create().parse_overrides([*overrides]))
 
 
 @pytest.mark.parametrize(

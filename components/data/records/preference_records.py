@@ -37,7 +37,7 @@ def read_unpaired(record: Mapping[str, object], origin: str) -> UnpairedSample:
     if not prompt:
         fail(origin, "has no prompt", "Add a field 'prompt'.")
     _check_answer(prompt, completion, origin)
-    return UnpairedSample(prompt, completion, desirable, read_tools(record, origin), mismatched=completion)
+    return UnpairedSample(prompt, completion, desirable, read_tools(record, origin), kl_completion=completion)
 
 
 def _label(record: Mapping[str, object], origin: str) -> bool:

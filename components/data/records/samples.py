@@ -46,7 +46,7 @@ class UnpairedSample:
     completion: list[Message]
     desirable: bool
     tools: list[Tool] | None
-    mismatched: list[Message]
+    kl_completion: list[Message]
     """The completion of another prompt."""
 
 

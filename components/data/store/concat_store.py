@@ -7,13 +7,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from components.data.store.token_store import Array, Bools, Ints, Tokens
+from components.data.store.token_store import Array, Bools, Ints, TokenSequences
 
 
-class JoinedTokens:
+class ConcatTokens:
     """The concatenation of several stores."""
 
-    def __init__(self, parts: Sequence[Tokens]) -> None:
+    def __init__(self, parts: Sequence[TokenSequences]) -> None:
         assert len({part.sequences_per_sample for part in parts}) == 1
         self._parts = parts
         counts = [len(part.lengths) for part in parts]
@@ -55,6 +55,6 @@ class JoinedTokens:
         part, sequence = self._locate(sample * self.sequences_per_sample)
         return part.origin(sequence // self.sequences_per_sample)
 
-    def _locate(self, sequence: int) -> tuple[Tokens, int]:
+    def _locate(self, sequence: int) -> tuple[TokenSequences, int]:
         part = bisect_right(self._starts, sequence) - 1
         return self._parts[part], sequence - self._starts[part]

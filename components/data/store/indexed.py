@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from components.contracts.errors import ConfigError
-from components.data.store.token_store import Array, Bools, Ints, Outcome
+from components.data.store.token_store import Array, Bools, FilterResult, Ints
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -97,11 +97,11 @@ class IndexedTokens:
     def origin(self, sample: int) -> str:
         return f"{self.name}:{sample + 1}"
 
-    def outcome(self, *, drop: bool) -> Outcome:
+    def outcome(self, *, drop: bool) -> FilterResult:
         """Return the outcome; with ``drop``, sequences longer than ``max_length`` are left out, not cut."""
         limit = np.iinfo(np.int32).max if self.max_length is None else self.max_length
         overlong, unsupervised = self.raw_lengths > limit, self.raw_lengths < 2
-        return Outcome(
+        return FilterResult(
             format="indexed",
             kept=~unsupervised & ~(overlong & drop),
             truncated=overlong & (not drop),

@@ -30,13 +30,13 @@ RECORD = np.dtype([("place", np.int64), ("logp", np.float32)])
 
 
 @dataclass(frozen=True)
-class LogpsFile:
+class ReferenceLogps:
     """The file at ``path`` for sequences of ``lengths`` tokens (int64 ``[S]``)."""
 
     path: Path
     lengths: Ints
 
-    def holds(self, sequences: Ints) -> bool:
+    def has_all(self, sequences: Ints) -> bool:
         """Return whether all of ``sequences`` (int64 ``[n]``) have been computed."""
         # A sequence is computed as a whole except for its first token, so checking the last one suffices.
         last = self._ends[sequences] - 1
@@ -86,7 +86,7 @@ class LogpsFile:
         """Add the records in ``parts``. The file is replaced as a whole, and other writers wait."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{self.path}.lock"):
-            old = LogpsFile(self.path, self.lengths)._values  # another run may have added some
+            old = ReferenceLogps(self.path, self.lengths)._values  # another run may have added some
             values = np.full(self.lengths.sum(), np.nan, np.float32) if old is None else old.copy()
             for part in parts:
                 records = np.fromfile(part, RECORD)
@@ -128,13 +128,13 @@ def occupied(batch: Batch) -> torch.Tensor:
 
 
 @contextmanager
-def part_file(folder: Path, data_rank: int) -> Iterator[BinaryIO]:
+def part_file(folder: Path, dp_rank: int) -> Iterator[BinaryIO]:
     """Open a file for the records of one data-parallel rank.
 
     Ranks that split a model have the same numbers, so only the first of them writes to the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"part_{data_rank}"
+    path = folder / f"part_{dp_rank}"
     try:
         path.touch(exist_ok=False)
     except FileExistsError:

@@ -22,7 +22,7 @@ _TRUNCATED, _STOP_TRAINED, _DESIRABLE = 1, 2, 4
 _MEMO_BYTES = 2**26  # digests of larger files are cached by size and time
 
 
-class Tokens(Protocol):
+class TokenSequences(Protocol):
     """Sequences of tokens. Sample ``i`` is sequence ``i``, or sequences ``2 * i`` and ``2 * i + 1``.
 
     These two are the chosen and the rejected one of a pair, or the answer and the mismatched one of unpaired
@@ -54,7 +54,7 @@ class Tokens(Protocol):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TokenChunk:
     """Some tokenised samples, end to end, and the number of samples left out."""
 
     tokens: npt.NDArray[np.uint32]
@@ -86,7 +86,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Meta:
+class StoreMeta:
     """The content of meta.json, which lies next to the arrays and is written last."""
 
     token_type: str
@@ -104,7 +104,7 @@ class Meta:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FilterResult:
     """Which samples of a source are kept or truncated, and how many are left out."""
 
     format: str
@@ -122,7 +122,7 @@ class Outcome:
     long_prompts: int = 0
 
 
-class TornStore(Exception):
+class CorruptTokenStore(Exception):
     """The folder is not a complete token store of this version."""
 
 
@@ -153,7 +153,7 @@ class StoreWriter:
         self._write("offsets", np.zeros(1, np.int64))
         return self
 
-    def append(self, chunk: Chunk) -> None:
+    def append(self, chunk: TokenChunk) -> None:
         self.dropped += chunk.dropped
         self.unsupervised += chunk.unsupervised
         self.identical += chunk.identical
@@ -200,8 +200,8 @@ class StoreWriter:
     def _write(self, name: str, values: Array) -> None:
         self._files[name].write(values.tobytes())
 
-    def _meta(self) -> Meta:
-        return Meta(
+    def _meta(self) -> StoreMeta:
+        return StoreMeta(
             token_type=self._type.name,
             sequences_per_sample=self._sequences_per_sample,
             masked=self._masked,
@@ -220,7 +220,7 @@ class TokenStore:
     """A token store that ``StoreWriter`` wrote."""
 
     path: Path
-    meta: Meta
+    meta: StoreMeta
     name: str = ""
     """Name of the source, for ``origin``."""
 
@@ -232,12 +232,12 @@ class TokenStore:
             TornStore: if there is none, or part of it is missing.
         """
         try:
-            meta = Meta(**json.loads((path / "meta.json").read_text()))
+            meta = StoreMeta(**json.loads((path / "meta.json").read_text()))
             sizes = {name: (path / name).stat().st_size for name in meta.sizes}
         except (OSError, ValueError, TypeError) as error:
-            raise TornStore(f"{path}: {error}") from error
+            raise CorruptTokenStore(f"{path}: {error}") from error
         if sizes != meta.sizes:
-            raise TornStore(f"{path}: sizes {sizes}, expected {meta.sizes}")
+            raise CorruptTokenStore(f"{path}: sizes {sizes}, expected {meta.sizes}")
         return cls(path, meta, name)
 
     @property
@@ -252,9 +252,9 @@ class TokenStore:
     def lengths(self) -> Ints:
         return np.diff(self._offsets)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> FilterResult:
         flags = self._map("flags", np.uint8)
-        return Outcome(
+        return FilterResult(
             format=self.meta.format,
             kept=np.ones(len(flags), np.bool_),
             truncated=(flags & _TRUNCATED).astype(np.bool_),

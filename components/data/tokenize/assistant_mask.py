@@ -110,7 +110,7 @@ def _calls_tools(sample: Conversational) -> bool:
     elif isinstance(sample, PreferenceSample):
         messages = [*sample.prompt, *sample.chosen, *sample.rejected]
     else:
-        messages = [*sample.prompt, *sample.completion, *sample.mismatched]
+        messages = [*sample.prompt, *sample.completion, *sample.kl_completion]
     return any("tool_calls" in message for message in messages)
 
 

@@ -34,7 +34,7 @@ class Encoded:
     stop_trained: bool
 
 
-def encode(
+def encode_sample(
     sample: Sample, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool, origin: str
 ) -> list[Encoded]:
     """Tokenise one sample into one or two sequences.
@@ -52,7 +52,7 @@ def encode(
     if isinstance(sample, PreferenceSample):
         encoded = _encode_pair(sample, template)
     elif isinstance(sample, UnpairedSample):
-        encoded = _encode_answers(sample.prompt, [sample.completion, sample.mismatched], template)
+        encoded = _encode_answers(sample.prompt, [sample.completion, sample.kl_completion], template)
     else:
         # If every token is a target, no turn has to be located, and any template will do.
         encode_chat = _encode_whole if train_on_prompt else _encode_turns

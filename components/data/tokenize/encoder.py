@@ -14,36 +14,36 @@ from components.contracts.data import SampleKind
 from components.data.records.formats import Format, normalize
 from components.data.records.samples import Sample, UnpairedSample
 from components.data.records.sources import Record
-from components.data.store.token_store import Bools, Chunk
-from components.data.tokenize.chat import Encoded, encode
+from components.data.store.token_store import Bools, TokenChunk
+from components.data.tokenize.chat import Encoded, encode_sample
 from components.data.tokenize.truncation import LongSamples, fit
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class KLPair:
     """A record of unpaired data, and the one whose completion is its mismatched answer."""
 
-    this: Record | Sample
-    other: Record | Sample
-    other_origin: str
+    record: Record | Sample
+    kl_record: Record | Sample
+    kl_origin: str
 
 
-Item = tuple[Record | Sample | Neighbours, str]
+EncoderInput = tuple[Record | Sample | KLPair, str]
 LeftOut = Literal["dropped", "unsupervised", "identical"]
 
 
-def with_neighbours(items: Iterable[tuple[Record | Sample, str]]) -> Iterator[Item]:
+def with_kl_completions(items: Iterable[tuple[Record | Sample, str]]) -> Iterator[EncoderInput]:
     """Pair each item with the next one, and the last with the first: the same pairs in every layout."""
     both = iter(items)
     first = this = next(both)
     for other in both:
-        yield Neighbours(this[0], *other), this[1]
+        yield KLPair(this[0], *other), this[1]
         this = other
-    yield Neighbours(this[0], *first), this[1]
+    yield KLPair(this[0], *first), this[1]
 
 
 @dataclass(frozen=True)
-class Fate:
+class EncodeResult:
     """The result of encoding one sample."""
 
     sequences: list[Encoded]
@@ -66,12 +66,12 @@ class Encoder:
     format: Format | None = None
     """Format of the records. None means that the items are samples."""
 
-    def __call__(self, items: Sequence[Item]) -> Chunk:
+    def __call__(self, items: Sequence[EncoderInput]) -> TokenChunk:
         fates = [self._fate(item, origin) for item, origin in items]
         kept = [fate for fate in fates if fate.left_out is None]
         sequences = [one for fate in kept for one in fate.sequences]
         why = Counter(fate.left_out for fate in fates)
-        return Chunk(
+        return TokenChunk(
             tokens=np.fromiter(chain.from_iterable(one.input_ids for one in sequences), np.uint32),
             mask=np.fromiter(chain.from_iterable(one.mask for one in sequences), np.bool_),
             lengths=np.array([len(one.input_ids) for one in sequences], np.int64),
@@ -87,12 +87,12 @@ class Encoder:
             records=np.array([n for n, fate in enumerate(fates) if fate.left_out is None], np.int64),
         )
 
-    def _fate(self, item: Record | Sample | Neighbours, origin: str) -> Fate:
+    def _fate(self, item: Record | Sample | KLPair, origin: str) -> EncodeResult:
         sample = self._sample(item, origin)
-        encoded = encode(sample, self.tokenizer, train_on_prompt=self.train_on_prompt, origin=origin)
+        encoded = encode_sample(sample, self.tokenizer, train_on_prompt=self.train_on_prompt, origin=origin)
         fitted = self._fit(encoded)
         limit = inf if self.max_length is None else self.max_length
-        return Fate(
+        return EncodeResult(
             fitted or encoded,
             left_out=self._left_out(fitted),
             truncated=fitted is not None and fitted[0] is not encoded[0],
@@ -100,12 +100,12 @@ class Encoder:
             desirable=isinstance(sample, UnpairedSample) and sample.desirable,
         )
 
-    def _sample(self, item: Record | Sample | Neighbours, origin: str) -> Sample:
-        if isinstance(item, Neighbours):
-            this, other = self._sample(item.this, origin), self._sample(item.other, item.other_origin)
+    def _sample(self, item: Record | Sample | KLPair, origin: str) -> Sample:
+        if isinstance(item, KLPair):
+            this, other = self._sample(item.record, origin), self._sample(item.kl_record, item.kl_origin)
             assert isinstance(this, UnpairedSample)
             assert isinstance(other, UnpairedSample)
-            return replace(this, mismatched=other.completion)
+            return replace(this, kl_completion=other.completion)
         if isinstance(item, dict):
             assert self.format is not None
             return normalize(item, self.format, origin)
@@ -131,7 +131,7 @@ class Encoder:
     def _trained(self, sequences: list[Encoded]) -> list[Encoded]:
         return sequences[:1] if self.kind == "unpaired" else sequences
 
-    def _desirable(self, kept: list[Fate]) -> Bools | None:
+    def _desirable(self, kept: list[EncodeResult]) -> Bools | None:
         labels = np.array([fate.desirable for fate in kept], np.bool_)
         return labels if self.kind == "unpaired" else None
 

@@ -24,12 +24,19 @@ from transformers import PreTrainedTokenizerBase
 from components.contracts.data import SampleKind
 from components.contracts.errors import FAILED, ConfigError
 from components.data.audit import show_progress
-from components.data.demo import Split, stdlib_records
+from components.data.demo import SplitName, stdlib_records
 from components.data.records.formats import KINDS, Format, detect
 from components.data.records.samples import Sample
 from components.data.records.sources import Record, read_records
-from components.data.store.token_store import Chunk, StoreWriter, TokenStore, TornStore, digest, file_digest
-from components.data.tokenize.encoder import Encoder, Item, with_neighbours
+from components.data.store.token_store import (
+    CorruptTokenStore,
+    StoreWriter,
+    TokenChunk,
+    TokenStore,
+    digest,
+    file_digest,
+)
+from components.data.tokenize.encoder import Encoder, EncoderInput, with_kl_completions
 
 STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "unpaired": "kto"}
 
@@ -101,7 +108,7 @@ class FileSource:
 class StdlibSource:
     """The embedded data."""
 
-    split: Split
+    split: SplitName
     option: str = "stdlib"
 
     @property
@@ -125,8 +132,8 @@ class StdlibSource:
 
 
 def encode_all(
-    items: Iterable[Item], encoder: Encoder, num_workers: int, *, patience_s: float = _PATIENCE_S
-) -> Iterator[Chunk]:
+    items: Iterable[EncoderInput], encoder: Encoder, num_workers: int, *, patience_s: float = _PATIENCE_S
+) -> Iterator[TokenChunk]:
     """Yield chunks in the order of ``items``, which are read only a little ahead.
 
     Workers are started if more is left after ``patience_s`` seconds of encoding in this process.
@@ -142,17 +149,19 @@ def encode_all(
         yield chunk
 
 
-def _batched(items: Iterator[Item]) -> Iterator[list[Item]]:
+def _batched(items: Iterator[EncoderInput]) -> Iterator[list[EncoderInput]]:
     while batch := list(islice(items, _BATCH)):
         yield batch
 
 
-def _encode_in_workers(batches: Iterator[list[Item]], encoder: Encoder, num_workers: int) -> Iterator[Chunk]:
+def _encode_in_workers(
+    batches: Iterator[list[EncoderInput]], encoder: Encoder, num_workers: int
+) -> Iterator[TokenChunk]:
     # Spawned, not forked: the parent may have threads (those of the tokenizer, of a logger).
     pool = ProcessPoolExecutor(
         num_workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(encoder,)
     )
-    waiting: deque[Future[Chunk]] = deque()
+    waiting: deque[Future[TokenChunk]] = deque()
     try:
         for batch in batches:
             waiting.append(pool.submit(_encode_in_worker, batch))
@@ -190,7 +199,7 @@ def _end_with_parent() -> None:
     os._exit(FAILED)
 
 
-def _encode_in_worker(batch: list[Item]) -> Chunk:
+def _encode_in_worker(batch: list[EncoderInput]) -> TokenChunk:
     return _worker_encoder(batch)
 
 
@@ -210,14 +219,14 @@ def build_store(source: Source, encoder: Encoder, cache: Path, num_workers: int)
     with FileLock(f"{path}.lock"):
         try:
             return TokenStore.open(path), identity
-        except TornStore:
+        except CorruptTokenStore:
             _write_store(path, source, encoder, num_workers)
             return TokenStore.open(path), identity
 
 
 def _write_store(path: Path, source: Source, encoder: Encoder, num_workers: int) -> None:
     format, records = source.items(encoder.kind)
-    items = with_neighbours(records) if encoder.kind == "unpaired" else records
+    items = with_kl_completions(records) if encoder.kind == "unpaired" else records
     writer = StoreWriter(
         path,
         vocab_size=encoder.vocab_size(),

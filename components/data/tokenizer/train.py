@@ -30,7 +30,7 @@ def corpus() -> Iterator[str]:
                 yield from (message["content"] for message in sample.messages)
 
 
-def train() -> Tokenizer:
+def train_tokenizer() -> Tokenizer:
     """Train a tokenizer of 8192 tokens, including the three special ones.
 
     Text is split as by GPT-2, and every digit is separate.
@@ -51,7 +51,7 @@ def train() -> Tokenizer:
     return tokenizer
 
 
-def save(tokenizer: Tokenizer, folder: str) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
     """Write the files that ``AutoTokenizer`` reads. The stop token of turns also ends documents."""
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -65,4 +65,4 @@ def save(tokenizer: Tokenizer, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    save(train(), sys.argv[1] if len(sys.argv) > 1 else PATH)
+    save_tokenizer(train_tokenizer(), sys.argv[1] if len(sys.argv) > 1 else PATH)

@@ -54,7 +54,7 @@ def has_liger(model: PreTrainedModel) -> bool:
     return model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
-def choose(
+def choose_kernels(
     asked: Kernels, model: PreTrainedModel, device: str, *, compiled: bool
 ) -> Literal["torch", "liger"]:
     """``auto`` takes fused kernels on a GPU, where there are any and the compiler does not make its own."""
@@ -63,7 +63,7 @@ def choose(
     return "liger" if device == "cuda" and not compiled and has_liger(model) else "torch"
 
 
-def fuse(model: PreTrainedModel) -> None:
+def apply_liger(model: PreTrainedModel) -> None:
     """Gives the norms and MLPs of ``model`` liger's forward; parameters and their names stay.
 
     Attention and the head are ours. The rotary embedding is a function of transformers' module, not of

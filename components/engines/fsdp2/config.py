@@ -12,9 +12,9 @@ from components.engines.fsdp2 import compile, context_parallel, moe_checks, tens
 from components.engines.fsdp2.engine import FSDP2Engine
 from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.lora import check as adapter_check
-from components.engines.fsdp2.parallelize import blocks
+from components.engines.fsdp2.parallelize import decoder_blocks
 from components.engines.shared import process_group
-from components.engines.shared.parallel_dims import nearest, world_size
+from components.engines.shared.parallel_dims import suggest_sizes, world_size
 from components.models import ModelSpec
 from components.optimizers import Optimizer
 
@@ -34,7 +34,7 @@ class FSDP2(FSDP2Layout):
             fitting = [size for size in range(1, self.dp + 1) if self.dp % size == 0]
             raise ConfigError(
                 f"parallelism.dp_replicate: {self.dp_replicate} does not divide parallelism.dp = {self.dp}; "
-                f"use {nearest(self.dp_replicate, fitting)}."
+                f"use {suggest_sizes(self.dp_replicate, fitting)}."
             )
 
     def world_size(self, environ: Mapping[str, str], num_gpus: int) -> int:
@@ -60,7 +60,7 @@ class FSDP2(FSDP2Layout):
                 share its rows among ``cp`` ranks or its experts among ``ep``; nothing here compiles or fuses
                 its blocks; or ``tp`` ranks cannot split the adapter.
         """
-        blocks(model)
+        decoder_blocks(model)
         ranks = world_size // (self.dp_replicate * self.tp)
         tensor_parallel.check(model, self.tp, ranks)
         moe_checks.check(model, ep=self.ep, tp=self.tp, ranks=ranks, adapter=options.adapter)

@@ -12,7 +12,7 @@ from components.contracts.batch import Batch
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.engines.shared.parallel_dims import check_cp
-from components.engines.shared.ulysses import GatherShares, share
+from components.engines.shared.ulysses import AllGatherShards, rank_slice
 from components.engines.shared.varlen_attention import attention_kwargs
 
 BY_LENGTH = ("dynamic", "longrope")
@@ -38,7 +38,7 @@ def check(model: PreTrainedModel, cp: int, tp: int) -> None:
 
 
 @dataclass(frozen=True)
-class Context:
+class ContextParallel:
     """The ranks that share every row. All of them get the same batches and call every method together.
 
     A row is padded at its end to a multiple of cp; where it is packed, padding is one sequence more. After
@@ -51,25 +51,25 @@ class Context:
     def cp(self) -> int:
         return self.group.size()
 
-    def own(self, values: Tensor, fill: float = 0) -> Tensor:
+    def shard(self, values: Tensor, fill: float = 0) -> Tensor:
         """``[B, T]`` to this rank's ``[B, ceil(T / cp)]``; ``fill`` on padding."""
         if self.cp == 1:
             return values
         padding = -values.shape[1] % self.cp
-        return share(F.pad(values, (0, padding), value=fill), self.cp, self.group.rank())
+        return rank_slice(F.pad(values, (0, padding), value=fill), self.cp, self.group.rank())
 
     @overload
-    def whole(self, values: Tensor, length: int) -> Tensor: ...
+    def gather(self, values: Tensor, length: int) -> Tensor: ...
     @overload
-    def whole(self, values: None, length: int) -> None: ...
-    def whole(self, values: Tensor | None, length: int) -> Tensor | None:
+    def gather(self, values: None, length: int) -> None: ...
+    def gather(self, values: Tensor | None, length: int) -> Tensor | None:
         """``[B, L]`` of every rank to the ``[B, length]`` without padding, on every rank; None stays None.
 
         Differentiable where every rank computes the same function of the result.
         """
         if values is None or self.cp == 1:
             return values
-        gathered: Tensor = GatherShares.apply(values, self.group)
+        gathered: Tensor = AllGatherShards.apply(values, self.group)
         return gathered[:, :length].clone()  # FSDP hangs hooks on it, which views may lose
 
     def attention_kwargs(self, batch: Batch) -> Json:

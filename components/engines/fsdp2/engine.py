@@ -22,18 +22,18 @@ from components.engines.fsdp2.lora import without_adapter
 from components.engines.fsdp2.mesh import (
     REPLICATE,
     SHARD,
-    described,
-    forget_meshes,
+    full_tensor,
+    is_primary_replica,
+    local_shard,
     make_mesh,
-    primary,
-    stored,
-    whole,
+    mesh_info,
 )
-from components.engines.fsdp2.parallelize import Scorer, build_scorer
+from components.engines.fsdp2.parallelize import LogProbModel, build_model
 from components.engines.shared import microbatch_merging, process_group
-from components.engines.shared.loss_accumulator import Sums, global_norm
-from components.engines.shared.mtp import with_further
+from components.engines.shared.loss_accumulator import LossAccumulator, global_norm
+from components.engines.shared.mtp import add_mtp_losses
 from components.engines.shared.oom import naming_microbatch
+from components.engines.shared.torch_private import clear_dtensor_caches
 from components.engines.shared.train_step import TrainStepEngine
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
@@ -63,15 +63,15 @@ class FSDP2Engine(TrainStepEngine):
         world = dist.group.WORLD
         assert world is not None
         self.world, self.group = world, data.get_group()
-        self.data_rank, self.data_size = data.get_local_rank(), data.size()
+        self.dp_rank, self.dp_size = data.get_local_rank(), data.size()
         weights, adapter = model.weights(options.seed), options.adapter
-        self.scorer = build_scorer(model, weights, self.mesh, layout, options, device, trainable=True)
-        self.reference: Scorer | None = None
+        self.scorer = build_model(model, weights, self.mesh, layout, options, device, trainable=True)
+        self.reference: LogProbModel | None = None
         if options.reference == "frozen":
             if options.reference_model is not None:
                 model = options.reference_model
                 weights = model.weights(options.seed)
-            self.reference = build_scorer(model, weights, self.mesh, layout, options, device, trainable=False)
+            self.reference = build_model(model, weights, self.mesh, layout, options, device, trainable=False)
         self.max_grad_norm, self.moments = optimizer.max_grad_norm, optimizer.moments
         # The shards, once: while a module is gathered it shows its whole parameters instead.
         self.named_weights = list(self.scorer.named_weights())
@@ -103,22 +103,22 @@ class FSDP2Engine(TrainStepEngine):
                 # Gradients of a call add up in place and are reduced with its last micro-batch.
                 self._set_gradient_sync(index == len(microbatches) - 1)
                 batch, ahead = here.to(self.device), self.spec.mtp.batches(here)
-                stats, further = self._stats(self.scorer, batch, loss, ahead)
-                output, counts = with_further(
+                stats, mtp = self._stats(self.scorer, batch, loss, ahead)
+                output, counts = add_mtp_losses(
                     loss(stats, batch),
                     loss.counts(here),  # of what lies here: reading a GPU would wait
                     self.spec.mtp,
                     ahead,
-                    further,
+                    mtp,
                 )
-                self.sums.objective(output).backward()
+                self.sums.scaled_loss(output).backward()
                 self.sums.add(output, counts)
 
     def reduce_gradients(self) -> None:
         """The last micro-batch of every call has reduced them."""
 
     def divide_gradients(self, count: int) -> None:
-        torch._foreach_div_([stored(g) for g in self._gradients()], count)
+        torch._foreach_div_([local_shard(g) for g in self._gradients()], count)
 
     def grad_norm(self) -> float:
         return global_norm(self._counted(), self.world, self.device).item()
@@ -130,7 +130,7 @@ class FSDP2Engine(TrainStepEngine):
         return int(total.item())
 
     def apply_update(self, lr: float, grad_norm: float) -> None:
-        grads = [stored(g) for g in self._gradients()]
+        grads = [local_shard(g) for g in self._gradients()]
         if self.max_grad_norm and grads:
             # Not by torch's own function: experts may lie on another mesh than what is around them.
             torch._foreach_mul_(grads, min(self.max_grad_norm / (grad_norm + 1e-6), 1.0))
@@ -154,11 +154,11 @@ class FSDP2Engine(TrainStepEngine):
                 return self._logps(self.scorer, microbatches)
         return self._logps(self.reference if reference and self.reference else self.scorer, microbatches)
 
-    def _logps(self, model: Scorer, microbatches: Sequence[Batch]) -> list[Tensor]:
+    def _logps(self, model: LogProbModel, microbatches: Sequence[Batch]) -> list[Tensor]:
         logps = []
-        for joined in microbatch_merging.cut(microbatches, self.group, self.device):
-            found, *_ = model(microbatch_merging.join(joined).to(self.device), frozenset(), None)
-            logps += microbatch_merging.split(found, joined)
+        for joined in microbatch_merging.group_microbatches(microbatches, self.group, self.device):
+            found, *_ = model(microbatch_merging.merge(joined).to(self.device), frozenset(), None)
+            logps += microbatch_merging.unmerge(found, joined)
         release(model)
         return logps
 
@@ -171,7 +171,7 @@ class FSDP2Engine(TrainStepEngine):
             self.scorer.train()
         release(self.scorer)
 
-    def evaluate_microbatches(self, microbatches: Sequence[Batch], loss: Loss, sums: Sums) -> None:
+    def evaluate_microbatches(self, microbatches: Sequence[Batch], loss: Loss, sums: LossAccumulator) -> None:
         with naming_microbatch(microbatches) as begin:
             for index, here in enumerate(microbatches):
                 begin(index)
@@ -194,7 +194,7 @@ class FSDP2Engine(TrainStepEngine):
     def export(self, path: Path) -> None:
         def gathered() -> Iterator[tuple[str, Tensor]]:
             for member in self.members:
-                tensor = whole(member.cut(member.parameter.detach()))
+                tensor = full_tensor(member.slices(member.parameter.detach()))
                 if member.writes:
                     yield member.name, tensor
             if dist.get_rank() == 0:
@@ -209,7 +209,7 @@ class FSDP2Engine(TrainStepEngine):
 
     def describe(self) -> dict[str, Any]:
         experts = next(iter(grouped_experts(self.scorer.lm).values()), None)
-        shared_out = {} if experts is None or experts.ep is None else {"experts": described(experts.mesh)}
+        shared_out = {} if experts is None or experts.ep is None else {"experts": mesh_info(experts.mesh)}
         return {
             "engine": "fsdp2",
             "device": str(self.device),
@@ -217,7 +217,7 @@ class FSDP2Engine(TrainStepEngine):
             "kernels": self.scorer.kernels,
             "compiled": self.options.compiled,
             "world_size": dist.get_world_size(),
-            "mesh": described(self.mesh) | shared_out,
+            "mesh": mesh_info(self.mesh) | shared_out,
             "parameters": sum(self.sizes.values()),
             "trained_parameters": sum(self.sizes[name] for name in self.weights),
         }
@@ -226,18 +226,19 @@ class FSDP2Engine(TrainStepEngine):
         del self.scorer, self.reference, self.optimizer, self.weights, self.named_weights
         del self.members, self.trained, self.biases, self.routing
         gc.collect()  # FSDP's hooks are cycles, and the next run of this process needs the memory
-        forget_meshes()
-        process_group.leave()
+        # Else torch would hand the next mesh of the same ranks and names results with these groups.
+        clear_dtensor_caches()
+        process_group.destroy_process_group()
 
     # ---- private
 
     def _stats(
-        self, model: Scorer, batch: Batch, loss: Loss, ahead: Sequence[Batch] = ()
+        self, model: LogProbModel, batch: Batch, loss: Loss, ahead: Sequence[Batch] = ()
     ) -> tuple[TokenStats, list[Tensor]]:
         """What ``loss`` asks for, and the logps of every depth of ``ahead``."""
-        moved = [further.to(self.device) for further in ahead]
-        logps, logsumexp, mean, *further = model(batch, loss.requires, loss.weights(batch), moved)
-        return TokenStats(logps, logsumexp, mean), further
+        moved = [mtp.to(self.device) for mtp in ahead]
+        logps, logsumexp, mean, *mtp = model(batch, loss.requires, loss.weights(batch), moved)
+        return TokenStats(logps, logsumexp, mean), mtp
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         for module in fsdp_modules(self.scorer):
@@ -249,4 +250,4 @@ class FSDP2Engine(TrainStepEngine):
 
     def _counted(self) -> list[Tensor]:
         """This rank's parts of gradients, each of which is counted on one rank only."""
-        return [stored(g) for g in self._gradients() if primary(g)]
+        return [local_shard(g) for g in self._gradients() if is_primary_replica(g)]

@@ -18,11 +18,19 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from components.adapters import LoRA
-from components.engines.fsdp2.mesh import EXPERT, REPLICATE, SHARD, TENSOR, distributed, part, stored
-from components.engines.fsdp2.param_views import Member
-from components.engines.fsdp2.tensor_parallel import AddUp
-from components.engines.fsdp2.token_dispatcher import Send, Take, inverse_of
-from components.models.experts import BIAS, Experts, routed
+from components.engines.fsdp2.mesh import (
+    EXPERT,
+    REPLICATE,
+    SHARD,
+    TENSOR,
+    from_local_shard,
+    local_shard,
+    shard_slices,
+)
+from components.engines.fsdp2.param_views import ParamView
+from components.engines.fsdp2.tensor_parallel import ReduceFromTP
+from components.engines.fsdp2.token_dispatcher import AllToAll, Permute, inverse_permutation
+from components.models.experts import BIAS, ExpertList, moe_blocks
 
 ALIGNED = 8
 """What grouped matrix products of bf16 want sizes to be multiples of."""
@@ -30,13 +38,13 @@ KINDS = ("gate_proj", "up_proj", "down_proj")
 
 
 class GroupedExperts(nn.Module):
-    """Stands where ``Experts`` were, and is called as transformers calls its own.
+    """Stands where ``ExpertList`` was, and is called as transformers calls its own.
 
     ``gate_up_proj`` ``[E / ep, 2 I / tp, H]`` (the gates' rows of this rank, then its others) and
     ``down_proj`` ``[E / ep, H, I / tp]``; on the meta device until the sharded model is made real.
     """
 
-    def __init__(self, experts: Experts, mesh: DeviceMesh, name: str, activation: str) -> None:
+    def __init__(self, experts: ExpertList, mesh: DeviceMesh, name: str, activation: str) -> None:
         super().__init__()
         self.mesh, self.name, self.activation = mesh, name, ACT2FN[activation]
         self.adapter: ExpertAdapter | None = None
@@ -74,33 +82,33 @@ class GroupedExperts(nn.Module):
         """
         copies, experts = chosen.shape[1], chosen.reshape(-1)
         order = experts.argsort(stable=True)
-        inverse = inverse_of(order)
-        rows = Take.apply(hidden, order, inverse, copies)
+        inverse = inverse_permutation(order)
+        rows = Permute.apply(hidden, order, inverse, copies)
         size = self.number if self.ep is None else self.number * self.ep.size()
         # Not by bincount, which has the host wait for a GPU.
         loads = experts.new_zeros(size).index_add(0, experts, torch.ones_like(experts))
         out = self._compute(rows, loads) if self.ep is None else self._compute_elsewhere(rows, loads, self.ep)
-        each = Take.apply(out, inverse, order, 1).view(-1, copies, hidden.shape[1])
+        each = Permute.apply(out, inverse, order, 1).view(-1, copies, hidden.shape[1])
         total = (each * weights[..., None]).sum(1).to(hidden.dtype)
-        return total if self.tp is None else AddUp.apply(total, self.tp)
+        return total if self.tp is None else ReduceFromTP.apply(total, self.tp)
 
     def _compute_elsewhere(self, rows: Tensor, loads: Tensor, ep: dist.ProcessGroup) -> Tensor:
         """``rows`` lie by expert, ``loads`` ``[E]`` of each; the answers lie as they do."""
         found = torch.empty_like(loads)
         dist.all_to_all_single(found, loads, group=ep)
         give, take = torch.stack([n.view(ep.size(), -1).sum(1) for n in (loads, found)]).tolist()
-        received = Send.apply(rows, give, take, ep)
+        received = AllToAll.apply(rows, give, take, ep)
         # By sender, and of each by expert; all rows of an expert shall lie together.
         own = torch.arange(self.number, device=found.device).repeat(ep.size())
         order = own.repeat_interleave(found, output_size=len(received)).argsort(stable=True)
-        inverse = inverse_of(order)
-        out = self._compute(Take.apply(received, order, inverse, 1), found.view(ep.size(), -1).sum(0))
-        answers: Tensor = Send.apply(Take.apply(out, inverse, order, 1), take, give, ep)
+        inverse = inverse_permutation(order)
+        out = self._compute(Permute.apply(received, order, inverse, 1), found.view(ep.size(), -1).sum(0))
+        answers: Tensor = AllToAll.apply(Permute.apply(out, inverse, order, 1), take, give, ep)
         return answers
 
     def _compute(self, rows: Tensor, loads: Tensor) -> Tensor:
         """``rows`` ``[N, H]`` through experts of this rank, the first ``loads[0]`` through the first."""
-        product = grouped if fit_grouped(rows, self.rows) else one_by_one
+        product = grouped if pad_for_grouped(rows, self.rows) else per_expert
         gate, up = product(rows, self.gate_up_proj, loads).chunk(2, -1)
         gate, up = self._adapted(gate, rows, loads, "gate_proj"), self._adapted(up, rows, loads, "up_proj")
         inner = self.activation(gate) * up
@@ -112,22 +120,22 @@ class GroupedExperts(nn.Module):
         if self.adapter is None or factors is None:
             return out
         a, b = factors
-        fits = fit_grouped(rows, a.shape[1]) and out.shape[1] % ALIGNED == 0
-        product = grouped if fits else one_by_one
+        fits = pad_for_grouped(rows, a.shape[1]) and out.shape[1] % ALIGNED == 0
+        product = grouped if fits else per_expert
         return out + self.adapter.scaling * product(product(rows, a, loads), b, loads)
 
     # ---- names
 
-    def members(self, leaf: str) -> Iterator[Member]:
+    def members(self, leaf: str) -> Iterator[ParamView]:
         """The weights of experts of which the parameter ``leaf``, sharded, has a part on this rank."""
         parameter = self.get_parameter(leaf)
-        here = part(parameter)[0]
+        here = shard_slices(parameter)[0]
         by_hidden = parameter.placements[-1] != Shard(0) if isinstance(parameter, DTensor) else False
         writes = self._is_first(REPLICATE, TENSOR, *((SHARD,) if by_hidden else ()))
         for place, number in enumerate(range(self.first + here.start, self.first + here.stop)):
             for kind, inside in self._inside(leaf).items():
                 cut = partial(self._cut, by_hidden=by_hidden, down=kind == "down_proj", at=(place, inside))
-                yield Member(f"{self.name}.{number}.{kind}.weight", parameter, cut, writes)
+                yield ParamView(f"{self.name}.{number}.{kind}.weight", parameter, cut, writes)
 
     def _inside(self, leaf: str) -> dict[str, slice]:
         if leaf == "down_proj":
@@ -139,7 +147,7 @@ class GroupedExperts(nn.Module):
 
     def _cut(self, tensor: Tensor, *, by_hidden: bool, down: bool, at: tuple[int, slice]) -> Tensor:
         """The matrix of one expert, of which FSDP may have cut the hidden side, tp the other."""
-        local = stored(tensor)[at]
+        local = local_shard(tensor)[at]
         cuts: dict[str, Shard] = {}
         if by_hidden:
             cuts[SHARD] = Shard(0 if down else 1)
@@ -150,10 +158,10 @@ class GroupedExperts(nn.Module):
         names = tuple(cuts)
         if names not in self.meshes:
             self.meshes[names] = self.mesh[names]
-        return distributed(local, self.meshes[names], list(cuts.values()))
+        return from_local_shard(local, self.meshes[names], list(cuts.values()))
 
 
-def fit_grouped(rows: Tensor, size: int) -> bool:
+def pad_for_grouped(rows: Tensor, size: int) -> bool:
     """Whether torch multiplies groups of ``rows`` by matrices with sides ``H`` and ``size`` at once."""
     fits = rows.shape[1] % ALIGNED == 0 and size % ALIGNED == 0 and len(rows) > 0
     return rows.is_cuda and rows.dtype == torch.bfloat16 and fits
@@ -164,11 +172,11 @@ def grouped(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
 
     The host does not wait for ``loads``.
     """
-    visited = Visited.apply(weight, loads)
+    visited = UsedExpertsOnly.apply(weight, loads)
     return F.grouped_mm(rows, visited.transpose(1, 2), offs=loads.cumsum(0, dtype=torch.int32))
 
 
-class Visited(torch.autograd.Function):
+class UsedExpertsOnly(torch.autograd.Function):
     """``weight`` unchanged; the gradient of what had no rows is 0: a kernel may leave what was there."""
 
     @staticmethod
@@ -182,7 +190,7 @@ class Visited(torch.autograd.Function):
         return grads[0].masked_fill(loads[:, None, None] == 0, 0), None
 
 
-def one_by_one(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
+def per_expert(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
     """As ``grouped``. An expert without rows is computed too: its gradient is 0, and not missing."""
     # Unbound once: the gradient of every slice would be as large as the whole.
     parts = zip(rows.split(loads.tolist()), weight.unbind(0), strict=True)
@@ -196,7 +204,7 @@ def group_experts(model: PreTrainedModel, mesh: DeviceMesh, adapter: LoRA | None
     And makes buffers of the routers' biases: no optimizer sees them, nothing shards or casts them.
     """
     targets = frozenset() if adapter is None else frozenset(adapter.targets(model))
-    for name, block in routed(model).items():
+    for name, block in moe_blocks(model).items():
         experts: Any = block.experts
         found = GroupedExperts(experts, mesh, f"{name}.experts", model.config.hidden_act)
         if adapter is not None and (kinds := adapted_kinds(found.name, targets)):
@@ -272,18 +280,18 @@ class ExpertAdapter(nn.Module):
         """By parameter, the dimension that is not the rank's, beside that of experts."""
         return {p: 2 if name.startswith("lora_A") else 1 for name, p in self.named_parameters()}
 
-    def members(self, leaf: str) -> Iterator[Member]:
+    def members(self, leaf: str) -> Iterator[ParamView]:
         """The factors of experts of which the parameter ``leaf``, sharded, has a part on this rank."""
         parameter, (letter, kind) = self.get_parameter(leaf), (leaf[5], leaf[7:])
         whole = not isinstance(parameter, DTensor) or parameter.placements[-1] == Shard(0)
         writes = all(self.mesh.get_local_rank(dim) == 0 for dim in (REPLICATE, *(() if whole else (SHARD,))))
-        here = part(parameter)[0]
+        here = shard_slices(parameter)[0]
         side = None if whole else Shard(1 if letter == "A" else 0)
         for place, number in enumerate(range(self.first + here.start, self.first + here.stop)):
             name = f"{self.name}.{number}.{kind}.lora_{letter}.weight"
-            yield Member(name, parameter, partial(self._cut, place=place, side=side), writes)
+            yield ParamView(name, parameter, partial(self._cut, place=place, side=side), writes)
 
     def _cut(self, tensor: Tensor, *, place: int, side: Shard | None) -> Tensor:
         """The matrix of one expert, of which FSDP may have cut a side."""
-        local = stored(tensor)[place]
-        return local if side is None else distributed(local, self.mesh[SHARD], [side])
+        local = local_shard(tensor)[place]
+        return local if side is None else from_local_shard(local, self.mesh[SHARD], [side])

@@ -31,6 +31,6 @@ class FSDP2Layout:
     ep: int = 1
     """Neighbours among the ``dp / dp_replicate * cp`` ranks of a copy that have other experts each."""
 
-    def data_size(self, world_size: int) -> int:
+    def dp_size(self, world_size: int) -> int:
         """Into how many shares a global batch is split."""
         return world_size // (self.cp * self.tp)

@@ -8,10 +8,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
-from components.adapters.export import peft_config, shortest
+from components.adapters.export import peft_config, shortest_suffixes
 from components.adapters.targets import linear_names
 from components.contracts.errors import ConfigError
-from components.models.experts import OF_EXPERT
+from components.models.experts import EXPERT_PARAM
 from components.models.hf_private import adapters_off
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ def check(adapter: LoRA | None, tp: int) -> None:
         )
 
 
-def describe(adapter: LoRA, model: PreTrainedModel) -> "LoraConfig":
+def describe_adapter(adapter: LoRA, model: PreTrainedModel) -> "LoraConfig":
     """peft's description of what ``adapter`` adapts of ``model`` but for experts, whose layers are ours."""
     config = peft_config(adapter, model)
-    others = [name for name in linear_names(model) if not OF_EXPERT.match(name)]
+    others = [name for name in linear_names(model) if not EXPERT_PARAM.match(name)]
     wanted = frozenset(adapter.targets(model))
-    config.target_modules = set(shortest([name for name in others if name in wanted], others))
+    config.target_modules = set(shortest_suffixes([name for name in others if name in wanted], others))
     return config
 
 

@@ -12,7 +12,6 @@ from components.contracts.json_types import Json
 from components.engines.shared.torch_private import (
     DTensorSpec,
     TensorMeta,
-    clear_dtensor_caches,
     compute_local_shape_and_global_offset,
     local_tensor,
 )
@@ -45,16 +44,10 @@ def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=(REPLICATE, SHARD, EXPERT, TENSOR))
 
 
-def described(mesh: DeviceMesh) -> Json:
+def mesh_info(mesh: DeviceMesh) -> Json:
     """The size of every dimension, and the global rank at every place."""
     dims = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     return {"dims": dims, "ranks": mesh.mesh.tolist()}
-
-
-def forget_meshes() -> None:
-    """Before process groups are destroyed: torch keeps results of DTensors with their meshes, and would hand
-    them to the next mesh of the same ranks and names, whose groups are others."""
-    clear_dtensor_caches()
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -62,12 +55,12 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh[REPLICATE, SHARD]
 
 
-def stored(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard, which shares memory with ``tensor``; autograd does not see it."""
     return local_tensor(tensor)
 
 
-def part(tensor: Tensor) -> tuple[slice, ...]:
+def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Where this rank's shard lies in the whole tensor; empty slices where it has none."""
     shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
@@ -76,7 +69,7 @@ def part(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def primary(tensor: Tensor) -> bool:
+def is_primary_replica(tensor: Tensor) -> bool:
     """Whether this rank is the first of those that hold the same shard: sums over ranks count it once."""
     if not isinstance(tensor, DTensor):
         return dist.get_rank() == 0
@@ -86,7 +79,7 @@ def primary(tensor: Tensor) -> bool:
     return all(index == 0 for index, placement in dims if placement.is_replicate())
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank (a collective call)."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -95,7 +88,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.redistribute(placements=[*(Replicate() for _ in outer), last]).full_tensor()
 
 
-def distributed(local: Tensor, mesh: DeviceMesh, cuts: Sequence[Shard]) -> Tensor:
+def from_local_shard(local: Tensor, mesh: DeviceMesh, cuts: Sequence[Shard]) -> Tensor:
     """``local`` as this rank's part of a matrix that is cut evenly over the dimensions of ``mesh``."""
     shape = list(local.shape)
     for size, placement in zip(mesh.shape, cuts, strict=True):

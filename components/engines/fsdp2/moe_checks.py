@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.contracts.errors import ConfigError
-from components.engines.shared.parallel_dims import divisors, nearest
-from components.models.experts import Experts, routed
+from components.engines.shared.parallel_dims import divisors, suggest_sizes
+from components.models.experts import ExpertList, moe_blocks
 
 
 def check(model: PreTrainedModel, *, ep: int, tp: int, ranks: int, adapter: LoRA | None) -> None:
@@ -17,7 +17,7 @@ def check(model: PreTrainedModel, *, ep: int, tp: int, ranks: int, adapter: LoRA
         ConfigError: ``ep`` or ``tp`` cannot share out the experts of ``model``, which may have none; what is
             left of them cannot be sharded; or a part of them is trained.
     """
-    found = [block.experts for block in routed(model).values()]
+    found = [block.experts for block in moe_blocks(model).values()]
     if not found:
         if ep > 1:
             raise ConfigError(
@@ -26,14 +26,14 @@ def check(model: PreTrainedModel, *, ep: int, tp: int, ranks: int, adapter: LoRA
             )
         return
     for experts in found:
-        assert isinstance(experts, Experts)
-        check_sizes(experts, ep=ep, tp=tp, ranks=ranks)
+        assert isinstance(experts, ExpertList)
+        check_expert_sizes(experts, ep=ep, tp=tp, ranks=ranks)
     check_trained(model)
     if adapter is not None and adapter.expert_targets(model):
-        check_adapter(adapter, model, found[0], tp=tp, ep=ep, shards=ranks // ep)
+        check_expert_adapter(adapter, model, found[0], tp=tp, ep=ep, shards=ranks // ep)
 
 
-def check_adapter(
+def check_expert_adapter(
     adapter: LoRA, model: PreTrainedModel, experts: Any, *, tp: int, ep: int, shards: int
 ) -> None:
     """An adapter of experts, whose number on a rank may be no multiple of ``shards``."""
@@ -52,43 +52,43 @@ def check_adapter(
     if rows % shards and len(experts) // ep % shards:
         raise ConfigError(
             f"parallelism.dp: {shards} ranks (dp / dp_replicate x cp / ep) cannot share out adapters of "
-            f"experts of moe_intermediate_size = {rows}; let these be {nearest(shards, divisors(rows))}, or "
-            "use adapter.target_modules=attention."
+            f"experts of moe_intermediate_size = {rows}; let these be "
+            f"{suggest_sizes(shards, divisors(rows))}, or use adapter.target_modules=attention."
         )
 
 
-def check_sizes(experts: Experts, *, ep: int, tp: int, ranks: int) -> None:
+def check_expert_sizes(experts: ExpertList, *, ep: int, tp: int, ranks: int) -> None:
     one: Any = experts[0]
     number, (rows, hidden) = len(experts), one.gate_proj.weight.shape
     fitting = [size for size in divisors(number) if ranks % size == 0]
     if ranks % ep:
         raise ConfigError(
             f"parallelism.ep: {ep} does not divide the {ranks} ranks (dp / dp_replicate x cp) whose "
-            f"neighbours would share out experts; use {nearest(ep, fitting)}."
+            f"neighbours would share out experts; use {suggest_sizes(ep, fitting)}."
         )
     if number % ep:
         raise ConfigError(
             f"parallelism.ep: {ep} does not divide the {number} experts of a layer; use "
-            f"{nearest(ep, fitting)}."
+            f"{suggest_sizes(ep, fitting)}."
         )
     if rows % tp:
         fitting = divisors(rows)
         raise ConfigError(
             f"parallelism.tp: {tp} does not divide moe_intermediate_size = {rows} of this model; use "
-            f"{nearest(tp, fitting)}."
+            f"{suggest_sizes(tp, fitting)}."
         )
     shards = ranks // ep
     if number // ep % shards and hidden % shards:
         fitting = [n for n in range(1, number * hidden + 1) if number // ep % n == 0 or hidden % n == 0]
         raise ConfigError(
             f"parallelism.dp: {shards} ranks (dp / dp_replicate x cp / ep) divide neither the {number // ep} "
-            f"experts of each of them nor hidden_size = {hidden}; use {nearest(shards, fitting)}."
+            f"experts of each of them nor hidden_size = {hidden}; use {suggest_sizes(shards, fitting)}."
         )
 
 
 def check_trained(model: PreTrainedModel) -> None:
     """Those of a layer are one tensor here, or two: the last projections, and the others."""
-    for name, block in routed(model).items():
+    for name, block in moe_blocks(model).items():
         experts: Any = block.experts
         for leaves in (("gate_proj", "up_proj"), ("down_proj",)):
             wanted = {getattr(e, leaf).weight.requires_grad for e in experts for leaf in leaves}

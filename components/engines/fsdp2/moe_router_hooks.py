@@ -10,35 +10,41 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from components.contracts.batch import Batch
-from components.engines.fsdp2.context_parallel import Context
+from components.engines.fsdp2.context_parallel import ContextParallel
 from components.engines.fsdp2.grouped_experts import grouped_experts
 from components.engines.fsdp2.mesh import CONTEXT, REPLICATE, SHARD, TENSOR
-from components.engines.shared.moe_losses import Routed, Routers, RouterSteps, Tokens, normalized
+from components.engines.shared.moe_losses import (
+    MoELosses,
+    RoutedTokens,
+    RouterOutput,
+    RouterState,
+    normalized,
+)
 from components.engines.shared.torch_private import flattened
 from components.models.experts import BIAS
-from components.models.moe_config import RouterTerms
+from components.models.moe_config import MoELossConfig
 
 
-class Routing(RouterSteps):
+class RouterHooks(RouterState):
     """Hooks on the routers of a model with experts; only passes that keep a graph are counted."""
 
     def __init__(
-        self, terms: RouterTerms, lm: PreTrainedModel, ranks: DeviceMesh, device: torch.device
+        self, terms: MoELossConfig, lm: PreTrainedModel, ranks: DeviceMesh, device: torch.device
     ) -> None:
-        self.gates, self.context = routers_of(lm), Context(ranks.get_group(CONTEXT))
+        self.gates, self.context = find_routers(lm), ContextParallel(ranks.get_group(CONTEXT))
         first: Any = self.gates[0]
-        routers = Routers(
+        routers = MoELosses(
             terms,
             layers=len(self.gates),
             experts=first.num_experts,
             top_k=first.top_k,
             device=device,
             sharing=self.context.group,
-            data=same_batch(ranks) if terms.aux_loss == "global_batch" else None,
+            data=make_batch_group(ranks) if terms.aux_loss == "global_batch" else None,
             counted=ranks.get_local_rank(TENSOR) == 0,
         )
         super().__init__(routers, drops=False)
-        self.tokens: Tokens | None = None
+        self.tokens: RoutedTokens | None = None
         self.seen: dict[int, Tensor] = {}
         """Of the micro-batch under way, what the first pass of a layer has returned: its load."""
         for layer, gate in enumerate(self.gates):
@@ -46,8 +52,8 @@ class Routing(RouterSteps):
 
     def see(self, batch: Batch) -> None:
         """A micro-batch begins, on every rank that shares its rows."""
-        sequences = self.context.own(batch.real_sequence_ids(), -1)
-        self.tokens, self.seen = Tokens(sequences.reshape(-1), batch.seqlens), {}
+        sequences = self.context.shard(batch.real_sequence_ids(), -1)
+        self.tokens, self.seen = RoutedTokens(sequences.reshape(-1), batch.seqlens), {}
 
     def abort(self) -> None:
         self.tokens, self.seen = None, {}
@@ -68,26 +74,26 @@ class Routing(RouterSteps):
             return None
         assert self.tokens is not None, "a pass that is trained begins with its tokens"
         logits, weights, chosen = routed
-        found = Routed(logits, scores(gate, logits), chosen)
+        found = RouterOutput(logits, router_scores(gate, logits), chosen)
         # A second pass over a micro-batch is that of a layer which is computed again.
         again = self.seen.get(layer)
         weights, self.seen[layer] = self.routers.attach(weights, layer, found, self.tokens, recomputed=again)
         return logits, weights, chosen
 
 
-def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
+def find_routers(lm: PreTrainedModel) -> list[nn.Module]:
     """In the order of layers; none in a model without experts."""
     names = (name.removesuffix("experts") + "gate" for name in grouped_experts(lm))
     return [lm.get_submodule(name) for name in names]
 
 
-def scores(gate: nn.Module, logits: Tensor) -> Tensor:
+def router_scores(gate: nn.Module, logits: Tensor) -> Tensor:
     """float32 ``[T, E]``, 1 for each token; DeepSeek's routers, which have biases, use sigmoids."""
     if not hasattr(gate, BIAS):
         return logits.softmax(-1, dtype=torch.float32)
     return normalized(logits.float().sigmoid())
 
 
-def same_batch(ranks: DeviceMesh) -> dist.ProcessGroup:
+def make_batch_group(ranks: DeviceMesh) -> dist.ProcessGroup:
     """Those that see other tokens of the same global batch; every rank makes the groups together."""
     return flattened(ranks[REPLICATE, SHARD, CONTEXT], "dp_cp").get_group()

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from components.contracts.json_types import Json
-from components.models.mtp import further_layers
+from components.models.mtp import mtp_layers
 
 
-class Further:
+class MTPHead:
     """The layers of ``lm`` by depth; no module, as they are blocks of ``lm`` already.
 
     Made before anything wraps a block: it gives the layers their forward pass,
@@ -19,12 +19,12 @@ class Further:
     """
 
     def __init__(self, lm: PreTrainedModel) -> None:
-        self.layers = further_layers(lm)
+        self.layers = mtp_layers(lm)
         self.seen: Json = {}
         """What the last of the other layers was called with beside hidden states: masks, positions."""
         base = lm.base_model
         for layer in self.layers:
-            layer.forward = joining(layer)
+            layer.forward = mtp_forward(layer)
         if self.layers:
             last = base.layers[-len(self.layers) - 1]
             last.register_forward_pre_hook(self._see, with_kwargs=True)
@@ -47,7 +47,7 @@ class Further:
         self.seen = {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
-def joining(layer: Any) -> Callable[..., Tensor]:
+def mtp_forward(layer: Any) -> Callable[..., Tensor]:
     """A forward pass of ``layer`` that begins with the further tokens and ends with the norm."""
     own = layer.forward
 

@@ -18,8 +18,8 @@ from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.contracts.loss import TokenStats
-from components.engines.fsdp2.compile import choose, fuse
-from components.engines.fsdp2.context_parallel import Context
+from components.engines.fsdp2.compile import apply_liger, choose_kernels
+from components.engines.fsdp2.context_parallel import ContextParallel
 from components.engines.fsdp2.fsdp_private import fsdp_modules
 from components.engines.fsdp2.grouped_experts import (
     ExpertAdapter,
@@ -29,21 +29,21 @@ from components.engines.fsdp2.grouped_experts import (
     grouped_experts,
 )
 from components.engines.fsdp2.layout import FSDP2Layout
-from components.engines.fsdp2.lora import describe, inject, name_on_disk
+from components.engines.fsdp2.lora import describe_adapter, inject, name_on_disk
 from components.engines.fsdp2.mesh import (
     CONTEXT,
     SHARD,
     TENSOR,
     data_mesh,
     expert_mesh,
-    part,
-    stored,
+    local_shard,
+    shard_slices,
     weight_mesh,
 )
-from components.engines.fsdp2.moe_router_hooks import Routing
-from components.engines.fsdp2.mtp import Further
-from components.engines.fsdp2.param_views import Member, only_member
-from components.engines.fsdp2.tensor_parallel import Enter, local, parallelize, vocabulary_shard
+from components.engines.fsdp2.moe_router_hooks import RouterHooks
+from components.engines.fsdp2.mtp import MTPHead
+from components.engines.fsdp2.param_views import ParamView, full_view
+from components.engines.fsdp2.tensor_parallel import CopyToTP, apply_tp, local, vocabulary_shard
 from components.engines.shared.token_log_probs import token_stats
 from components.engines.shared.varlen_attention import ATTENTION, ATTENTION_RECOMPUTED
 from components.engines.shared.vocab_parallel import VocabularyShard
@@ -51,7 +51,7 @@ from components.models import ModelSpec, WeightSource, materialize_buffers
 from components.models.hf_private import block_names
 
 
-class Scorer(nn.Module):
+class LogProbModel(nn.Module):
     """A causal language model that answers with per-token statistics of the labels, never with logits.
 
     It is the root of the sharding: the head's weight is read directly, so no module below may own it.
@@ -59,10 +59,10 @@ class Scorer(nn.Module):
 
     lm: PreTrainedModel
 
-    def __init__(self, lm: PreTrainedModel, context: Context) -> None:
+    def __init__(self, lm: PreTrainedModel, context: ContextParallel) -> None:
         super().__init__()
-        self.lm, self.context, self.further = lm, context, Further(lm)
-        self.routing: Routing | None = None
+        self.lm, self.context, self.further = lm, context, MTPHead(lm)
+        self.routing: RouterHooks | None = None
         """Of a model with experts that is trained."""
         self.vocabulary: VocabularyShard | None = None
         """With tensor parallelism: which rows of the head are here."""
@@ -73,13 +73,13 @@ class Scorer(nn.Module):
         batch: Batch,
         requires: frozenset[str],
         weights: Tensor | None,
-        further: Sequence[Batch] = (),
+        mtp: Sequence[Batch] = (),
     ) -> tuple[Tensor | None, ...]:
         """The fields of ``TokenStats``, as a tuple because FSDP hooks the tensors of a tuple only.
 
-        After them, for each of ``further`` (see ``FurtherTokens``; none: its layers are left out) its logps.
+        After them, for each of ``further`` (see ``MTPConfig``; none: its layers are left out) its logps.
         """
-        own, length = self.context.own, batch.labels.shape[1]
+        own, length = self.context.shard, batch.labels.shape[1]
         if self.routing is not None and torch.is_grad_enabled():
             self.routing.see(batch)
         hidden = self.lm.base_model(
@@ -89,19 +89,19 @@ class Scorer(nn.Module):
             **self.context.attention_kwargs(batch),
         ).last_hidden_state
         stats = self._stats(hidden, batch, requires, weights)
-        whole = self.context.whole
+        whole = self.context.gather
         return (
             whole(stats.logps, length),
             whole(stats.logsumexp, length),
             whole(stats.mean_logp, length),
-            *(whole(logps, length) for logps in self._further(hidden, further)),
+            *(whole(logps, length) for logps in self._mtp(hidden, mtp)),
         )
 
     def _stats(
         self, hidden: Tensor, batch: Batch, requires: frozenset[str], weights: Tensor | None
     ) -> TokenStats:
         """Of this rank's positions."""
-        head, own = self.lm.get_output_embeddings(), self.context.own
+        head, own = self.lm.get_output_embeddings(), self.context.shard
         return token_stats(
             hidden,
             local(head.weight),
@@ -114,18 +114,18 @@ class Scorer(nn.Module):
             shard=self.vocabulary,
         )
 
-    def _further(self, hidden: Tensor, batches: Sequence[Batch]) -> Iterator[Tensor]:
+    def _mtp(self, hidden: Tensor, batches: Sequence[Batch]) -> Iterator[Tensor]:
         """``logps`` of this rank's positions, by depth."""
         if not batches:
             return
-        states = self.further(hidden, [self.context.own(batch.input_ids) for batch in batches], self._embed)
+        states = self.further(hidden, [self.context.shard(batch.input_ids) for batch in batches], self._embed)
         for state, batch in zip(states, batches, strict=True):
             yield self._stats(state, batch, frozenset(), (batch.labels != IGNORE).float()).logps
 
     def _embed(self, ids: Tensor) -> Tensor:
         """For a layer of further tokens, of which every tensor-parallel rank computes a part."""
         embedded: Tensor = self.lm.get_input_embeddings()(ids)
-        return embedded if self.vocabulary is None else Enter.apply(embedded, self.vocabulary.group)
+        return embedded if self.vocabulary is None else CopyToTP.apply(embedded, self.vocabulary.group)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their names on disk, tied ones once.
@@ -140,7 +140,7 @@ class Scorer(nn.Module):
         parts = {parameter: module.parts for module in grouped for parameter in module.parameters()}
         return {name: p.numel() * parts.get(p, 1) for name, p in self.named_weights()}
 
-    def members(self) -> Iterator[Member]:
+    def members(self) -> Iterator[ParamView]:
         """What ``named_weights`` hold on this rank, in their order: experts one by one."""
         first = dist.get_rank() == 0
         for name, parameter in self.lm.named_parameters():
@@ -148,10 +148,10 @@ class Scorer(nn.Module):
             if isinstance(module := self.lm.get_submodule(owner), GroupedExperts | ExpertAdapter):
                 yield from module.members(leaf)
             else:
-                yield only_member(name_on_disk(name), parameter, first=first)
+                yield full_view(name_on_disk(name), parameter, first=first)
 
 
-def build_scorer(
+def build_model(
     spec: ModelSpec,
     weights: WeightSource,
     ranks: DeviceMesh,
@@ -160,7 +160,7 @@ def build_scorer(
     device: torch.device,
     *,
     trainable: bool,
-) -> Scorer:
+) -> LogProbModel:
     """The model sharded over all ``ranks``, block by block, holding ``weights``.
 
     What is trained keeps fp32 shards (the master weights), is computed in ``dtype`` and has its gradients
@@ -172,32 +172,34 @@ def build_scorer(
     # A frozen model keeps nothing for a backward pass.
     recompute = layout.activation_checkpointing if trainable else "none"
     attention = ATTENTION_RECOMPUTED if recompute == "selective" else ATTENTION
-    scorer = Scorer(spec.build(spec.config(), attention=attention), Context(ranks.get_group(CONTEXT)))
+    scorer = LogProbModel(
+        spec.build(spec.config(), attention=attention), ContextParallel(ranks.get_group(CONTEXT))
+    )
     mesh, experts = weight_mesh(ranks), expert_mesh(ranks, layout.ep)
-    described = None if adapter is None else describe(adapter, scorer.lm)
+    described = None if adapter is None else describe_adapter(adapter, scorer.lm)
     group_experts(scorer.lm, experts, adapter)
     if described is not None:
         inject(scorer.lm, described)  # before anything is split
-    scorer.kernels = choose(options.kernels, scorer.lm, device.type, compiled=options.compiled)
+    scorer.kernels = choose_kernels(options.kernels, scorer.lm, device.type, compiled=options.compiled)
     if scorer.kernels == "liger":
-        fuse(scorer.lm)
-    for block in blocks(scorer.lm):
+        apply_liger(scorer.lm)
+    for block in decoder_blocks(scorer.lm):
         if options.compiled:
             # Inside the hooks of FSDP, which then run as they are; the blocks share their compiled code.
             block.forward = torch.compile(block.forward)
         if recompute == "full":
-            recompute_in_backward(block)
+            apply_ac(block)
     if not trainable:
         scorer.requires_grad_(False)
     for parameter in scorer.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     if layout.tp > 1:
-        parallelize(scorer.lm, mesh[TENSOR])
+        apply_tp(scorer.lm, mesh[TENSOR])
         scorer.vocabulary = vocabulary_shard(scorer.lm.config.vocab_size, mesh.get_group(TENSOR))
     if trainable and grouped_experts(scorer.lm):
-        scorer.routing = Routing(spec.moe, scorer.lm, ranks, device)
-    shard(scorer, mesh, experts, layout, dtype)
+        scorer.routing = RouterHooks(spec.moe, scorer.lm, ranks, device)
+    apply_fsdp(scorer, mesh, experts, layout, dtype)
     scorer.to_empty(device="cpu" if layout.cpu_offload else device)
     materialize_buffers(scorer.lm, device)
     trained = weights
@@ -205,13 +207,13 @@ def build_scorer(
         trained = adapter.weights(spec.build(spec.config()), options.seed, weights)
     for member in scorer.members():
         source = trained if member.parameter.requires_grad else weights
-        copy_part(member.cut(member.parameter), member.name, source)
-    load_biases(scorer.lm, weights, device)
+        copy_slice(member.slices(member.parameter), member.name, source)
+    load_router_biases(scorer.lm, weights, device)
     return scorer.train(trainable)
 
 
-def shard(
-    scorer: Scorer, mesh: DeviceMesh, expert_mesh: DeviceMesh, layout: FSDP2Layout, dtype: torch.dtype
+def apply_fsdp(
+    scorer: LogProbModel, mesh: DeviceMesh, expert_mesh: DeviceMesh, layout: FSDP2Layout, dtype: torch.dtype
 ) -> None:
     """``fully_shard`` on every block, then on the root, with gradients summed instead of averaged."""
     # Inputs are ids, labels and fp32 weights of labels: casting those would round the loss.
@@ -219,16 +221,16 @@ def shard(
     options: Json = {"mesh": data_mesh(mesh), "mp_policy": policy}
     grouped = grouped_experts(scorer.lm).values()
     whole = {parameter: dim for module in grouped for parameter, dim in module.hidden_dimensions().items()}
-    options["shard_placement_fn"] = partial(shard_dimension, shards=mesh[SHARD].size(), whole=whole)
+    options["shard_placement_fn"] = partial(shard_dim, shards=mesh[SHARD].size(), whole=whole)
     if layout.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     if layout.ep > 1:  # on other ranks than what is around them
         there: Json = options | {"mesh": data_mesh(expert_mesh)}
         shards = expert_mesh[SHARD].size()
-        there["shard_placement_fn"] = partial(shard_dimension, shards=shards, whole=whole)
+        there["shard_placement_fn"] = partial(shard_dim, shards=shards, whole=whole)
         for experts in grouped:
             fully_shard(experts, reshard_after_forward=layout.reshard_after_forward, **there)
-    for block in blocks(scorer.lm):
+    for block in decoder_blocks(scorer.lm):
         fully_shard(block, reshard_after_forward=layout.reshard_after_forward, **options)
     fully_shard(scorer, **options)
     for module in fsdp_modules(scorer):
@@ -237,7 +239,7 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)
 
 
-def shard_dimension(parameter: nn.Parameter, shards: int, whole: Mapping[nn.Parameter, int]) -> Shard | None:
+def shard_dim(parameter: nn.Parameter, shards: int, whole: Mapping[nn.Parameter, int]) -> Shard | None:
     """Which dimension FSDP cuts; None: rows, or whole experts.
 
     ``whole``: of stacked experts, what is cut where their number does not come out even.
@@ -256,7 +258,7 @@ def shard_dimension(parameter: nn.Parameter, shards: int, whole: Mapping[nn.Para
     return Shard(1)
 
 
-def recompute_in_backward(block: nn.Module) -> None:
+def apply_ac(block: nn.Module) -> None:
     """Keeps a block's input alone; the backward pass computes the rest again, with the same dropout.
 
     Inside the hooks of FSDP, so that these run once; parameters keep their names.
@@ -271,7 +273,7 @@ def recompute_in_backward(block: nn.Module) -> None:
     block.forward = checkpointed
 
 
-def blocks(lm: PreTrainedModel) -> list[nn.Module]:
+def decoder_blocks(lm: PreTrainedModel) -> list[nn.Module]:
     """The decoder blocks, as transformers itself names them (``_no_split_modules``).
 
     Raises:
@@ -288,15 +290,15 @@ def blocks(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def copy_part(parameter: Tensor, name: str, weights: WeightSource) -> None:
+def copy_slice(parameter: Tensor, name: str, weights: WeightSource) -> None:
     """Copies this rank's part of the weight ``name`` into ``parameter``; reads no other, sends nothing."""
-    index = part(parameter)
+    index = shard_slices(parameter)
     if all(piece.stop > piece.start for piece in index):
-        stored(parameter).copy_(weights(name, index))
+        local_shard(parameter).copy_(weights(name, index))
 
 
 @torch.no_grad()
-def load_biases(lm: PreTrainedModel, weights: WeightSource, device: torch.device) -> None:
+def load_router_biases(lm: PreTrainedModel, weights: WeightSource, device: torch.device) -> None:
     """Every rank has all of them, in fp32, where it computes."""
     for name, lost in bias_buffers(lm).items():
         owner, _, leaf = name.rpartition(".")

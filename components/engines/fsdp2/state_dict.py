@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from components.checkpoint.dcp import load_tensors, saved_keys
-from components.engines.fsdp2.param_views import Member
+from components.engines.fsdp2.param_views import ParamView
 from components.optimizers import make_moments
 
-Weights = Sequence[Member]
+Weights = Sequence[ParamView]
 """What this rank has of the weights that are trained."""
 
 STEP = "optimizer_step"
@@ -61,7 +61,7 @@ def load(
 
 
 def weight_tensors(weights: Weights) -> dict[str, Tensor]:
-    return {f"model/{w.name}": w.cut(w.parameter.detach()) for w in weights}
+    return {f"model/{w.name}": w.slices(w.parameter.detach()) for w in weights}
 
 
 def bias_tensors(biases: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ def bias_tensors(biases: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def moment_tensors(
     weights: Weights, optimizer: torch.optim.Optimizer, moments: Sequence[str]
 ) -> dict[str, Tensor]:
-    return {f"{m}/{w.name}": w.cut(optimizer.state[w.parameter][m]) for w in weights for m in moments}
+    return {f"{m}/{w.name}": w.slices(optimizer.state[w.parameter][m]) for w in weights for m in moments}
 
 
 def first_step(optimizer: torch.optim.Optimizer) -> Tensor:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
-from components.engines.shared.parallel_dims import check_tp, nearest
+from components.engines.shared.parallel_dims import check_tp, suggest_sizes
 from components.engines.shared.torch_private import compute_local_shape_and_global_offset, own_parameters
 from components.engines.shared.vocab_parallel import VocabularyShard
 
@@ -44,8 +44,8 @@ ARCHITECTURES = {
 """By model_type, the norms whose output enters matrices that are cut by output, or the head. Others see, and
 pass on, what is the same on every rank."""
 
-BY_OUTPUT = re.compile(r".*\.self_attn\.([qkv]|q_b|kv_b)_proj|.*\.mlp\.(shared_experts\.)?(gate|up)_proj")
-BY_INPUT = re.compile(r".*\.self_attn\.o_proj|.*\.mlp\.(shared_experts\.)?down_proj")
+COLWISE = re.compile(r".*\.self_attn\.([qkv]|q_b|kv_b)_proj|.*\.mlp\.(shared_experts\.)?(gate|up)_proj")
+ROWWISE = re.compile(r".*\.self_attn\.o_proj|.*\.mlp\.(shared_experts\.)?down_proj")
 VOCABULARY = re.compile(r"model\.embed_tokens|lm_head")
 JOINING = re.compile(r".*\.eh_proj")
 """Cut by input; every rank has all of it, and takes its part."""
@@ -82,38 +82,38 @@ def check(model: PreTrainedModel, tp: int, shards: int) -> None:
         raise ConfigError(
             f"parallelism.dp: tp = {tp} does not divide vocab_size = {rows} of this model, so that its "
             f"{columns} columns are sharded, which {shards} ranks (dp / dp_replicate x cp) do not divide; "
-            f"let these be {nearest(shards, fitting)}."
+            f"let these be {suggest_sizes(shards, fitting)}."
         )
 
 
-def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def apply_tp(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Cuts ``model`` (on the meta device) over ``mesh``, one dimension; before ``fully_shard``."""
     group, entering = mesh.get_group(), ARCHITECTURES[model.config.model_type]
     for name, module in list(model.named_modules()):
-        if BY_OUTPUT.fullmatch(name):
-            cut_by_output(module, mesh)
-        elif BY_INPUT.fullmatch(name):
-            cut_by_input(module, mesh)
+        if COLWISE.fullmatch(name):
+            make_colwise(module, mesh)
+        elif ROWWISE.fullmatch(name):
+            make_rowwise(module, mesh)
         elif JOINING.fullmatch(name):
-            distribute(module, mesh, weight=Shard(1))
-            module.forward = by_own_input(module, group)
+            to_dtensors(module, mesh, weight=Shard(1))
+            module.forward = rowwise_local_input(module, group)
         elif NORM.fullmatch(name):
-            distribute(module, mesh, weight=Replicate())
+            to_dtensors(module, mesh, weight=Replicate())
             module.forward = with_local_weight(module, Replicate())
             if entering.fullmatch(name):
-                module.register_forward_hook(lambda _, __, output: Enter.apply(output, group))
+                module.register_forward_hook(lambda _, __, output: CopyToTP.apply(output, group))
             if name.endswith(".shared_head.norm"):
                 # The end of a block, on which FSDP hangs hooks, and views may lose them.
                 module.register_forward_hook(lambda _, __, output: output.clone())
         elif HEAD_NORM.fullmatch(name) or ROUTER.fullmatch(name):
-            keep_whole(module, mesh)
+            replicate(module, mesh)
         elif LATENT.fullmatch(name):
             for linear in linears(module):
-                keep_whole(linear, mesh)
+                replicate(linear, mesh)
         elif VOCABULARY.fullmatch(name) and not isinstance(module.weight, DTensor):
-            distribute(module, mesh, weight=Shard(0), bias=Shard(0))
+            to_dtensors(module, mesh, weight=Shard(0), bias=Shard(0))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    embedding.forward = looked_up(embedding, group)
+    embedding.forward = vocab_parallel_embedding(embedding, group)
     if model.config.tie_word_embeddings:
         head.weight = embedding.weight
     cut = re.compile(r".*\.experts\.(gate_up|down)_proj")  # before, on ranks of their own
@@ -121,33 +121,33 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     assert not left, f"{left[0]}: no rule says how it is cut"
 
 
-def cut_by_output(module: Any, mesh: DeviceMesh) -> None:
+def make_colwise(module: Any, mesh: DeviceMesh) -> None:
     """A linear layer, or peft's with its two matrices: every rank needs all of the r products with A."""
     linear = getattr(module, "base_layer", module)
-    distribute(linear, mesh, weight=Shard(0), bias=Shard(0))
-    linear.forward = by_output(linear)
+    to_dtensors(linear, mesh, weight=Shard(0), bias=Shard(0))
+    linear.forward = colwise(linear)
     if linear is not module:
         a, b = module.lora_A["default"], module.lora_B["default"]
-        distribute(a, mesh, weight=Replicate())
-        distribute(b, mesh, weight=Shard(0))
-        a.forward, b.forward = with_local_weight(a, Partial()), by_output(b)
+        to_dtensors(a, mesh, weight=Replicate())
+        to_dtensors(b, mesh, weight=Shard(0))
+        a.forward, b.forward = with_local_weight(a, Partial()), colwise(b)
 
 
-def cut_by_input(module: Any, mesh: DeviceMesh) -> None:
-    """As ``cut_by_output``; here the r products are sums over the ranks, and B is the same on all."""
+def make_rowwise(module: Any, mesh: DeviceMesh) -> None:
+    """As ``make_colwise``; here the r products are sums over the ranks, and B is the same on all."""
     linear, group = getattr(module, "base_layer", module), mesh.get_group()
-    distribute(linear, mesh, weight=Shard(1), bias=Replicate())
-    linear.forward = by_input(linear, group)
+    to_dtensors(linear, mesh, weight=Shard(1), bias=Replicate())
+    linear.forward = rowwise(linear, group)
     if linear is not module:
         a, b = module.lora_A["default"], module.lora_B["default"]
-        distribute(a, mesh, weight=Shard(1))
-        distribute(b, mesh, weight=Replicate())
-        a.forward, b.forward = by_input(a, group), with_local_weight(b, Replicate())
+        to_dtensors(a, mesh, weight=Shard(1))
+        to_dtensors(b, mesh, weight=Replicate())
+        a.forward, b.forward = rowwise(a, group), with_local_weight(b, Replicate())
 
 
-def keep_whole(module: Layer, mesh: DeviceMesh) -> None:
+def replicate(module: Layer, mesh: DeviceMesh) -> None:
     """A part of attention that no rank lacks anything of, though each has heads of its own behind it."""
-    distribute(module, mesh, weight=Replicate(), bias=Replicate())
+    to_dtensors(module, mesh, weight=Replicate(), bias=Replicate())
     module.forward = with_local_weight(module, Partial())
 
 
@@ -158,7 +158,7 @@ def linears(module: Layer) -> list[nn.Module]:
     return [module.base_layer, module.lora_A["default"], module.lora_B["default"]]
 
 
-def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
+def to_dtensors(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
     """Replaces the parameters of ``module`` by DTensors without storage."""
     for name, placement in placements.items():
         whole = getattr(module, name, None)
@@ -178,21 +178,21 @@ def local(parameter: Any, gradient: Placement | None = None) -> Any:
     return parameter.to_local(grad_placements=None if gradient is None else [gradient])
 
 
-def by_output(linear: Layer) -> Callable[[Tensor], Tensor]:
+def colwise(linear: Layer) -> Callable[[Tensor], Tensor]:
     return lambda inputs: F.linear(inputs, local(linear.weight), local(linear.bias))
 
 
-def by_input(linear: Layer, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+def rowwise(linear: Layer, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     def forward(inputs: Tensor) -> Tensor:
-        total: Tensor = AddUp.apply(F.linear(inputs, local(linear.weight)), group)
+        total: Tensor = ReduceFromTP.apply(F.linear(inputs, local(linear.weight)), group)
         return total if linear.bias is None else total + local(linear.bias)
 
     return forward
 
 
-def by_own_input(linear: Layer, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """As ``by_input``, of an input that every rank has all of."""
-    forward = by_input(linear, group)
+def rowwise_local_input(linear: Layer, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """As ``rowwise``, of an input that every rank has all of."""
+    forward = rowwise(linear, group)
     return lambda inputs: forward(inputs.chunk(group.size(), -1)[group.rank()])
 
 
@@ -212,7 +212,7 @@ def with_local_weight(module: Layer, gradient: Placement | None = None) -> Calla
     return on_local
 
 
-def looked_up(embedding: Layer, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+def vocab_parallel_embedding(embedding: Layer, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     """Each rank looks up the tokens among its rows, in the module's own way (Gemma scales); others are 0."""
     start, rows = first_row(embedding.num_embeddings, group), len(local(embedding.weight))
     if embedding.padding_idx is not None:
@@ -223,7 +223,7 @@ def looked_up(embedding: Layer, group: dist.ProcessGroup) -> Callable[[Tensor], 
     def forward(ids: Tensor) -> Tensor:
         position = ids - start
         here = (position >= 0) & (position < rows)
-        total: Tensor = AddUp.apply(own_forward(position.where(here, 0)) * here[..., None], group)
+        total: Tensor = ReduceFromTP.apply(own_forward(position.where(here, 0)) * here[..., None], group)
         return total
 
     return forward
@@ -238,7 +238,7 @@ def vocabulary_shard(size: int, group: dist.ProcessGroup) -> VocabularyShard:
     return VocabularyShard(group, first_row(size, group), size)
 
 
-class Enter(torch.autograd.Function):
+class CopyToTP(torch.autograd.Function):
     """The same on every rank, on its way into parts that differ: the backward adds their gradients up."""
 
     @staticmethod
@@ -248,22 +248,22 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return add_up(grads[0], ctx.group), None
+        return reduce_from_tp(grads[0], ctx.group), None
 
 
-class AddUp(torch.autograd.Function):
+class ReduceFromTP(torch.autograd.Function):
     """The sum of what the ranks computed, on each of them, each of which passes its gradient on."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004
-        return add_up(part, group)
+        return reduce_from_tp(part, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
         return grads[0], None
 
 
-def add_up(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_from_tp(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = part.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total

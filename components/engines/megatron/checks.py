@@ -12,10 +12,10 @@ from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
 from components.engines.megatron import hf_names
 from components.engines.megatron.layout import Layout
-from components.engines.megatron.moe_config import FAMILIES, check_experts, experts_of
-from components.engines.megatron.pipeline_split import check_stages, held
+from components.engines.megatron.moe_config import FAMILIES, check_moe, read_moe_config
+from components.engines.megatron.pipeline_split import check_stages, chunk_layers
 from components.engines.shared.parallel_dims import check_cp, check_tp
-from components.models.mtp import number
+from components.models.mtp import num_mtp_layers
 from components.optimizers import SGD, Optimizer
 
 COUNTS = (
@@ -117,16 +117,16 @@ def check_run(
     """
     check_device(layout, options.device)
     check_optimizer(layout, optimizer)
-    check_model(model)
+    check_supported(model)
     check_tp(layout.tp, model.config)
     if layout.cp_comm_type == "a2a":
         check_cp(layout.cp, layout.tp, model.config, instead="parallelism.cp_comm_type=all_gather")
-    check_experts(layout, model, world_size)
+    check_moe(layout, model, world_size)
     check_stages(layout, model.config.num_hidden_layers)
-    check_further(layout, model.config)
+    check_mtp(layout, model.config)
     check_frozen(model)
     if options.adapter is not None:
-        check_adapter(options.adapter, model, layout.etp)
+        check_lora(options.adapter, model, layout.etp)
     reason = why_no_transformer_engine(model.config, layout, options.dtype, options.device, options.adapter)
     if layout.transformer_impl == "transformer_engine" and reason:
         raise ConfigError(
@@ -134,9 +134,9 @@ def check_run(
         )
 
 
-def check_further(layout: Layout, config: PreTrainedConfig) -> None:
+def check_mtp(layout: Layout, config: PreTrainedConfig) -> None:
     """Check that the last pipeline stage, which needs its own embedding for them, can hold the MTP layers."""
-    count = number(config)
+    count = num_mtp_layers(config)
     if not count or layout.pp == 1:
         return
     if config.tie_word_embeddings:
@@ -144,7 +144,7 @@ def check_further(layout: Layout, config: PreTrainedConfig) -> None:
             f"model.mtp.num_layers: is {count}, and this model ties embedding and head, which Megatron does "
             "not do over stages; use parallelism.pp=1, or model.architecture.tie_word_embeddings=false."
         )
-    if "t" not in held(layout, config.num_hidden_layers)[-1][-1]:
+    if "t" not in chunk_layers(layout, config.num_hidden_layers)[-1][-1]:
         raise ConfigError(
             f"parallelism.pipeline_layout: {layout.pipeline_layout!r} ends without a layer, and those of "
             f"model.mtp.num_layers={count} are like the last one there; use one with a t before L."
@@ -183,7 +183,7 @@ def check_optimizer(layout: Layout, optimizer: Optimizer) -> None:
         )
 
 
-def check_model(model: PreTrainedModel) -> None:
+def check_supported(model: PreTrainedModel) -> None:
     """Refuse a model that was not compared with transformers: it could train wrongly without an error."""
     config, kind = model.config, model.config.model_type
     instead = "use parallelism=fsdp2 or parallelism=single."
@@ -240,7 +240,7 @@ def check_frozen(model: PreTrainedModel) -> None:
             )
 
 
-def check_adapter(adapter: LoRA, model: PreTrainedModel, etp: int) -> None:
+def check_lora(adapter: LoRA, model: PreTrainedModel, etp: int) -> None:
     if adapter.dora:
         raise ConfigError(
             "adapter.dora: the Megatron engine has no layer for it; use adapter=lora, or parallelism=fsdp2."
@@ -292,9 +292,10 @@ def why_no_transformer_engine(
         "its linear layers hold the norm before them, where an adapter needs its output": adapter is not None,
         "its attention to packed sequences has no fp32 (run.dtype=bf16 has)": dtype == torch.float32,
         f"its attention to packed sequences has no cp_comm_type={layout.cp_comm_type}": layout.cp > 1,
-        "layers for further tokens (model.mtp.num_layers) are computed by local only": number(config) > 0,
+        "layers for further tokens (model.mtp.num_layers) are computed by local only": num_mtp_layers(config)
+        > 0,
         f"this {config.model_type} has a sliding window, which is computed by local only": window is not None,
         latent: has_latents(config),
-        f"experts of {config.model_type} are computed by local only": experts_of(config) is not None,
+        f"experts of {config.model_type} are computed by local only": read_moe_config(config) is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -38,7 +38,7 @@ class Megatron(Layout):
             num_gpus=num_gpus,
         )
 
-    def data_size(self, world_size: int) -> int:
+    def dp_size(self, world_size: int) -> int:
         """Return the number of data-parallel ranks, over which a global batch is split."""
         return world_size // self.model_ranks
 

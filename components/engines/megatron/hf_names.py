@@ -63,7 +63,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     LAYER + "final_layernorm.weight": (HF_LAYER + "shared_head.norm.weight",),
 }
 
-FURTHER = re.compile(r"mtp\.layers\.(?P<depth>\d+)\.(transformer_layer\.)?")
+MTP_NAMES = re.compile(r"mtp\.layers\.(?P<depth>\d+)\.(transformer_layer\.)?")
 
 
 def pattern(template: str) -> re.Pattern[str]:
@@ -98,7 +98,7 @@ def hf_names(key: str) -> tuple[str, ...]:
 
 def decoder_key(key: str, num_layers: int) -> str:
     """Rename MTP layers, which Megatron numbers separately, to layers after the last decoder layer."""
-    return FURTHER.sub(lambda found: LAYER.format(layer=num_layers + int(found["depth"])), key)
+    return MTP_NAMES.sub(lambda found: LAYER.format(layer=num_layers + int(found["depth"])), key)
 
 
 def unknown(names: Iterable[str]) -> list[str]:

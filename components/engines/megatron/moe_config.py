@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from components.contracts.errors import ConfigError
 from components.engines.megatron.layout import Layout
-from components.engines.shared.parallel_dims import divisors, nearest
+from components.engines.shared.parallel_dims import divisors, suggest_sizes
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
 """Model types whose MoE layers are supported."""
@@ -25,7 +25,7 @@ KEYS = (
 
 
 @dataclass(frozen=True)
-class Experts:
+class MoEConfig:
     """The MoE layers of one model, under names that do not depend on its family."""
 
     layers: tuple[bool, ...]
@@ -50,24 +50,24 @@ class Experts:
     """Whether router logits are computed in fp32 regardless of the model's dtype."""
 
 
-def experts_of(hf: PreTrainedConfig) -> Experts | None:
+def read_moe_config(hf: PreTrainedConfig) -> MoEConfig | None:
     """Return the MoE layers as transformers builds them from ``hf``, or None if every layer is dense."""
-    found = layers_of(hf) if hf.model_type in FAMILIES else None
+    found = moe_layer_numbers(hf) if hf.model_type in FAMILIES else None
     return found if found is not None and any(found.layers) else None
 
 
-def layers_of(hf: PreTrainedConfig) -> Experts:
+def moe_layer_numbers(hf: PreTrainedConfig) -> MoEConfig:
     layers = range(hf.num_hidden_layers)
     if hf.model_type == "mixtral":
         every = (True,) * hf.num_hidden_layers
         sizes = hf.num_local_experts, hf.num_experts_per_tok, hf.intermediate_size
-        return Experts(every, *sizes, score="softmax", normalized=True)
+        return MoEConfig(every, *sizes, score="softmax", normalized=True)
     sizes = hf.num_local_experts, hf.num_experts_per_tok, hf.moe_intermediate_size
     if hf.model_type == "qwen3_moe":
         step = hf.decoder_sparse_step
         routed = tuple(n not in hf.mlp_only_layers and (n + 1) % step == 0 for n in layers)
-        return Experts(routed, *sizes, score="softmax", normalized=hf.norm_topk_prob)
-    return Experts(
+        return MoEConfig(routed, *sizes, score="softmax", normalized=hf.norm_topk_prob)
+    return MoEConfig(
         tuple(n >= hf.first_k_dense_replace for n in layers),
         *sizes,
         score="sigmoid",
@@ -81,13 +81,13 @@ def layers_of(hf: PreTrainedConfig) -> Experts:
     )
 
 
-def check_experts(layout: Layout, model: PreTrainedModel, world_size: int) -> None:
+def check_moe(layout: Layout, model: PreTrainedModel, world_size: int) -> None:
     """Check the MoE keys of the layout against the model.
 
     Raises:
         ConfigError: if a key is set that the model has no use for, or if it does not fit the model's sizes.
     """
-    experts, kind = experts_of(model.config), model.config.model_type
+    experts, kind = read_moe_config(model.config), model.config.model_type
     if experts is None:
         for key in KEYS:
             if (value := getattr(layout, key)) != getattr(Layout, key):
@@ -95,11 +95,11 @@ def check_experts(layout: Layout, model: PreTrainedModel, world_size: int) -> No
                     f"parallelism.{key}: is {value!r}, but {kind} has no experts; leave it out."
                 )
         return
-    check_sizes(layout, experts, world_size)
+    check_moe_sizes(layout, experts, world_size)
     check_routing(layout, model.config, experts)
 
 
-def check_sizes(layout: Layout, experts: Experts, world_size: int) -> None:
+def check_moe_sizes(layout: Layout, experts: MoEConfig, world_size: int) -> None:
     ranks = world_size // layout.pp
     for key, size, count, what in (
         ("ep", layout.ep, experts.number, "the experts"),
@@ -109,11 +109,13 @@ def check_sizes(layout: Layout, experts: Experts, world_size: int) -> None:
             fitting = [n for n in divisors(count) if ranks % n == 0]
             raise ConfigError(
                 f"parallelism.{key}: {size} does not divide {what} of this model, {count}; "
-                f"use {nearest(size, fitting)}."
+                f"use {suggest_sizes(size, fitting)}."
             )
     if ranks % (layout.ep * layout.etp):
         fitting = [n for n in divisors(experts.number) if ranks % (n * layout.etp) == 0]
-        remedy = f"use parallelism.ep={nearest(layout.ep, fitting)}" if fitting else "use parallelism.etp=1"
+        remedy = (
+            f"use parallelism.ep={suggest_sizes(layout.ep, fitting)}" if fitting else "use parallelism.etp=1"
+        )
         raise ConfigError(
             f"parallelism.ep: ep x etp = {layout.ep} x {layout.etp} does not divide the {ranks} ranks of a "
             f"pipeline stage (tp x cp x dp); {remedy}."
@@ -121,11 +123,11 @@ def check_sizes(layout: Layout, experts: Experts, world_size: int) -> None:
     if experts.shared % layout.tp:
         raise ConfigError(
             f"parallelism.tp: {layout.tp} does not divide {experts.shared}, the intermediate size of the "
-            f"shared experts; use {nearest(layout.tp, divisors(experts.shared))}."
+            f"shared experts; use {suggest_sizes(layout.tp, divisors(experts.shared))}."
         )
 
 
-def check_routing(layout: Layout, hf: PreTrainedConfig, experts: Experts) -> None:
+def check_routing(layout: Layout, hf: PreTrainedConfig, experts: MoEConfig) -> None:
     if layout.tp > 1 and not layout.sequence_parallel:
         raise ConfigError(
             "parallelism.sequence_parallel: is false, but ranks of tp would route every token once each; "

@@ -4,7 +4,7 @@ import re
 
 from components.contracts.errors import ConfigError
 from components.engines.megatron.layout import Layout
-from components.engines.shared.parallel_dims import nearest
+from components.engines.shared.parallel_dims import suggest_sizes
 
 
 def check_stages(layout: Layout, num_layers: int) -> None:
@@ -14,7 +14,7 @@ def check_stages(layout: Layout, num_layers: int) -> None:
         ConfigError: if ``num_layers`` cannot be split over the stages and their chunks as configured.
     """
     if layout.pipeline_layout is not None:
-        check_layout(layout.pipeline_layout, layout.pp, layout.vpp, num_layers)
+        check_layout_string(layout.pipeline_layout, layout.pp, layout.vpp, num_layers)
     elif layout.first_stage_layers is not None or layout.last_stage_layers is not None:
         check_uneven(layout, num_layers)
     else:
@@ -24,7 +24,7 @@ def check_stages(layout: Layout, num_layers: int) -> None:
 def check_even(pp: int, vpp: int, num_layers: int) -> None:
     if num_layers % pp:
         fitting = [size for size in range(1, num_layers + 1) if num_layers % (size * vpp) == 0]
-        other = f"use {nearest(pp, fitting)}, or say" if fitting else "say"
+        other = f"use {suggest_sizes(pp, fitting)}, or say" if fitting else "say"
         raise ConfigError(
             f"parallelism.pp: {pp} does not divide num_hidden_layers = {num_layers} of this model; {other} "
             "what a stage holds with first_stage_layers, last_stage_layers or pipeline_layout."
@@ -33,7 +33,7 @@ def check_even(pp: int, vpp: int, num_layers: int) -> None:
         fitting = [size for size in range(1, num_layers + 1) if num_layers // pp % size == 0]
         raise ConfigError(
             f"parallelism.vpp: {vpp} does not divide the {num_layers // pp} layers of each of {pp} stages; "
-            f"use {nearest(vpp, fitting)}."
+            f"use {suggest_sizes(vpp, fitting)}."
         )
 
 
@@ -52,17 +52,17 @@ def check_uneven(layout: Layout, num_layers: int) -> None:
         words = " + ".join(f"{key} = {layers}" for key, layers in told.items())
         raise ConfigError(
             f"parallelism.{next(iter(told))}: {words} leaves {left} of {num_layers} layers to {stages} other "
-            f"stage(s) of vpp = {layout.vpp} chunks; leave {needed(stages * layout.vpp)}."
+            f"stage(s) of vpp = {layout.vpp} chunks; leave {needed_layers(stages * layout.vpp)}."
         )
 
 
-def needed(chunks: int) -> str:
+def needed_layers(chunks: int) -> str:
     return f"a multiple of {chunks}, and one at least" if chunks else "none"
 
 
-def check_layout(text: str, pp: int, vpp: int, num_layers: int) -> None:
+def check_layout_string(text: str, pp: int, vpp: int, num_layers: int) -> None:
     """Check that a layout string has one part per chunk, begins with the embedding and ends with the loss."""
-    parts = parse(text)
+    parts = parse_layout(text)
     if len(parts) != pp * vpp:
         raise ConfigError(
             f"parallelism.pipeline_layout: {text!r} has {len(parts)} parts, but pp x vpp = {pp} x {vpp}; "
@@ -81,7 +81,7 @@ def check_layout(text: str, pp: int, vpp: int, num_layers: int) -> None:
         )
 
 
-def parse(text: str) -> list[str]:
+def parse_layout(text: str) -> list[str]:
     """Split ``Et*2|(t|)*2tL`` into ``["Ett", "t", "t", "tL"]``, the contents of each chunk in layer order.
 
     In Megatron's grammar commas are ignored, and ``(...)*n`` and ``x*n`` repeat.
@@ -100,20 +100,20 @@ def parse(text: str) -> list[str]:
     return plain.split("|")
 
 
-def with_further(text: str | None, number: int) -> str | None:
+def add_mtp_layers(text: str | None, number: int) -> str | None:
     """Insert ``number`` MTP layers (m) before the loss in the layout string ``text``, as Megatron expects."""
     if text is None or not number:
         return text
-    return "|".join(parse(text)).removesuffix("L") + "m" * number + "L"
+    return "|".join(parse_layout(text)).removesuffix("L") + "m" * number + "L"
 
 
-def held(layout: Layout, num_layers: int) -> list[list[str]]:
+def chunk_layers(layout: Layout, num_layers: int) -> list[list[str]]:
     """Return for each stage the contents of its chunks: E (the embedding), t (a layer), L (the loss).
 
     ``check_stages`` must have passed.
     """
     if layout.pipeline_layout is not None:
-        parts = parse(layout.pipeline_layout)
+        parts = parse_layout(layout.pipeline_layout)
     else:
         layers = layers_by_stage(layout, num_layers)
         parts = ["t" * (layers[chunk % layout.pp] // layout.vpp) for chunk in range(layout.pp * layout.vpp)]
@@ -130,12 +130,12 @@ def layers_by_stage(layout: Layout, num_layers: int) -> list[int]:
     return [told.get(stage, each) for stage in range(layout.pp)]
 
 
-def numbered(layout: Layout, num_layers: int, further: int = 0) -> list[list[int]]:
+def numbered(layout: Layout, num_layers: int, mtp: int = 0) -> list[list[int]]:
     """Return the layer numbers of each stage, chunk after chunk.
 
-    The last stage also holds the ``further`` MTP layers, numbered from ``num_layers``.
+    The last stage also holds the ``mtp`` MTP layers, numbered from ``num_layers``.
     """
-    chunks = held(layout, num_layers)
+    chunks = chunk_layers(layout, num_layers)
     found: list[list[int]] = [[] for _ in chunks]
     first = 0
     for chunk in range(layout.vpp):
@@ -143,5 +143,5 @@ def numbered(layout: Layout, num_layers: int, further: int = 0) -> list[list[int
             end = first + own[chunk].count("t")
             found[stage] += range(first, end)
             first = end
-    found[-1] += range(num_layers, num_layers + further)
+    found[-1] += range(num_layers, num_layers + mtp)
     return found

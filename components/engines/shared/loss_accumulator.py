@@ -17,10 +17,10 @@ def reduce_counts(
 ) -> dict[str, int]:
     """Adds ``counts`` over the data ranks of ``group``; every rank passes the same keys in the same order."""
     # Exact in float64: no run counts to 2 ** 53.
-    return dict(zip(counts, map(round, add_up(list(counts.values()), group, device)), strict=True))
+    return dict(zip(counts, map(round, all_reduce_sum(list(counts.values()), group, device)), strict=True))
 
 
-def add_up(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+def all_reduce_sum(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """Adds float64 ``values`` over the ranks of ``group``, each of which passes as many."""
     packed = torch.tensor(list(values), dtype=torch.float64, device=device)
     dist.all_reduce(packed, group=group)
@@ -28,7 +28,7 @@ def add_up(values: Sequence[float], group: dist.ProcessGroup, device: torch.devi
     return total
 
 
-def largest(value: float) -> float:
+def all_reduce_max(value: float) -> float:
     """The largest ``value`` that a rank of the run has passed: through host memory, no GPU waits for it."""
     packed = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(packed, dist.ReduceOp.MAX)
@@ -36,7 +36,7 @@ def largest(value: float) -> float:
 
 
 @dataclass
-class Sums:
+class LossAccumulator:
     """Un-normalised sums of this rank. They stay on the device: nothing is read back inside a step."""
 
     counts: Mapping[str, int] | None = None
@@ -48,7 +48,7 @@ class Sums:
     metrics: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
     metric_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
-    def objective(self, output: LossOutput) -> Tensor:
+    def scaled_loss(self, output: LossOutput) -> Tensor:
         """What enters the backward pass: each term times N_main / N_term; the first term is the main one."""
         main, *others = output.terms.items()
         if not others:

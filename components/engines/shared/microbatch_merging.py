@@ -16,7 +16,9 @@ bf16, 4 GiB. A larger bin gathers weights less often and launches fewer kernels.
 bins of 4,000 or 16,000 tokens than with micro-batches of 2,000."""
 
 
-def cut(microbatches: Sequence[Batch], group: dist.ProcessGroup, device: torch.device) -> list[list[Batch]]:
+def group_microbatches(
+    microbatches: Sequence[Batch], group: dist.ProcessGroup, device: torch.device
+) -> list[list[Batch]]:
     """Groups of equally many neighbours, with at most ``MAX_TOKENS`` tokens each: of one if any has more.
 
     Every rank of ``group`` calls it with as many micro-batches and gets as many groups: with sharded weights
@@ -40,7 +42,7 @@ def largest_number(sizes: Sequence[int], bound: int) -> int:
     return 1
 
 
-def join(batches: Sequence[Batch]) -> Batch:
+def merge(batches: Sequence[Batch]) -> Batch:
     """One packed batch of all sequences, for their log-probabilities: what a loss reads is left out.
 
     Nothing is read back from a device.
@@ -70,6 +72,6 @@ def join(batches: Sequence[Batch]) -> Batch:
     )
 
 
-def split(values: Tensor, batches: Sequence[Batch]) -> list[Tensor]:
+def unmerge(values: Tensor, batches: Sequence[Batch]) -> list[Tensor]:
     """``values`` like the labels of ``join(batches)``, back to one tensor a batch."""
     return list(values.split([batch.labels.shape[1] for batch in batches], dim=1))

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.contracts.batch import Batch
-from components.models.moe_config import AUX, RouterTerms, Z
+from components.models.moe_config import AUX, MoELossConfig, Z
 
 
 @dataclass(frozen=True)
-class Tokens:
+class RoutedTokens:
     """The tokens of one micro-batch that a rank's routers see, in their order."""
 
     sequences: Tensor
@@ -28,13 +28,13 @@ class Tokens:
     """``[S]`` on the device: real tokens of each sequence of the micro-batch, on whatever rank they are."""
 
     @classmethod
-    def of(cls, batch: Batch) -> "Tokens":
+    def of(cls, batch: Batch) -> "RoutedTokens":
         """All of ``batch``, flattened."""
         return cls(batch.real_sequence_ids().reshape(-1), batch.seqlens)
 
 
 @dataclass(frozen=True)
-class Routed:
+class RouterOutput:
     """What the router of one layer says of ``T`` tokens."""
 
     logits: Tensor
@@ -47,7 +47,7 @@ class Routed:
     """bool ``[T, K]``: choices that a capacity has dropped. None: none."""
 
 
-class Routers:
+class MoELosses:
     """The routers of one rank in one train step after another.
 
     ``layers``: how many layers of experts the whole model has; each rank has some. ``sharing``: the ranks
@@ -58,7 +58,7 @@ class Routers:
 
     def __init__(
         self,
-        terms: RouterTerms,
+        terms: MoELossConfig,
         *,
         layers: int,
         experts: int,
@@ -78,13 +78,19 @@ class Routers:
 
     def begin(self, counts: Mapping[str, int], n_main: int) -> None:
         """A train step begins, with the global ``counts`` of the terms."""
-        strengths = self.terms.strengths.items()
+        strengths = self.terms.coefficients.items()
         self.scales = {name: value * n_main / max(counts[name], 1) for name, value in strengths}
         self.table.zero_()
         self.so_far.zero_()
 
     def attach(
-        self, weights: Tensor, layer: int, routed: Routed, tokens: Tokens, *, recomputed: Tensor | None = None
+        self,
+        weights: Tensor,
+        layer: int,
+        routed: RouterOutput,
+        tokens: RoutedTokens,
+        *,
+        recomputed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``weights`` (any shape, of the chosen experts), through which the layer's terms get their gradient.
 
@@ -110,7 +116,7 @@ class Routers:
         if not self.counted or not sums:
             return weights, load
         objective = torch.stack([value * self.scales[name] for name, value in sums.items()]).sum()
-        return Attach.apply(weights, objective), load
+        return AttachAuxLoss.apply(weights, objective), load
 
     def finish(self) -> tuple[dict[str, float], Tensor]:
         """Collective over all ranks of the run.
@@ -122,12 +128,12 @@ class Routers:
         dist.all_reduce(self.table)
         aux, z = self.table[:, -2:].sum(0).tolist()
         sums = {AUX: aux, Z: z}
-        strengths = self.terms.strengths
+        strengths = self.terms.coefficients
         return {name: sums[name] * strength for name, strength in strengths.items()}, self.table[:, :-2]
 
     # ---- private
 
-    def _load(self, layer: int, routed: Routed, tokens: Tokens, real: Tensor) -> Tensor:
+    def _load(self, layer: int, routed: RouterOutput, tokens: RoutedTokens, real: Tensor) -> Tensor:
         """``f``: what share of K / E of the tokens every expert was chosen for, 1 where it is even.
 
         Empty where no term is made of it.
@@ -148,7 +154,7 @@ class Routers:
             self._add_up(counts, self.sharing)
         return counts * self.experts / counts.sum().clamp(min=1)
 
-    def _balance(self, scores: Tensor, tokens: Tokens, real: Tensor, load: Tensor) -> Tensor:
+    def _balance(self, scores: Tensor, tokens: RoutedTokens, real: Tensor, load: Tensor) -> Tensor:
         """The sum of ``load . score`` over real tokens, in ``sequence`` each by the length of its own."""
         if self.terms.aux_loss != "sequence":
             return ((scores * real[:, None]).sum(0) * load).sum()
@@ -156,12 +162,12 @@ class Routers:
         share = real / tokens.lengths[own].clamp(min=1)
         return ((scores * load[own]).sum(-1) * share).sum()
 
-    def _chosen(self, routed: Routed, real: Tensor) -> Tensor:
+    def _chosen(self, routed: RouterOutput, real: Tensor) -> Tensor:
         """float32 ``[E]``: real tokens of this rank that chose each expert."""
         counts = real.new_zeros(self.experts)
         return counts.index_add(0, routed.chosen.reshape(-1), real.repeat_interleave(self.top_k))
 
-    def _chosen_by_sequence(self, routed: Routed, tokens: Tokens, real: Tensor) -> Tensor:
+    def _chosen_by_sequence(self, routed: RouterOutput, tokens: RoutedTokens, real: Tensor) -> Tensor:
         """The same ``[S, E]``, of every sequence."""
         counts = real.new_zeros(len(tokens.lengths) * self.experts)
         place = tokens.sequences.clamp(min=0)[:, None] * self.experts + routed.chosen
@@ -174,7 +180,7 @@ class Routers:
             dist.all_reduce(counts, group=group)
 
     @torch.no_grad()
-    def _record(self, layer: int, routed: Routed, real: Tensor, sums: Mapping[str, Tensor]) -> None:
+    def _record(self, layer: int, routed: RouterOutput, real: Tensor, sums: Mapping[str, Tensor]) -> None:
         row = self.table[layer]
         row[: self.experts] += self._chosen(routed, real)
         if routed.dropped is not None:
@@ -184,7 +190,7 @@ class Routers:
                 row[place] += sums[name].detach()
 
 
-class Attach(torch.autograd.Function):
+class AttachAuxLoss(torch.autograd.Function):
     """``values`` unchanged; the backward pass goes on into ``objective`` as if it were part of the loss."""
 
     @staticmethod
@@ -207,7 +213,7 @@ def bias_change(load: Tensor, rate: float) -> Tensor:
     return rate * torch.sign(load.mean(-1, keepdim=True) - load).float()
 
 
-def metrics(loads: Tensor, *, drops: bool) -> dict[str, float]:
+def expert_load_metrics(loads: Tensor, *, drops: bool) -> dict[str, float]:
     """Of ``Routers.finish``: how uneven the layers of experts are, and what share of choices was dropped.
 
     ``moe/load_max/<layer>`` and ``moe/load_min/<layer>`` are the tokens of the fullest and of the emptiest
@@ -225,10 +231,10 @@ def metrics(loads: Tensor, *, drops: bool) -> dict[str, float]:
     return found
 
 
-class RouterSteps(ABC):
+class RouterState(ABC):
     """The routers of this rank in one train step after another. Every rank has one."""
 
-    def __init__(self, routers: Routers, *, drops: bool) -> None:
+    def __init__(self, routers: MoELosses, *, drops: bool) -> None:
         self.routers, self.drops = routers, drops
         self.counts: Mapping[str, int] = {}
         """Global counts of the terms in this step."""
@@ -237,7 +243,7 @@ class RouterSteps(ABC):
 
     def begin(self, counts: Mapping[str, int] | None) -> None:
         """``counts``: global, of the loss, its main term first, and of the terms; None: no terms."""
-        strengths = self.routers.terms.strengths
+        strengths = self.routers.terms.coefficients
         if counts is None:
             assert not strengths, "terms of routers need their counts at begin_train_step"
             counts = {"": 1}
@@ -249,7 +255,7 @@ class RouterSteps(ABC):
         sums, loads = self.routers.finish()
         self.loads = loads[:, :-1]
         means = {name: total / max(self.counts[name], 1) for name, total in sums.items()}
-        return loss + sum(means.values()), means | metrics(loads, drops=self.drops)
+        return loss + sum(means.values()), means | expert_load_metrics(loads, drops=self.drops)
 
     def bias_change(self, layer: int) -> Tensor | None:
         """What a finished step that was not skipped adds to the biases ``[E]`` of a layer's router."""

@@ -8,21 +8,21 @@ from torch import Tensor
 
 from components.contracts.batch import Batch
 from components.contracts.loss import LossOutput, TokenStats
-from components.models.mtp import FurtherTokens
+from components.models.mtp import MTPConfig
 
 
 @dataclass(frozen=True)
-class Scores(TokenStats):
+class TokenStatsWithMTP(TokenStats):
     """Also of further tokens."""
 
-    further: tuple[Tensor, ...] = ()
+    mtp: tuple[Tensor, ...] = ()
     """``logps`` by depth; none outside of training."""
 
 
-def with_further(
+def add_mtp_losses(
     output: LossOutput,
     counts: Mapping[str, int],
-    terms: FurtherTokens,
+    terms: MTPConfig,
     batches: Sequence[Batch],
     logps: Sequence[Tensor],
 ) -> tuple[LossOutput, dict[str, int]]:
@@ -37,9 +37,9 @@ def with_further(
     """
     if not terms.num_layers:
         return output, dict(counts)
-    sums = {n: -found.sum(dtype=torch.float64) for n, found in zip(terms.names, logps, strict=True)}
-    added = {n: len(ahead.labelled()) for n, ahead in zip(terms.names, batches, strict=True)}
+    sums = {n: -found.sum(dtype=torch.float64) for n, found in zip(terms.loss_names, logps, strict=True)}
+    added = {n: len(ahead.labelled()) for n, ahead in zip(terms.loss_names, batches, strict=True)}
     reported = {name: (value.detach(), added[name]) for name, value in sums.items()}
-    weighed = {name: terms.strength * value for name, value in sums.items()}
+    weighed = {name: terms.coefficient * value for name, value in sums.items()}
     whole = LossOutput({**output.terms, **weighed}, {**output.metrics, **reported})
     return whole, {**counts, **added}

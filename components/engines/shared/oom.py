@@ -13,7 +13,7 @@ HOST = ("not enough memory", "DefaultCPUAllocator", "Cannot allocate memory")
 """What torch's allocator of host memory says, in an ordinary RuntimeError."""
 
 
-class MicrobatchTooLarge(TrainingError):
+class MicrobatchOutOfMemory(TrainingError):
     """Memory ended in a micro-batch; the message says in which."""
 
 
@@ -48,7 +48,7 @@ def naming_microbatch(
         batch = microbatches[at]
         number, total = before + at + 1, before + len(microbatches) + after
         rows = len(batch.labels)
-        raise MicrobatchTooLarge(
+        raise MicrobatchOutOfMemory(
             f"out of memory in micro-batch {number} of {total} ({rows} {'row' if rows == 1 else 'rows'}, "
             f"{batch.labels.numel()} tokens, longest {int(batch.seqlens.max())}): {REMEDY}"
         ) from error
@@ -63,7 +63,7 @@ def naming_step(step: str) -> Iterator[None]:
     """
     try:
         yield
-    except MicrobatchTooLarge as error:
+    except MicrobatchOutOfMemory as error:
         raise TrainingError(f"{step}: {error}") from error
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error) or isinstance(error, TrainingError):

@@ -46,7 +46,7 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def nearest(size: int, fitting: Iterable[int]) -> str:
+def suggest_sizes(size: int, fitting: Iterable[int]) -> str:
     """The one or two of ``fitting`` that are nearest to ``size``, in words."""
     return " or ".join(str(other) for other in sorted(sorted(fitting, key=lambda n: abs(n - size))[:2]))
 
@@ -73,7 +73,7 @@ def check_tp(tp: int, config: PreTrainedConfig) -> None:
 
     if reason := lacking(tp):
         fitting = [size for size in range(1, counts["num_key_value_heads"] + 1) if lacking(size) is None]
-        raise ConfigError(f"parallelism.tp: {tp} {reason}; use {nearest(tp, fitting)}.")
+        raise ConfigError(f"parallelism.tp: {tp} {reason}; use {suggest_sizes(tp, fitting)}.")
 
 
 def check_cp(cp: int, tp: int, config: PreTrainedConfig, *, instead: str = "") -> None:
@@ -85,7 +85,7 @@ def check_cp(cp: int, tp: int, config: PreTrainedConfig, *, instead: str = "") -
     heads = config.num_attention_heads // tp
     if heads % cp:
         fitting = [size for size in range(1, heads + 1) if heads % size == 0]
-        remedy = f"parallelism.cp={nearest(cp, fitting)}" + (f", or {instead}" if instead else "")
+        remedy = f"parallelism.cp={suggest_sizes(cp, fitting)}" + (f", or {instead}" if instead else "")
         raise ConfigError(
             f"parallelism.cp: {cp} does not divide the {heads} attention heads of a rank, which are shared "
             f"out over cp; use {remedy}."

@@ -18,7 +18,7 @@ GRACE_S = 120.0
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
-def join(kind: Literal["cpu", "cuda"]) -> torch.device:
+def init_process_group(kind: Literal["cpu", "cuda"]) -> torch.device:
     """Makes the default process group and returns this rank's device; every rank calls it.
 
     As a launched rank (one of the runner's own workers, or torchrun's) the ranks meet at
@@ -52,16 +52,16 @@ def join(kind: Literal["cpu", "cuda"]) -> torch.device:
 def joined(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[torch.device]:
     """Joins, and gives the device to build an engine on; ``outlast`` when the context is left without an
     error."""
-    device = join(kind)
+    device = init_process_group(kind)
     try:
         yield device
-        outlast(timeout_s)
+        wait_for_peers(timeout_s)
     except BaseException:
-        leave_alone()
+        exit_unsynchronized()
         raise
 
 
-def outlast(timeout_s: float) -> None:
+def wait_for_peers(timeout_s: float) -> None:
     """Collectives of every group of this process wait longer than ``timeout_s``, or half an hour.
 
     Groups that libraries have made start with ten minutes on NCCL, whatever the default group has.
@@ -70,7 +70,7 @@ def outlast(timeout_s: float) -> None:
     set_group_timeouts(patience)
 
 
-def leave_alone() -> None:
+def exit_unsynchronized() -> None:
     """After a failure: leaves where this is the only rank, so that a sweep can go on in this process.
 
     With peers it does nothing: they may never join what leaving waits for, and the process ends anyway.
@@ -79,7 +79,7 @@ def leave_alone() -> None:
         dist.destroy_process_group()
 
 
-def leave() -> None:
+def destroy_process_group() -> None:
     """Destroys every process group, so that the next run in this process starts clean."""
     if dist.is_initialized():
         dist.destroy_process_group()

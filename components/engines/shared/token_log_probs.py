@@ -14,7 +14,7 @@ from torch import Tensor
 
 from components.contracts.batch import IGNORE
 from components.contracts.loss import TokenStats
-from components.engines.shared.vocab_parallel import Vocabulary, VocabularyShard, WholeVocabulary
+from components.engines.shared.vocab_parallel import FullVocabulary, Vocabulary, VocabularyShard
 
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
 """Logits of one chunk, in fp32. Every chunk reads and writes the whole head gradient once, which is cheap
@@ -62,9 +62,9 @@ def token_stats(
     flat = labels.reshape(-1)
     index = (flat != IGNORE).nonzero()[:, 0] if label_index is None else label_index
     rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
-    vocabulary = shard or WholeVocabulary(len(head_weight))
+    vocabulary = shard or FullVocabulary(len(head_weight))
     chunk_size = chunk_size or default_chunk_size(vocabulary, hidden.device)
-    head = Head(vocabulary, chunk_size, "mean_logp" in requires)
+    head = HeadChunking(vocabulary, chunk_size, "mean_logp" in requires)
     inputs = (head, rows, head_weight, head_bias, flat.index_select(0, index))
     differentiable = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
     logsumexp = mean_logp = None
@@ -92,7 +92,7 @@ def default_chunk_size(vocabulary: Vocabulary, device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadChunking:
     """How the head is run; the tensors stay arguments, because autograd must see them."""
 
     vocabulary: Vocabulary
@@ -109,17 +109,19 @@ def chunk_logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits.add_(bias)
 
 
-def exponentiate(logits: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def exponentiate(
+    logits: Tensor, targets: Tensor, head: HeadChunking
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Turns ``logits`` into ``exp(logits - max)`` in place.
 
     Returns ``(sum, logsumexp, logps, mean_logp)``, all ``[n]``, the last only where it is asked for.
     """
-    largest = head.vocabulary.largest(logits)
-    parts = [head.vocabulary.choose(logits, targets)]
+    largest = head.vocabulary.row_max(logits)
+    parts = [head.vocabulary.select_targets(logits, targets)]
     if head.with_mean:
         parts.append(logits.sum(-1))
     parts.append(logits.sub_(largest[:, None]).exp_().sum(-1))
-    chosen, *logits_sum, total = head.vocabulary.add_up(tuple(parts))
+    chosen, *logits_sum, total = head.vocabulary.reduce(tuple(parts))
     logsumexp = largest + total.log()
     mean = logits_sum[0] / head.vocabulary.size - logsumexp if head.with_mean else None
     return total, logsumexp, chosen - logsumexp, mean
@@ -168,7 +170,7 @@ class ChunkedStats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, head: Head, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+        ctx: Any, head: HeadChunking, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         logps, logsumexp = (rows.new_empty(len(rows), dtype=stats_dtype(rows)) for _ in range(2))
         mean_logp = torch.empty_like(logps) if head.with_mean else None
@@ -196,7 +198,7 @@ class ChunkedStats(torch.autograd.Function):
             grad_logits = softmax.mul_(g_softmax[chunk, None])
             if g_mean is not None:
                 grad_logits.add_(g_mean[chunk, None] / vocabulary.size)
-            vocabulary.add_to_chosen_(grad_logits, targets[chunk], g_logp[chunk])
+            vocabulary.add_to_targets_(grad_logits, targets[chunk], g_logp[chunk])
             total.add(chunk, grad_logits)
         return None, *total.result(), None
 
@@ -207,7 +209,7 @@ class WeightedStats(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        head: Head,
+        head: HeadChunking,
         rows: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -221,7 +223,7 @@ class WeightedStats(torch.autograd.Function):
             logits = chunk_logits(rows[chunk], weight, bias)
             total, _, logps[chunk], _ = exponentiate(logits, targets[chunk], head)
             grad_logits = logits.mul_((weights[chunk] / total)[:, None])
-            head.vocabulary.add_to_chosen_(grad_logits, targets[chunk], -weights[chunk])
+            head.vocabulary.add_to_targets_(grad_logits, targets[chunk], -weights[chunk])
             ctx.gradients.add(chunk, grad_logits)
         return logps
 

@@ -11,8 +11,13 @@ import torch.distributed as dist
 from components.contracts.batch import Batch
 from components.contracts.engine import Engine, EngineOptions, StepResult
 from components.contracts.loss import Loss
-from components.engines.shared.loss_accumulator import Sums, add_up, largest, reduce_counts
-from components.engines.shared.moe_losses import RouterSteps
+from components.engines.shared.loss_accumulator import (
+    LossAccumulator,
+    all_reduce_max,
+    all_reduce_sum,
+    reduce_counts,
+)
+from components.engines.shared.moe_losses import RouterState
 from components.models import ModelSpec
 
 
@@ -27,14 +32,14 @@ class TrainStepEngine(Engine):
     """The data ranks, over which sums and counts are added up."""
     spec: ModelSpec
     options: EngineOptions
-    routing: RouterSteps | None
+    routing: RouterState | None
     """None for a model without experts."""
-    sums: Sums | None = None
+    sums: LossAccumulator | None = None
     """Those of the step under way. None outside of a step."""
 
     # ---- what an engine implements
 
-    def reduce_sums(self, sums: Sums) -> tuple[dict[str, float], int]:
+    def reduce_sums(self, sums: LossAccumulator) -> tuple[dict[str, float], int]:
         """Return the means and the count of the main term, on every rank."""
         return sums.reduce(self.group, self.device)
 
@@ -71,7 +76,7 @@ class TrainStepEngine(Engine):
         """Switch off what only training does, such as dropout, until the context is left."""
 
     @abstractmethod
-    def evaluate_microbatches(self, microbatches: Sequence[Batch], loss: Loss, sums: Sums) -> None:
+    def evaluate_microbatches(self, microbatches: Sequence[Batch], loss: Loss, sums: LossAccumulator) -> None:
         """Add the loss of ``microbatches`` to ``sums``, without gradients."""
 
     # ---- the train step
@@ -83,7 +88,7 @@ class TrainStepEngine(Engine):
             by_batch = [loss.counts(batch) | self.spec.counts(batch) for batch in microbatches]
             total = {name: sum(counts[name] for counts in by_batch) for name in by_batch[0]}
             counts = reduce_counts(total, self.group, self.device)
-        self.sums = Sums(counts, main_apart=self.spec.adds_terms)
+        self.sums = LossAccumulator(counts, main_apart=self.spec.has_auxiliary_losses)
         if self.routing is not None:
             self.routing.begin(counts)
 
@@ -119,7 +124,7 @@ class TrainStepEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
-        sums = Sums()
+        sums = LossAccumulator()
         with self.evaluating():
             for microbatches in batches:
                 self.evaluate_microbatches(loss.prepare(microbatches, self), loss, sums)
@@ -129,9 +134,9 @@ class TrainStepEngine(Engine):
     # ---- between ranks
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
-        return add_up(values, self.group, self.device)
+        return all_reduce_sum(values, self.group, self.device)
 
-    max_over_ranks = staticmethod(largest)
+    max_over_ranks = staticmethod(all_reduce_max)
 
     def barrier(self) -> None:
         dist.barrier()

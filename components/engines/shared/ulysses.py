@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def trade_positions(
+def seq_to_heads(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, *, heads: int, positions: int
 ) -> tuple[Tensor, ...]:
     """Own positions of all heads to all positions, in rank order, of the r-th share of heads on rank r.
@@ -30,17 +30,17 @@ def trade_positions(
     repeats = cp // math.gcd(key.shape[heads], cp)
     if repeats > 1:
         key, value = (tensor.repeat_interleave(repeats, heads) for tensor in (key, value))
-    traded: tuple[Tensor, ...] = Trade.apply(group, heads, positions, query, key, value)
+    traded: tuple[Tensor, ...] = HeadSeqAllToAll.apply(group, heads, positions, query, key, value)
     return traded
 
 
-def trade_heads(out: Tensor, group: dist.ProcessGroup, *, heads: int, positions: int) -> Tensor:
+def heads_to_seq(out: Tensor, group: dist.ProcessGroup, *, heads: int, positions: int) -> Tensor:
     """All positions of own heads back to own positions of all heads."""
-    traded: tuple[Tensor, ...] = Trade.apply(group, positions, heads, out)
+    traded: tuple[Tensor, ...] = HeadSeqAllToAll.apply(group, positions, heads, out)
     return traded[0]
 
 
-class Trade(torch.autograd.Function):
+class HeadSeqAllToAll(torch.autograd.Function):
     """Cuts every tensor along the dimension ``give`` and joins what arrives along ``take``."""
 
     @staticmethod
@@ -48,14 +48,16 @@ class Trade(torch.autograd.Function):
         ctx: Any, group: dist.ProcessGroup, give: int, take: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.give, ctx.take = group, give, take
-        return exchange(tensors, group, give, take)
+        return head_seq_all_to_all(tensors, group, give, take)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *exchange(grads, ctx.group, ctx.take, ctx.give)
+        return None, None, None, *head_seq_all_to_all(grads, ctx.group, ctx.take, ctx.give)
 
 
-def exchange(tensors: Sequence[Tensor], group: dist.ProcessGroup, give: int, take: int) -> tuple[Tensor, ...]:
+def head_seq_all_to_all(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, give: int, take: int
+) -> tuple[Tensor, ...]:
     parts = [tensor.unflatten(give, (group.size(), -1)).movedim(give, 0) for tensor in tensors]
     sizes = [part[0].numel() for part in parts]
     sent = tensors[0].new_empty(group.size(), sum(sizes))
@@ -68,7 +70,7 @@ def exchange(tensors: Sequence[Tensor], group: dist.ProcessGroup, give: int, tak
     return tuple(tensor.flatten(take, take + 1) for tensor in joined)
 
 
-class GatherShares(torch.autograd.Function):
+class AllGatherShards(torch.autograd.Function):
     """``[B, L]`` to ``[B, cp * L]`` in rank order.
 
     Every rank computes the same loss from the result, so each holds the whole gradient already. A rank takes
@@ -87,9 +89,9 @@ class GatherShares(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return share(grads[0], ctx.cp, ctx.rank), None
+        return rank_slice(grads[0], ctx.cp, ctx.rank), None
 
 
-def share(whole: Tensor, cp: int, rank: int) -> Tensor:
+def rank_slice(whole: Tensor, cp: int, rank: int) -> Tensor:
     """``[B, cp * L]`` in rank order to the ``[B, L]`` of ``rank``."""
     return whole.chunk(cp, dim=1)[rank].contiguous()

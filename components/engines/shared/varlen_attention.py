@@ -22,7 +22,7 @@ from components.contracts.batch import Batch
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.engines.shared.sdpa import causal_sdpa, packed_sdpa
-from components.engines.shared.ulysses import trade_heads, trade_positions
+from components.engines.shared.ulysses import heads_to_seq, seq_to_heads
 
 ATTENTION = "runner_varlen"
 """The name to give transformers as ``attn_implementation``."""
@@ -111,7 +111,7 @@ def attention(
     Raises:
         ConfigError: the model's attention is not causal, or has a feature that is not computed here.
     """
-    refuse(module, is_causal, others)
+    check_attention_arguments(module, is_causal, others)
     assert attention_mask is None or not attention_mask.numel(), (
         "pass no attention_mask: boundaries are cu_seq_lens_q or padded=True"
     )
@@ -128,7 +128,7 @@ def attention(
         key, value = key.index_select(2, key_index), value.index_select(2, key_index)
     ends = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
     if has_kernel(query, dropout):
-        return varlen(query, key, value, ends[0], max_length_q, ends[1], **options), None
+        return varlen_kernel(query, key, value, ends[0], max_length_q, ends[1], **options), None
     spans = [boundaries.diff().tolist() for boundaries in ends]
     return packed_sdpa(query, key, value, *spans, dropout=dropout, **options), None
 
@@ -142,7 +142,7 @@ def recomputed(module: nn.Module, *tensors: Tensor | None, **options: Any) -> tu
 
 # Sequences are told apart by numbers, of which every batch would be compiled anew.
 @torch.compiler.disable
-def over_ranks(
+def ulysses_attention(
     attend: Callable[..., tuple[Tensor, None]],
     module: nn.Module,
     query: Tensor,
@@ -159,12 +159,12 @@ def over_ranks(
     """
     if context_group is None:
         return attend(module, query, key, value, *others, **options)
-    traded = trade_positions(query, key, value, context_group, heads=1, positions=2)
+    traded = seq_to_heads(query, key, value, context_group, heads=1, positions=2)
     out, _ = attend(module, *traded, *others, **options)
-    return trade_heads(out, context_group, heads=2, positions=1), None
+    return heads_to_seq(out, context_group, heads=2, positions=1), None
 
 
-def refuse(module: nn.Module, is_causal: bool | None, others: dict[str, object]) -> None:
+def check_attention_arguments(module: nn.Module, is_causal: bool | None, others: dict[str, object]) -> None:
     """Raises where the model asks for something that would be left out of the result."""
     kind = type(module).__name__
     if is_causal is False or getattr(module, "is_causal", True) is False:
@@ -181,7 +181,7 @@ def has_kernel(query: Tensor, dropout: float) -> bool:
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout
 
 
-def varlen(
+def varlen_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -201,7 +201,7 @@ def varlen(
     if missing:
         value = F.pad(value, (0, missing))
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    options: Json = {"enable_gqa": True} if takes_enable_gqa() and q.shape[1] != k.shape[1] else {}
+    options: Json = {"enable_gqa": True} if has_enable_gqa() and q.shape[1] != k.shape[1] else {}
     # Window (left, right) around every token: (-1, 0) is plain causal.
     size = (-1 if window is None else window - 1, 0)
     ends = (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
@@ -212,7 +212,7 @@ def varlen(
 
 
 @cache
-def takes_enable_gqa() -> bool:
+def has_enable_gqa() -> bool:
     """torch 2.11 groups heads without being told; 2.13 wants to be told."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -223,5 +223,5 @@ def no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> N
 
 
 for name, function in ((ATTENTION, attention), (ATTENTION_RECOMPUTED, recomputed)):
-    AttentionInterface.register(name, partial(over_ranks, function))
+    AttentionInterface.register(name, partial(ulysses_attention, function))
     AttentionMaskInterface.register(name, no_mask)

@@ -16,7 +16,7 @@ from components.engines.shared.torch_private import assert_async
 
 
 @dataclass(frozen=True)
-class WholeVocabulary:
+class FullVocabulary:
     """Every row of the head is on this rank: nothing to reduce."""
 
     size: int
@@ -26,19 +26,19 @@ class WholeVocabulary:
         """Rows of the head to plan memory with: the same number on every rank."""
         return self.size
 
-    def largest(self, logits: Tensor) -> Tensor:
+    def row_max(self, logits: Tensor) -> Tensor:
         """The maximum over the vocabulary, ``[tokens]``."""
         return logits.amax(-1)
 
-    def add_up(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def reduce(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Each ``[tokens]``, a sum over the rows of this rank: now over the vocabulary."""
         return parts
 
-    def choose(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def select_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
         """This rank's part of the logits of ``targets``, ``[tokens]``."""
         return logits.gather(1, targets[:, None])[:, 0]
 
-    def add_to_chosen_(self, logits: Tensor, targets: Tensor, values: Tensor) -> None:
+    def add_to_targets_(self, logits: Tensor, targets: Tensor, values: Tensor) -> None:
         """Adds ``values [tokens]`` to the logits of ``targets``, in place."""
         logits.scatter_add_(1, targets[:, None], values[:, None])
 
@@ -60,17 +60,17 @@ class VocabularyShard:
     def typical_rows(self) -> int:
         return math.ceil(self.size / self.group.size())
 
-    def largest(self, logits: Tensor) -> Tensor:
+    def row_max(self, logits: Tensor) -> Tensor:
         largest = logits.amax(-1) if logits.shape[1] else logits.new_full(logits.shape[:1], -math.inf)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return largest
 
-    def add_up(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def reduce(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         stacked = torch.stack(parts)
         dist.all_reduce(stacked, group=self.group)
         return stacked.unbind()
 
-    def choose(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def select_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
         rows = logits.shape[1]
         assert not rows or self.start + rows <= self.size, "a padded row of the head takes part"
         # No rank would have such a label, and its logit would pass for 0. On a GPU this does not wait.
@@ -78,7 +78,7 @@ class VocabularyShard:
         column, here = self.locate(logits, targets)
         return logits.gather(1, column).where(here, 0).sum(-1)
 
-    def add_to_chosen_(self, logits: Tensor, targets: Tensor, values: Tensor) -> None:
+    def add_to_targets_(self, logits: Tensor, targets: Tensor, values: Tensor) -> None:
         column, here = self.locate(logits, targets)
         logits.scatter_add_(1, column, values[:, None].where(here, 0))
 
@@ -93,4 +93,4 @@ class VocabularyShard:
         return local.where(here, 0), here
 
 
-Vocabulary = WholeVocabulary | VocabularyShard
+Vocabulary = FullVocabulary | VocabularyShard

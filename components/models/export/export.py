@@ -40,7 +40,7 @@ def export_folder(
     path.mkdir(parents=True, exist_ok=True)
     rename = file_names(spec.config().model_type)
     renamed = ((rename(name), tensor) for name, tensor in tensors)
-    written = gather(write_shards(path, renamed, shard_bytes))
+    written = gather_objects(write_shards(path, renamed, shard_bytes))
     if rank() == 0:
         finish_folder(spec, path, dtype, [shard for shards in written for shard in shards])
     if dist.is_initialized():
@@ -58,7 +58,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def gather(mine: list[tuple[Path, Sizes]]) -> list[list[tuple[Path, Sizes]]]:
+def gather_objects(mine: list[tuple[Path, Sizes]]) -> list[list[tuple[Path, Sizes]]]:
     """What every rank has, by rank; a collective call where there is a process group."""
     if not dist.is_initialized():
         return [mine]

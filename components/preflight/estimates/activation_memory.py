@@ -26,7 +26,7 @@ import torch
 
 from components.engines.shared.sdpa import CPU_ROWS
 from components.engines.shared.token_log_probs import default_chunk_size
-from components.engines.shared.vocab_parallel import WholeVocabulary
+from components.engines.shared.vocab_parallel import FullVocabulary
 
 Recompute = Literal["none", "full", "selective"]
 Bytes = dict[str, int]
@@ -35,7 +35,7 @@ FP32 = 4
 
 
 @dataclass(frozen=True)
-class Run:
+class RunShape:
     """What activations depend on beside the model."""
 
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Mlp:
+class MlpActivations:
     """Widths, in elements of one token of the rank."""
 
     kept: float
@@ -65,16 +65,16 @@ class Mlp:
     """What there is at once where nothing is kept."""
 
 
-def dense(intermediate: int, kept: int = 4) -> Mlp:
+def mlp_activations(intermediate: int, kept: int = 4) -> MlpActivations:
     """``kept``: tensors of its width that it keeps."""
-    return Mlp(kept * intermediate, 2 * intermediate, 3 * intermediate)
+    return MlpActivations(kept * intermediate, 2 * intermediate, 3 * intermediate)
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockActivations:
     """A decoder block as one rank computes it; widths are elements of one of its tokens."""
 
-    run: Run
+    run: RunShape
     hidden: int
     norms: int
     """How many are over the hidden size."""
@@ -88,7 +88,7 @@ class Block:
     result: int
     """Width of what the heads attend to."""
     heads: int
-    mlp: Mlp
+    mlp: MlpActivations
     latent: int
     """Width of what queries, keys and values are made of, in latent attention."""
     masks: int
@@ -99,7 +99,7 @@ class Block:
         result = 0 if self.run.has_kernel else self.result * self.run.size
         return tokens * (result + self.heads * FP32) + self.masks
 
-    def whole(self, tokens: int) -> int:
+    def full_attention(self, tokens: int) -> int:
         """What the backward pass needs."""
         norms = (self.norms * self.hidden + self.normed_heads + self.latent) * self.norm
         matrices = 2 * self.hidden + self.latent + self.result + self.mlp.kept
@@ -109,7 +109,9 @@ class Block:
         """What is kept of it from the forward pass to the backward pass."""
         if self.run.recompute == "full":
             return tokens * self.hidden * self.run.size
-        return self.whole(tokens) - (self.attention(tokens) if self.run.recompute == "selective" else 0)
+        return self.full_attention(tokens) - (
+            self.attention(tokens) if self.run.recompute == "selective" else 0
+        )
 
     def backward(self, tokens: int) -> int:
         """What its backward pass takes beside: what is computed again, and gradients.
@@ -117,7 +119,7 @@ class Block:
         Those are, at most, of the block's result and of its MLP's gate and up, when the product of these has
         been let go, but for its own (``Mlp.gradients``).
         """
-        again = self.whole(tokens) - self.saved(tokens)
+        again = self.full_attention(tokens) - self.saved(tokens)
         return again + int(tokens * (self.hidden + self.mlp.gradients) * self.run.size)
 
     def forward(self, tokens: int) -> int:
@@ -125,7 +127,7 @@ class Block:
         return int(tokens * (3 * self.hidden + self.mlp.products)) * self.run.size
 
 
-def masks(longest: int, run: Run) -> int:
+def mask_bytes(longest: int, run: RunShape) -> int:
     """Bytes, for one sequence: torch's CPU kernel is given some queries at a time, and a mask of the keys."""
     if run.device == "cuda":
         return 0
@@ -134,13 +136,13 @@ def masks(longest: int, run: Run) -> int:
     return sum((end - (end - 1) // rows * rows) * end for end in ends) * run.size
 
 
-def head(labels: int, hidden: int, vocabulary: int, run: Run) -> Bytes:
+def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape) -> Bytes:
     """Log-probabilities of ``labels`` positions over ``vocabulary`` rows of the head, and their gradients.
 
     Of the fp32 logits two chunks meet: the next one, and the one before it until then. Rows of the hidden
     state are copied, and have a gradient.
     """
-    chunk = min(default_chunk_size(WholeVocabulary(vocabulary), torch.device(run.device)), labels)
+    chunk = min(default_chunk_size(FullVocabulary(vocabulary), torch.device(run.device)), labels)
     cast = 0 if run.dtype == torch.float32 else chunk * vocabulary * run.size
     return {
         "logits": min(2 * chunk, labels) * vocabulary * FP32 + cast,
@@ -148,13 +150,13 @@ def head(labels: int, hidden: int, vocabulary: int, run: Run) -> Bytes:
     }
 
 
-def largest(moments: Iterable[Mapping[str, int]]) -> Bytes:
+def peak(moments: Iterable[Mapping[str, int]]) -> Bytes:
     """The one that takes most, without what takes nothing."""
     most = max(moments, key=lambda parts: sum(parts.values()))
     return {name: size for name, size in most.items() if size}
 
 
-def together(*parts: Mapping[str, int]) -> Bytes:
+def add_by_name(*parts: Mapping[str, int]) -> Bytes:
     """Added up by name."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0) for part in parts) for name in names}

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from components.models.attention_shape import heads
-from components.models.experts import OF_EXPERT, share_of_experts
-from components.models.mtp import number
+from components.models.attention_shape import attention_shape
+from components.models.experts import EXPERT_PARAM, share_of_experts
+from components.models.mtp import num_mtp_layers
 
 DENSE_PEAKS = {
     "A100": (312e12, 19.5e12),
@@ -60,9 +60,12 @@ def matmul_sizes(model: PreTrainedModel, *, adapted: bool = False) -> MatmulSize
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings().weight
     skipped = {id(weight) for weight in (*tables, head)}
-    chosen, passes = share_of_experts(model), 1 + number(model.config)  # of the head, one more a depth
+    chosen, passes = (
+        share_of_experts(model),
+        1 + num_mtp_layers(model.config),
+    )  # of the head, one more a depth
     weights = [
-        (p.numel() * (chosen if OF_EXPERT.match(name) else 1.0), adapted or not p.requires_grad)
+        (p.numel() * (chosen if EXPERT_PARAM.match(name) else 1.0), adapted or not p.requires_grad)
         for name, p in model.named_parameters()
         if p.ndim > 1 and id(p) not in skipped
     ]
@@ -76,11 +79,11 @@ def matmul_sizes(model: PreTrainedModel, *, adapted: bool = False) -> MatmulSize
 
 
 def attention_sizes(config: PreTrainedConfig) -> tuple[tuple[float, float], ...]:
-    text, found = config.get_text_config(), heads(config)
+    text, found = config.get_text_config(), attention_shape(config)
     width = found.number * (found.key + found.value) / 2
     window = getattr(text, "sliding_window", None) or inf
     kinds = list(getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers)
-    kinds += kinds[-1:] * number(config)
+    kinds += kinds[-1:] * num_mtp_layers(config)
     return tuple((width, window if kind == "sliding_attention" else inf) for kind in kinds)
 
 

@@ -9,50 +9,50 @@ from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.engines.fsdp2.layout import FSDP2Layout
-from components.engines.fsdp2.parallelize import blocks
+from components.engines.fsdp2.parallelize import decoder_blocks
 from components.engines.shared.microbatch_merging import MAX_TOKENS, largest_number
-from components.models.attention_shape import heads
+from components.models.attention_shape import attention_shape
 from components.optimizers import Optimizer
 from components.preflight.estimates.activation_memory import (
     FP32,
-    Block,
+    BlockActivations,
     Bytes,
-    Run,
-    dense,
-    head,
-    largest,
-    masks,
-    together,
+    RunShape,
+    add_by_name,
+    head_activations,
+    mask_bytes,
+    mlp_activations,
+    peak,
 )
 from components.preflight.estimates.model_shape import (
-    experts,
     intermediate_size,
+    moe_activations,
+    moe_block_numbers,
     norms_heads,
     norms_of_hidden,
-    routed_blocks,
 )
 from components.preflight.estimates.parameter_counts import Cuts, Parameter, parameters
-from components.preflight.estimates.quantities import RankMemory, TrainStep, Workload
+from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockParameters:
     """Parameters of a block, or of all that is in none, in elements."""
 
     numel: int
     """Trained or not, of one tensor-parallel rank with its own experts, before they are sharded."""
     trained: int
-    shared: int
+    unsharded: int
     """What the ranks that shard parameters hold of it together: the experts of all of them."""
-    shared_trained: int
+    unsharded_trained: int
 
 
 @dataclass(frozen=True)
-class Weights:
+class ModelParameters:
     """Parameters of a model."""
 
-    blocks: tuple[Part, ...]
-    root: Part
+    blocks: tuple[BlockParameters, ...]
+    root: BlockParameters
     """Embedding, last norm and head."""
     embedding: int
     """Of the embedding, if it is trained."""
@@ -60,7 +60,7 @@ class Weights:
     """Of the head, tied or not, if it is trained."""
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[BlockParameters, ...]:
         return (*self.blocks, self.root)
 
     @property
@@ -68,56 +68,56 @@ class Weights:
         return sum(part.trained for part in self.parts)
 
     @property
-    def shared_trained(self) -> int:
-        return sum(part.shared_trained for part in self.parts)
+    def unsharded_trained(self) -> int:
+        return sum(part.unsharded_trained for part in self.parts)
 
     @property
-    def shared_frozen(self) -> int:
-        return sum(part.shared for part in self.parts) - self.shared_trained
+    def unsharded_frozen(self) -> int:
+        return sum(part.unsharded for part in self.parts) - self.unsharded_trained
 
 
 def memory(
-    layout: FSDP2Layout, model: PreTrainedModel, optimizer: Optimizer, step: TrainStep
+    layout: FSDP2Layout, model: PreTrainedModel, optimizer: Optimizer, step: MemoryInputs
 ) -> list[RankMemory]:
     """Of the one pipeline stage that there is."""
-    run = Run(step.dtype, step.device, layout.activation_checkpointing)
-    tokens = step.workload.rows * -(-step.workload.length // layout.cp)
-    held = Step(
-        weights=weigh(model, layout, step.adapter),
-        blocks=blocks_of(model, layout, run, step.workload, step.adapter),
+    run = RunShape(step.dtype, step.device, layout.activation_checkpointing)
+    tokens = step.microbatch.rows * -(-step.microbatch.length // layout.cp)
+    held = StepMemory(
+        weights=count_parameters(model, layout, step.adapter),
+        blocks=block_activations(model, layout, run, step.microbatch, step.adapter),
         vocabulary=-(-model.config.vocab_size // layout.tp),
         shards=step.world_size // (layout.dp_replicate * layout.tp),
         reshards=layout.reshard_after_forward,
         offloads=layout.cpu_offload and step.device == "cuda",
-        num_microbatches=step.workload.num_microbatches,
+        num_microbatches=step.microbatch.num_microbatches,
         tokens=tokens,
-        labels=min(step.workload.labels, tokens),
+        labels=min(step.microbatch.labels, tokens),
     )
-    resting = held.resting(len(optimizer.moments))
+    resting = held.between_steps(len(optimizer.moments))
     asked = list(held.moments())
     if step.reference == "frozen":
-        other = weigh(step.reference_model or model, layout)
-        resting["reference"] = (other.shared_trained + other.shared_frozen) * run.size // held.shards
-        asked.append(held.asking(other))
+        other = count_parameters(step.reference_model or model, layout)
+        resting["reference"] = (other.unsharded_trained + other.unsharded_frozen) * run.size // held.shards
+        asked.append(held.during_reference(other))
     elif step.reference == "adapter_off" or step.loss.kind == "unpaired":
-        asked.append(held.asking(held.weights))
-    parts = largest(together(resting, moment) for moment in asked)
+        asked.append(held.during_reference(held.weights))
+    parts = peak(add_by_name(resting, moment) for moment in asked)
     if not held.offloads:
         return [RankMemory(0, parts)]
     host: Bytes = {name: parts.pop(name) for name in ("weights", "moments", "reference") if name in parts}
-    return [RankMemory(0, parts, host | {"gradients": held.weights.shared_trained * FP32 // held.shards})]
+    return [RankMemory(0, parts, host | {"gradients": held.weights.unsharded_trained * FP32 // held.shards})]
 
 
 @dataclass(frozen=True)
-class Step:
+class StepMemory:
     """A train step of one rank: what it holds at the moments that can be its peak.
 
     They are those of the last micro-batch, whose backward pass reduces the gradients, block by block. The
     gradients of the ones before it have added up in fp32, whole and not sharded.
     """
 
-    weights: Weights
-    blocks: tuple[Block, ...]
+    weights: ModelParameters
+    blocks: tuple[BlockActivations, ...]
     vocabulary: int
     """Rows of the head."""
     shards: int
@@ -131,36 +131,36 @@ class Step:
     labels: int
     """In it: at most all there are, as a rank of cp may have the end of every sequence."""
 
-    def resting(self, num_moments: int) -> Bytes:
+    def between_steps(self, num_moments: int) -> Bytes:
         """Between two steps: shards, trained ones in fp32."""
-        trained = self.weights.shared_trained * FP32
+        trained = self.weights.unsharded_trained * FP32
         return {
-            "weights": (trained + self.weights.shared_frozen * self.size) // self.shards,
+            "weights": (trained + self.weights.unsharded_frozen * self.size) // self.shards,
             "moments": trained * num_moments // self.shards,
         }
 
     def moments(self) -> Iterator[Bytes]:
-        yield self.in_head()
-        yield from (self.in_block(number) for number in range(len(self.blocks)))
-        yield self.at_embedding()
-        yield self.reducing_root()
+        yield self.during_head()
+        yield from (self.during_block(number) for number in range(len(self.blocks)))
+        yield self.during_embedding()
+        yield self.during_root_reduction()
 
-    def in_head(self) -> Bytes:
+    def during_head(self) -> Bytes:
         """After the last block, of which what was sent of its weights is still there."""
         kept = () if self.reshards else self.weights.blocks
-        gradients = self.added_up(self.weights.parts) + self.weights.head * FP32
-        return together(
-            head(self.labels, self.hidden, self.vocabulary, self.run),
+        gradients = self.accumulated_grads(self.weights.parts) + self.weights.head * FP32
+        return add_by_name(
+            head_activations(self.labels, self.hidden, self.vocabulary, self.run),
             {
                 "gathered": self.gathered(kept) + self.sent(len(self.blocks) - 1),
                 "activations": self.saved(len(self.blocks))
-                + self.normed
+                + self.final_norm
                 + self.tokens * self.hidden * self.size,
                 "gradients": gradients,
             },
         )
 
-    def in_block(self, number: int) -> Bytes:
+    def during_block(self, number: int) -> Bytes:
         """In its backward pass, with the weights of the block before it on their way: gloo copies them.
 
         The gradients of all blocks after it are reduced; those of the next one are just being sent.
@@ -172,35 +172,35 @@ class Step:
         return {
             "gathered": self.gathered(kept) + (coming if self.reshards else 0),
             "activations": self.saved(number + 1)
-            + (self.normed if last else 0)
+            + (self.final_norm if last else 0)
             + self.blocks[number].backward(self.tokens),
-            "gradients": self.reduced(number + 1)
-            + self.added_up((self.weights.root, *blocks[: number + 1]))
+            "gradients": self.sharded_grads(number + 1)
+            + self.accumulated_grads((self.weights.root, *blocks[: number + 1]))
             + (self.weights.head + own.trained) * self.size,
             "buffers": 0 if last else blocks[number + 1].trained * FP32,
         }
 
-    def at_embedding(self) -> Bytes:
+    def during_embedding(self) -> Bytes:
         """When its gradient is made, a whole matrix."""
         new = (self.weights.head + self.weights.embedding) * self.size
         return {
             "gathered": self.gathered(()),
-            "gradients": self.reduced(0) + self.added_up([self.weights.root]) + new,
+            "gradients": self.sharded_grads(0) + self.accumulated_grads([self.weights.root]) + new,
             "buffers": self.weights.blocks[0].trained * FP32,
         }
 
-    def reducing_root(self) -> Bytes:
+    def during_root_reduction(self) -> Bytes:
         """A rank alone divides a copy of the gradients by 1."""
         root = self.weights.root.trained * FP32
         return {
-            "gradients": self.reduced(0) + root // self.shards,
+            "gradients": self.sharded_grads(0) + root // self.shards,
             "buffers": root * (2 if self.shards == 1 else 1),
         }
 
-    def asking(self, weights: Weights) -> Bytes:
+    def during_reference(self, weights: ModelParameters) -> Bytes:
         """While ``weights`` say how likely the labels of some micro-batches are; nothing is kept."""
         joined = largest_number([self.tokens] * self.num_microbatches, MAX_TOKENS[self.run.device])
-        chunks = head(joined * self.labels, self.hidden, self.vocabulary, self.run)
+        chunks = head_activations(joined * self.labels, self.hidden, self.vocabulary, self.run)
         block = max(part.numel for part in weights.blocks)
         sent = block * self.size if self.shards > 1 else 0
         forward = max(block.forward(joined * self.tokens) for block in set(self.blocks))
@@ -210,7 +210,7 @@ class Step:
             "logits": chunks["logits"],
         }
 
-    def gathered(self, blocks: Iterable[Part]) -> int:
+    def gathered(self, blocks: Iterable[BlockParameters]) -> int:
         """Whole weights of these, and of what lies outside of blocks."""
         return (self.weights.root.numel + sum(part.numel for part in blocks)) * self.size
 
@@ -227,17 +227,17 @@ class Step:
         return [block.saved(self.tokens) for block in self.blocks]
 
     @property
-    def normed(self) -> int:
+    def final_norm(self) -> int:
         """What the last norm keeps."""
         return self.tokens * self.hidden * self.blocks[-1].norm
 
-    def added_up(self, parts: Iterable[Part]) -> int:
+    def accumulated_grads(self, parts: Iterable[BlockParameters]) -> int:
         """Bytes of the gradients of ``parts`` that micro-batches before this one have left."""
         return sum(part.trained for part in parts) * FP32 if self.num_microbatches > 1 else 0
 
-    def reduced(self, first: int) -> int:
+    def sharded_grads(self, first: int) -> int:
         """Bytes of the shards of the gradients of the blocks from ``first`` on."""
-        trained = sum(part.shared_trained for part in self.weights.blocks[first:])
+        trained = sum(part.unsharded_trained for part in self.weights.blocks[first:])
         return 0 if self.offloads else trained * FP32 // self.shards
 
     @property
@@ -245,7 +245,7 @@ class Step:
         return self.blocks[0].hidden
 
     @property
-    def run(self) -> Run:
+    def run(self) -> RunShape:
         return self.blocks[0].run
 
     @property
@@ -253,26 +253,28 @@ class Step:
         return self.run.size
 
 
-def weigh(model: PreTrainedModel, layout: FSDP2Layout, adapter: LoRA | None = None) -> Weights:
+def count_parameters(
+    model: PreTrainedModel, layout: FSDP2Layout, adapter: LoRA | None = None
+) -> ModelParameters:
     """Counts the parameters of one tensor-parallel rank."""
-    every = blocks(model)
+    every = decoder_blocks(model)
     names = {id(module): f"{name}." for name, module in model.named_modules()}
     numbers = {names[id(block)]: number for number, block in enumerate(every)}
     found: list[list[Parameter]] = [[] for _ in range(len(every) + 1)]
     for parameter in parameters(model, Cuts(layout.tp, layout.ep, layout.tp), adapter):
         inside = (number for name, number in numbers.items() if parameter.name.startswith(name))
         found[next(inside, len(every))].append(parameter)
-    *inner, root = (part_of(each, layout.ep) for each in found)
+    *inner, root = (count_block(each, layout.ep) for each in found)
     ends = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     embedding, last = (
         -(-end.numel() // layout.tp) if adapter is None and end.requires_grad else 0 for end in ends
     )
-    return Weights(tuple(inner), root, embedding, last)
+    return ModelParameters(tuple(inner), root, embedding, last)
 
 
-def part_of(found: Sequence[Parameter], ep: int) -> Part:
+def count_block(found: Sequence[Parameter], ep: int) -> BlockParameters:
     trained = [p for p in found if p.trained]
-    return Part(
+    return BlockParameters(
         sum(p.numel for p in found),
         sum(p.numel for p in trained),
         sum(p.numel * (ep if p.of_experts else 1) for p in found),
@@ -280,15 +282,19 @@ def part_of(found: Sequence[Parameter], ep: int) -> Part:
     )
 
 
-def blocks_of(
-    model: PreTrainedModel, layout: FSDP2Layout, run: Run, workload: Workload, adapter: LoRA | None
-) -> tuple[Block, ...]:
+def block_activations(
+    model: PreTrainedModel,
+    layout: FSDP2Layout,
+    run: RunShape,
+    workload: MicrobatchShape,
+    adapter: LoRA | None,
+) -> tuple[BlockActivations, ...]:
     """In the order of the model; those with experts are alike, and so are the others."""
-    config, of = model.config.get_text_config(), heads(model.config)
+    config, of = model.config.get_text_config(), attention_shape(model.config)
     number, groups = of.number // layout.tp, of.shared // layout.tp
     query, key, value = number * of.key, groups * of.key, groups * of.value
     repeats = layout.cp // gcd(groups, layout.cp)  # of key-value heads that cp ranks cannot share out
-    plain = Block(
+    plain = BlockActivations(
         run,
         hidden=config.hidden_size,
         norms=norms_of_hidden(model),
@@ -297,11 +303,11 @@ def blocks_of(
         attended=query + (key + value) * repeats,
         result=number * of.value,
         heads=number,
-        mlp=dense(intermediate_size(config) // layout.tp),
+        mlp=mlp_activations(intermediate_size(config) // layout.tp),
         latent=of.latent,
-        masks=workload.rows * masks(workload.length, run),
+        masks=workload.rows * mask_bytes(workload.length, run),
     )
-    if not (routed := routed_blocks(model)):
-        return (plain,) * len(blocks(model))
-    other = replace(plain, mlp=experts(model, run, split=layout.tp, shared_split=layout.tp))
-    return tuple(other if n in routed else plain for n in range(len(blocks(model))))
+    if not (routed := moe_block_numbers(model)):
+        return (plain,) * len(decoder_blocks(model))
+    other = replace(plain, mlp=moe_activations(model, run, split=layout.tp, shared_split=layout.tp))
+    return tuple(other if n in routed else plain for n in range(len(decoder_blocks(model))))

@@ -12,44 +12,55 @@ from components.adapters import LoRA
 from components.engines.megatron import pipeline_split
 from components.engines.megatron.layout import Layout
 from components.models import mtp
-from components.models.attention_shape import heads
+from components.models.attention_shape import attention_shape
 from components.optimizers import Optimizer
 from components.preflight.estimates.activation_memory import (
     FP32,
-    Block,
+    BlockActivations,
     Bytes,
-    Run,
-    dense,
-    head,
-    largest,
-    masks,
-    together,
+    RunShape,
+    add_by_name,
+    head_activations,
+    mask_bytes,
+    mlp_activations,
+    peak,
 )
-from components.preflight.estimates.model_shape import experts, norms_heads, norms_of_hidden, routed_blocks
+from components.preflight.estimates.model_shape import (
+    moe_activations,
+    moe_block_numbers,
+    norms_heads,
+    norms_of_hidden,
+)
 from components.preflight.estimates.parameter_counts import Cuts, Parameter, parameters
-from components.preflight.estimates.quantities import RankMemory, TrainStep, Workload
+from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 
 
-def memory(layout: Layout, model: PreTrainedModel, optimizer: Optimizer, step: TrainStep) -> list[RankMemory]:
+def memory(
+    layout: Layout, model: PreTrainedModel, optimizer: Optimizer, step: MemoryInputs
+) -> list[RankMemory]:
     """Of every pipeline stage."""
-    run = Run(step.dtype, step.device, layout.activation_checkpointing)
-    blocks = blocks_of(model, layout, run, step.workload, step.adapter)
-    shards = Shards.of(layout, step.world_size)
+    run = RunShape(step.dtype, step.device, layout.activation_checkpointing)
+    blocks = block_activations(model, layout, run, step.microbatch, step.adapter)
+    shards = OptimizerShards.of(layout, step.world_size)
     asks = step.reference != "none" or step.loss.kind == "unpaired"
     found = []
-    layers = layers_of(layout, model)
-    for number, chunks in enumerate(pipeline_split.held(layout, model.config.num_hidden_layers)):
-        weights = weigh(model, layout, "".join(chunks), layers[number], step.adapter)
+    layers = stage_layers(layout, model)
+    for number, chunks in enumerate(pipeline_split.chunk_layers(layout, model.config.num_hidden_layers)):
+        weights = count_parameters(model, layout, "".join(chunks), layers[number], step.adapter)
         own = tuple(blocks[layer] for layer in layers[number] or [0])
-        stage = Stage(number, chunks, weights, own, model.config.vocab_size, layout, shards, step.workload)
-        resting = stage.resting(len(optimizer.moments))
+        stage = StageMemory(
+            number, chunks, weights, own, model.config.vocab_size, layout, shards, step.microbatch
+        )
+        resting = stage.between_steps(len(optimizer.moments))
         if step.reference == "frozen":
             other = step.reference_model or model
-            theirs = pipeline_split.held(layout, other.config.num_hidden_layers)[number]
-            weighed = weigh(other, layout, "".join(theirs), layers_of(layout, other)[number], None)
+            theirs = pipeline_split.chunk_layers(layout, other.config.num_hidden_layers)[number]
+            weighed = count_parameters(
+                other, layout, "".join(theirs), stage_layers(layout, other)[number], None
+            )
             resting["reference"] = (weighed.trained + weighed.frozen) * run.size
-        asked = [*stage.moments(), *([stage.asking()] if asks else [])]
-        parts = largest(together(resting, moment) for moment in asked)
+        asked = [*stage.moments(), *([stage.during_reference()] if asks else [])]
+        parts = peak(add_by_name(resting, moment) for moment in asked)
         offloaded = ("masters", "moments") if layout.optimizer_cpu_offload else ()
         host = {name: parts.pop(name) for name in offloaded if name in parts}
         found.append(RankMemory(number, parts, host))
@@ -57,14 +68,14 @@ def memory(layout: Layout, model: PreTrainedModel, optimizer: Optimizer, step: T
 
 
 @dataclass(frozen=True)
-class Shards:
+class OptimizerShards:
     """Ranks that share what the optimizer keeps, of the experts and of everything else."""
 
     plain: int
     experts: int
 
     @classmethod
-    def of(cls, layout: Layout, world_size: int) -> "Shards":
+    def of(cls, layout: Layout, world_size: int) -> "OptimizerShards":
         if not layout.distributed_optimizer:
             return cls(1, 1)
         ranks = world_size // layout.pp
@@ -72,7 +83,7 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class Weights:
+class RankParameters:
     """Parameters of one rank of a stage, in elements."""
 
     trained: int
@@ -88,21 +99,21 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageMemory:
     """A train step of a rank of one pipeline stage."""
 
     number: int
     chunks: list[str]
     """What they hold, as ``stages.held`` says it."""
-    weights: Weights
-    blocks: tuple[Block, ...]
+    weights: RankParameters
+    blocks: tuple[BlockActivations, ...]
     """Its layers; one of the model's where it has none."""
     vocabulary: int
     layout: Layout
-    shards: Shards
-    workload: Workload
+    shards: OptimizerShards
+    workload: MicrobatchShape
 
-    def resting(self, num_moments: int) -> Bytes:
+    def between_steps(self, num_moments: int) -> Bytes:
         """Between two steps.
 
         Gradients lie in an fp32 buffer that is always there. Weights in fp32 are their own masters.
@@ -119,10 +130,10 @@ class Stage:
     def moments(self) -> Iterator[Bytes]:
         """Those that can be its peak, beside ``resting``."""
         if self.holds("L"):
-            yield self.in_head()
-        yield self.in_last_layer()
+            yield self.during_head()
+        yield self.during_last_layer()
         if self.holds("E"):
-            yield self.at_embedding()
+            yield self.during_embedding()
         # The norm of the gradient is a sum of float64, of one matrix after the other.
         yield {"buffers": 8 * max(self.weights.matrix, self.weights.embedding) // self.shards.plain}
         if (
@@ -130,33 +141,33 @@ class Stage:
         ):  # gloo gathers updated weights into a copy
             yield {"buffers": self.weights.trained * self.size}
 
-    def in_head(self) -> Bytes:
+    def during_head(self) -> Bytes:
         """After the last layer of a micro-batch."""
-        return together(
-            head(self.labels, self.hidden, self.vocabulary_rows, self.blocks[0].run),
+        return add_by_name(
+            head_activations(self.labels, self.hidden, self.vocabulary_rows, self.blocks[0].run),
             {
                 "activations": self.in_flight * self.saved,
                 "gradients": self.weights.embedding * FP32,
             },
         )
 
-    def in_last_layer(self) -> Bytes:
+    def during_last_layer(self) -> Bytes:
         """In its backward pass; a matrix's gradient is added to the buffer when it is whole."""
         return {
             "activations": self.in_flight * self.saved
             + max(block.backward(self.tokens) for block in set(self.blocks)),
-            "gradients": self.weights.matrix * self.size + self.waiting,
+            "gradients": self.weights.matrix * self.size + self.between_microbatches,
         }
 
-    def at_embedding(self) -> Bytes:
+    def during_embedding(self) -> Bytes:
         """When its gradient is made, a whole matrix; other micro-batches are under way."""
         return {
             "activations": (self.in_flight - 1) * self.saved + self.tokens * self.hidden * self.size,
-            "gradients": self.weights.embedding * self.size + self.waiting,
+            "gradients": self.weights.embedding * self.size + self.between_microbatches,
         }
 
     @property
-    def waiting(self) -> int:
+    def between_microbatches(self) -> int:
         """The gradient of a tied head, until that of the embedding is added to it."""
         together = self.weights.tied and self.holds("E") and self.holds("L")
         return self.weights.embedding * self.size if together else 0
@@ -184,9 +195,9 @@ class Stage:
         )
         return layers // len(self.chunks) + received + ends
 
-    def asking(self) -> Bytes:
+    def during_reference(self) -> Bytes:
         """While the labels of a micro-batch are given log-probabilities; nothing is kept."""
-        chunks = head(self.labels, self.hidden, self.vocabulary_rows, self.blocks[0].run)
+        chunks = head_activations(self.labels, self.hidden, self.vocabulary_rows, self.blocks[0].run)
         logits = chunks["logits"] if self.holds("L") else 0
         return {
             "activations": max(block.forward(self.tokens) for block in set(self.blocks)),
@@ -219,14 +230,14 @@ class Stage:
         return self.blocks[0].run.size
 
 
-def layers_of(layout: Layout, model: PreTrainedModel) -> list[list[int]]:
+def stage_layers(layout: Layout, model: PreTrainedModel) -> list[list[int]]:
     """By stage, the numbers of its layers."""
-    return pipeline_split.numbered(layout, model.config.num_hidden_layers, mtp.number(model.config))
+    return pipeline_split.numbered(layout, model.config.num_hidden_layers, mtp.num_mtp_layers(model.config))
 
 
-def weigh(
+def count_parameters(
     model: PreTrainedModel, layout: Layout, chunks: str, layers: Sequence[int], adapter: LoRA | None
-) -> Weights:
+) -> RankParameters:
     """Counts the parameters of a rank that holds ``chunks``, with these ``layers``."""
     found = list(parameters(model, Cuts(layout.tp, layout.ep, layout.etp), adapter))
     tied = model.config.tie_word_embeddings
@@ -236,7 +247,7 @@ def weigh(
     names = tuple(name for what, names in ends.items() if what in chunks for name in names)
     share = [p for p in found if p.name.startswith(names)]
     layer = [p for p in found if p.name.startswith(tuple(f"model.layers.{n}." for n in layers))]
-    return Weights(
+    return RankParameters(
         trained=count([*layer, *share], trained=True),
         trained_experts=count([p for p in layer if p.of_experts], trained=True),
         frozen=count([*layer, *share], trained=False),
@@ -250,21 +261,21 @@ def count(parameters: Sequence[Parameter], *, trained: bool) -> int:
     return sum(p.numel for p in parameters if p.trained is trained)
 
 
-def blocks_of(
-    model: PreTrainedModel, layout: Layout, run: Run, workload: Workload, adapter: LoRA | None
-) -> list[Block]:
+def block_activations(
+    model: PreTrainedModel, layout: Layout, run: RunShape, workload: MicrobatchShape, adapter: LoRA | None
+) -> list[BlockActivations]:
     """Megatron's own layers around our attention, in the order of the model.
 
     Every layer has cosines and sines of its own, for queries and for keys. The MLP adds an offset, which is
     0, to up, and keeps the sum as well. Norms are torch's: operator by operator on a CPU, in fp32; on a GPU
     one kernel, which keeps its argument.
     """
-    config, of, tp = model.config, heads(model.config), layout.tp
+    config, of, tp = model.config, attention_shape(model.config), layout.tp
     number = of.number // tp
     query, key, value = number * of.key, of.shared // tp * of.key, of.shared // tp * of.value
     norm = run.size if run.device == "cuda" else FP32 + (FP32 if adapter is None else 0)
     normed = norms_heads(model)
-    plain = Block(
+    plain = BlockActivations(
         run,
         hidden=config.hidden_size // (tp if layout.sequence_parallel else 1),
         norms=norms_of_hidden(model),
@@ -273,14 +284,14 @@ def blocks_of(
         attended=attended(layout, query, key + value, normed=normed) + 4 * of.key,
         result=number * of.value,
         heads=number,
-        mlp=dense(config.intermediate_size // tp, kept=5),
+        mlp=mlp_activations(config.intermediate_size // tp, kept=5),
         latent=of.latent,
         masks=workload.rows * masks_of_a_row(layout, workload.length, run),
     )
-    if not (routed := routed_blocks(model)):
+    if not (routed := moe_block_numbers(model)):
         return [plain] * len(model.base_model.layers)
     # Ranks of tp have the same tokens, and pass on a part of them each, which ranks of etp gather again.
-    mlp = experts(model, run, split=layout.etp, shared_split=tp, share=layout.etp / tp)
+    mlp = moe_activations(model, run, split=layout.etp, shared_split=tp, share=layout.etp / tp)
     other = replace(plain, mlp=mlp)
     return [other if layer in routed else plain for layer in range(len(model.base_model.layers))]
 
@@ -298,9 +309,9 @@ def attended(layout: Layout, query: int, both: int, *, normed: bool) -> int:
     return query + copies + (fused if normed else 0)
 
 
-def masks_of_a_row(layout: Layout, length: int, run: Run) -> int:
+def masks_of_a_row(layout: Layout, length: int, run: RunShape) -> int:
     """Of ``cp`` ranks that gather keys each has two of ``2 cp`` chunks, which meet ``2 cp + 1`` of them."""
     if layout.cp == 1 or layout.cp_comm_type == "a2a" or run.has_kernel:
-        return masks(length, run)
+        return mask_bytes(length, run)
     chunk = -(-length // (2 * layout.cp))
     return chunk * chunk * (2 * layout.cp + 1) * run.size

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from components.models.experts import routed
-from components.preflight.estimates.activation_memory import FP32, Mlp, Run
+from components.models.experts import moe_blocks
+from components.preflight.estimates.activation_memory import FP32, MlpActivations, RunShape
 
 LATENT = ("q_a_layernorm", "kv_a_layernorm")
 OF_HEADS = ("q_norm", "k_norm")
@@ -31,9 +31,9 @@ def norms_heads(model: PreTrainedModel) -> bool:
 
 
 @lru_cache(maxsize=8)
-def routed_blocks(model: PreTrainedModel) -> frozenset[int]:
+def moe_block_numbers(model: PreTrainedModel) -> frozenset[int]:
     """The numbers of the blocks that have experts."""
-    found = (re.search(r"\.(\d+)\.", name) for name in routed(model))
+    found = (re.search(r"\.(\d+)\.", name) for name in moe_blocks(model))
     return frozenset(int(number[1]) for number in found if number)
 
 
@@ -44,7 +44,9 @@ def intermediate_size(config: PreTrainedConfig) -> int:
     return next((size for size in found if isinstance(size, int)), 4 * config.hidden_size)
 
 
-def experts(model: PreTrainedModel, run: Run, *, split: int, shared_split: int, share: float = 1.0) -> Mlp:
+def moe_activations(
+    model: PreTrainedModel, run: RunShape, *, split: int, shared_split: int, share: float = 1.0
+) -> MlpActivations:
     """Of a block with experts, where these get an even load: of ``K`` copies of every token
 
         what they are given, after they have been put in order       H
@@ -58,12 +60,12 @@ def experts(model: PreTrainedModel, run: Run, *, split: int, shared_split: int, 
         share: of the tokens of the rank, how many it passes on to experts, here or elsewhere.
     """
     config = model.config.get_text_config()
-    block: Any = next(iter(routed(model).values()))
+    block: Any = next(iter(moe_blocks(model).values()))
     inner, hidden = block.experts[0].gate_proj.out_features / split, config.hidden_size
     beside = getattr(block, "shared_experts", None)
     own = beside.gate_proj.out_features / shared_split if beside is not None else 0
     copies, router = share * config.num_experts_per_tok, 2 * len(block.experts) * FP32 / run.size
-    return Mlp(
+    return MlpActivations(
         kept=copies * (2 * hidden + 4 * inner) + 4 * own + router,
         gradients=max(copies * (hidden + 2 * inner), 2 * own),
         products=copies * (2 * hidden + 3 * inner) + router,

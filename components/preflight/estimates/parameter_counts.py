@@ -8,7 +8,7 @@ from math import prod
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
-from components.models.experts import OF_EXPERT
+from components.models.experts import EXPERT_PARAM
 
 CUT = re.compile(r"\.([qkvo]|q_b|kv_b|gate|up|down|eh)_proj\.|^model\.embed_tokens\.|^lm_head\.")
 """What tensor parallelism splits, by names on disk; other parameters are whole on every rank."""
@@ -49,7 +49,7 @@ def census(model: PreTrainedModel, adapter: LoRA | None = None) -> tuple[Paramet
     found: dict[tuple[str, bool], Parameter] = {}
 
     def add(name: str, numel: int, *, trained: bool, cut: bool, beside: bool = False) -> None:
-        of_expert = OF_EXPERT.match(name)
+        of_expert = EXPERT_PARAM.match(name)
         if of_expert is None:
             found[name, beside] = Parameter(name, numel, trained, cut)
             return

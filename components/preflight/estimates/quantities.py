@@ -11,7 +11,7 @@ from components.contracts.loss import Loss
 
 
 @dataclass(frozen=True)
-class Workload:
+class MicrobatchShape:
     """What the largest micro-batch of a run asks of a rank, known before any starts."""
 
     rows: int
@@ -25,13 +25,13 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class TrainStep:
+class MemoryInputs:
     """What the memory of a train step depends on, beside model, optimizer and layout."""
 
     world_size: int
     dtype: torch.dtype
     device: Literal["cpu", "cuda"]
-    workload: Workload
+    microbatch: MicrobatchShape
     loss: Loss
     reference: Reference
     reference_model: Any = None
@@ -65,22 +65,22 @@ class ModelSize:
     """Those that want a gradient; of an adapter, all of its own."""
     layers: int
     hidden: int
-    query: int
+    q_width: int
     """Heads x head_dim: the width of queries and that of outputs, or the mean of the two."""
-    key: int
+    kv_width: int
     """Key-value heads x head_dim: the width of keys and that of values, or the mean."""
     experts: int = 0
     """Of ``parameters``, those of experts ..."""
-    experts_trained: int = 0
+    trained_experts: int = 0
     """... and of ``trained``."""
-    routed_layers: int = 0
+    num_moe_layers: int = 0
     """Layers that have experts."""
-    chosen: int = 0
+    top_k: int = 0
     """Experts that a token passes in each of them."""
 
 
 @dataclass(frozen=True)
-class Sent:
+class CommVolume:
     """What a rank sends to the others of one dimension of the mesh, in one step."""
 
     dimension: str
@@ -96,7 +96,7 @@ class Sent:
 class StepCost:
     """What a layout adds to the arithmetic of a step."""
 
-    sent: Sequence[Sent]
+    volumes: Sequence[CommVolume]
     bubble: float
     """Of the time of a pipeline stage, how much it waits for others; 0 where there is one."""
     recomputed: Literal["none", "full", "selective"]

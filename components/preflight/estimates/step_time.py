@@ -5,19 +5,19 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from components.contracts.data import BatchStats
-from components.models.attention_shape import heads
-from components.models.experts import routed, share_of_experts
-from components.models.mtp import number
+from components.models.attention_shape import attention_shape
+from components.models.experts import moe_blocks, share_of_experts
+from components.models.mtp import num_mtp_layers
 from components.preflight.engine_layouts import comm_cost, mesh_info
 from components.preflight.estimates.device_specs import HOST, Device
 from components.preflight.estimates.flops import MatmulSizes, matmul_sizes, train_flops
 from components.preflight.estimates.parameter_counts import census
 from components.preflight.estimates.quantities import ModelSize
 from components.preflight.estimates.workload import first_steps
-from components.preflight.search.candidate import Case
+from components.preflight.search.candidate import Candidate
 
 
-def parameter_counts(case: Case) -> dict[str, int]:
+def parameter_counts(case: Candidate) -> dict[str, int]:
     """total, trainable, and active: those that take part in computing a token, all but for idle experts."""
     found = census(case.model, case.adapter)
     idle = (1 - share_of_experts(case.model)) * sum(p.numel for p in found if p.of_experts)
@@ -26,21 +26,25 @@ def parameter_counts(case: Case) -> dict[str, int]:
     return {"total": total, "trainable": trained, "active": total - round(idle)}
 
 
-def model_size(case: Case) -> ModelSize:
-    config, counts, of = case.model.config.get_text_config(), parameter_counts(case), heads(case.model.config)
+def model_size(case: Candidate) -> ModelSize:
+    config, counts, of = (
+        case.model.config.get_text_config(),
+        parameter_counts(case),
+        attention_shape(case.model.config),
+    )
     experts = [p for p in census(case.model, case.adapter) if p.of_experts]
-    layers = len(routed(case.model))
+    layers = len(moe_blocks(case.model))
     return ModelSize(
         parameters=counts["total"],
         trained=counts["trainable"],
-        layers=config.num_hidden_layers + number(config),
+        layers=config.num_hidden_layers + num_mtp_layers(config),
         hidden=config.hidden_size,
-        query=of.number * (of.key + of.value) // 2,
-        key=of.shared * (of.key + of.value) // 2,
+        q_width=of.number * (of.key + of.value) // 2,
+        kv_width=of.shared * (of.key + of.value) // 2,
         experts=sum(p.numel for p in experts),
-        experts_trained=sum(p.numel for p in experts if p.trained),
-        routed_layers=layers,
-        chosen=config.num_experts_per_tok if layers else 0,
+        trained_experts=sum(p.numel for p in experts if p.trained),
+        num_moe_layers=layers,
+        top_k=config.num_experts_per_tok if layers else 0,
     )
 
 
@@ -61,7 +65,7 @@ class StepWork:
     """... and in that, queries times keys and weights times values."""
 
 
-def step_work(case: Case) -> StepWork:
+def step_work(case: Candidate) -> StepWork:
     """A mean over the first steps: what ``perf/mfu`` of a run counts."""
     sizes = matmul_sizes(case.model, adapted=case.adapter is not None)
     steps = first_steps(case.data)
@@ -108,7 +112,7 @@ class StepTime:
         return max(self.compute + self.idle, self.behind) + self.waiting
 
 
-def step_time(case: Case, work: StepWork) -> StepTime:
+def step_time(case: Candidate, work: StepWork) -> StepTime:
     """``work`` over the ranks, and what ``case.layout`` adds: see ``StepCost``."""
     device = case.device
     cost = comm_cost(
@@ -116,14 +120,14 @@ def step_time(case: Case, work: StepWork) -> StepTime:
         work.size,
         world_size=case.world_size,
         dtype=case.dtype,
-        tokens=work.computed / case.data_size,
-        num_microbatches=case.workload.num_microbatches,
+        tokens=work.computed / case.dp_size,
+        num_microbatches=case.microbatch.num_microbatches,
     )
     again = {"none": 0.0, "full": work.forward, "selective": work.attention}[cost.recomputed]
     compute = (work.flops + again) / (case.world_size * device.flops * device.mfu)
     dims = mesh_info(case.layout, case.world_size)["dims"]
     seconds = dict.fromkeys(("within", "behind", "after"), 0.0)
-    for sent in cost.sent:
+    for sent in cost.volumes:
         seconds[sent.when] += sent.num_bytes / bandwidth(device, dims, sent.dimension, sent.span)
     idle = (compute + seconds["within"]) * cost.bubble / (1 - cost.bubble)
     return StepTime(compute, seconds["within"] + seconds["after"], idle, seconds["behind"])

@@ -7,14 +7,14 @@ import numpy as np
 from components.contracts.configs import Prepared
 from components.contracts.data import BatchStats
 from components.data.loader import PreparedData
-from components.preflight.estimates.quantities import Workload
+from components.preflight.estimates.quantities import MicrobatchShape
 
 LARGEST = 16
 """Micro-batches whose labels are counted."""
 
 
 @lru_cache(maxsize=64)
-def largest_microbatch(data: Prepared, micro_batch_size: int, data_size: int) -> Workload:
+def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> MicrobatchShape:
     """The micro-batch with the most tokens of the first epoch.
 
     Of padded rows a sample is as many lines as it has sequences. Labels are the most that one of the
@@ -34,11 +34,11 @@ def largest_microbatch(data: Prepared, micro_batch_size: int, data_size: int) ->
         segments = plan.rows(number * micro_batch_size, stop).tolist()
         labels = max(labels, sum(tokens.count(seq, first + 1, last + 1) for seq, first, last in segments))
     longest = int(sizes.max())
-    return Workload(
+    return MicrobatchShape(
         rows=lines,
         length=-(-longest // lines) if packed else longest,
         labels=labels,
-        num_microbatches=data.global_batch_size // (data_size * micro_batch_size),
+        num_microbatches=data.global_batch_size // (dp_size * micro_batch_size),
     )
 
 
@@ -46,6 +46,6 @@ def largest_microbatch(data: Prepared, micro_batch_size: int, data_size: int) ->
 def first_steps(data: Prepared, count: int = 8) -> tuple[BatchStats, ...]:
     """The global batches of the first ``count`` steps, or of as many as there are."""
     loader = data.train_loader(
-        global_batch_size=data.global_batch_size, micro_batch_size=1, data_rank=0, data_size=1
+        global_batch_size=data.global_batch_size, micro_batch_size=1, dp_rank=0, dp_size=1
     )
     return tuple(loader.stats(step) for step in range(min(count, loader.num_steps)))

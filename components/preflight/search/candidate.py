@@ -17,14 +17,14 @@ from components.optimizers import Optimizer
 from components.preflight.checks import check_batch, check_shared_prompt
 from components.preflight.engine_layouts import EngineLayout, memory
 from components.preflight.estimates.device_specs import Device
-from components.preflight.estimates.quantities import RankMemory, TrainStep, Workload
+from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 from components.preflight.estimates.workload import largest_microbatch
 
 TOLERANCE = 0.15
 
 
 @dataclass(frozen=True)
-class Case:
+class Candidate:
     """One experiment in one layout."""
 
     layout: EngineLayout
@@ -51,13 +51,13 @@ class Case:
     """That is divided by so much, in a variation."""
 
     @property
-    def data_size(self) -> int:
-        return self.layout.data_size(self.world_size)
+    def dp_size(self) -> int:
+        return self.layout.dp_size(self.world_size)
 
     @property
-    def workload(self) -> Workload:
+    def microbatch(self) -> MicrobatchShape:
         """Of the largest micro-batch."""
-        found = largest_microbatch(self.data, self.micro_batch_size, self.data_size)
+        found = largest_microbatch(self.data, self.micro_batch_size, self.dp_size)
         # Packed rows are as long as they may be, a padded one as its sample.
         packed = self.data.packing != "none"
         length = -(-found.length // self.cut) if packed else min(found.length, self.max_length // self.cut)
@@ -66,11 +66,11 @@ class Case:
     @cached_property
     def memory(self) -> list[RankMemory]:
         """Of a rank of every pipeline stage, at the peak of a train step."""
-        step = TrainStep(
+        step = MemoryInputs(
             world_size=self.world_size,
             dtype=self.dtype,
             device=self.device.kind,
-            workload=self.workload,
+            microbatch=self.microbatch,
             loss=self.loss,
             reference=self.reference,
             reference_model=self.reference_model,
@@ -79,12 +79,12 @@ class Case:
         return memory(self.layout, self.model, self.optimizer, step)
 
     @property
-    def largest(self) -> RankMemory:
+    def peak(self) -> RankMemory:
         """Of the stage whose ranks hold most."""
         return max(self.memory, key=lambda rank: rank.total)
 
     @property
-    def room(self) -> int:
+    def memory_budget(self) -> int:
         """Bytes that a rank may ask for. Of a machine that ranks share only clear misfits are refused: those
         that are over by more than an estimate may be wrong."""
         return self.device.memory if self.device.certain else int(self.device.memory * (1 + TOLERANCE))
@@ -92,16 +92,16 @@ class Case:
     @property
     def micro_batches(self) -> list[int]:
         """Sizes that split the share of a data rank, up to sixteen rows; none where there are no shares."""
-        share, rest = divmod(self.data.global_batch_size, self.data_size)
+        share, rest = divmod(self.data.global_batch_size, self.dp_size)
         return [] if rest else [size for size in divisors(share) if size <= 16]
 
     def fits(self) -> bool:
-        return self.largest.total <= self.room
+        return self.peak.total <= self.memory_budget
 
     def check(self) -> None:
         """Raises ConfigError where the layout, the batch and the model do not go together."""
         check_shared_prompt(self.shares_prompts, self.layout)
-        check_batch(self.data.global_batch_size, self.micro_batch_size, self.data_size)
+        check_batch(self.data.global_batch_size, self.micro_batch_size, self.dp_size)
         options = EngineOptions(
             self.dtype,
             self.device.kind,
@@ -113,7 +113,7 @@ class Case:
         if self.adapter is not None:
             self.adapter.check(self.model)
 
-    def relaid(self, changes: Config) -> Self:
+    def with_layout(self, changes: Config) -> Self:
         """With other keys of the layout, and as many ranks as it then takes.
 
         Raises:

@@ -10,16 +10,16 @@ from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.shared.parallel_dims import RECOMPUTED_MORE, divisors
 from components.preflight.estimates.communication import (
     FP32,
-    all_reduced,
-    gathered,
-    tensor_parallel,
-    traded_heads,
-    traded_tokens,
+    all_gather_bytes,
+    all_reduce_bytes,
+    token_dispatch_volume,
+    tp_volume,
+    ulysses_volume,
 )
-from components.preflight.estimates.quantities import ModelSize, Sent, StepCost
+from components.preflight.estimates.quantities import CommVolume, ModelSize, StepCost
 
 
-def mesh(layout: FSDP2Layout, world_size: int) -> dict[str, Any]:
+def mesh_info(layout: FSDP2Layout, world_size: int) -> dict[str, Any]:
     """As ``components.engines.fsdp2.mesh.make_mesh`` cuts the ranks."""
     replicate, cp, tp = layout.dp_replicate, layout.cp, layout.tp
     dims = {
@@ -41,7 +41,7 @@ def mesh(layout: FSDP2Layout, world_size: int) -> dict[str, Any]:
     return found | {"experts": {"dims": experts, "ranks": ranks}}
 
 
-def cost(
+def comm_cost(
     layout: FSDP2Layout,
     size: ModelSize,
     *,
@@ -54,27 +54,29 @@ def cost(
     gradients are scattered once a step, in fp32 (Rajbhandari et al., 2020, section 7)."""
     shards = world_size // (layout.dp_replicate * layout.tp)
     held, trained = size.parameters / layout.tp, size.trained / layout.tp
-    experts, taught = size.experts / layout.tp, size.experts_trained / layout.tp
+    experts, taught = size.experts / layout.tp, size.trained_experts / layout.tp
     gathers = num_microbatches * (2 if layout.reshard_after_forward else 1)
 
     def spread(whole: float, experts: float) -> float:
         """Sent to gather ``whole``, of which the ``experts`` are dealt out first."""
-        return gathered(whole - experts, shards) + gathered(experts / layout.ep, shards // layout.ep)
+        return all_gather_bytes(whole - experts, shards) + all_gather_bytes(
+            experts / layout.ep, shards // layout.ep
+        )
 
     weights = gathers * spread(held, experts) * dtype.itemsize + spread(trained, taught) * FP32
-    sent = [Sent("dp_shard", weights, when="behind")]
+    sent = [CommVolume("dp_shard", weights, when="behind")]
     if layout.dp_replicate > 1:
-        copies = all_reduced(trained / shards * FP32, layout.dp_replicate)
-        sent.append(Sent("dp_replicate", copies, when="behind"))
+        copies = all_reduce_bytes(trained / shards * FP32, layout.dp_replicate)
+        sent.append(CommVolume("dp_replicate", copies, when="behind"))
     if layout.cp > 1:
-        sent.append(traded_heads(size, layout.cp, layout.tp, tokens, dtype.itemsize))
+        sent.append(ulysses_volume(size, layout.cp, layout.tp, tokens, dtype.itemsize))
     if layout.tp > 1:
         own = tokens / layout.cp
         recomputed = layout.activation_checkpointing
-        sent.append(tensor_parallel(size, layout.tp, own, dtype.itemsize, recomputed=recomputed))
+        sent.append(tp_volume(size, layout.tp, own, dtype.itemsize, recomputed=recomputed))
     if layout.ep > 1:
         sent.append(
-            traded_tokens(
+            token_dispatch_volume(
                 size,
                 layout.ep,
                 tokens / layout.cp,
@@ -85,13 +87,13 @@ def cost(
         )
     if layout.cpu_offload:
         shard = (gathers * held * dtype.itemsize + trained * FP32) / shards
-        sent.append(Sent("host", shard, when="behind"))
+        sent.append(CommVolume("host", shard, when="behind"))
     return StepCost(sent, bubble=0.0, recomputed=layout.activation_checkpointing)
 
 
-def leaner(layout: FSDP2Layout, world_size: int) -> list[dict[str, Any]]:
+def memory_savers(layout: FSDP2Layout, world_size: int) -> list[dict[str, Any]]:
     """On the same ranks; then on more."""
-    dp = layout.data_size(world_size)
+    dp = layout.dp_size(world_size)
     found: list[dict[str, Any]] = [
         {"activation_checkpointing": kind} for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
     ]
@@ -116,7 +118,7 @@ def shares_experts(keys: Mapping[str, Any]) -> bool:
     return bool((keys["dp"] // keys["dp_replicate"] * keys["cp"]) % keys["ep"] == 0)
 
 
-def layouts(devices: int, per_node: int, *, experts: int = 0) -> Iterator[Mapping[str, Any]]:
+def enumerate_layouts(devices: int, per_node: int, *, experts: int = 0) -> Iterator[Mapping[str, Any]]:
     """Every way to share ``devices`` ranks, as keys; matrices are split within a node of ``per_node``.
 
     ``experts``: of every layer that has some, dealt out where there are any.

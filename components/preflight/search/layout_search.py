@@ -14,9 +14,9 @@ from components.preflight.engine_layouts import EngineLayout
 from components.preflight.estimates.step_time import StepTime, StepWork, step_time, step_work
 from components.preflight.formatting import as_seconds, as_size
 from components.preflight.report import Report, device_section
-from components.preflight.search.candidate import Case
-from components.preflight.search.fsdp2_layouts import layouts as fsdp2_layouts
-from components.preflight.search.megatron_layouts import layouts as megatron_layouts
+from components.preflight.search.candidate import Candidate
+from components.preflight.search.fsdp2_layouts import enumerate_layouts as fsdp2_layouts
+from components.preflight.search.megatron_layouts import enumerate_layouts as megatron_layouts
 
 DEFAULTS: Mapping[str, EngineLayout] = {
     "fsdp2": FSDP2(dp=None, default_dp=2, reshard_after_forward=True),
@@ -28,15 +28,15 @@ SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Found:
+class PlanResult:
     """A layout that fits, in its fastest form."""
 
-    case: Case
+    candidate: Candidate
     overrides: tuple[str, ...]
     time: StepTime
 
 
-def search(case: Case, work: StepWork, devices: int) -> list[Found]:
+def search(case: Candidate, work: StepWork, devices: int) -> list[PlanResult]:
     """The fastest ``SHOWN`` meshes of both engines, each in its fastest form that fits.
 
     Variants are asked whether the run bears them, and whether they fit, in the order of their times: these
@@ -45,16 +45,16 @@ def search(case: Case, work: StepWork, devices: int) -> list[Found]:
     Raises:
         ConfigError: none fits ``devices``.
     """
-    bases = {n: on for n, mesh in enumerate(meshes(case, devices)) if (on := relaid(mesh, case))}
+    bases = {n: on for n, mesh in enumerate(meshes(case, devices)) if (on := candidate_on(mesh, case))}
     timed = [(step_time(variant, work), n, variant) for n in bases for variant in variants(bases[n][1])]
-    found: dict[int, Found] = {}
+    found: dict[int, PlanResult] = {}
     borne: dict[int, bool] = {}
-    for time, n, variant in sorted(timed, key=by_total):
+    for time, n, variant in sorted(timed, key=by_step_time):
         engine, base = bases[n]
         if n not in borne:
-            borne[n] = bears(base)
+            borne[n] = is_valid(base)
         if borne[n] and n not in found and variant.fits():
-            found[n] = Found(variant, typed(engine, variant), time)
+            found[n] = PlanResult(variant, as_overrides(engine, variant), time)
         if len(found) == SHOWN:
             break
     if not found:
@@ -66,7 +66,7 @@ def search(case: Case, work: StepWork, devices: int) -> list[Found]:
     return list(found.values())
 
 
-def meshes(case: Case, devices: int) -> Iterator[tuple[str, Config]]:
+def meshes(case: Candidate, devices: int) -> Iterator[tuple[str, Config]]:
     """Engine and keys of every way to share the devices."""
     layers, per_node = case.model.config.get_text_config().num_hidden_layers, case.device.per_node
     sharded = not isinstance(case.optimizer, SGD)
@@ -78,29 +78,29 @@ def meshes(case: Case, devices: int) -> Iterator[tuple[str, Config]]:
     )
 
 
-def relaid(mesh: tuple[str, Config], case: Case) -> tuple[str, Case] | None:
+def candidate_on(mesh: tuple[str, Config], case: Candidate) -> tuple[str, Candidate] | None:
     """``case`` on a mesh of an engine, with its smallest micro-batch; None: there is none."""
     engine, keys = mesh
     try:
-        base = replace(case, layout=DEFAULTS[engine]).relaid(keys)
+        base = replace(case, layout=DEFAULTS[engine]).with_layout(keys)
     except ConfigError:
         return None
     sizes = base.micro_batches
     return (engine, replace(base, micro_batch_size=sizes[0])) if sizes else None
 
 
-def variants(base: Case) -> list[Case]:
+def variants(base: Candidate) -> list[Candidate]:
     """Of one mesh, plainer ones first."""
     return [
-        replace(base.relaid({"activation_checkpointing": kind}), micro_batch_size=size)
+        replace(base.with_layout({"activation_checkpointing": kind}), micro_batch_size=size)
         for kind in RECOMPUTED_MORE
         for size in base.micro_batches
     ]
 
 
-def bears(base: Case) -> bool:
+def is_valid(base: Candidate) -> bool:
     """Whether ``base`` fits in its leanest form, and its run is one that the engine takes."""
-    if not base.relaid({"activation_checkpointing": "full"}).fits():
+    if not base.with_layout({"activation_checkpointing": "full"}).fits():
         return False
     try:
         base.check()
@@ -109,19 +109,19 @@ def bears(base: Case) -> bool:
     return True
 
 
-def by_total(timed: tuple[StepTime, int, Case]) -> float:
+def by_step_time(timed: tuple[StepTime, int, Candidate]) -> float:
     """Sorted so, of equal times the one that comes first stays first."""
     return timed[0].total
 
 
-def typed(engine: str, case: Case) -> tuple[str, ...]:
+def as_overrides(engine: str, case: Candidate) -> tuple[str, ...]:
     """The overrides that lead to ``case``."""
     usual, keys = vars(DEFAULTS[engine]), vars(case.layout)
     changed = [f"parallelism.{key}={str(keys[key]).lower()}" for key in keys if keys[key] != usual[key]]
     return (f"parallelism={engine}", *changed, f"run.micro_batch_size={case.micro_batch_size}")
 
 
-def plan(case: Case, devices: int) -> Report:
+def plan(case: Candidate, devices: int) -> Report:
     """The fastest layouts for ``devices``, for a terminal and for preflight.json.
 
     Raises:
@@ -132,7 +132,7 @@ def plan(case: Case, devices: int) -> Report:
     rows: list[Config] = [
         {
             "overrides": " ".join(each.overrides),
-            "memory": each.case.largest.total,
+            "memory": each.candidate.peak.total,
             "seconds": each.time.total,
             "compute_s": each.time.compute,
             "waiting_s": each.time.waiting,

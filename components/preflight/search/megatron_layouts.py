@@ -10,17 +10,17 @@ from components.engines.megatron.layout import Layout
 from components.engines.shared.parallel_dims import RECOMPUTED_MORE, divisors
 from components.preflight.estimates.communication import (
     FP32,
-    all_reduced,
-    gathered,
-    gathered_keys,
-    tensor_parallel,
-    traded_heads,
-    traded_tokens,
+    all_gather_bytes,
+    all_reduce_bytes,
+    key_value_volume,
+    token_dispatch_volume,
+    tp_volume,
+    ulysses_volume,
 )
-from components.preflight.estimates.quantities import ModelSize, Sent, StepCost
+from components.preflight.estimates.quantities import CommVolume, ModelSize, StepCost
 
 
-def mesh(layout: Layout, world_size: int) -> dict[str, Any]:
+def mesh_info(layout: Layout, world_size: int) -> dict[str, Any]:
     """As Megatron orders ranks: neighbours share matrices, then sequences, then the data, then the layers."""
     dims = {
         "pp": layout.pp,
@@ -37,7 +37,7 @@ def mesh(layout: Layout, world_size: int) -> dict[str, Any]:
     return found | {"experts": {"dims": experts, "ranks": ranks}}
 
 
-def cost(
+def comm_cost(
     layout: Layout,
     size: ModelSize,
     *,
@@ -51,28 +51,30 @@ def cost(
     tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, world_size // layout.model_ranks
     sent = [gradients(layout, size, dp * cp, dtype)]
     own, recomputed = tokens / cp, layout.activation_checkpointing
-    layers = {"layers": size.layers / pp, "routed_layers": size.routed_layers / pp}
+    layers = {"layers": size.layers / pp, "routed_layers": size.num_moe_layers / pp}
     stage = ModelSize(**vars(size) | layers)
     if cp > 1:
-        exchange = traded_heads if layout.cp_comm_type == "a2a" else gathered_keys
+        exchange = ulysses_volume if layout.cp_comm_type == "a2a" else key_value_volume
         sent.append(exchange(stage, cp, tp, tokens, dtype.itemsize))
     if tp > 1:
-        sent.append(tensor_parallel(stage, tp, own, dtype.itemsize, recomputed=recomputed))
+        sent.append(tp_volume(stage, tp, own, dtype.itemsize, recomputed=recomputed))
     if layout.ep > 1:
         # Ranks of tp send a part each of the tokens that they share, which ranks of etp gather again.
         passed, span = own * layout.etp / tp, layout.ep * layout.etp
-        sent.append(traded_tokens(stage, layout.ep, passed, dtype.itemsize, recomputed=recomputed, span=span))
+        sent.append(
+            token_dispatch_volume(stage, layout.ep, passed, dtype.itemsize, recomputed=recomputed, span=span)
+        )
     if pp > 1:
         width = size.hidden / (tp if layout.sequence_parallel else 1)
-        sent.append(Sent("pp", 2 * layout.vpp * own * width * dtype.itemsize, when="within"))
+        sent.append(CommVolume("pp", 2 * layout.vpp * own * width * dtype.itemsize, when="within"))
     if layout.optimizer_cpu_offload:
         trained = size.trained / (tp * pp)
-        sent.append(Sent("host", trained * (FP32 + dtype.itemsize) / (dp * cp), when="after"))
+        sent.append(CommVolume("host", trained * (FP32 + dtype.itemsize) / (dp * cp), when="after"))
     turns = num_microbatches * layout.vpp + pp - 1
     return StepCost(sent, bubble=(pp - 1) / turns, recomputed=recomputed)
 
 
-def gradients(layout: Layout, size: ModelSize, ranks: int, dtype: torch.dtype) -> Sent:
+def gradients(layout: Layout, size: ModelSize, ranks: int, dtype: torch.dtype) -> CommVolume:
     """In fp32, once a step; the distributed optimizer scatters them and gathers the new weights.
 
     ``ranks`` add them up, of experts those that have the same ones.
@@ -83,17 +85,17 @@ def gradients(layout: Layout, size: ModelSize, ranks: int, dtype: torch.dtype) -
     def sent(whole: int, experts: int, how: Callable[[float, int], float]) -> float:
         return how((whole - experts) / split, ranks) + how(experts / dealt, alike)
 
-    trained = size.trained, size.experts_trained
+    trained = size.trained, size.trained_experts
     if layout.distributed_optimizer:
-        weights = sent(size.parameters, size.experts, gathered) * dtype.itemsize
-        num_bytes = sent(*trained, gathered) * FP32 + weights
+        weights = sent(size.parameters, size.experts, all_gather_bytes) * dtype.itemsize
+        num_bytes = sent(*trained, all_gather_bytes) * FP32 + weights
     else:
-        num_bytes = sent(*trained, all_reduced) * FP32
+        num_bytes = sent(*trained, all_reduce_bytes) * FP32
     overlaps = layout.overlap_grad_reduce and layout.pp == 1
-    return Sent("dp", num_bytes, when="behind" if overlaps else "after")
+    return CommVolume("dp", num_bytes, when="behind" if overlaps else "after")
 
 
-def leaner(layout: Layout, world_size: int) -> list[dict[str, Any]]:
+def memory_savers(layout: Layout, world_size: int) -> list[dict[str, Any]]:
     """On the same ranks; then on more."""
     dp = world_size // layout.model_ranks
     found: list[dict[str, Any]] = [
@@ -120,7 +122,7 @@ def shares_experts(keys: Mapping[str, Any]) -> bool:
     return bool((keys["tp"] * keys["cp"] * keys["dp"]) % (keys["ep"] * keys["etp"]) == 0)
 
 
-def layouts(
+def enumerate_layouts(
     devices: int, per_node: int, num_layers: int, *, sharded: bool, experts: int = 0
 ) -> Iterator[Mapping[str, Any]]:
     """Every way to share ``devices`` ranks, as keys; matrices are split within a node of ``per_node``.

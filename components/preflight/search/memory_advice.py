@@ -10,7 +10,7 @@ from components.contracts.errors import ConfigError
 from components.preflight.engine_layouts import memory_savers
 from components.preflight.estimates.step_time import StepWork, step_time, step_work
 from components.preflight.formatting import as_share, as_size
-from components.preflight.search.candidate import Case
+from components.preflight.search.candidate import Candidate
 
 SHOWN, KEPT, DEPTH = 3, 4, 3
 SHORTEST = 256
@@ -18,34 +18,34 @@ SHORTEST = 256
 
 
 @dataclass(frozen=True)
-class Change:
+class Variation:
     """A variation of a case."""
 
-    case: Case
+    candidate: Candidate
     overrides: Mapping[str, str]
     """Key -> value, as they are typed."""
     alters: bool = False
     """Whether something else is learnt, or from other data."""
 
-    def varied(self, case: Case, overrides: Mapping[str, object], *, alters: bool = False) -> "Change":
+    def vary(self, case: Candidate, overrides: Mapping[str, object], *, alters: bool = False) -> "Variation":
         """With further overrides, which lead to ``case``."""
         texts = {key: str(value).lower() for key, value in overrides.items()}
-        return Change(case, {**self.overrides, **texts}, self.alters or alters)
+        return Variation(case, {**self.overrides, **texts}, self.alters or alters)
 
 
-def check_fits(case: Case) -> None:
+def check_fits(case: Candidate) -> None:
     """
     Raises:
         ConfigError: a rank needs more than it has; names what takes most and the cheapest remedies.
     """
-    most = case.largest
-    if most.total <= case.room:
+    most = case.peak
+    if most.total <= case.memory_budget:
         return
     work = step_work(case)
     part = max(most.parts, key=lambda name: most.parts[name])
     stages = len(case.memory)
     where = f"a rank of pipeline stage {most.stage}" if stages > 1 else "a rank"
-    remedies = "; ".join(words(change, case, work) for change in cheapest(case, work))
+    remedies = "; ".join(describe(change, case, work) for change in cheapest_fixes(case, work))
     raise ConfigError(
         f"preflight.device_memory: {where} needs {as_size(most.total)} and has {as_size(case.device.memory)} "
         f"({case.device.name}); most of it are {part} ({as_size(most.parts[part])}). "
@@ -60,73 +60,73 @@ NOTHING = (
 )
 
 
-def words(change: Change, case: Case, work: StepWork) -> str:
+def describe(change: Variation, case: Candidate, work: StepWork) -> str:
     """``run.micro_batch_size=1 (61.2 GiB, time +3 %)``"""
-    before, after = (step_time(each, work).total * each.world_size for each in (case, change.case))
-    facts = [as_size(change.case.largest.total)]
-    if change.case.world_size != case.world_size:
-        facts.append(f"{change.case.world_size} ranks")
+    before, after = (step_time(each, work).total * each.world_size for each in (case, change.candidate))
+    facts = [as_size(change.candidate.peak.total)]
+    if change.candidate.world_size != case.world_size:
+        facts.append(f"{change.candidate.world_size} ranks")
     facts.append("learns otherwise" if change.alters else f"device time {as_share(after / before - 1)}")
     typed = " ".join(f"{key}={value}" for key, value in change.overrides.items())
     return f"{typed} ({', '.join(facts)})"
 
 
-def cheapest(case: Case, work: StepWork) -> list[Change]:
+def cheapest_fixes(case: Candidate, work: StepWork) -> list[Variation]:
     """At most ``SHOWN`` that fit, of other keys each; of single keys where these are enough.
 
     Cheaper is what keeps the experiment, then what keeps the number of ranks, then what takes less time of
     all of them together. Further keys are changed of the ``KEPT`` that come nearest to fitting.
     """
 
-    def cost(change: Change) -> tuple[bool, bool, float]:
-        ranks = change.case.world_size
-        return change.alters, ranks > case.world_size, step_time(change.case, work).total * ranks
+    def cost(change: Variation) -> tuple[bool, bool, float]:
+        ranks = change.candidate.world_size
+        return change.alters, ranks > case.world_size, step_time(change.candidate, work).total * ranks
 
-    found: dict[frozenset[str], Change] = {}
-    kept = [Change(case, {})]
+    found: dict[frozenset[str], Variation] = {}
+    kept = [Variation(case, {})]
     for _ in range(DEPTH):
-        tried = [further for change in kept for further in variations(change)]
-        fitting = [change for change in tried if change.case.fits()]
+        tried = [mtp for change in kept for mtp in variations(change)]
+        fitting = [change for change in tried if change.candidate.fits()]
         for change in sorted(fitting, key=cost):
             if not any(keys <= change.overrides.keys() for keys in found):
                 found[frozenset(change.overrides)] = change
         if len(found) >= SHOWN:
             break
-        short = [change for change in tried if not change.case.fits()]
-        kept = sorted(short, key=lambda change: change.case.largest.total)[:KEPT]
+        short = [change for change in tried if not change.candidate.fits()]
+        kept = sorted(short, key=lambda change: change.candidate.peak.total)[:KEPT]
     return sorted(found.values(), key=cost)[:SHOWN]
 
 
-def variations(change: Change) -> Iterator[Change]:
+def variations(change: Variation) -> Iterator[Variation]:
     """One step further; those that the layout, the batch or the model do not bear are left out."""
-    for further in candidates(change):
+    for mtp in candidates(change):
         try:
-            further.case.check()
+            mtp.candidate.check()
         except ConfigError:
             continue
-        yield further
+        yield mtp
 
 
-def candidates(change: Change) -> Iterator[Change]:
-    case = change.case
+def candidates(change: Variation) -> Iterator[Variation]:
+    case = change.candidate
     for size in case.micro_batches:  # larger ones too: with one a step, gradients need not be added up
         if size != case.micro_batch_size:
-            yield change.varied(replace(case, micro_batch_size=size), {"run.micro_batch_size": size})
+            yield change.vary(replace(case, micro_batch_size=size), {"run.micro_batch_size": size})
     for keys in memory_savers(case.layout, case.world_size):
         try:
-            relaid = case.relaid(keys)
+            relaid = case.with_layout(keys)
         except ConfigError:
             continue
-        yield change.varied(relaid, {f"parallelism.{key}": value for key, value in keys.items()})
+        yield change.vary(relaid, {f"parallelism.{key}": value for key, value in keys.items()})
     if case.reference == "frozen" and case.loss.kind != "text":
-        yield change.varied(replace(case, reference="none"), {"stage.reference": "precomputed"})
+        yield change.vary(replace(case, reference="none"), {"stage.reference": "precomputed"})
     if case.dtype == torch.float32:
-        yield change.varied(replace(case, dtype=torch.bfloat16), {"run.dtype": "bf16"}, alters=True)
+        yield change.vary(replace(case, dtype=torch.bfloat16), {"run.dtype": "bf16"}, alters=True)
     if case.max_length // case.cut > SHORTEST:
         shorter = {"data.max_length": case.max_length // (2 * case.cut)}
-        yield change.varied(replace(case, cut=2 * case.cut), shorter, alters=True)
+        yield change.vary(replace(case, cut=2 * case.cut), shorter, alters=True)
     if case.adapter is None and all(p.requires_grad for p in case.model.parameters()):
         adapted = replace(case, adapter=LoRA())
         if case.reference == "frozen" and case.reference_model is None:
             adapted = replace(adapted, reference="adapter_off")
-        yield change.varied(adapted, {"adapter": "lora"}, alters=True)
+        yield change.vary(adapted, {"adapter": "lora"}, alters=True)

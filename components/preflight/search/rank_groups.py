@@ -39,7 +39,7 @@ def along(mesh: Config, members: Sequence[str]) -> list[list[int]]:
     return grouped
 
 
-def in_short(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """``0-7``, ``0 8 .. 56`` (every eighth), else all of them."""
     steps = {b - a for a, b in itertools.pairwise(ranks)}
     if len(ranks) > 2 and steps == {1}:
@@ -62,7 +62,7 @@ def group_lines(layout: EngineLayout, world_size: int) -> list[str]:
     """``tp 8: 0-7, ..., 504-511``: a text a dimension, with its first and its last group."""
     texts = []
     for label, members in groups(layout, world_size).items():
-        shown = [in_short(ranks) for ranks in dict.fromkeys((tuple(members[0]), tuple(members[-1])))]
+        shown = [format_ranks(ranks) for ranks in dict.fromkeys((tuple(members[0]), tuple(members[-1])))]
         between = ", ..., " if len(members) > 2 else ", "
         texts.append(f"{label} {len(members[0])}: {between.join(shown)}")
     return texts

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.sweeps.slurm.sbatch import Allocation
+from runner.sweeps.slurm.sbatch import SbatchOptions
 
 if TYPE_CHECKING:
     from runner.sweeps.slurm.job import SlurmJob
@@ -16,11 +16,11 @@ CONCERNS = re.compile(r"(CUDA|GLOO|HF|MASTER|NCCL|OMP|PYTHON|RUNNER|SBATCH|SLURM
 SECRET = re.compile("KEY|PASSWORD|SECRET|TOKEN")
 
 
-def show(allocation: Allocation, folder: Path, jobs: Sequence["SlurmJob"]) -> None:
+def print_dry_run(allocation: SbatchOptions, folder: Path, jobs: Sequence["SlurmJob"]) -> None:
     """Prints it on stdout."""
     print(allocation.script(folder, len(jobs)))
     print("# environment: that of this shell, as sbatch passes it on. Of it, what may concern a run:")
-    for line in concerning(os.environ):
+    for line in slurm_variables(os.environ):
         print(line)
     if allocation.ranks is None:
         print("# the job's one task starts its ranks itself")
@@ -31,11 +31,11 @@ def show(allocation: Allocation, folder: Path, jobs: Sequence["SlurmJob"]) -> No
         )
     print("# jobs")
     for job in jobs:
-        print(f"# {job.point.number}: {shlex.join(job.point.overrides)}")
+        print(f"# {job.sweep_job.number}: {shlex.join(job.sweep_job.overrides)}")
     print(f"nothing was submitted (hydra.launcher.dry_run=true); jobs: {len(jobs)}")
 
 
-def concerning(environ: Mapping[str, str]) -> list[str]:
+def slurm_variables(environ: Mapping[str, str]) -> list[str]:
     """Lines of bash; values of what looks like a secret are left out."""
     found = sorted((name, value) for name, value in environ.items() if CONCERNS.match(name))
     return [f"export {name}={'***' if SECRET.search(name) else shlex.quote(value)}" for name, value in found]

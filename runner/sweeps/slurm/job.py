@@ -10,11 +10,11 @@ from components.contracts.errors import DONE, FAILED, MISTAKE
 from components.contracts.json_types import Config
 from components.rank_info import RankInfo
 from runner.cli import exit_code, explained
-from runner.config.sources import Provenance
+from runner.config.sources import ConfigSources
 from runner.launch import slurm_env
-from runner.launch.rank_main import leave
+from runner.launch.rank_main import exit_process
 from runner.search_path import program_first
-from runner.sweeps.job_record import SWEEP_FOLDER, Point, read_outcome
+from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob, read_job_record
 from runner.sweeps.sweep import run_point
 
 CODES = {"done": DONE, "pruned": DONE, "stopped": DONE, "refused": MISTAKE}
@@ -25,16 +25,16 @@ class SlurmJob:
     """A composed config without anything of Hydra; every rank that the batch system starts calls it."""
 
     config: Config
-    where: Provenance
+    where: ConfigSources
     command: tuple[str, ...]
     """Of the sweep."""
     environ: Mapping[str, str]
     """What ``hydra.job.env_set`` adds to the environment."""
 
     @property
-    def point(self) -> Point:
-        assert self.where.point is not None
-        return self.where.point
+    def sweep_job(self) -> SweepJob:
+        assert self.where.sweep_job is not None
+        return self.where.sweep_job
 
     def check(self, tasks: int | None, gpus: int) -> None:
         """What can be told without the machine it will run on: keys, batches, and model against layout.
@@ -56,7 +56,7 @@ class SlurmJob:
         ahead = experiment.preflight
         preflight.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=tasks is not None)
         preflight.check_restarts(run.max_restarts, tasks is not None)
-        preflight.check_batch(run.global_batch_size, run.micro_batch_size, layout.data_size(world_size))
+        preflight.check_batch(run.global_batch_size, run.micro_batch_size, layout.dp_size(world_size))
         preflight.check_shared_prompt(experiment.data.share_prompt, layout)
         for logger in experiment.logger.values():
             logger.check()
@@ -72,9 +72,9 @@ class SlurmJob:
         program_first()
         os.environ |= dict(self.environ)
         os.environ |= slurm_env.ranks(os.environ)
-        os.environ[SWEEP_FOLDER] = str(self.point.sweep)
+        os.environ[SWEEP_FOLDER] = str(self.sweep_job.sweep)
         first = RankInfo.read().rank == 0
-        leave(exit_code(self.noted if first else self.run))
+        exit_process(exit_code(self.environment_entry if first else self.run))
 
     def run(self) -> float:
         began = time.time()
@@ -82,11 +82,11 @@ class SlurmJob:
 
         return run(self.config, self.where, self.command, began)
 
-    def noted(self) -> None:
+    def environment_entry(self) -> None:
         """``run``, with its outcome written down: rank 0 does it.
 
         Raises:
             SystemExit: with the exit code that the outcome deserves.
         """
-        run_point(self.point, self.run, explained)
-        raise SystemExit(CODES.get(read_outcome(self.point.path).status, FAILED))
+        run_point(self.sweep_job, self.run, explained)
+        raise SystemExit(CODES.get(read_job_record(self.sweep_job.path).status, FAILED))

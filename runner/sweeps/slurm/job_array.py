@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from components.contracts.errors import INTERRUPTED
-from runner.launch.failures import blame, last_lines, reports
-from runner.sweeps.job_record import Outcome, Point, read_outcome
+from runner.launch.failures import read_failure_reports, read_last_lines, root_cause
+from runner.sweeps.job_record import JobRecord, SweepJob, read_job_record
 
 OVER = frozenset(
     {
@@ -25,7 +25,7 @@ OVER = frozenset(
         "TIMEOUT",
     }
 )
-GONE = "NO LONGER IN THE QUEUE"
+NOT_IN_QUEUE = "NO LONGER IN THE QUEUE"
 """Of a job that SLURM speaks of no more: it is long over, or was cancelled before it began."""
 LAST_POLL_S, PATIENCE_S = 30.0, 60.0
 """Between two questions to SLURM at most; for cancelled jobs to save what they have."""
@@ -34,11 +34,11 @@ WRITING_S = 10.0
 
 
 @dataclass(frozen=True)
-class Submitted:
+class SubmittedJob:
     """One job of the array: ``17_2``, or ``17`` where it is the only one."""
 
     id: str
-    point: Point
+    sweep_job: SweepJob
     logs: Path
 
     @property
@@ -50,7 +50,7 @@ class Submitted:
 class Queue:
     """What SLURM says of some jobs: ``squeue`` answers with or without an accounting database."""
 
-    def __init__(self, jobs: Sequence[Submitted]) -> None:
+    def __init__(self, jobs: Sequence[SubmittedJob]) -> None:
         self.arrays = ",".join(sorted({job.id.split("_")[0] for job in jobs}))
         self.known = {job.id: ("PENDING", "") for job in jobs}
 
@@ -65,15 +65,15 @@ class Queue:
         found = {number: (state, reason) for number, state, reason in rows}
         # Tasks that were cancelled with their array before they began stay together: 17_[3-5].
         rest = {number.partition("_[")[0]: said for number, said in found.items() if "[" in number}
-        unknown = (GONE, "")
+        unknown = (NOT_IN_QUEUE, "")
         self.known = {n: found.get(n, rest.get(n.split("_")[0], unknown)) for n in self.known}
         return self.known
 
 
-class Array:
+class JobArray:
     """Watches ``jobs`` until all are over, and completes the outcome of each."""
 
-    def __init__(self, jobs: Sequence[Submitted]) -> None:
+    def __init__(self, jobs: Sequence[SubmittedJob]) -> None:
         self.jobs, self.queue = {job.id: job for job in jobs}, Queue(jobs)
         self.shown: dict[str, str] = {}
 
@@ -100,8 +100,8 @@ class Array:
             for number, (state, reason) in self.queue.ask().items():
                 if number in self.jobs:
                     self.show(number, state)
-                    if state in OVER or state == GONE:
-                        settle(self.jobs[number], state, reason, cancelled=cancelled)
+                    if state in OVER or state == NOT_IN_QUEUE:
+                        finalize_job(self.jobs[number], state, reason, cancelled=cancelled)
                         del self.jobs[number]
             if self.jobs:
                 time.sleep(min(max((now - began) / 10, 1.0), LAST_POLL_S))
@@ -109,7 +109,7 @@ class Array:
     def show(self, number: str, state: str) -> None:
         if self.shown.get(number) != state:
             self.shown[number] = state
-            print(f"job {self.jobs[number].point.number} (SLURM {number}): {state.lower()}", flush=True)
+            print(f"job {self.jobs[number].sweep_job.number} (SLURM {number}): {state.lower()}", flush=True)
 
     def cancel(self) -> None:
         """Those that run save what they have first."""
@@ -129,46 +129,46 @@ def wants_cancel(count: int) -> bool:
     return answer.strip().lower() in {"y", "yes"}
 
 
-def settle(job: Submitted, state: str, reason: str, *, cancelled: bool) -> None:
+def finalize_job(job: SubmittedJob, state: str, reason: str, *, cancelled: bool) -> None:
     """Completes the outcome of a job that is over, and says what a user should read of a failure.
 
     Rank 0 writes the outcome, and may have been well when another rank failed, or have had no time to.
     """
-    known = written(job, expected=state == "COMPLETED")
-    healthy = state in {"COMPLETED", GONE}
+    known = read_final_record(job, expected=state == "COMPLETED")
+    healthy = state in {"COMPLETED", NOT_IN_QUEUE}
     in_time = known.status == "done" or (known.status == "stopped" and known.loss is not None)  # run.max_time
     if known.status in {"refused", "pruned"} or (in_time and healthy):
         return
     if cancelled and known.status != "failed":
-        job.point.write(replace(known, status="stopped", error=known.error or "cancelled"))
+        job.sweep_job.write(replace(known, status="stopped", error=known.error or "cancelled"))
         return
     ended = f"SLURM job {job.id}: {state}" + ("" if reason in {"", "None"} else f" ({reason})")
-    error = what_happened(job, known, ended)
-    job.point.write(replace(known, status="failed", error=error))
+    error = describe_end(job, known, ended)
+    job.sweep_job.write(replace(known, status="failed", error=error))
     where = job.logs / f"{job.id}_*"
-    print(f"job {job.point.number} failed; {ended}; logs: {where}\n{error}", file=sys.stderr, flush=True)
+    print(f"job {job.sweep_job.number} failed; {ended}; logs: {where}\n{error}", file=sys.stderr, flush=True)
 
 
-def written(job: Submitted, *, expected: bool) -> Outcome:
+def read_final_record(job: SubmittedJob, *, expected: bool) -> JobRecord:
     """The outcome as the job has left it; of one that never began, an empty one."""
     deadline = time.monotonic() + (WRITING_S if expected else 0.0)
     while True:
-        known = Outcome(job.point.number, job.point.overrides, "running")
-        if job.point.path.exists():
-            known = read_outcome(job.point.path)
+        known = JobRecord(job.sweep_job.number, job.sweep_job.overrides, "running")
+        if job.sweep_job.path.exists():
+            known = read_job_record(job.sweep_job.path)
         if known.status != "running" or time.monotonic() >= deadline:
             return known
         time.sleep(1.0)
 
 
-def what_happened(job: Submitted, known: Outcome, ended: str) -> str:
+def describe_end(job: SubmittedJob, known: JobRecord, ended: str) -> str:
     """The failure of the rank that failed first; else what was last heard of the job, and how it ended."""
     folder = None if known.folder is None else Path(known.folder)
-    if folder is not None and reports(folder):
-        return f"TrainingError: {blame(folder, ())}"
+    if folder is not None and read_failure_reports(folder):
+        return f"TrainingError: {root_cause(folder, ())}"
     if known.status == "failed":
         return str(known.error)
     if known.status == "stopped":
         onward = "nothing is saved" if folder is None else f"it goes on with checkpoint.resume={folder}"
         return f"{ended}\nit was stopped, and is not queued again; {onward}"
-    return f"the end of {job.log}:{last_lines(job.log)}\n{ended}"
+    return f"the end of {job.log}:{read_last_lines(job.log)}\n{ended}"

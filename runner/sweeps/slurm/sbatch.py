@@ -22,7 +22,7 @@ PYTHON = (sys.executable, "-P")
 
 
 @dataclass(frozen=True)
-class Allocation:
+class SbatchOptions:
     """``hydra.launcher`` of ``hydra/launcher=slurm``; conf/hydra/launcher/slurm.yaml describes every key."""
 
     name: str

@@ -88,11 +88,11 @@ def set_tracked_state(_: object) -> Callable[..., None]:
     return lambda state, *_, **__: torch.set_rng_state(state)
 
 
-def torch_on_cpu(_: object) -> "TorchOnCPU":
-    return TorchOnCPU()
+def torch_on_cpu(_: object) -> "CpuTorch":
+    return CpuTorch()
 
 
-class TorchOnCPU:
+class CpuTorch:
     """A substitute for ``torch`` in one module of Megatron; tensors for device "cuda" are made on the CPU."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return make
 
 
-def stay(_: object) -> Callable[..., Tensor]:
+def identity(_: object) -> Callable[..., Tensor]:
     return lambda tensor, *_, **__: tensor
 
 
@@ -132,7 +132,7 @@ def chunks_of_rank(_: object) -> Callable[[Tensor, int, dist.ProcessGroup], Tens
     return own_chunks
 
 
-def keep_sent(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_sent_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def send_aliases(**tensors: Any) -> object:
         for name in ("tensor_send_prev", "tensor_send_next"):
@@ -195,7 +195,7 @@ PATCHES = (
             ".setup_embeddings_and_output_layer",
         ),
         why="moves tied embeddings with Tensor.cuda before the stages that share them agree on them",
-        replace=during(Tensor, "cuda", stay),
+        replace=during(Tensor, "cuda", identity),
     ),
     Patch(
         symbols=("megatron.core.models.common.embeddings.rotary_pos_embedding.get_pos_emb_on_this_cp_rank",),
@@ -215,7 +215,7 @@ PATCHES = (
         symbols=("megatron.core.pipeline_parallel.p2p_communication._p2p_ops",),
         why="gloo reads a tensor until it is sent, but the schedules swap its data as soon as they may on "
         "CUDA, where the stream orders both: the receiver would get what lies there next",
-        replace=keep_sent,
+        replace=keep_sent_tensors,
     ),
     *cpu_moe.PATCHES,
 )

@@ -27,8 +27,8 @@ class TorchInOrder:
 
 
 class CudaInOrder:
-    def Stream(self) -> "OneStream":
-        return OneStream()
+    def Stream(self) -> "SingleStream":
+        return SingleStream()
 
     current_stream = Stream
 
@@ -39,14 +39,14 @@ class CudaInOrder:
         return getattr(torch.cuda, name)
 
 
-class OneStream:
+class SingleStream:
     """A stream and an event in one; all work is finished when it is issued, so waiting does nothing."""
 
-    def wait_stream(self, _: "OneStream") -> None: ...
+    def wait_stream(self, _: "SingleStream") -> None: ...
 
     def synchronize(self) -> None: ...
 
-    def record_event(self) -> "OneStream":
+    def record_event(self) -> "SingleStream":
         return self
 
 

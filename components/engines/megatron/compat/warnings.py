@@ -36,7 +36,7 @@ RECORDS = {
 
 
 @dataclass(frozen=True)
-class Drop:
+class DropRecord:
     """A filter that drops log records whose message begins with ``start``."""
 
     start: str
@@ -52,4 +52,4 @@ def install() -> None:
     for message, category, module in useless:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
     for logger, start in RECORDS.items():
-        logging.getLogger(logger).addFilter(Drop(start))
+        logging.getLogger(logger).addFilter(DropRecord(start))

@@ -17,16 +17,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from components.contracts.json_types import Json
-from components.engines.megatron.runtime.attention_spans import Pieces, own_chunks, whole_sequences
-from components.engines.megatron.runtime.cp_sharding import Row
+from components.engines.megatron.runtime.attention_spans import AttentionSpans, full_spans, ring_spans
+from components.engines.megatron.runtime.cp_sharding import CPShard
 from components.engines.shared.sdpa import packed_sdpa
-from components.engines.shared.ulysses import trade_heads, trade_positions
-from components.engines.shared.varlen_attention import has_kernel, varlen
+from components.engines.shared.ulysses import heads_to_seq, seq_to_heads
+from components.engines.shared.varlen_attention import has_kernel, varlen_kernel
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
-def packed_seq_params(row: Row, device: torch.device | None = None) -> PackedSeqParams | None:
+def packed_seq_params(row: CPShard, device: torch.device | None = None) -> PackedSeqParams | None:
     """Return the packing information for mcore's rotary embedding and attention, or None for a padded row.
 
     The boundaries stay on the CPU, where both read them without waiting for the GPU, unless ``device`` is
@@ -79,7 +79,7 @@ class CoreAttention(MegatronModule):
         super().__init__(config=config)
         assert attn_mask_type in CAUSAL, f"attention is causal, not {attn_mask_type}"
         assert attention_type == "self", f"{attention_type} attention is not computed here"
-        refuse(config)
+        check_attention_config(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.group = groups.cp
         self.cp, self.rank = self.group.size(), self.group.rank()
@@ -120,28 +120,28 @@ class CoreAttention(MegatronModule):
     def mix(self, query: Tensor, key: Tensor, value: Tensor, ends: tuple[int, ...]) -> Tensor:
         """Attend with communication over cp; inputs and output are this rank's share ``[s, b, heads, D]``."""
         if self.cp == 1:
-            return self.attend(query, key, value, whole_sequences(ends, 1, query.device))
+            return self.attend(query, key, value, full_spans(ends, 1, query.device))
         if self.kind == "all_gather":
-            pieces = own_chunks(ends, self.cp, self.rank, query.device)
+            pieces = ring_spans(ends, self.cp, self.rank, query.device)
             widths = [key.shape[-1], value.shape[-1]]
             key_value = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.group)
             key, value = key_value.index_select(0, pieces.order).split(widths, -1)
             return self.attend(query, key, value, pieces)
-        pieces = whole_sequences(ends, self.cp, query.device)
-        traded = trade_positions(query, key, value, self.group, heads=2, positions=0)
+        pieces = full_spans(ends, self.cp, query.device)
+        traded = seq_to_heads(query, key, value, self.group, heads=2, positions=0)
         query, key, value = (tensor.index_select(0, pieces.order) for tensor in traded)
         out = self.attend(query, key, value, pieces)
         out = out.index_select(0, pieces.order.argsort())
-        return trade_heads(out, self.group, heads=2, positions=0)
+        return heads_to_seq(out, self.group, heads=2, positions=0)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, pieces: AttentionSpans) -> Tensor:
         """Attend without communication; tensors are ``[s, b, heads, D]``, keys in the order of ``pieces``."""
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         options: Json = {"scale": self.scale, "window": self.window}
         if len(q) == 1 and has_kernel(q, dropout):
             lengths = (pieces.cu_queries, max(pieces.queries), pieces.cu_keys, max(pieces.keys))
-            out = varlen(q, k, v, *lengths, **options)
+            out = varlen_kernel(q, k, v, *lengths, **options)
         else:
             with self.rng(dropout):
                 out = packed_sdpa(q, k, v, pieces.queries, pieces.keys, dropout=dropout, **options)
@@ -157,7 +157,7 @@ class CoreAttention(MegatronModule):
         return get_cuda_rng_tracker().fork()
 
 
-def refuse(config: TransformerConfig) -> None:
+def check_attention_config(config: TransformerConfig) -> None:
     """Assert that ``config`` sets no option that this attention would ignore."""
     assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type} is not computed here"
     assert config.window_size is None, "windows of our attention are config.windows, not window_size"

@@ -8,11 +8,11 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from components.engines.megatron.runtime.cp_sharding import rank_order
+from components.engines.megatron.runtime.cp_sharding import zigzag_order
 
 
 @dataclass(frozen=True)
-class Pieces:
+class AttentionSpans:
     """Spans of queries and keys of a row; piece i of the queries attends to piece i of the keys.
 
     The queries of a piece are the last tokens of its keys: each attends to itself and the keys before it.
@@ -31,25 +31,25 @@ class Pieces:
 # Cached because all layers of a micro-batch and their recomputation use the same pieces; a pipeline has
 # several micro-batches in flight.
 @lru_cache(maxsize=64)
-def whole_sequences(ends: tuple[int, ...], cp: int, device: torch.device) -> Pieces:
+def full_spans(ends: tuple[int, ...], cp: int, device: torch.device) -> AttentionSpans:
     """Return one piece per sequence of the row; ``order`` is that of all tokens.
 
     ``ends`` are the start of every sequence in the whole row and the end of the last.
     """
     boundaries = torch.tensor(ends)
     spans = boundaries.diff().tolist()
-    return cut(spans, spans, rank_order(boundaries, cp), device)
+    return make_spans(spans, spans, zigzag_order(boundaries, cp), device)
 
 
 @lru_cache(maxsize=64)
-def own_chunks(ends: tuple[int, ...], cp: int, rank: int, device: torch.device) -> Pieces:
+def ring_spans(ends: tuple[int, ...], cp: int, rank: int, device: torch.device) -> AttentionSpans:
     """Return the two chunks of every sequence that ``rank`` holds, with all keys from the sequence's start.
 
     Chunk r attends to r + 1 chunks of keys and chunk 2cp - 1 - r to 2cp - r. That is 2cp + 1 chunks on every
     rank, hardly more than the sequence, so keys are copied about once and no scores between sequences are
     computed.
     """
-    order = rank_order(torch.tensor(ends), cp)
+    order = zigzag_order(torch.tensor(ends), cp)
     queries, keys, parts = [], [], []
     for begin, end in pairwise(ends):
         size = (end - begin) // (2 * cp)
@@ -57,11 +57,13 @@ def own_chunks(ends: tuple[int, ...], cp: int, rank: int, device: torch.device) 
             queries.append(size)
             keys.append((chunk + 1) * size)
             parts.append(order[begin : begin + keys[-1]])
-    return cut(queries, keys, torch.cat(parts), device)
+    return make_spans(queries, keys, torch.cat(parts), device)
 
 
-def cut(queries: Sequence[int], keys: Sequence[int], order: Tensor, device: torch.device) -> Pieces:
+def make_spans(
+    queries: Sequence[int], keys: Sequence[int], order: Tensor, device: torch.device
+) -> AttentionSpans:
     cu_queries, cu_keys = (
         torch.tensor([0, *accumulate(spans)], dtype=torch.int32, device=device) for spans in (queries, keys)
     )
-    return Pieces(tuple(queries), tuple(keys), cu_queries, cu_keys, order.to(device))
+    return AttentionSpans(tuple(queries), tuple(keys), cu_queries, cu_keys, order.to(device))

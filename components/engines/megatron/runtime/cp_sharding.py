@@ -17,11 +17,11 @@ from torch import Tensor
 
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.json_types import Json
-from components.engines.shared.ulysses import GatherShares, share
+from components.engines.shared.ulysses import AllGatherShards, rank_slice
 
 
 @dataclass(frozen=True)
-class Row:
+class CPShard:
     """This rank's share of ``B`` aligned rows of length ``cp * L``, made from a micro-batch ``[B, T]``."""
 
     input_ids: Tensor
@@ -49,7 +49,7 @@ class Row:
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
         """Return this rank's share ``[B, L]`` of ``values`` ``[B, T]``, with ``fill`` on padding."""
         whole = values.new_full((len(values), self.cp * self.input_ids.shape[1]), fill)
-        return share(whole.scatter(1, self.index, values), self.cp, self.rank)
+        return rank_slice(whole.scatter(1, self.index, values), self.cp, self.rank)
 
 
 def aligned_length(batch: Batch, *, cp: int, multiple: int) -> int:
@@ -64,7 +64,7 @@ def aligned_length(batch: Batch, *, cp: int, multiple: int) -> int:
     return round_up(sum(round_up(span, alignment(cp)) for span in spans), step)
 
 
-def make_row(batch: Batch, *, cp: int, rank: int, multiple: int, length: int | None = None) -> Row:
+def shard_batch(batch: Batch, *, cp: int, rank: int, multiple: int, length: int | None = None) -> CPShard:
     """Return the share of ``rank``; every rank of ``cp`` must pass the same ``batch``, which is on the CPU.
 
     Args:
@@ -78,15 +78,15 @@ def make_row(batch: Batch, *, cp: int, rank: int, multiple: int, length: int | N
     step = math.lcm(multiple, alignment(cp))
     assert length >= needed, f"a row of {needed} does not fit into {length}"
     assert length % step == 0, f"a row of {length} is no multiple of {step}"
-    ends = boundaries(batch, cp, length)
-    index = rank_order(ends, cp)[places(batch, ends)].expand_as(batch.labels)
+    ends = aligned_boundaries(batch, cp, length)
+    index = zigzag_order(ends, cp)[aligned_positions(batch, ends)].expand_as(batch.labels)
 
     def shared(values: Tensor, fill: int) -> Tensor:
         whole = values.new_full((len(values), length), fill)
-        return share(whole.scatter(1, index, values), cp, rank)
+        return rank_slice(whole.scatter(1, index, values), cp, rank)
 
     packed = batch.cu_seqlens is not None
-    return Row(
+    return CPShard(
         input_ids=shared(batch.input_ids, 0),
         labels=shared(batch.labels, IGNORE),
         position_ids=shared(batch.position_ids, 0),
@@ -98,15 +98,15 @@ def make_row(batch: Batch, *, cp: int, rank: int, multiple: int, length: int | N
     )
 
 
-def gather(values: Tensor, row: Row, group: dist.ProcessGroup | None) -> Tensor:
+def gather_shards(values: Tensor, row: CPShard, group: dist.ProcessGroup | None) -> Tensor:
     """Gather the shares ``[B, L]`` into ``[B, T]``, shaped like ``Batch.labels``, on every rank.
 
     Collective over ``group``, the ranks of ``cp``; None is allowed if cp is 1. The result is differentiable
-    if every rank computes the same function of it: see ``GatherShares``.
+    if every rank computes the same function of it: see ``AllGatherShards``.
     """
     if row.cp > 1:
         assert group is not None, "a row cut by context parallelism is gathered over its group"
-        values = GatherShares.apply(values, group)
+        values = AllGatherShards.apply(values, group)
     return values.gather(1, row.index)
 
 
@@ -119,7 +119,7 @@ def round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def boundaries(batch: Batch, cp: int, length: int) -> Tensor:
+def aligned_boundaries(batch: Batch, cp: int, length: int) -> Tensor:
     """Return int64 ``[S' + 1]``: the starts of the sequences of the whole aligned row, and its end."""
     if batch.cu_seqlens is None:
         return torch.tensor([0, length])
@@ -128,7 +128,7 @@ def boundaries(batch: Batch, cp: int, length: int) -> Tensor:
     return F.pad(torch.tensor([*spans, padding] if padding else spans).cumsum(0), (1, 0))
 
 
-def places(batch: Batch, ends: Tensor) -> Tensor:
+def aligned_positions(batch: Batch, ends: Tensor) -> Tensor:
     """Return int64 ``[T]``: the index of each position t of the micro-batch in the whole aligned row."""
     position = torch.arange(batch.labels.shape[1])
     if batch.cu_seqlens is None:
@@ -137,7 +137,7 @@ def places(batch: Batch, ends: Tensor) -> Tensor:
     return position + (ends[: len(begin)] - begin)[batch.sequence_ids()[0]]
 
 
-def rank_order(ends: Tensor, cp: int) -> Tensor:
+def zigzag_order(ends: Tensor, cp: int) -> Tensor:
     """Return int64 ``[W]``: the index of every position of the whole row in the row in rank order.
 
     ``ends`` is int64 ``[S' + 1]``; every span must be a multiple of ``2 * cp`` unless ``cp`` is 1.

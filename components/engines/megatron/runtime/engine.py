@@ -23,27 +23,32 @@ from components.contracts.engine import EngineOptions
 from components.contracts.loss import Loss
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime import schedule, state_dict
-from components.engines.megatron.runtime.hf_weights import Meshes, fill, load_weights, whole_tensors
+from components.engines.megatron.runtime.hf_weights import (
+    TPMeshes,
+    fill_parameter,
+    full_hf_tensors,
+    load_weights,
+)
 from components.engines.megatron.runtime.lora import adapters_off
-from components.engines.megatron.runtime.model import padded
+from components.engines.megatron.runtime.model import padded_vocab_size
 from components.engines.megatron.runtime.model_builder import (
-    build_parts,
-    distribute,
+    build_model_chunks,
     initial_weights,
     without_dropout,
+    wrap_ddp,
 )
-from components.engines.megatron.runtime.moe_router import Routing, forget_last_pass
-from components.engines.megatron.runtime.optimizer import Update
+from components.engines.megatron.runtime.moe_router import MegatronRouterState, clear_router_state
+from components.engines.megatron.runtime.optimizer import MegatronOptimizers
 from components.engines.megatron.runtime.parallel_state import (
     from_last_stage,
+    gather_mesh_info,
     initialize_groups,
-    mesh,
     random_stream,
 )
 from components.engines.megatron.runtime.transformer_config import transformer_config
 from components.engines.shared import process_group
-from components.engines.shared.loss_accumulator import Sums
-from components.engines.shared.mtp import Scores, with_further
+from components.engines.shared.loss_accumulator import LossAccumulator
+from components.engines.shared.mtp import TokenStatsWithMTP, add_mtp_losses
 from components.engines.shared.train_step import TrainStepEngine
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
@@ -58,7 +63,7 @@ class MegatronEngine(TrainStepEngine):
     Every pipeline stage receives the last stage's sums.
     """
 
-    routing: Routing | None
+    routing: MegatronRouterState | None
 
     def __init__(
         self,
@@ -71,10 +76,10 @@ class MegatronEngine(TrainStepEngine):
         self.device, self.spec, self.layout, self.options = device, model, layout, options
         self.max_grad_norm = optimizer.max_grad_norm
         initialize_groups(layout)
-        self.ranks = mesh(layout)
+        self.ranks = gather_mesh_info(layout)
         self.group = parallel_state.get_data_parallel_group()
-        self.data_rank = parallel_state.get_data_parallel_rank()
-        self.data_size = parallel_state.get_data_parallel_world_size()
+        self.dp_rank = parallel_state.get_data_parallel_rank()
+        self.dp_size = parallel_state.get_data_parallel_world_size()
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         # For dropout, ranks that share a token's activations use one random stream, all others their own.
         model_parallel_cuda_manual_seed(options.seed + 100 * random_stream())
@@ -86,18 +91,18 @@ class MegatronEngine(TrainStepEngine):
         if options.reference == "frozen":
             other = options.reference_model
             self.reference = self._frozen(model if other is None else other)
-        parts = build_parts(self.meta, self.config, layout, options)
+        parts = build_model_chunks(self.meta, self.config, layout, options)
         self.blocks, self.frozen, self.bias_blocks = parts.trained, parts.frozen, parts.biases
         load_weights(self.frozen | self.bias_blocks, source)
         drops = layout.capacity_factor is not None
-        self.routing = Routing.build(model.moe, self.meta, parts.routers, device, drops=drops)
-        self.chunks = [distribute(self.config, chunk, layout, n) for n, chunk in enumerate(parts.chunks)]
-        self.update = Update.build(optimizer, self.chunks, layout, options.dtype)
+        self.routing = MegatronRouterState.build(model.moe, self.meta, parts.routers, device, drops=drops)
+        self.chunks = [wrap_ddp(self.config, chunk, layout, n) for n, chunk in enumerate(parts.chunks)]
+        self.update = MegatronOptimizers.build(optimizer, self.chunks, layout, options.dtype)
         for parameter, members in self.blocks.items():
             whole = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
-            fill(whole, members, source)
+            fill_parameter(whole, members, source)
             self.update.write(parameter, "model", whole)
-        self.meshes = Meshes.of_rank(device.type)
+        self.meshes = TPMeshes.of_rank(device.type)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -105,7 +110,7 @@ class MegatronEngine(TrainStepEngine):
         """Build the chunks of ``model`` with its initial weights, frozen and in evaluation mode."""
         hf, options = model.config(), replace(self.options, adapter=None)
         config = transformer_config(hf, self.layout, options.dtype)
-        parts = build_parts(model.build(hf), config, self.layout, options)
+        parts = build_model_chunks(model.build(hf), config, self.layout, options)
         load_weights(parts.trained | parts.frozen | parts.biases, model.weights(options.seed))
         return [chunk.requires_grad_(False).eval() for chunk in parts.chunks]
 
@@ -121,7 +126,7 @@ class MegatronEngine(TrainStepEngine):
         for part, wanted in ((microbatches[:alone], begun), (microbatches[alone:], ending)):
             self._run(self.chunks, part, partial(self._add, self.sums, part, loss), wanted)
 
-    def reduce_sums(self, sums: Sums) -> tuple[dict[str, float], int]:
+    def reduce_sums(self, sums: LossAccumulator) -> tuple[dict[str, float], int]:
         """Return the last pipeline stage's means and count, on every rank."""
         return from_last_stage(super().reduce_sums(sums) if self.is_last_stage else None, self.device)
 
@@ -141,7 +146,7 @@ class MegatronEngine(TrainStepEngine):
 
     def count_zeros(self) -> int:
         """Count zero gradients, except those of vocabulary padding, which are always zero and not weights."""
-        rows = padded(self.hf.vocab_size, self.config) - self.hf.vocab_size
+        rows = padded_vocab_size(self.hf.vocab_size, self.config) - self.hf.vocab_size
         split = (self.meta.get_input_embeddings(), self.meta.get_output_embeddings())
         matrices = {module.weight for module in split}  # tied weights count once
         trained = sum(self.options.adapter is None and matrix.requires_grad for matrix in matrices)
@@ -168,7 +173,7 @@ class MegatronEngine(TrainStepEngine):
     def logps(self, microbatches: Sequence[Batch], *, reference: bool = False) -> list[Tensor] | None:
         found: list[Tensor] = []
 
-        def consume(_: int, stats: Scores) -> Tensor:
+        def consume(_: int, stats: TokenStatsWithMTP) -> Tensor:
             found.append(stats.logps)
             return stats.logps.sum()
 
@@ -179,7 +184,7 @@ class MegatronEngine(TrainStepEngine):
     def evaluating(self) -> AbstractContextManager[None]:
         return without_dropout(self.chunks)
 
-    def evaluate_microbatches(self, microbatches: Sequence[Batch], loss: Loss, sums: Sums) -> None:
+    def evaluate_microbatches(self, microbatches: Sequence[Batch], loss: Loss, sums: LossAccumulator) -> None:
         consume = partial(self._add, sums, microbatches, loss, train=False)
         self._run(self.chunks, microbatches, consume, schedule.Pass(loss, forward_only=True))
 
@@ -197,11 +202,11 @@ class MegatronEngine(TrainStepEngine):
         self.gather_parameters()
         adapter, dtype = self.options.adapter, self.options.dtype
         if adapter is not None:
-            added = whole_tensors(self.blocks, self.meshes, lambda p: self.update.read(p, "model"))
+            added = full_hf_tensors(self.blocks, self.meshes, lambda p: self.update.read(p, "model"))
             export_adapter(adapter, self.spec, added, path)
         else:
             held = self.blocks | self.frozen | self.bias_blocks
-            tensors = whole_tensors(held, self.meshes, lambda p: p)
+            tensors = full_hf_tensors(held, self.meshes, lambda p: p)
             converted = ((n, t.to(stored_dtype(n, dtype))) for n, t in tensors)
             export_folder(self.spec, converted, path, dtype)
 
@@ -227,13 +232,13 @@ class MegatronEngine(TrainStepEngine):
         }
 
     def close(self) -> None:
-        forget_last_pass([*self.chunks, *(self.reference or ())])
+        clear_router_state([*self.chunks, *(self.reference or ())])
         for held in ("chunks", "reference", "update", "blocks", "bias_blocks", "frozen", "meshes", "routing"):
             delattr(self, held)
         RotaryEmbedding.forward.cache_clear()  # the cached method holds a reference to the model
         gc.collect()
         parallel_state.destroy_model_parallel()
-        process_group.leave()
+        process_group.destroy_process_group()
 
     # ---- private
 
@@ -256,25 +261,25 @@ class MegatronEngine(TrainStepEngine):
         consume: schedule.Consume,
         wanted: schedule.Pass,
     ) -> None:
-        schedule.run(chunks, microbatches, consume, self.layout, self.device, wanted)
+        schedule.run_schedule(chunks, microbatches, consume, self.layout, self.device, wanted)
 
     def _add(
         self,
-        sums: Sums,
+        sums: LossAccumulator,
         microbatches: Sequence[Batch],
         loss: Loss,
         number: int,
-        stats: Scores,
+        stats: TokenStatsWithMTP,
         train: bool = True,
     ) -> Tensor:
         """Add one micro-batch's loss to ``sums``; return the scalar to differentiate (last stage only)."""
         here, terms = microbatches[number], self.spec.mtp
         output, counts = loss(stats, here.to(self.device)), loss.counts(here)
         if train:
-            output, counts = with_further(output, counts, terms, terms.batches(here), stats.further)
+            output, counts = add_mtp_losses(output, counts, terms, terms.batches(here), stats.mtp)
         sums.add(output, counts)  # counted on the host; reading from the GPU would block
         # The counts of an evaluation are known only at its end, and the schedule accepts any scalar.
-        return sums.objective(output) if train else next(iter(output.terms.values()))
+        return sums.scaled_loss(output) if train else next(iter(output.terms.values()))
 
     def _bucket_groups(self) -> Iterator[Any]:
         return chain(*(c.bucket_groups + c.expert_parallel_bucket_groups for c in self.chunks))

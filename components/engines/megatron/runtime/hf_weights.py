@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from components.checkpoint.flat_shard import Box, boxes
+from components.checkpoint.flat_shard import FlatChunk, flat_chunks
 from components.engines.megatron.hf_names import decoder_key, hf_names
 from components.models import WeightSource
 
@@ -27,7 +27,7 @@ Shapes = Mapping[str, torch.Size]
 
 
 @dataclass(frozen=True)
-class Block:
+class HFTensorSlice:
     """The part of one Hugging Face tensor that lies in one parameter of this rank.
 
     The parameter's rows form ``groups`` equal groups; the block is rows ``start:stop`` of every group.
@@ -64,7 +64,7 @@ class Block:
         for target, group in zip(rows, value.reshape(rows.shape), strict=True):
             target.copy_(group)
 
-    def boxes(self, shape: torch.Size, where: slice) -> Iterator[Box]:
+    def flat_chunks(self, shape: torch.Size, where: slice) -> Iterator[FlatChunk]:
         """Yield the Hugging Face tensor's boxes in elements ``where`` of the flattened parameter."""
         columns, height, rows = math.prod(shape[1:]), shape[0] // self.groups, self.stop - self.start
         for group in range(self.groups):
@@ -72,7 +72,7 @@ class Block:
             begin = max(first, where.start)
             origin = [part.start for part in self.index]
             origin[0] += group * rows
-            yield from boxes(
+            yield from flat_chunks(
                 begin - first,
                 min(first + rows * columns, where.stop) - first,
                 columns,
@@ -84,22 +84,22 @@ class Block:
         return tensor.unflatten(0, (self.groups, -1))[:, self.start : self.stop]
 
 
-Blocks = dict[nn.Parameter, list[Block]]
+HFTensorSlices = dict[nn.Parameter, list[HFTensorSlice]]
 
 
-def blocks(chunks: Sequence[GPTModel], shapes: Shapes) -> Blocks:
+def hf_slices(chunks: Sequence[GPTModel], shapes: Shapes) -> HFTensorSlices:
     """Return the blocks of every parameter of ``chunks`` (unwrapped), without communication.
 
     Assert that every row, except vocabulary padding, belongs to exactly one block that fits ``shapes``.
     """
-    found: Blocks = {}
+    found: HFTensorSlices = {}
     for chunk in chunks:
         for parameter, tensors in sharded_parameters(chunk):
             assert parameter not in found, f"{tensors[0].key}: a parameter with two names"
             groups = chunk.config.num_query_groups
             for tensor in tensors:
                 tensor.key = decoder_key(tensor.key, chunk.config.num_layers)
-            found[parameter] = [b for t in tensors for b in tensor_blocks(parameter, t, shapes, groups)]
+            found[parameter] = [b for t in tensors for b in tensor_slices(parameter, t, shapes, groups)]
             check_rows(parameter, tensors[0], found[parameter])
     assert found.keys() == {p for chunk in chunks for p in chunk.parameters()}, "a parameter without a name"
     return found
@@ -119,27 +119,31 @@ def sharded_parameters(chunk: GPTModel) -> Iterator[tuple[nn.Parameter, list[Sha
             yield item.data, [item]
 
 
-def tensor_blocks(
+def tensor_slices(
     parameter: nn.Parameter, tensor: ShardedTensor, shapes: Shapes, query_groups: int
-) -> list[Block]:
+) -> list[HFTensorSlice]:
     """Return the blocks of ``tensor``, which consists of rows of ``parameter``."""
     names = hf_names(tensor.key)
     rows, offset = tensor.local_shape[0], tensor.global_offset[0]
     first = (tensor.data.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
     if len(names) == 1:
-        return [block(names[0], parameter, tensor, shapes, offset=offset, groups=1, start=first, rows=rows)]
+        return [
+            hf_slice(names[0], parameter, tensor, shapes, offset=offset, groups=1, start=first, rows=rows)
+        ]
     widths = [shapes[name][0] // query_groups for name in names]
     groups, before = rows // sum(widths), offset // sum(widths)
     assert first == 0, f"{tensor.key}: query groups that begin within a parameter"
     assert rows == groups * sum(widths), f"{tensor.key}: {rows} rows are no whole query groups of {widths}"
     starts = [sum(widths[:i]) for i in range(len(widths))]
     return [
-        block(name, parameter, tensor, shapes, offset=before * width, groups=groups, start=start, rows=width)
+        hf_slice(
+            name, parameter, tensor, shapes, offset=before * width, groups=groups, start=start, rows=width
+        )
         for name, start, width in zip(names, starts, widths, strict=True)
     ]
 
 
-def block(
+def hf_slice(
     name: str,
     parameter: Tensor,
     tensor: ShardedTensor,
@@ -149,7 +153,7 @@ def block(
     groups: int,
     start: int,
     rows: int,
-) -> Block:
+) -> HFTensorSlice:
     """Describe ``groups`` runs of ``rows`` rows, starting at row ``offset``, without vocabulary padding."""
     assert name in shapes, f"{tensor.key}: the model has no {name}"
     shape = shapes[name]
@@ -160,22 +164,22 @@ def block(
     assert len(split) <= 1, f"{tensor.key} is split in dimensions {split}"
     for dim, (size, parts) in enumerate(zip(shape, tensor.axis_fragmentations, strict=True)):
         rank = tensor.global_offset[dim] // tensor.local_shape[dim]
-        assert index[dim] == shard(size, parts, rank), f"{tensor.key}: not the {name} of DTensor"
+        assert index[dim] == chunk_range(size, parts, rank), f"{tensor.key}: not the {name} of DTensor"
     # Megatron numbers replicas by (pipeline, tensor, data); the tied head on the last stage has pipeline 1.
     primary = tensor.replica_id[0] == 0
     place = (groups, start, start + rows)
-    return Block(
+    return HFTensorSlice(
         name, shape, tuple(index), split[0] if split else None, *place, primary, is_expert(parameter)
     )
 
 
-def shard(size: int, parts: int, rank: int) -> slice:
+def chunk_range(size: int, parts: int, rank: int) -> slice:
     """Return the slice of ``rank`` as in ``torch.chunk`` and DTensor's ``Shard``; the last may be short."""
     step = math.ceil(size / parts)
     return slice(min(rank * step, size), min((rank + 1) * step, size))
 
 
-def check_rows(parameter: nn.Parameter, tensor: ShardedTensor, members: Sequence[Block]) -> None:
+def check_rows(parameter: nn.Parameter, tensor: ShardedTensor, members: Sequence[HFTensorSlice]) -> None:
     """Assert that every row of ``parameter`` is in one block, except padding, if Megatron allows it there."""
     covered = torch.zeros(parameter.shape[0], dtype=torch.int64)
     for member in members:
@@ -187,14 +191,14 @@ def check_rows(parameter: nn.Parameter, tensor: ShardedTensor, members: Sequence
 # ---- loading
 
 
-def load_weights(found: Blocks, source: WeightSource) -> None:
+def load_weights(found: HFTensorSlices, source: WeightSource) -> None:
     """Fill every parameter with its part of ``source``; only the parts that this rank holds are read."""
     for parameter, members in found.items():
-        fill(parameter, members, source)
+        fill_parameter(parameter, members, source)
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, members: Sequence[Block], source: WeightSource) -> None:
+def fill_parameter(tensor: Tensor, members: Sequence[HFTensorSlice], source: WeightSource) -> None:
     """Fill one parameter, or its master weight, as in ``load_weights``; padding rows become zero."""
     tensor.zero_()
     for member in members:
@@ -217,28 +221,28 @@ def replicas(parameter: Tensor) -> dist.ProcessGroup:
 
 
 @dataclass(frozen=True)
-class Meshes:
+class TPMeshes:
     """The meshes over which ``Block.dim`` is split."""
 
     dense: DeviceMesh
     experts: DeviceMesh
 
     @classmethod
-    def of_rank(cls, device_type: str) -> "Meshes":
+    def of_rank(cls, device_type: str) -> "TPMeshes":
         return cls(
             DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), device_type),
             DeviceMesh.from_group(parallel_state.get_expert_tensor_parallel_group(), device_type),
         )
 
-    def of(self, member: Block) -> DeviceMesh:
+    def of(self, member: HFTensorSlice) -> DeviceMesh:
         return self.experts if member.expert else self.dense
 
-    def first(self, member: Block) -> bool:
+    def first(self, member: HFTensorSlice) -> bool:
         """Return whether this rank writes ``member`` on behalf of all ranks that hold it after gathering."""
         return self.of(member).get_local_rank() == 0
 
 
-def as_dtensor(member: Block, value: Tensor, mesh: DeviceMesh) -> Tensor:
+def as_dtensor(member: HFTensorSlice, value: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return ``value``, shaped like ``member.read``, as this rank's part of the Hugging Face tensor.
 
     The result is a DTensor over ``mesh`` that shares memory with ``value``, or ``value`` itself if the block
@@ -251,14 +255,14 @@ def as_dtensor(member: Block, value: Tensor, mesh: DeviceMesh) -> Tensor:
     return DTensor.from_local(value, mesh, placements, run_check=False, shape=member.shape, stride=stride)
 
 
-def whole(member: Block, value: Tensor, mesh: DeviceMesh) -> Tensor:
+def full_hf_tensor(member: HFTensorSlice, value: Tensor, mesh: DeviceMesh) -> Tensor:
     """Gather the Hugging Face tensor from the parts ``value`` of the ranks of ``mesh``; collective."""
     tensor = as_dtensor(member, value, mesh)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_tensors(
-    found: Blocks, meshes: Meshes, tensor_of: Callable[[nn.Parameter], Tensor]
+def full_hf_tensors(
+    found: HFTensorSlices, meshes: TPMeshes, tensor_of: Callable[[nn.Parameter], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the Hugging Face tensors that this rank writes, tied ones once; every rank must consume it.
 
@@ -272,6 +276,6 @@ def whole_tensors(
             continue
         for member in members:
             if member.primary:
-                gathered = whole(member, member.read(tensor), meshes.of(member))
+                gathered = full_hf_tensor(member, member.read(tensor), meshes.of(member))
                 if meshes.first(member):
                     yield member.name, gathered

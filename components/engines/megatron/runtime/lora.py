@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from components.adapters import LoRA
-from components.engines.megatron.runtime.hf_weights import Block, Blocks
+from components.engines.megatron.runtime.hf_weights import HFTensorSlice, HFTensorSlices
 from components.engines.megatron.runtime.mla import WholeLinear
 
 ADAPTED = ColumnParallelLinear | RowParallelLinear | WholeLinear
@@ -39,13 +39,13 @@ class AdaptedLinear(nn.Module):
     Row parallel: A is split by columns like the input, and B is replicated. The product of width r is summed
     over tp ranks.
     Replicated: so are A and B, without communication. This includes layers of experts, which
-    ``check_adapter`` requires to be unsplit and whose tokens are already on their rank. Gradients are summed
+    ``check_lora`` requires to be unsplit and whose tokens are already on their rank. Gradients are summed
     over the ranks that hold the same expert.
     With sequence parallelism the replicated factor processes only this rank's positions, and Megatron's
     ``finalize_model_grads`` sums its gradient.
     """
 
-    def __init__(self, base: Any, members: Sequence[Block], adapter: LoRA) -> None:
+    def __init__(self, base: Any, members: Sequence[HFTensorSlice], adapter: LoRA) -> None:
         """Wrap ``base``; ``members`` are the adapted blocks of ``base.weight``, in the order of its rows."""
         super().__init__()
         self.base, self.members, self.scaling, self.dropout = base, members, adapter.scaling, adapter.dropout
@@ -78,9 +78,9 @@ class AdaptedLinear(nn.Module):
         self.register_parameter(name, parameter)
         return parameter
 
-    def blocks(self) -> Blocks:
+    def blocks(self) -> HFTensorSlices:
         """Return the blocks of the factors, under their names in the adapter."""
-        found: Blocks = {}
+        found: HFTensorSlices = {}
         for member, a, b in zip(self.members, self.down, self.up, strict=True):
             module = member.name.removesuffix(".weight")
             (out_rows, in_columns), rank = member.index, slice(0, len(a))
@@ -92,7 +92,9 @@ class AdaptedLinear(nn.Module):
             ):
                 name = f"{module}.lora_{letter}.weight"
                 found[parameter] = [
-                    Block(name, shape, index, dim, 1, 0, len(parameter), primary=True, expert=self.expert)
+                    HFTensorSlice(
+                        name, shape, index, dim, 1, 0, len(parameter), primary=True, expert=self.expert
+                    )
                 ]
         return found
 
@@ -117,7 +119,7 @@ class AdaptedLinear(nn.Module):
         return reduce_from_tensor_model_parallel_region(narrow, group=self.group)
 
     def _add(self, out: Tensor, narrow: Tensor) -> Tensor:
-        """Add each adapter's product with B to its layer's rows of the output of ``base``; see ``Block``."""
+        """Add the product of each adapter with B to the rows of its layer in the output of ``base``."""
         rows = out.unflatten(-1, (self.members[0].groups, -1))
         products = narrow.split(len(self.down[0]), -1)
         parts, end = [], 0
@@ -137,18 +139,18 @@ class AdaptedLinear(nn.Module):
         return get_cuda_rng_tracker().fork()
 
 
-def factor_shapes(member: Block, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def factor_shapes(member: HFTensorSlice, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the shapes of this rank's parts of A and B."""
     rows, columns = (index.stop - index.start for index in member.index)
     return (rank, columns), (rows, rank)
 
 
-def adapt(chunk: nn.Module, found: Blocks, adapter: LoRA, targets: Collection[str]) -> Blocks:
+def adapt(chunk: nn.Module, found: HFTensorSlices, adapter: LoRA, targets: Collection[str]) -> HFTensorSlices:
     """Wrap the layers of ``chunk`` that hold ``targets`` (Hugging Face layers); return the added parameters.
 
     It must follow ``hf_weights.blocks``, which needs Megatron's own names. The parameters are uninitialised.
     """
-    added: Blocks = {}
+    added: HFTensorSlices = {}
     for parent in list(chunk.modules()):
         for name, layer in list(parent.named_children()):
             if not isinstance(layer, ADAPTED) or layer.weight not in found:

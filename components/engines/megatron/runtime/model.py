@@ -28,30 +28,30 @@ from transformers import PreTrainedConfig
 
 from components.contracts.loss import TokenStats
 from components.engines.megatron.runtime.attention import CoreAttention, packed_seq_params
-from components.engines.megatron.runtime.cp_sharding import Row
+from components.engines.megatron.runtime.cp_sharding import CPShard
 from components.engines.megatron.runtime.mla import LatentAttention
-from components.engines.megatron.runtime.moe_router import Router, Traffic, routers_of
-from components.engines.megatron.runtime.mtp import further_spec
-from components.engines.shared.mtp import Scores
+from components.engines.megatron.runtime.moe_router import Router, TokenRouting, find_routers
+from components.engines.megatron.runtime.mtp import mtp_spec
+from components.engines.shared.mtp import TokenStatsWithMTP
 from components.engines.shared.token_log_probs import token_stats
 from components.engines.shared.vocab_parallel import VocabularyShard
 
 
 @dataclass(frozen=True)
-class Asked:
+class ForwardRequest:
     """The input of one forward pass: a row, and the statistics that the loss needs."""
 
-    row: Row
+    shard: CPShard
     requires: frozenset[str] = frozenset()
     weights: Tensor | None = None
     """float32, shaped like ``row.labels``."""
-    traffic: Traffic | None = None
+    routing: TokenRouting | None = None
     """Input for the routers. None means that this rank has no routers."""
-    further: tuple["Asked", ...] = ()
+    mtp: tuple["ForwardRequest", ...] = ()
     """The inputs of the MTP layers, by depth. If empty, these layers are not computed."""
 
 
-class Scorer(GPTModel):
+class LogProbGPTModel(GPTModel):
     """One chunk of the model; it returns hidden states ``[s, b, h]``, or statistics if it is the last chunk.
 
     With tensor parallelism the statistics are the same on every tensor-parallel rank. With context
@@ -68,17 +68,17 @@ class Scorer(GPTModel):
     ) -> None:
         spec = block_spec(config, options["vp_stage"], transformer_engine=transformer_engine)
         if config.mtp_num_layers:
-            options["mtp_block_spec"] = further_spec(config, spec, options["vp_stage"])
-        super().__init__(config, spec, vocab_size=padded(vocab_size, config), **options)
+            options["mtp_block_spec"] = mtp_spec(config, spec, options["vp_stage"])
+        super().__init__(config, spec, vocab_size=padded_vocab_size(vocab_size, config), **options)
         # Our attention reads sequence boundaries on the CPU, transformer-engine's on the device.
         self.boundaries = torch.device(torch.cuda.current_device()) if transformer_engine else None
-        self.routers = routers_of([self])
+        self.routers = find_routers([self])
         for parameter in expert_parameters(self):
             # Megatron reduces these gradients over the ranks that hold the same experts, but with ep=1 it
             # does not set this flag. It is needed if tp > etp, when tp ranks have seen different tokens.
             parameter.allreduce = False  # type: ignore[attr-defined]
         self.tp = self.pg_collection.tp
-        rows = padded(vocab_size, config) // self.tp.size()
+        rows = padded_vocab_size(vocab_size, config) // self.tp.size()
         start = self.tp.rank() * rows
         self.shard = VocabularyShard(self.tp, start, vocab_size)
         self.head_rows = max(min(vocab_size - start, rows), 0)
@@ -86,25 +86,27 @@ class Scorer(GPTModel):
             # Computed by calling the layer, because Megatron gathers its parameters before the call.
             self.output_layer.forward = self.statistics
 
-    def forward(self, asked: Asked) -> object:
-        row = asked.row
+    def forward(self, asked: ForwardRequest) -> object:
+        row = asked.shard
         for router in self.routers:
-            router.traffic = asked.traffic
+            router.token_routing = asked.routing
         packed = packed_seq_params(row, self.boundaries)
         return super().forward(row.input_ids, row.position_ids, None, labels=asked, packed_seq_params=packed)
 
-    def _postprocess(self, hidden_states: Tensor, *, labels: Asked, **others: object) -> Tensor | Scores:
+    def _postprocess(
+        self, hidden_states: Tensor, *, labels: ForwardRequest, **others: object
+    ) -> Tensor | TokenStatsWithMTP:
         """Return statistics in place of logits; Megatron passes ``labels`` through unchanged."""
         if not self.post_process:
             return hidden_states
         stats = self.output_layer(hidden_states, labels)
-        further = self._further(hidden_states, labels.further, **others)
-        return Scores(**vars(stats), further=tuple(further))
+        mtp = self._mtp(hidden_states, labels.mtp, **others)
+        return TokenStatsWithMTP(**vars(stats), mtp=tuple(mtp))
 
-    def _further(
+    def _mtp(
         self,
         hidden: Tensor,
-        depths: tuple[Asked, ...],
+        depths: tuple[ForwardRequest, ...],
         rotary_pos_emb: object,
         packed_seq_params: object,
         **_: object,
@@ -112,8 +114,8 @@ class Scorer(GPTModel):
         """Yield ``logps`` of each MTP depth; ``hidden`` is the output of the final norm."""
         for layer, asked in zip(self.mtp.layers if depths else (), depths, strict=True):
             hidden, _, _ = layer(
-                input_ids=asked.row.input_ids,
-                position_ids=asked.row.position_ids,
+                input_ids=asked.shard.input_ids,
+                position_ids=asked.shard.position_ids,
                 hidden_states=hidden,
                 attention_mask=None,
                 rotary_pos_emb=rotary_pos_emb,
@@ -122,7 +124,7 @@ class Scorer(GPTModel):
             )
             yield self.output_layer(hidden, asked).logps
 
-    def statistics(self, hidden_states: Tensor, asked: Asked) -> TokenStats:
+    def statistics(self, hidden_states: Tensor, asked: ForwardRequest) -> TokenStats:
         """Compute the statistics of the labels from the output ``[s, b, h]`` of the final norm."""
         # Each tp rank computes a part of the hidden states' gradient; the backward pass of these sums it.
         if self.config.sequence_parallel:
@@ -134,7 +136,7 @@ class Scorer(GPTModel):
             hidden,
             # Sliced only if this rank has padding: the backward pass of a slice fills a second tensor.
             head if self.head_rows == len(head) else head[: self.head_rows],
-            asked.row.labels,
+            asked.shard.labels,
             requires=asked.requires,
             weights=asked.weights,
             shard=self.shard if self.tp.size() > 1 else None,
@@ -148,7 +150,7 @@ class Scorer(GPTModel):
         return self.output_layer.weight
 
 
-def padded(vocab_size: int, config: TransformerConfig) -> int:
+def padded_vocab_size(vocab_size: int, config: TransformerConfig) -> int:
     """Round the vocabulary up to equal rows on every tp rank; padding does not enter the softmax."""
     tp = config.tensor_model_parallel_size
     return -(-vocab_size // tp) * tp
@@ -156,7 +158,7 @@ def padded(vocab_size: int, config: TransformerConfig) -> int:
 
 def build_chunks(
     hf: PreTrainedConfig, config: TransformerConfig, *, transformer_engine: bool
-) -> list[Scorer]:
+) -> list[LogProbGPTModel]:
     """Build this rank's chunks (one, or vpp if interleaved); their parameters are uninitialised."""
     chunks = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if chunks is None else list(range(chunks))
@@ -165,9 +167,9 @@ def build_chunks(
 
 def build_chunk(
     hf: PreTrainedConfig, config: TransformerConfig, vp_stage: int | None, *, transformer_engine: bool
-) -> Scorer:
+) -> LogProbGPTModel:
     where = {"ignore_virtual": False, "vp_stage": vp_stage}
-    chunk = Scorer(
+    chunk = LogProbGPTModel(
         config,
         hf.vocab_size,
         transformer_engine=transformer_engine,

@@ -15,27 +15,27 @@ from transformers import PreTrainedModel
 from components.contracts.engine import EngineOptions
 from components.engines.megatron.checks import uses_transformer_engine
 from components.engines.megatron.layout import Layout
-from components.engines.megatron.runtime.hf_weights import Blocks, blocks
+from components.engines.megatron.runtime.hf_weights import HFTensorSlices, hf_slices
 from components.engines.megatron.runtime.lora import adapt
 from components.engines.megatron.runtime.model import build_chunks
-from components.engines.megatron.runtime.moe_router import Router, routers_of
+from components.engines.megatron.runtime.moe_router import Router, find_routers
 from components.models import ModelSpec, WeightSource, named_shapes
-from components.models.experts import biases, routed
+from components.models.experts import moe_blocks, router_biases
 
 
 @dataclass(frozen=True)
-class Parts:
+class BuiltChunks:
     chunks: list[nn.Module]
-    trained: Blocks
-    frozen: Blocks
-    biases: Blocks
+    trained: HFTensorSlices
+    frozen: HFTensorSlices
+    biases: HFTensorSlices
     """Router biases. They have no gradient, but training changes them and checkpoints contain them."""
     routers: list[Router]
 
 
-def build_parts(
+def build_model_chunks(
     meta: PreTrainedModel, config: TransformerConfig, layout: Layout, options: EngineOptions
-) -> Parts:
+) -> BuiltChunks:
     """Build this rank's uninitialised chunks; ``meta`` is the Hugging Face model on the meta device.
 
     Parameters frozen in ``meta`` are frozen here; with an adapter, all parameters except its own are.
@@ -43,27 +43,27 @@ def build_parts(
     dtype, adapter = options.dtype, options.adapter
     engine = uses_transformer_engine(meta.config, layout, dtype, options.device, adapter)
     bare = build_chunks(meta.config, config, transformer_engine=engine)
-    moving = set() if adapter else set(biases(meta))
+    moving = set() if adapter else set(router_biases(meta))
     frozen_names = {n for n, p in meta.named_parameters() if adapter or not p.requires_grad}
-    found, recomputed = blocks(bare, named_shapes(meta)), layout.activation_checkpointing == "full"
-    trained, frozen = freeze(bare, found, frozen_names, recomputed=recomputed)
+    found, recomputed = hf_slices(bare, named_shapes(meta)), layout.activation_checkpointing == "full"
+    trained, frozen = freeze_parameters(bare, found, frozen_names, recomputed=recomputed)
     if adapter is not None:
         targets = frozenset(adapter.targets(meta))
         for chunk in bare:
             trained |= adapt(chunk, frozen, adapter, targets)
-    routers = routers_of(bare)
+    routers = find_routers(bare)
     number_layers(routers, found, meta)
     chunks = [Float16Module(config, chunk) if dtype != torch.float32 else chunk for chunk in bare]
-    kept: Blocks = {p: members for p, members in frozen.items() if members[0].name in moving}
+    kept: HFTensorSlices = {p: members for p, members in frozen.items() if members[0].name in moving}
     for router in routers:  # kept in fp32: half precision would lose their small updates
         if router.experts.biased:
             router.expert_bias.data = router.expert_bias.data.float()
-    return Parts(chunks, trained, {p: m for p, m in frozen.items() if p not in kept}, kept, routers)
+    return BuiltChunks(chunks, trained, {p: m for p, m in frozen.items() if p not in kept}, kept, routers)
 
 
-def number_layers(routers: Sequence[Router], found: Blocks, meta: PreTrainedModel) -> None:
+def number_layers(routers: Sequence[Router], found: HFTensorSlices, meta: PreTrainedModel) -> None:
     """Set each router's index among all MoE layers of ``meta``, of which a pipeline stage holds only some."""
-    order = list(routed(meta))
+    order = list(moe_blocks(meta))
     for router in routers:
         router.layer = order.index(found[router.weight][0].name.removesuffix(".gate.weight"))
 
@@ -81,7 +81,7 @@ def initial_weights(spec: ModelSpec, meta: PreTrainedModel, options: EngineOptio
     return read
 
 
-def distribute(
+def wrap_ddp(
     config: TransformerConfig, chunk: nn.Module, layout: Layout, number: int
 ) -> DistributedDataParallel:
     """Wrap a chunk for data parallelism, with gradients accumulated and reduced in fp32."""
@@ -108,15 +108,15 @@ def without_dropout(chunks: Sequence[nn.Module]) -> Iterator[None]:
             chunk.train(training)
 
 
-def freeze(
-    chunks: Sequence[GPTModel], found: Blocks, names: Collection[str], *, recomputed: bool
-) -> tuple[Blocks, Blocks]:
+def freeze_parameters(
+    chunks: Sequence[GPTModel], found: HFTensorSlices, names: Collection[str], *, recomputed: bool
+) -> tuple[HFTensorSlices, HFTensorSlices]:
     """Freeze the parameters that hold Hugging Face tensors ``names``; split ``found`` in (trained, frozen).
 
     ``recomputed`` means that layers are recomputed in the backward pass, which Megatron does only if their
     input requires a gradient. The embedding's output then requires one, even if the embedding is frozen.
     """
-    kept: Blocks = {}
+    kept: HFTensorSlices = {}
     for parameter, members in found.items():
         answers = {member.name in names for member in members}
         assert len(answers) == 1, f"{[m.name for m in members]}: one tensor, of which a part is frozen"

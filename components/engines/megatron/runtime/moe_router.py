@@ -16,25 +16,33 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from components.contracts.batch import Batch
-from components.engines.megatron.moe_config import Experts, experts_of
-from components.engines.megatron.runtime.cp_sharding import Row
-from components.engines.megatron.runtime.parallel_state import same_batch, same_microbatch
-from components.engines.shared.moe_losses import Routed, Routers, RouterSteps, Tokens, normalized
-from components.models.experts import routed
-from components.models.moe_config import RouterTerms
+from components.engines.megatron.moe_config import MoEConfig, read_moe_config
+from components.engines.megatron.runtime.cp_sharding import CPShard
+from components.engines.megatron.runtime.parallel_state import same_batch_group, same_microbatch_group
+from components.engines.shared.moe_losses import (
+    MoELosses,
+    RoutedTokens,
+    RouterOutput,
+    RouterState,
+    normalized,
+)
+from components.models.experts import moe_blocks
+from components.models.moe_config import MoELossConfig
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TokenRouting:
     """The input of a rank's routers for one micro-batch."""
 
-    tokens: Tokens
+    tokens: RoutedTokens
     """This rank's tokens, in the order of the input of MoE layers."""
-    routers: Routers | None
+    routers: MoELosses | None
     """The router losses and counts. None means that nothing is counted or added to the loss."""
 
 
-def traffic(batch: Batch, row: Row, routers: Routers | None, device: torch.device, *, split: bool) -> Traffic:
+def token_routing(
+    batch: Batch, row: CPShard, routers: MoELosses | None, device: torch.device, *, split: bool
+) -> TokenRouting:
     """Return the router input for this rank's share of ``batch``.
 
     ``split`` means that the share is also split over tp ranks (sequence parallelism). Layers compute
@@ -44,7 +52,7 @@ def traffic(batch: Batch, row: Row, routers: Routers | None, device: torch.devic
     if split:
         tp = parallel_state.get_tensor_model_parallel_world_size()
         own = own.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
-    return Traffic(Tokens(own.reshape(-1).to(device), batch.seqlens.to(device)), routers)
+    return TokenRouting(RoutedTokens(own.reshape(-1).to(device), batch.seqlens.to(device)), routers)
 
 
 class Router(MegatronRouter):
@@ -58,12 +66,12 @@ class Router(MegatronRouter):
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
     ) -> None:
         super().__init__(config, pg_collection)
-        self.experts: Experts = config.experts
+        self.experts: MoEConfig = config.experts
         self.layer = -1
         """Index among the MoE layers of the whole model."""
-        self.traffic: Traffic | None = None
+        self.token_routing: TokenRouting | None = None
         """Input for the micro-batch in the current forward pass of the chunk."""
-        self.again: deque[tuple[Traffic, Tensor]] = deque()
+        self.recompute_queue: deque[tuple[TokenRouting, Tensor]] = deque()
         """Input and load of the micro-batches that the backward pass will recompute. Every schedule runs the
         backward passes of a chunk in the order of its forward passes."""
         if self.experts.biased:
@@ -80,7 +88,7 @@ class Router(MegatronRouter):
         return F.linear(hidden, self.weight)
 
     def routing(self, logits: Tensor, _: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        scores, chosen, weights = choose(logits, self.experts, getattr(self, "expert_bias", None))
+        scores, chosen, weights = choose_experts(logits, self.experts, getattr(self, "expert_bias", None))
         traffic, load = self._next()
         given = torch.zeros_like(scores).scatter(1, chosen, weights)
         taken = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
@@ -90,20 +98,20 @@ class Router(MegatronRouter):
             dropped = ~taken.gather(1, chosen)
         if traffic.routers is not None:
             balanced = scores if self.experts.score == "softmax" else normalized(scores)
-            routed = Routed(logits, balanced, chosen, dropped)
+            routed = RouterOutput(logits, balanced, chosen, dropped)
             given, made = traffic.routers.attach(given, self.layer, routed, traffic.tokens, recomputed=load)
             if not torch.is_grad_enabled():
-                self.again.append((traffic, made))
+                self.recompute_queue.append((traffic, made))
         return given, taken
 
-    def _next(self) -> tuple[Traffic, Tensor | None]:
+    def _next(self) -> tuple[TokenRouting, Tensor | None]:
         """Return the router input of the current micro-batch and, when recomputing, its saved load."""
-        if self.again and torch.is_grad_enabled():
-            return self.again.popleft()
-        assert self.traffic is not None, "a router that was told of no micro-batch"
-        return self.traffic, None
+        if self.recompute_queue and torch.is_grad_enabled():
+            return self.recompute_queue.popleft()
+        assert self.token_routing is not None, "a router that was told of no micro-batch"
+        return self.token_routing, None
 
-    def _drop(self, weights: Tensor, taken: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def _drop(self, weights: Tensor, taken: Tensor, tokens: RoutedTokens) -> tuple[Tensor, Tensor]:
         real = (tokens.sequences >= 0)[:, None]
         return apply_router_token_dropping(
             weights * real,
@@ -115,7 +123,7 @@ class Router(MegatronRouter):
         )
 
 
-def choose(logits: Tensor, experts: Experts, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def choose_experts(logits: Tensor, experts: MoEConfig, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return scores float32 ``[T, E]``, chosen experts int64 ``[T, K]`` and their weights ``[T, K]``.
 
     The choice from ``logits`` ``[T, E]`` follows Qwen3MoeTopKRouter, MixtralTopKRouter and
@@ -135,39 +143,39 @@ def choose(logits: Tensor, experts: Experts, bias: Tensor | None) -> tuple[Tenso
     return scores, chosen, weights * experts.scaling
 
 
-def routers_of(modules: Iterable[nn.Module]) -> list[Router]:
+def find_routers(modules: Iterable[nn.Module]) -> list[Router]:
     return [router for module in modules for router in module.modules() if isinstance(router, Router)]
 
 
-class Routing(RouterSteps):
+class MegatronRouterState(RouterState):
     """The router steps of one rank. Every rank has one, even if its pipeline stage has no MoE layer."""
 
-    def __init__(self, routers: Routers, layers: Sequence[Router], *, drops: bool) -> None:
+    def __init__(self, routers: MoELosses, layers: Sequence[Router], *, drops: bool) -> None:
         super().__init__(routers, drops=drops)
         self.layers = layers
 
     @classmethod
     def build(
         cls,
-        terms: RouterTerms,
+        terms: MoELossConfig,
         meta: PreTrainedModel,
         layers: Sequence[Router],
         device: torch.device,
         *,
         drops: bool,
-    ) -> "Routing | None":
+    ) -> "MegatronRouterState | None":
         """Build it from this rank's routers ``layers``; return None if ``meta`` has no experts."""
-        experts = experts_of(meta.config)
+        experts = read_moe_config(meta.config)
         if experts is None:
             return None
-        routers = Routers(
+        routers = MoELosses(
             terms,
-            layers=len(routed(meta)),
+            layers=len(moe_blocks(meta)),
             experts=experts.number,
             top_k=experts.top_k,
             device=device,
-            sharing=same_microbatch(),
-            data=same_batch(),
+            sharing=same_microbatch_group(),
+            data=same_batch_group(),
             counted=True,
         )
         return cls(routers, layers, drops=drops)
@@ -178,10 +186,10 @@ class Routing(RouterSteps):
 
     def abort(self) -> None:
         for layer in self.layers:
-            layer.again.clear()
+            layer.recompute_queue.clear()
 
     def finish(self, loss: float) -> tuple[float, dict[str, float]]:
-        assert not any(layer.again for layer in self.layers), "a layer that was not computed again"
+        assert not any(layer.recompute_queue for layer in self.layers), "a layer that was not computed again"
         return super().finish(loss)
 
     @torch.no_grad()
@@ -191,7 +199,7 @@ class Routing(RouterSteps):
                 layer.expert_bias.add_(change)
 
 
-def forget_last_pass(chunks: Iterable[nn.Module]) -> None:
+def clear_router_state(chunks: Iterable[nn.Module]) -> None:
     """Drop the tensors that Megatron's token dispatchers keep from the last pass.
 
     They hold its autograd graph, which refers to the model. Nothing of it would ever be freed, including the

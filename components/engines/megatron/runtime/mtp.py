@@ -20,7 +20,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 
-class FurtherLayer(MultiTokenPredictionLayer):
+class MTPLayer(MultiTokenPredictionLayer):
     """The MTP layer of one depth, called together by all tp and cp ranks of the last pipeline stage."""
 
     def _get_embeddings(
@@ -52,7 +52,7 @@ class FurtherLayer(MultiTokenPredictionLayer):
         return kept
 
 
-def further_spec(
+def mtp_spec(
     config: TransformerConfig, decoder: TransformerBlockSubmodules, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Return the specs of this chunk's MTP layers, built like the last layer of ``decoder``, or None."""
@@ -66,4 +66,4 @@ def further_spec(
         transformer_layer=decoder.layer_specs[-1],
         layer_norm=WrappedTorchNorm,
     )
-    return MultiTokenPredictionBlockSubmodules([ModuleSpec(FurtherLayer, submodules=parts)] * number)
+    return MultiTokenPredictionBlockSubmodules([ModuleSpec(MTPLayer, submodules=parts)] * number)

@@ -44,7 +44,7 @@ def optimizer_config(description: Optimizer, layout: Layout, dtype: torch.dtype)
 
 
 @dataclass(frozen=True)
-class Member:
+class DenseOrExpertOptimizer:
     """One of the optimizers that Megatron chains: that of dense parameters, or that of experts."""
 
     optimizer: MegatronOptimizer
@@ -132,10 +132,10 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Update:
+class MegatronOptimizers:
     """The update of one rank's parameters, with the optimizer state that persists between steps."""
 
-    members: Mapping[bool, Member]
+    members: Mapping[bool, DenseOrExpertOptimizer]
     """The optimizers of dense parameters (False) and of experts (True), if they are trained."""
     moments: Sequence[str]
 
@@ -146,12 +146,12 @@ class Update:
         chunks: Sequence[DistributedDataParallel],
         layout: Layout,
         dtype: torch.dtype,
-    ) -> "Update":
+    ) -> "MegatronOptimizers":
         """Build the optimizers of this rank; collective over all ranks."""
         config = optimizer_config(description, layout, dtype)
         chained = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
         groups = {False: chunks[0].dp_cp_group, True: chunks[0].expt_dp_group}
-        members: dict[bool, Member] = {}
+        members: dict[bool, DenseOrExpertOptimizer] = {}
         for optimizer in chained.chained_optimizers:
             if getattr(optimizer, "is_stub_optimizer", False):
                 continue  # all its parameters are frozen, on every rank
@@ -159,7 +159,7 @@ class Update:
                 group["weight_decay"] = description.weight_decay * group["wd_mult"]
             experts = optimizer.param_groups[0]["is_expert_parallel"]
             replicas, distributed = groups[experts], layout.distributed_optimizer
-            members[experts] = Member(optimizer, description.moments, replicas, distributed)
+            members[experts] = DenseOrExpertOptimizer(optimizer, description.moments, replicas, distributed)
         return cls(members, description.moments)
 
     # ---- one step
@@ -181,7 +181,7 @@ class Update:
 
     # ---- the state of a parameter
 
-    def of(self, parameter: nn.Parameter) -> Member:
+    def of(self, parameter: nn.Parameter) -> DenseOrExpertOptimizer:
         return self.members[is_expert(parameter)]
 
     def read(self, parameter: nn.Parameter, kind: str) -> Tensor:

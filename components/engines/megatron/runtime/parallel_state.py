@@ -36,7 +36,7 @@ def coordinates() -> dict[str, int]:
     }
 
 
-def sizes() -> dict[str, int]:
+def group_sizes() -> dict[str, int]:
     return {
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),
         "dp": parallel_state.get_data_parallel_world_size(),
@@ -45,12 +45,12 @@ def sizes() -> dict[str, int]:
     }
 
 
-def mesh(layout: Layout) -> Json:
+def gather_mesh_info(layout: Layout) -> Json:
     """Return the size of every dimension and the global rank at every coordinate; collective.
 
     If experts are distributed or split, ``experts`` holds the same for their mesh.
     """
-    found = gathered(coordinates(), sizes())
+    found = gather_ranks(coordinates(), group_sizes())
     if layout.ep == layout.etp == 1:
         return found
     pp = parallel_state.get_pipeline_model_parallel_rank()
@@ -61,10 +61,10 @@ def mesh(layout: Layout) -> Json:
     }
     here = {"pp": pp} | {name: group.rank() for name, group in groups.items()}
     shape = {"pp": layout.pp} | {name: group.size() for name, group in groups.items()}
-    return found | {"experts": gathered(here, shape)}
+    return found | {"experts": gather_ranks(here, shape)}
 
 
-def gathered(here: dict[str, int], sizes: dict[str, int]) -> Json:
+def gather_ranks(here: dict[str, int], sizes: dict[str, int]) -> Json:
     """Return the mesh of shape ``sizes`` in which each rank is at its coordinates ``here``; collective."""
     places: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(places, tuple(here.values()))
@@ -75,12 +75,12 @@ def gathered(here: dict[str, int], sizes: dict[str, int]) -> Json:
     return {"dims": sizes, "ranks": ranks.tolist()}
 
 
-def same_microbatch() -> dist.ProcessGroup:
+def same_microbatch_group() -> dist.ProcessGroup:
     """Return the ranks of this pipeline stage that process different tokens of the same micro-batches."""
     return parallel_state.get_tensor_and_context_parallel_group()
 
 
-def same_batch() -> dist.ProcessGroup:
+def same_batch_group() -> dist.ProcessGroup:
     """Return the ranks of this pipeline stage that process different tokens of the same global batch."""
     return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
@@ -98,5 +98,5 @@ def from_last_stage(value: T | None, device: torch.device) -> T:
 
 def random_stream() -> int:
     """Return the number of this rank's random stream, the same on tp ranks and different on all others."""
-    here, size = coordinates(), sizes()
+    here, size = coordinates(), group_sizes()
     return (here["pp"] * size["dp"] + here["dp"]) * size["cp"] + here["cp"]

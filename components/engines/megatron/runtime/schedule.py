@@ -28,25 +28,30 @@ from torch import Tensor, nn
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.loss import Loss
 from components.engines.megatron.layout import Layout
-from components.engines.megatron.runtime.cp_sharding import Row, aligned_length, gather, make_row
-from components.engines.megatron.runtime.model import Asked
-from components.engines.megatron.runtime.moe_router import traffic
-from components.engines.shared.moe_losses import Routers
-from components.engines.shared.mtp import Scores
+from components.engines.megatron.runtime.cp_sharding import (
+    CPShard,
+    aligned_length,
+    gather_shards,
+    shard_batch,
+)
+from components.engines.megatron.runtime.model import ForwardRequest
+from components.engines.megatron.runtime.moe_router import token_routing
+from components.engines.shared.moe_losses import MoELosses
+from components.engines.shared.mtp import TokenStatsWithMTP
 from components.engines.shared.oom import naming_microbatch
-from components.models.mtp import FurtherTokens
+from components.models.mtp import MTPConfig
 
-Consume = Callable[[int, Scores], Tensor]
+Consume = Callable[[int, TokenStatsWithMTP], Tensor]
 """Function that is called on the last stage with the number of a micro-batch and its statistics (``[B, T]``,
 whole rows on every context-parallel rank) and returns the scalar to differentiate."""
 
 
 @dataclass(frozen=True)
-class Item:
+class PipelineInput:
     """The input of one chunk for one micro-batch."""
 
     number: int
-    asked: Asked
+    request: ForwardRequest
     filler: bool
     """Whether the item only pads the number of micro-batches to one that the schedule accepts."""
 
@@ -58,9 +63,9 @@ class Pass:
     loss: Loss | None = None
     """The loss. Its ``requires`` selects statistics besides ``logps``; its ``weights``, if not None, allow
     the gradient of the output head to be computed in the forward pass."""
-    further: FurtherTokens | None = None
+    further: MTPConfig | None = None
     """Multi-token prediction. None means that only the next token is predicted."""
-    routers: Routers | None = None
+    routers: MoELosses | None = None
     """The router terms of the loss and load counts. None means that nothing is added or counted."""
     forward_only: bool = False
     reduce: bool = False
@@ -71,7 +76,7 @@ class Pass:
     """Number of micro-batches in later passes of the train step."""
 
 
-def run(
+def run_schedule(
     chunks: Sequence[nn.Module],
     microbatches: Sequence[Batch],
     consume: Consume,
@@ -89,17 +94,19 @@ def run(
     if not microbatches:
         return
     routed = any(get_attr_wrapped_model(chunk, "routers") for chunk in chunks)
-    items = make_items(microbatches, layout, device, wanted, routed=routed)
+    items = make_inputs(microbatches, layout, device, wanted, routed=routed)
     group = parallel_state.get_context_parallel_group()
 
-    def forward_step(source: Iterator[Item], chunk: nn.Module) -> tuple[object, Callable[[object], object]]:
+    def forward_step(
+        source: Iterator[PipelineInput], chunk: nn.Module
+    ) -> tuple[object, Callable[[object], object]]:
         item = next(source)
         if not item.filler:
             begin(item.number)
-        return chunk(item.asked), partial(finish, item)
+        return chunk(item.request), partial(finish, item)
 
-    def finish(item: Item, stats: Scores) -> tuple[Tensor, Tensor, dict[str, object]]:
-        whole = gather_stats(stats, item.asked.row, group)
+    def finish(item: PipelineInput, stats: TokenStatsWithMTP) -> tuple[Tensor, Tensor, dict[str, object]]:
+        whole = gather_stats(stats, item.request.shard, group)
         scalar = whole.logps.sum() if item.filler else consume(item.number, whole)
         return scalar, torch.zeros((), dtype=torch.int), {}  # the engine counts labels itself
 
@@ -113,20 +120,20 @@ def run(
             data_iterator=[iter(items) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(items),
-            seq_length=items[0].asked.row.input_ids.shape[1] * layout.cp,
-            micro_batch_size=items[0].asked.row.input_ids.shape[0],
+            seq_length=items[0].request.shard.input_ids.shape[1] * layout.cp,
+            micro_batch_size=items[0].request.shard.input_ids.shape[0],
             forward_only=wanted.forward_only,
         )
 
 
-def make_items(
+def make_inputs(
     microbatches: Sequence[Batch],
     layout: Layout,
     device: torch.device,
     wanted: Pass,
     *,
     routed: bool = False,
-) -> list[Item]:
+) -> list[PipelineInput]:
     """Build the items on ``device``, with rows of one length if pp > 1.
 
     Collective over data-parallel ranks with moe_token_dispatcher=allgather or moe_pad_to_capacity, because
@@ -140,17 +147,23 @@ def make_items(
         lengths = agreed.tolist()
     common = max(lengths) if layout.pp > 1 else None
     rank = parallel_state.get_context_parallel_rank()
-    loss, further = wanted.loss, wanted.further
+    loss, mtp = wanted.loss, wanted.further
 
-    def item(number: int, batch: Batch, *, filler: bool) -> Item:
+    def item(number: int, batch: Batch, *, filler: bool) -> PipelineInput:
         length = common or lengths[number]
-        row = make_row(batch, cp=layout.cp, rank=rank, multiple=multiple, length=length)
-        told = traffic(batch, row, wanted.routers, device, split=layout.sequence_parallel) if routed else None
+        row = shard_batch(batch, cp=layout.cp, rank=rank, multiple=multiple, length=length)
+        told = (
+            token_routing(batch, row, wanted.routers, device, split=layout.sequence_parallel)
+            if routed
+            else None
+        )
         weights = None if loss is None else loss.weights(batch)
         scattered = None if weights is None else row.scatter(weights).to(device)
         requires: frozenset[str] = frozenset() if loss is None else loss.requires
-        depths = ahead(further.batches(batch) if further and not filler else (), row, device)
-        return Item(number, Asked(row.to(device), requires, scattered, told, depths), filler)
+        depths = shifted_ids(mtp.batches(batch) if mtp and not filler else (), row, device)
+        return PipelineInput(
+            number, ForwardRequest(row.to(device), requires, scattered, told, depths), filler
+        )
 
     assert len({len(batch.labels) for batch in microbatches}) == 1, (
         "micro-batches of one call have as many rows"
@@ -163,36 +176,36 @@ def make_items(
         seqlens=torch.zeros_like(last.seqlens),  # all padding, so that routers do not count it
         label_index=None,
     )
-    return items + [item(-1, blank, filler=True) for _ in range(missing(len(items), layout))]
+    return items + [item(-1, blank, filler=True) for _ in range(filler_inputs(len(items), layout))]
 
 
-def ahead(batches: Sequence[Batch], row: Row, device: torch.device) -> tuple[Asked, ...]:
+def shifted_ids(batches: Sequence[Batch], row: CPShard, device: torch.device) -> tuple[ForwardRequest, ...]:
     """Return the input of every MTP depth; ``batches`` are the shifted ones of the micro-batch in ``row``."""
 
-    def asked(batch: Batch) -> Asked:
+    def asked(batch: Batch) -> ForwardRequest:
         labels = row.scatter(batch.labels, IGNORE)
         shifted = replace(row, input_ids=row.scatter(batch.input_ids), labels=labels)
-        return Asked(shifted.to(device), weights=(labels != IGNORE).float().to(device))
+        return ForwardRequest(shifted.to(device), weights=(labels != IGNORE).float().to(device))
 
     return tuple(asked(batch) for batch in batches)
 
 
-def missing(microbatches: int, layout: Layout) -> int:
+def filler_inputs(microbatches: int, layout: Layout) -> int:
     """Return the number of fillers: the interleaved schedule needs a multiple of pp micro-batches."""
     return -microbatches % layout.pp if layout.vpp > 1 else 0
 
 
-def gather_stats(stats: Scores, row: Row, group: dist.ProcessGroup) -> Scores:
+def gather_stats(stats: TokenStatsWithMTP, row: CPShard, group: dist.ProcessGroup) -> TokenStatsWithMTP:
     """Gather statistics into whole rows, because a loss may sum over a sequence that is split over cp."""
 
     def whole(values: Tensor | None) -> Tensor | None:
-        return None if values is None else gather(values, row, group)
+        return None if values is None else gather_shards(values, row, group)
 
-    return Scores(
-        gather(stats.logps, row, group),
+    return TokenStatsWithMTP(
+        gather_shards(stats.logps, row, group),
         whole(stats.logsumexp),
         whole(stats.mean_logp),
-        tuple(gather(logps, row, group) for logps in stats.further),
+        tuple(gather_shards(logps, row, group) for logps in stats.mtp),
     )
 
 

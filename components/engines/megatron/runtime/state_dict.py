@@ -10,8 +10,14 @@ from torch import Tensor, nn
 
 from components.checkpoint.dcp import load_tensors, saved_keys
 from components.checkpoint.flat_shard import FlatShard
-from components.engines.megatron.runtime.hf_weights import Block, Blocks, Meshes, as_dtensor, replicas
-from components.engines.megatron.runtime.optimizer import Member, Update
+from components.engines.megatron.runtime.hf_weights import (
+    HFTensorSlice,
+    HFTensorSlices,
+    TPMeshes,
+    as_dtensor,
+    replicas,
+)
+from components.engines.megatron.runtime.optimizer import DenseOrExpertOptimizer, MegatronOptimizers
 
 STEP = "optimizer_step"
 """Key of the number of updates, which AdamW's bias correction needs; skipped steps do not count."""
@@ -27,7 +33,12 @@ Piece = tuple[nn.Parameter, str]
 
 
 def saved_tensors(
-    blocks: Blocks, biases: Blocks, update: Update, device: torch.device, *, model_only: bool
+    blocks: HFTensorSlices,
+    biases: HFTensorSlices,
+    update: MegatronOptimizers,
+    device: torch.device,
+    *,
+    model_only: bool,
 ) -> dict[str, Tensor]:
     """Return the tensors that this rank writes, only weights if ``model_only``, without communication.
 
@@ -35,7 +46,7 @@ def saved_tensors(
     Without it, these ranks write whole parameters in turn (from host memory), so that together they write one
     copy. ``biases`` belong to no optimizer.
     """
-    meshes, kinds, tensors = Meshes.of_rank("cpu"), ["model"], dict[str, Tensor]()
+    meshes, kinds, tensors = TPMeshes.of_rank("cpu"), ["model"], dict[str, Tensor]()
     if not model_only:
         update.make_moments()
         kinds += update.moments
@@ -60,7 +71,11 @@ def saved_tensors(
 
 
 def flat_shards(
-    parameter: nn.Parameter, members: Sequence[Block], of: Member, kinds: Sequence[str], meshes: Meshes
+    parameter: nn.Parameter,
+    members: Sequence[HFTensorSlice],
+    of: DenseOrExpertOptimizer,
+    kinds: Sequence[str],
+    meshes: TPMeshes,
 ) -> dict[str, Tensor]:
     """Return this rank's range of ``parameter`` by key; only the first tp rank writes replicated tensors."""
     found = of.shard(parameter)
@@ -69,7 +84,7 @@ def flat_shards(
     main, where = found
     shards: dict[str, Tensor] = {}
     for member in members:
-        parts = list(member.boxes(parameter.shape, where))
+        parts = list(member.flat_chunks(parameter.shape, where))
         if parts and member.primary and (meshes.first(member) or member.dim is not None):
             for kind in kinds:
                 flat = of.values(main, kind).reshape(-1)
@@ -77,7 +92,13 @@ def flat_shards(
     return shards
 
 
-def load(path: Path, blocks: Blocks, biases: Blocks, update: Update, device: torch.device) -> None:
+def load(
+    path: Path,
+    blocks: HFTensorSlices,
+    biases: HFTensorSlices,
+    update: MegatronOptimizers,
+    device: torch.device,
+) -> None:
     """Restore a checkpoint that any engine wrote on any number of ranks.
 
     A rank whose number did not exist when the checkpoint was written keeps its own random states.
@@ -93,13 +114,13 @@ def load(path: Path, blocks: Blocks, biases: Blocks, update: Update, device: tor
     kinds = ("model", *update.moments)
     kept = 4 * len(kinds) * sum(parameter.numel() for parameter in blocks)
     sharded_over = update.shards
-    for some in batches(blocks, kinds, min(LOAD_BYTES, LOAD_SHARE * kept / sharded_over)):
+    for some in load_batches(blocks, kinds, min(LOAD_BYTES, LOAD_SHARE * kept / sharded_over)):
         load_pieces(path, blocks, some, update)
     update.set_step(int(step.item()))
-    restore(streams, device)
+    restore_rng(streams, device)
 
 
-def batches(blocks: Blocks, kinds: Sequence[str], limit: float) -> Iterator[list[Piece]]:
+def load_batches(blocks: HFTensorSlices, kinds: Sequence[str], limit: float) -> Iterator[list[Piece]]:
     """Yield every piece of every parameter, in lists of at most ``limit`` bytes or of one piece."""
     some: list[Piece] = []
     size = 0
@@ -114,11 +135,13 @@ def batches(blocks: Blocks, kinds: Sequence[str], limit: float) -> Iterator[list
         yield some
 
 
-def load_pieces(path: Path, blocks: Blocks, pieces: Sequence[Piece], update: Update) -> None:
-    meshes = Meshes.of_rank("cpu")
+def load_pieces(
+    path: Path, blocks: HFTensorSlices, pieces: Sequence[Piece], update: MegatronOptimizers
+) -> None:
+    meshes = TPMeshes.of_rank("cpu")
     targets: dict[str, Tensor] = {}
     wholes: dict[Piece, Tensor] = {}
-    copies: list[tuple[Block, Tensor, Tensor]] = []
+    copies: list[tuple[HFTensorSlice, Tensor, Tensor]] = []
     for parameter, kind in pieces:
         # Zeros, because a checkpoint does not contain the padding of the vocabulary.
         whole = wholes[parameter, kind] = torch.zeros(parameter.shape)
@@ -147,7 +170,7 @@ def tracked_key(name: str, device: torch.device) -> str:
     return f"rng_{device.type}_{name}/{dist.get_rank()}"
 
 
-def restore(streams: dict[str, Tensor], device: torch.device) -> None:
+def restore_rng(streams: dict[str, Tensor], device: torch.device) -> None:
     tracker, rank = get_cuda_rng_tracker(), dist.get_rank()
     states = tracker.get_states()
     tracker.set_states(

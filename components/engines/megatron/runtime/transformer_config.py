@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig
 from components.contracts.json_types import Json
 from components.engines.megatron.checks import has_latents
 from components.engines.megatron.layout import Layout
-from components.engines.megatron.moe_config import experts_of
-from components.engines.megatron.pipeline_split import with_further
-from components.models.mtp import number
+from components.engines.megatron.moe_config import read_moe_config
+from components.engines.megatron.pipeline_split import add_mtp_layers
+from components.models.mtp import num_mtp_layers
 
 
 def transformer_config(hf: PreTrainedConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
@@ -23,9 +23,9 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, dtype: torch.dtype)
     kind = MLATransformerConfig if has_latents(hf) else TransformerConfig
     config = kind(
         **architecture(hf),
-        **latents(hf),
-        **experts(hf, layout),
-        **parallelism(layout, number(hf)),
+        **mla_arguments(hf),
+        **moe_arguments(hf, layout),
+        **parallelism(layout, num_mtp_layers(hf)),
         **recomputation(layout),
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -45,7 +45,7 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, dtype: torch.dtype)
         apply_rope_fusion=False,
     )
     config.windows, config.rotary = windows(hf), rotary(hf)
-    config.experts = experts_of(hf)
+    config.experts = read_moe_config(hf)
     return config
 
 
@@ -57,7 +57,7 @@ def architecture(hf: PreTrainedConfig) -> Json:
     """Return the model's sizes and functions under Megatron's names."""
     return {
         "num_layers": hf.num_hidden_layers,
-        "mtp_num_layers": number(hf) or None,
+        "mtp_num_layers": num_mtp_layers(hf) or None,
         "hidden_size": hf.hidden_size,
         "ffn_hidden_size": hf.intermediate_size,
         "num_attention_heads": hf.num_attention_heads,
@@ -75,9 +75,9 @@ def architecture(hf: PreTrainedConfig) -> Json:
     }
 
 
-def experts(hf: PreTrainedConfig, layout: Layout) -> Json:
+def moe_arguments(hf: PreTrainedConfig, layout: Layout) -> Json:
     """Return the options for the sizes of experts and the token exchange; our ``Router`` chooses experts."""
-    found = experts_of(hf)
+    found = read_moe_config(hf)
     if found is None:
         return {}
     return {
@@ -98,8 +98,8 @@ def experts(hf: PreTrainedConfig, layout: Layout) -> Json:
     }
 
 
-def parallelism(layout: Layout, further: int = 0) -> Json:
-    """Return the parallelism options; ``further`` MTP layers are on the last pipeline stage."""
+def parallelism(layout: Layout, mtp: int = 0) -> Json:
+    """Return the parallelism options; ``mtp`` MTP layers are on the last pipeline stage."""
     interleaved = layout.vpp > 1
     return {
         "tensor_model_parallel_size": layout.tp,
@@ -108,7 +108,7 @@ def parallelism(layout: Layout, further: int = 0) -> Json:
         "context_parallel_size": layout.cp,
         "sequence_parallel": layout.sequence_parallel,
         "cp_comm_type": layout.cp_comm_type,
-        "pipeline_model_parallel_layout": with_further(layout.pipeline_layout, further),
+        "pipeline_model_parallel_layout": add_mtp_layers(layout.pipeline_layout, mtp),
         "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
         "deallocate_pipeline_outputs": True,
@@ -143,8 +143,8 @@ def windows(hf: PreTrainedConfig) -> tuple[int | None, ...]:
     window = getattr(hf, "sliding_window", None)
     types = getattr(hf, "layer_types", None)
     if types is None:  # without types all layers have the same window, or none
-        return (window,) * (hf.num_hidden_layers + number(hf))
-    kinds = [*types, *types[-1:] * number(hf)]
+        return (window,) * (hf.num_hidden_layers + num_mtp_layers(hf))
+    kinds = [*types, *types[-1:] * num_mtp_layers(hf)]
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -172,7 +172,7 @@ def rotary(hf: PreTrainedConfig) -> Rotary:
     return Rotary(frequencies, scaling, interleaved)
 
 
-def latents(hf: PreTrainedConfig) -> Json:
+def mla_arguments(hf: PreTrainedConfig) -> Json:
     """Return the additional options of ``LatentAttention``, including the score scaling of yarn."""
     if not has_latents(hf):
         return {}

@@ -16,7 +16,8 @@ from components.engines.fsdp2 import FSDP2
 from components.losses import DPO
 from components.models import ModelSpec
 from components.optimizers import AdamW
-from components.contracts import IGNORE, Batch, EngineOptions
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.engine import EngineOptions
 
 import peft
 torch.set_num_threads(1)

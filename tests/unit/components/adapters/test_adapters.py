@@ -126,8 +126,8 @@ def test_a_folder_is_read_as_it_was_written(folder: Path) -> None:
     for name, value in random_tensors(adapter, description).items():
         assert torch.equal(weights(name), value)
         assert torch.equal(weights(name, (slice(0, 2), slice(1, 3))), value[:2, 1:3])
-    assert adapter.signature(model) == described(target_modules="attention", rslora=True).signature(model)
-    assert adapter.signature(model) != described(target_modules="attention").signature(model)
+    assert adapter.shape_hash(model) == described(target_modules="attention", rslora=True).shape_hash(model)
+    assert adapter.shape_hash(model) != described(target_modules="attention").shape_hash(model)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_frozen_parameters_want_no_gradient() -> None:
     still = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     mlp = {f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
     assert still == mlp | {"model.embed_tokens.weight"}  # tied
-    assert frozen.trained_signature(model) != frozen.signature(model) == spec("qwen3").signature(model)
+    assert frozen.trained_shape_hash(model) != frozen.shape_hash(model) == spec("qwen3").shape_hash(model)
     for patterns, message in (("x.*",), "'x.*' matches no parameter"), (("*",), "leaves nothing to train"):
         bad = ModelSpec(architecture=spec("qwen3").architecture, freeze=patterns)
         with pytest.raises(ConfigError, match=message):

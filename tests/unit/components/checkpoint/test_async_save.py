@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from components.checkpoint.async_save import DONE, FAILED, RUNNING, HostCopy
 from components.checkpoint.dcp import save_tensors
 from components.checkpoint.folder import is_complete, step_folder
-from components.checkpoint.manager import CheckpointPolicy
+from components.checkpoint.manager import CheckpointManager
 from components.contracts.errors import TrainingError
 from tests.patience import patience
 from tests.ranks import Ranks
@@ -49,7 +49,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
-def poll(p: CheckpointPolicy, engine: FakeEngine) -> None:
+def poll(p: CheckpointManager, engine: FakeEngine) -> None:
     p.poll(engine)  # type: ignore[arg-type]
 
 

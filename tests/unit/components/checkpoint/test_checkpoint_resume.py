@@ -46,7 +46,7 @@ def point(run: Path, step: int) -> Path:
 
 
 def resume(path: Path, identity: RunIdentity = IDENTITY, **options: bool) -> Path | None:
-    return Resume(str(path), **options).point(Path("absent"), "absent", identity)
+    return Resume(str(path), **options).resolve(Path("absent"), "absent", identity)
 
 
 def test_meta_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_auto_takes_the_newest_run_that_holds_a_checkpoint(tmp_path: Path) -> No
         make_run(tmp_path / "name" / stamp, complete, torn=(1,))
     make_run(tmp_path / "other" / "2027-01-01_00-00-00", (5,))
     newest = point(tmp_path / "name" / "2026-01-02_10-00-00__10", 4)
-    assert Resume("auto").point(tmp_path, "name", IDENTITY) == newest
-    assert Resume("auto").point(tmp_path, "absent", IDENTITY) is None
-    assert Resume("never").point(tmp_path, "name", IDENTITY) is None
+    assert Resume("auto").resolve(tmp_path, "name", IDENTITY) == newest
+    assert Resume("auto").resolve(tmp_path, "absent", IDENTITY) is None
+    assert Resume("never").resolve(tmp_path, "name", IDENTITY) is None
 
 
 def truncate(folder: Path) -> None:
@@ -148,10 +148,10 @@ def test_a_damaged_one_is_refused_and_the_one_before_offered(tmp_path: Path, mes
     asked = {"auto": "auto", "run folder": str(run), "checkpoint": str(point(run, 15))}[how]
     offer = re.escape(str(point(run, 5)))
     with pytest.raises(ConfigError, match=rf"step_00000015: {message}.*; take checkpoint\.resume={offer}\."):
-        Resume(asked, verify=True).point(tmp_path, "name", IDENTITY)
+        Resume(asked, verify=True).resolve(tmp_path, "name", IDENTITY)
     DAMAGES[message](point(run, 5))
     with pytest.raises(ConfigError, match="no earlier one of its run is whole"):
-        Resume(asked, verify=True).point(tmp_path, "name", IDENTITY)
+        Resume(asked, verify=True).resolve(tmp_path, "name", IDENTITY)
 
 
 def test_a_flipped_byte_is_looked_for_where_asked_alone(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_another_run_is_refused(tmp_path: Path, how: str, change: dict[str, Any]
     run = make_run(tmp_path / "name" / "2026-01-02_10-00-00", (5,))
     asked = Resume("auto" if how == "auto" else str(run))
     with pytest.raises(ConfigError, match=rf"^checkpoint\.resume: .*{message}") as caught:
-        asked.point(tmp_path, "name", replace(IDENTITY, **change))
+        asked.resolve(tmp_path, "name", replace(IDENTITY, **change))
     assert len(str(caught.value).splitlines()) <= 2
 
 

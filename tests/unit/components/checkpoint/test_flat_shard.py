@@ -9,7 +9,7 @@ from torch import Tensor
 
 from components.checkpoint.async_save import HostCopy
 from components.checkpoint.dcp import load_tensors, save_tensors
-from components.checkpoint.flat_shard import Box, FlatShard, boxes
+from components.checkpoint.flat_shard import FlatChunk, FlatShard, flat_chunks
 
 CUTS = {"one": (0, 35), "within a row": (0, 3, 5, 16, 35), "rows": (0, 14, 28, 35), "elements": range(36)}
 
@@ -18,13 +18,13 @@ CUTS = {"one": (0, 35), "within a row": (0, 3, 5, 16, 35), "rows": (0, 14, 28, 3
 def test_ranges_make_up_the_matrix(cuts: tuple[int, ...]) -> None:
     whole, made = torch.arange(35.0).view(5, 7), torch.full((5, 7), -1.0)
     for begin, end in pairwise(cuts):
-        parts = list(boxes(begin, end, 7, origin=(0, 0), start=0))
+        parts = list(flat_chunks(begin, end, 7, origin=(0, 0), start=0))
         assert len(parts) <= 3
         put(made, whole.flatten()[begin:end], parts)
     assert torch.equal(made, whole)
 
 
-def put(made: Tensor, flat: Tensor, parts: list[Box]) -> None:
+def put(made: Tensor, flat: Tensor, parts: list[FlatChunk]) -> None:
     for box in parts:
         place = tuple(slice(at, at + size) for at, size in zip(box.offset, box.sizes, strict=True))
         value = flat[box.start : box.start + made[place].numel()].view(box.sizes)
@@ -33,17 +33,17 @@ def put(made: Tensor, flat: Tensor, parts: list[Box]) -> None:
 
 
 def test_a_vector_and_a_place_in_a_larger_tensor() -> None:
-    assert list(boxes(2, 6, 1, origin=(10,), start=4)) == [Box((12,), (4,), 4)]
-    assert list(boxes(6, 12, 4, origin=(10, 100), start=0)) == [
-        Box((11, 102), (1, 2), 0),
-        Box((12, 100), (1, 4), 2),
+    assert list(flat_chunks(2, 6, 1, origin=(10,), start=4)) == [FlatChunk((12,), (4,), 4)]
+    assert list(flat_chunks(6, 12, 4, origin=(10, 100), start=0)) == [
+        FlatChunk((11, 102), (1, 2), 0),
+        FlatChunk((12, 100), (1, 4), 2),
     ]
 
 
 def test_it_is_written_from_where_it_lies_and_read_by_the_whole(tmp_path: Path) -> None:
     whole = torch.randn(6, 5)
     flat = torch.cat([torch.zeros(3), whole.flatten()])  # beside something else
-    shard = FlatShard.of(flat, whole.shape, list(boxes(0, 30, 5, origin=(0, 0), start=3)))
+    shard = FlatShard.of(flat, whole.shape, list(flat_chunks(0, 30, 5, origin=(0, 0), start=3)))
     assert shard.data_ptr() == flat.data_ptr()
     copied = HostCopy().of({"model/a": shard})
     for name, tensors in {"plain": {"model/a": shard}, "copied": copied}.items():
@@ -65,7 +65,7 @@ def test_nothing_is_copied_to_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_several_keys_share_is_copied_once() -> None:
     flat = torch.arange(6.0)
     both = {
-        key: FlatShard.of(flat, torch.Size([3]), list(boxes(0, 3, 1, origin=(0,), start=start)))
+        key: FlatShard.of(flat, torch.Size([3]), list(flat_chunks(0, 3, 1, origin=(0,), start=start)))
         for key, start in {"model/q": 0, "model/k": 3}.items()
     }
     copied = HostCopy().of(both)

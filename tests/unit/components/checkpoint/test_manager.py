@@ -14,7 +14,7 @@ from torch import Tensor
 
 from components.checkpoint.dcp import load_tensors, save_tensors
 from components.checkpoint.folder import complete_checkpoints, is_complete, read_meta, step_folder
-from components.checkpoint.manager import CheckpointPolicy
+from components.checkpoint.manager import CheckpointManager
 from components.checkpoint.resume import RunIdentity
 from components.contracts.errors import TrainingError
 
@@ -46,12 +46,14 @@ class FakeEngine:
         return value
 
 
-def policy(run: Path, keep_last: int = 2, **options: Any) -> CheckpointPolicy:
+def policy(run: Path, keep_last: int = 2, **options: Any) -> CheckpointManager:
     options = {"model_only": False, "first_of_node": True} | options
-    return CheckpointPolicy(run / "checkpoints", keep_last=keep_last, identity=IDENTITY, **options)
+    return CheckpointManager(run / "checkpoints", keep_last=keep_last, identity=IDENTITY, **options)
 
 
-def save(p: CheckpointPolicy, *steps: int, engine: FakeEngine | None = None, best: int | None = None) -> None:
+def save(
+    p: CheckpointManager, *steps: int, engine: FakeEngine | None = None, best: int | None = None
+) -> None:
     for step in steps:
         p.save(engine or FakeEngine(), State(step, 10 * step, best))  # type: ignore[arg-type]
 

@@ -132,7 +132,7 @@ def test_a_second_run_starts_at_once(
 ) -> None:
     data = FilesData(train=texts, eval_fraction=0.1)
     first = prepare(data, tokenizer, epochs=2)
-    monkeypatch.setattr(encoder, "encode", None)
+    monkeypatch.setattr(encoder, "encode_sample", None)
     monkeypatch.setattr("components.data.splits.plan_epoch", None)
     assert prepare(data, tokenizer, epochs=2) == first
 

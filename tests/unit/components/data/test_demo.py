@@ -11,17 +11,17 @@ import pytest
 from transformers import AutoTokenizer
 
 from components.contracts.data import SampleKind
-from components.data.demo import Split, stdlib_records
+from components.data.demo import SplitName, stdlib_records
 from components.data.records.samples import ChatSample, PreferenceSample, Sample, TextSample
 from components.data.tokenizer import PATH
 
 
 @lru_cache
-def records(kind: SampleKind, split: Split) -> list[tuple[Sample, str]]:
+def records(kind: SampleKind, split: SplitName) -> list[tuple[Sample, str]]:
     return list(stdlib_records(kind, split))
 
 
-def origins(kind: SampleKind, split: Split) -> list[str]:
+def origins(kind: SampleKind, split: SplitName) -> list[str]:
     return [origin.rpartition(":")[0] for _, origin in records(kind, split)]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from components.contracts.batch import IGNORE, Batch
-from components.data.loader import DataLoader
+from components.data.loader import TokenDataLoader
 from components.data.packing import Plan, plan_epoch
 from components.data.store.token_store import TokenStore
 from tests.unit.components.data.store.test_token_store import make_store
@@ -43,7 +43,7 @@ def make_plans(store: TokenStore, packing: Any, epochs: int = 2) -> list[Plan]:
     ]
 
 
-def make_loader(store: TokenStore, plans: list[Plan], packing: str, **changes: Any) -> DataLoader:
+def make_loader(store: TokenStore, plans: list[Plan], packing: str, **changes: Any) -> TokenDataLoader:
     settings: dict[str, Any] = {
         "global_batch_size": 8,
         "micro_batch_size": 2,
@@ -53,7 +53,7 @@ def make_loader(store: TokenStore, plans: list[Plan], packing: str, **changes: A
         "pad_id": 0,
         "drop_last": False,
     }
-    return DataLoader(store, plans, **settings | changes)
+    return TokenDataLoader(store, plans, **settings | changes)
 
 
 def sequences(batch: Batch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -85,9 +85,7 @@ Case = tuple[TokenStore, list[Plan], str]
 def test_ranks_share_the_plan(case: Case, data_size: int, micro_batch_size: int) -> None:
     store, plans, packing = case
     loaders = [
-        make_loader(
-            store, plans, packing, data_rank=rank, data_size=data_size, micro_batch_size=micro_batch_size
-        )
+        make_loader(store, plans, packing, dp_rank=rank, dp_size=data_size, micro_batch_size=micro_batch_size)
         for rank in range(data_size)
     ]
     alone = make_loader(store, plans, packing, micro_batch_size=8)
@@ -122,7 +120,7 @@ def test_a_short_last_batch(tmp_path: Path, rows: int, data_size: int, expected:
     [plan] = make_plans(store, "none", epochs=1)
     plan = Plan(plan.segments[:rows], plan.row_offsets[: rows + 1])
     shares = [
-        make_loader(store, [plan], "none", data_rank=rank, data_size=data_size).microbatches(1)
+        make_loader(store, [plan], "none", dp_rank=rank, dp_size=data_size).microbatches(1)
         for rank in range(data_size)
     ]
     assert [len(share) for share in shares] == [expected] * data_size
@@ -144,7 +142,7 @@ def test_number_of_steps(tmp_path: Path, drop_last: bool, max_steps: int | None,
 
 def test_stats_are_those_of_the_whole_batch(case: Case) -> None:
     store, plans, packing = case
-    loader = make_loader(store, plans, packing, data_rank=1, data_size=4, micro_batch_size=1)
+    loader = make_loader(store, plans, packing, dp_rank=1, dp_size=4, micro_batch_size=1)
     alone = make_loader(store, plans, packing, micro_batch_size=8)
     for step in range(loader.num_steps):
         [batch] = alone.microbatches(step)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from components.contracts.batch import IGNORE, Batch
 from components.data.collators import collate_packed
-from components.data.loader import DataLoader
+from components.data.loader import TokenDataLoader
 from components.data.packing import plan_epoch
 from components.data.shared_prefix import shared_lengths
 from components.data.store.token_store import TokenStore
@@ -101,7 +101,7 @@ def test_stats_are_of_the_samples_and_the_cost_is_of_the_work(store: TokenStore)
     for shared in (False, True):
         plans = [plan_pairs(store, shared=shared, max_length=512)]
         rows = {"global_batch_size": 1, "micro_batch_size": 1, "data_rank": 0, "data_size": 1}
-        loader = DataLoader(store, plans, **rows, packed=True, pad_id=0, drop_last=False)
+        loader = TokenDataLoader(store, plans, **rows, packed=True, pad_id=0, drop_last=False)
         stats, [batch] = loader.stats(0), loader.microbatches(0)
         assert stats.num_computed_tokens == batch.labels.numel()
         # A token at position p is a query for p + 1 keys; twice that, less one, adds up to the square.

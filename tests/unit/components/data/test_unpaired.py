@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from components.contracts.batch import DESIRABLE, IGNORE, MISMATCHED, UNDESIRABLE, Batch
+from components.contracts.batch import DESIRABLE, IGNORE, KL_COMPLETION, UNDESIRABLE, Batch
 from components.contracts.errors import ConfigError
 from components.data import FilesData, PreparedData, StdlibData
 from components.data.records.formats import detect, normalize
 from components.data.records.samples import UnpairedSample
-from components.data.tokenize.encoder import Neighbours, with_neighbours
+from components.data.tokenize.encoder import KLPair, with_kl_completions
 from components.data.tokenizer import PATH
 
 NAMES = ("ant", "bee", "cat", "dog", "eel")
@@ -44,7 +44,7 @@ def unpaired(folder: Path, **options: Any) -> PreparedData:
 
 
 def microbatches(prepared: PreparedData, step: int, rank: int = 0, size: int = 1) -> list[Batch]:
-    loader = prepared.train_loader(global_batch_size=4, micro_batch_size=2, data_rank=rank, data_size=size)
+    loader = prepared.train_loader(global_batch_size=4, micro_batch_size=2, dp_rank=rank, dp_size=size)
     return loader.microbatches(step)
 
 
@@ -72,7 +72,7 @@ def test_an_answer_is_followed_by_that_of_the_next_sample(
     for i, (name, label) in enumerate(zip(NAMES, LABELS, strict=True)):
         expected += [
             (name, name, DESIRABLE if label else UNDESIRABLE),
-            (name, NAMES[(i + 1) % 5], MISMATCHED),
+            (name, NAMES[(i + 1) % 5], KL_COMPLETION),
         ]
     assert sorted(rows) == sorted(expected)
     assert rows[::2] + rows[1::2] == [r for r in rows if r[2] != 2] + [r for r in rows if r[2] == 2]
@@ -81,9 +81,9 @@ def test_an_answer_is_followed_by_that_of_the_next_sample(
 def test_what_is_not_trained_on_is_not_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     prepared = unpaired(tmp_path, packing="none")
     [source] = prepared.audit.train.sources
-    loader = prepared.train_loader(global_batch_size=4, micro_batch_size=2, data_rank=0, data_size=1)
+    loader = prepared.train_loader(global_batch_size=4, micro_batch_size=2, dp_rank=0, dp_size=1)
     stats = [loader.stats(step) for step in range(2)]
-    answers = [b.select(b.sequence_labels != MISMATCHED) for s in range(2) for b in loader.microbatches(s)]  # type: ignore[arg-type]
+    answers = [b.select(b.sequence_labels != KL_COMPLETION) for s in range(2) for b in loader.microbatches(s)]  # type: ignore[arg-type]
     assert [one.num_samples for one in stats] == [4, 1]
     assert sum(one.num_tokens for one in stats) == source.tokens == sum(int(b.seqlens.sum()) for b in answers)
     assert sum(one.num_labels for one in stats) == sum(int((b.labels != IGNORE).sum()) for b in answers)
@@ -97,10 +97,10 @@ def test_padding_keeps_its_place(tmp_path: Path) -> None:
     first, last = (microbatches(prepared, 1, rank, 2)[0] for rank in (0, 1))
     assert first.sequence_labels is not None
     assert last.sequence_labels is not None
-    assert first.sequence_labels.tolist() == [DESIRABLE, MISMATCHED, -1, MISMATCHED]
-    assert last.sequence_labels.tolist() == [-1, MISMATCHED] * 2
+    assert first.sequence_labels.tolist() == [DESIRABLE, KL_COMPLETION, -1, KL_COMPLETION]
+    assert last.sequence_labels.tolist() == [-1, KL_COMPLETION] * 2
     for batch in (first, last):
-        assert [len(batch.select(batch.sequence_labels == MISMATCHED).labels)] == [2]  # type: ignore[arg-type]
+        assert [len(batch.select(batch.sequence_labels == KL_COMPLETION).labels)] == [2]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("packing", ["none", "bfd"])
@@ -110,10 +110,10 @@ def test_selected_sequences_are_as_they_were(
     for batch in microbatches(unpaired(tmp_path, packing=packing, max_length=64), 0):
         batch.ref_logps = torch.rand(batch.labels.shape)
         assert batch.sequence_labels is not None
-        keep = batch.sequence_labels != MISMATCHED
+        keep = batch.sequence_labels != KL_COMPLETION
         part = batch.select(keep)
         rows = list(found([batch], tokenizer))
-        assert list(found([part], tokenizer)) == [row for row in rows if row[2] != MISMATCHED]
+        assert list(found([part], tokenizer)) == [row for row in rows if row[2] != KL_COMPLETION]
         assert torch.equal(part.seqlens, batch.seqlens[keep])
         assert part.ref_logps is not None
         for name in ("position_ids", "labels", "ref_logps"):
@@ -131,10 +131,10 @@ def test_selected_sequences_are_as_they_were(
 
 def test_pairs_of_neighbours_do_not_depend_on_batches() -> None:
     items: list[Any] = [(f"r{i}", f"o{i}") for i in range(3)]
-    assert list(with_neighbours(items)) == [
-        (Neighbours("r0", "r1", "o1"), "o0"),
-        (Neighbours("r1", "r2", "o2"), "o1"),
-        (Neighbours("r2", "r0", "o0"), "o2"),
+    assert list(with_kl_completions(items)) == [
+        (KLPair("r0", "r1", "o1"), "o0"),
+        (KLPair("r1", "r2", "o2"), "o1"),
+        (KLPair("r2", "r0", "o0"), "o2"),
     ]
 
 

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from components.contracts.errors import ConfigError
-from components.loggers import Console, Ending, Jsonl, Loggers, Row, Start, Tensorboard, Wandb, terminal
+from components.loggers import (
+    CompositeLogger,
+    Console,
+    Jsonl,
+    Row,
+    RunInfo,
+    RunResult,
+    Tensorboard,
+    Wandb,
+    terminal,
+)
 from components.loggers.jsonl import JsonlLogger
 from components.loggers.wandb import run_id
 from tests.trackers import scalars, tags, wandb_runs
@@ -23,7 +33,7 @@ ROWS: list[dict[str, float | int | None]] = [
     {"step": 2, "eval/loss": 2.125},
 ]
 CONFIG: dict[str, Any] = {"run": {"seed": 0}, "model": {"path": None}}
-DONE = Ending("done", {"step": 2, "train/loss": 2.25, "eval/loss": 2.125})
+DONE = RunResult("done", {"step": 2, "train/loss": 2.25, "eval/loss": 2.125})
 
 
 @pytest.fixture
@@ -37,7 +47,7 @@ def read_jsonl(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_jsonl_is_on_disk_after_every_row(run_dir: Path) -> None:
-    logger = Jsonl().open(Start(run_dir, CONFIG))
+    logger = Jsonl().open(RunInfo(run_dir, CONFIG))
     for number, row in enumerate(ROWS, start=1):
         logger.log(row)
         assert read_jsonl(run_dir) == ROWS[:number]
@@ -77,13 +87,13 @@ class Breaks:
     def check(self) -> None:
         """Nothing is missing."""
 
-    def open(self, start: Start) -> "Breaks":  # noqa: ARG002
+    def open(self, start: RunInfo) -> "Breaks":  # noqa: ARG002
         return self.called("open")
 
     def log(self, row: Row) -> None:  # noqa: ARG002
         self.called("log")
 
-    def finish(self, ending: Ending) -> None:  # noqa: ARG002
+    def finish(self, ending: RunResult) -> None:  # noqa: ARG002
         self.called("finish")
 
     def called(self, name: str) -> "Breaks":
@@ -99,7 +109,7 @@ def test_a_logger_that_fails_is_told_of_once_and_left_out(
 ) -> None:
     broken = Breaks(when)
     with caplog.at_level(logging.WARNING, logger="components"):
-        loggers = Loggers({"broken": broken, "jsonl": Jsonl()}, Start(run_dir, CONFIG))
+        loggers = CompositeLogger({"broken": broken, "jsonl": Jsonl()}, RunInfo(run_dir, CONFIG))
         for row in ROWS:
             loggers.log(row)
         loggers.finish(DONE)
@@ -121,7 +131,7 @@ def test_a_terminal_is_quiet_where_no_console_was_chosen() -> None:
 
 def test_tensorboard_reads_what_was_logged(run_dir: Path) -> None:
     Tensorboard().check()
-    logger = Tensorboard().open(Start(run_dir, CONFIG))
+    logger = Tensorboard().open(RunInfo(run_dir, CONFIG))
     for row in ROWS:
         logger.log(row)
     logger.finish(DONE)
@@ -137,11 +147,11 @@ def test_tensorboard_reads_what_was_logged(run_dir: Path) -> None:
 
 def test_tensorboard_goes_on_after_the_checkpoint(run_dir: Path) -> None:
     """Steps 2 and 3 were logged by a start that was killed; the next one begins after step 1."""
-    first = Tensorboard().open(Start(run_dir, CONFIG))
+    first = Tensorboard().open(RunInfo(run_dir, CONFIG))
     for step in (1, 2, 3):
         first.log({"step": step, "train/loss": 10.0 + step})
-    first.finish(Ending("failed", {"step": 3, "train/loss": 13.0}, "killed"))
-    second = Tensorboard().open(Start(run_dir, CONFIG, step=1))
+    first.finish(RunResult("failed", {"step": 3, "train/loss": 13.0}, "killed"))
+    second = Tensorboard().open(RunInfo(run_dir, CONFIG, step=1))
     second.log({"step": 2, "train/loss": 2.0})
     second.finish(DONE)
     assert scalars(run_dir / "tensorboard")["train/loss"] == [(1, 11.0), (2, 2.0)]
@@ -150,7 +160,7 @@ def test_tensorboard_goes_on_after_the_checkpoint(run_dir: Path) -> None:
 WANDB_RUN = """
 import json, sys
 from pathlib import Path
-from components.loggers import Ending, Loggers, Start, Wandb
+from components.loggers import CompositeLogger, RunInfo, RunResult, Wandb
 wandb = Wandb(project="tests", mode="offline", tags=("a",))
 wandb.check()
 folder, (rows, config) = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -158,11 +168,11 @@ folder, (rows, config) = Path(sys.argv[1]), json.loads(sys.argv[2])
 (folder / "code.diff").write_text("+ a line")
 facts = {"sweep": {"folder": "/outputs/sweeps/lr", "number": 7}, "git_commit": "abc"}
 for step, ending in ((0, "failed"), (1, "stopped"), (1, "done")):
-    logger = Loggers({"wandb": wandb}, Start(folder, config, facts, step))
+    logger = CompositeLogger({"wandb": wandb}, RunInfo(folder, config, facts, step))
     for row in rows:
         if row["step"] > step:
             logger.log(row)
-    logger.finish(Ending(ending, {"step": 2, "eval/loss": 2.125}, f"because {ending}"))
+    logger.finish(RunResult(ending, {"step": 2, "eval/loss": 2.125}, f"because {ending}"))
 """
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from components.contracts.batch import MISMATCHED, Batch
+from components.contracts.batch import KL_COMPLETION, Batch
 from components.contracts.errors import ConfigError
 from components.contracts.loss import TokenStats
 from components.data.tokenizer import PATH
@@ -62,7 +62,7 @@ class Engine:
         if batch.labels.shape == self.batch.labels.shape:
             return table
         assert self.batch.sequence_labels is not None
-        keep = self.batch.sequence_labels == MISMATCHED
+        keep = self.batch.sequence_labels == KL_COMPLETION
         bare = replace(self.batch, ref_logps=table).select(keep)
         assert torch.equal(bare.labels, batch.labels)
         assert bare.ref_logps is not None
@@ -104,7 +104,7 @@ def test_the_formula(layout: str, kind: Any) -> None:
     assert loss.counts(prepared) == {"loss": 3}
     assert loss.counts(blank) == {"loss": 0}
     assert engine.asked == ([6, 3] if kind == "kto" else [6])
-    answers = replace(batch, ref_logps=logps).select(torch.tensor(LABELS) != MISMATCHED).ref_logps
+    answers = replace(batch, ref_logps=logps).select(torch.tensor(LABELS) != KL_COMPLETION).ref_logps
     assert answers is not None
     answers.requires_grad_()
     output = loss(TokenStats(answers), prepared)
@@ -197,7 +197,7 @@ class OfTRL:
         made = list(self.trainer.train_dataset)
         keys = ("completion_ids", "KL_completion_ids")
         self.answers: list[Answer] = [(row["prompt_ids"], row[key]) for row in made for key in keys]
-        self.labels = [label for row in made for label in (int(row["label"]), MISMATCHED)]
+        self.labels = [label for row in made for label in (int(row["label"]), KL_COMPLETION)]
 
     def step(self) -> tuple[Tensor, Mapping[str, float]]:
         loss = self.trainer.compute_loss(self.trainer.model, self.batch)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from components.contracts.errors import ConfigError
 from components.models import ModelSpec, named_shapes, stream_folder
-from components.models.experts import Experts, biases, routed
-from components.models.moe_config import RouterTerms
+from components.models.experts import ExpertList, moe_blocks, router_biases
+from components.models.moe_config import MoELossConfig
 
 SMALL = {
     "vocab_size": 64,
@@ -107,21 +107,21 @@ def test_layers_of_further_tokens_are_left_in_the_file(tmp_path: Path) -> None:
 def test_routers_have_biases_that_no_gradient_changes() -> None:
     spec = spec_of("deepseek_v3")
     model = spec.build(spec.config())
-    assert list(biases(model)) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert not any(bias.requires_grad for bias in biases(model).values())
-    assert list(routed(model)) == ["model.layers.1.mlp"]
-    assert len([m for m in model.modules() if isinstance(m, Experts)]) == 1
+    assert list(router_biases(model)) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert not any(bias.requires_grad for bias in router_biases(model).values())
+    assert list(moe_blocks(model)) == ["model.layers.1.mlp"]
+    assert len([m for m in model.modules() if isinstance(m, ExpertList)]) == 1
     assert torch.equal(spec.weights(0)("model.layers.1.mlp.gate.e_score_correction_bias"), torch.zeros(4))
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("qwen3_moe", {"moe": RouterTerms("switch")}, "model.moe.aux_loss_coef: is 0"),
-        ("qwen3_moe", {"moe": RouterTerms(aux_loss_coef=0.1)}, "model.moe.aux_loss: is none"),
+        ("qwen3_moe", {"moe": MoELossConfig("switch")}, "model.moe.aux_loss_coef: is 0"),
+        ("qwen3_moe", {"moe": MoELossConfig(aux_loss_coef=0.1)}, "model.moe.aux_loss: is none"),
         (
             "qwen3_moe",
-            {"moe": RouterTerms(bias_update_rate=0.1)},
+            {"moe": MoELossConfig(bias_update_rate=0.1)},
             "model.moe.bias_update_rate: the routers of qwen3_moe have no bias",
         ),
     ],
@@ -133,7 +133,7 @@ def test_terms_that_would_do_nothing_are_refused(family: str, changes: Any, mess
 
 
 def test_a_dense_model_has_no_routers_to_balance() -> None:
-    spec = ModelSpec(architecture={"model_type": "qwen3", **SMALL}, moe=RouterTerms(z_loss_coef=0.1))
+    spec = ModelSpec(architecture={"model_type": "qwen3", **SMALL}, moe=MoELossConfig(z_loss_coef=0.1))
     with pytest.raises(ConfigError, match=r"model\.moe\.z_loss_coef: qwen3 has no experts"):
         spec.build(spec.config())
 

@@ -10,14 +10,14 @@ from transformers import AutoModelForCausalLM
 
 from components.contracts.batch import IGNORE, Batch
 from components.models import ModelSpec, export_folder, named_shapes
-from components.models.mtp import FurtherTokens
+from components.models.mtp import MTPConfig
 from tests.distributed.cases import COMMON, LAYOUTS, SHAPES, sequences, spec
 
 FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "gemma", "qwen3_moe", "mixtral", "deepseek")
 
 
 def with_layers(family: str, layers: int = 2) -> ModelSpec:
-    return replace(spec(family), mtp=FurtherTokens(layers))
+    return replace(spec(family), mtp=MTPConfig(layers))
 
 
 def one_by_one(batch: Batch, steps: int) -> tuple[list[int], list[int]]:
@@ -35,7 +35,7 @@ def one_by_one(batch: Batch, steps: int) -> tuple[list[int], list[int]]:
 def test_no_token_or_label_crosses_the_end_of_its_sequence(layout: str, steps: int) -> None:
     """The shortest sequence has 3 tokens, the longest 30."""
     batch = LAYOUTS[layout](sequences())
-    ahead, real = batch.ahead(steps), batch.real_sequence_ids() >= 0
+    ahead, real = batch.shifted(steps), batch.real_sequence_ids() >= 0
     ids, labels = one_by_one(batch, steps)
     assert ahead.input_ids[real].tolist() == ids
     assert ahead.labels[real].tolist() == labels
@@ -47,9 +47,9 @@ def test_no_token_or_label_crosses_the_end_of_its_sequence(layout: str, steps: i
 def test_the_end_of_a_padded_row_is_padding() -> None:
     batch = LAYOUTS["packed"](sequences()[:2])
     padded = replace(batch, seqlens=torch.tensor([5, 15], dtype=torch.int32))
-    assert padded.ahead(1).labels[0, -3:].tolist() == [IGNORE] * 3
-    assert padded.ahead(1).input_ids[0, -3:].tolist() == [0] * 3
-    assert padded.ahead(1).input_ids[0, -4] == batch.input_ids[0, -3]
+    assert padded.shifted(1).labels[0, -3:].tolist() == [IGNORE] * 3
+    assert padded.shifted(1).input_ids[0, -3:].tolist() == [0] * 3
+    assert padded.shifted(1).input_ids[0, -4] == batch.input_ids[0, -3]
 
 
 def test_an_empty_micro_batch_counts_nothing() -> None:
@@ -84,7 +84,7 @@ def test_weights_are_read_where_they_are_stored_and_drawn_where_not(
     export_folder(described, ((name, weights(name)) for name in shapes), tmp_path, torch.float32)
 
     def read(layers: int) -> dict[str, torch.Tensor]:
-        stored = ModelSpec(path=str(tmp_path), init="pretrained", mtp=FurtherTokens(layers))
+        stored = ModelSpec(path=str(tmp_path), init="pretrained", mtp=MTPConfig(layers))
         source = stored.weights(0)
         return {name: source(name) for name in named_shapes(stored.build(stored.config()))}
 
@@ -114,6 +114,6 @@ def test_layers_change_no_other_weight() -> None:
 
 def test_a_folder_that_says_how_many_it_has_is_read_without_them() -> None:
     fields = COMMON | SHAPES["llama"]
-    config = ModelSpec(architecture=fields, mtp=FurtherTokens(2)).config()
+    config = ModelSpec(architecture=fields, mtp=MTPConfig(2)).config()
     assert config.num_nextn_predict_layers == 2
     assert not hasattr(ModelSpec(architecture=fields).config(), "num_nextn_predict_layers")

@@ -22,7 +22,7 @@ from components.models import (
     materialize_buffers,
     named_shapes,
     pretrained,
-    signature,
+    shape_hash,
 )
 from components.models.generate import add_tokenizer
 from components.models.initialize import random_weights
@@ -356,7 +356,7 @@ def test_tied_parameters_are_named_once() -> None:
 def test_signatures_tell_models_apart() -> None:
     def of(**changes: Any) -> str:
         spec = ModelSpec(architecture=FAMILIES["qwen3"] | changes)
-        return signature(spec.build(spec.config()))
+        return shape_hash(spec.build(spec.config()))
 
     assert of() == of(rms_norm_eps=1e-5)
     assert len({of(), of(hidden_size=64), of(num_hidden_layers=3), of(tie_word_embeddings=False)}) == 4

@@ -13,7 +13,7 @@ from benchmarks.compose import composed
 from components.contracts.errors import ConfigError
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
-from components.preflight import Case
+from components.preflight import Candidate
 from components.preflight.engine_layouts import comm_cost, mesh_info
 from components.preflight.estimates.device_specs import GPUS, Device, find_device, machine_memory, parse_size
 from components.preflight.estimates.flops import DENSE_PEAKS
@@ -25,14 +25,14 @@ from components.preflight.estimates.step_time import (
     step_time,
     step_work,
 )
-from runner.config.sources import Provenance
+from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
 from tests.distributed.cases import fsdp2, megatron
 from tests.e2e.commands import SMALL
 
 GIGA = 1e9
 DEVICE = Device("test", "cuda", 2**30, True, 1e12, 0.5, link=100 * GIGA, network=10 * GIGA, per_node=8)
-SIZE = ModelSize(parameters=1000, trained=800, layers=6, hidden=64, query=64, key=32)
+SIZE = ModelSize(parameters=1000, trained=800, layers=6, hidden=64, q_width=64, kv_width=32)
 WORK = StepWork(SIZE, 4, 480, 400, 512, flops=3e12, forward=1e12, attention=1e11)
 
 
@@ -46,10 +46,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def case(folder: Path, *overrides: str, data: str = "text", small: Sequence[str] = SMALL) -> Case:
+def case(folder: Path, *overrides: str, data: str = "text", small: Sequence[str] = SMALL) -> Candidate:
     here = [f"data.train={folder}/{data}.jsonl", f"data.cache_dir={folder}/cache", "data.num_workers=1"]
     keys = [*small, "stage=pt", "data=files", *here, f"run.output_dir={folder}/runs", "run.name=x"]
-    found = check_launch(composed([*keys, *overrides]), Provenance(), ()).inspect().case
+    found = check_launch(composed([*keys, *overrides]), ConfigSources(), ()).inspect().candidate
     assert found is not None
     return found
 
@@ -82,7 +82,7 @@ def test_models_that_name_their_sizes_otherwise(kind: str, folder: Path) -> None
     overrides = ["~model.architecture", f"+model.architecture={{model_type: {kind}, {shape}, {ends}}}"]
     plain = [key for key in SMALL if not key.startswith("model.")]
     found = case(folder, *overrides, small=plain)
-    assert found.largest.total > 16 * parameter_counts(found)["total"]
+    assert found.peak.total > 16 * parameter_counts(found)["total"]
 
 
 # ---- batches
@@ -91,7 +91,7 @@ def test_models_that_name_their_sizes_otherwise(kind: str, folder: Path) -> None
 def test_rows_that_are_cut(folder: Path) -> None:
     """Of one document, every token but the last is an input with a label."""
     found = case(folder, "data.max_length=16", data="one")
-    workload = found.workload
+    workload = found.microbatch
     assert (workload.rows, workload.length, workload.labels) == (2, 16, 32)
     assert workload.num_microbatches == 2
     work = step_work(found)
@@ -102,8 +102,8 @@ def test_padded_rows(folder: Path) -> None:
     found = case(folder, "data.packing=none", "run.max_steps=3", "run.micro_batch_size=4")
     audit = found.data.audit.train.sources[0]
     assert audit.samples == 12
-    assert (found.workload.rows, found.workload.length) == (4, audit.length_max)
-    assert found.workload.num_microbatches == 1
+    assert (found.microbatch.rows, found.microbatch.length) == (4, audit.length_max)
+    assert found.microbatch.num_microbatches == 1
     work = step_work(found)  # of three steps of four: one epoch
     assert work.sequences == pytest.approx(4)
     assert work.tokens == pytest.approx(audit.tokens / 3)
@@ -127,7 +127,7 @@ def test_the_arithmetic_of_a_step(folder: Path) -> None:
 def sent(layout: FSDP2 | Megatron, world_size: int, **changes: Any) -> dict[str, float]:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "tokens": 512.0, "num_microbatches": 3} | changes
     cost = comm_cost(layout, SIZE, world_size=world_size, **options)
-    return {each.dimension: each.num_bytes for each in cost.sent}
+    return {each.dimension: each.num_bytes for each in cost.volumes}
 
 
 def test_what_fsdp2_sends() -> None:
@@ -190,7 +190,7 @@ def test_the_time_of_a_step(folder: Path) -> None:
     piped = timed(megatron(pp=2), folder, 2)  # eight micro-batches
     assert piped.compute == pytest.approx(3.0)
     assert piped.idle == pytest.approx(3.0 / 8, rel=1e-3)
-    assert piped.total == piped.compute + piped.idle + piped.waiting
+    assert piped.total == piped.compute + piped.idle + piped.between_microbatches
 
 
 # ---- devices

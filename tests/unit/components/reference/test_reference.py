@@ -54,27 +54,27 @@ def dpo(**options: Any) -> DPO:
 def test_what_it_comes_to(options: dict[str, Any], adapter: Any, choice: str, passes: int) -> None:
     source = resolve_reference(dpo(**options), model(), adapter)
     assert source.choice == choice
-    assert source.kept == ("none" if choice == "precomputed" else choice)
+    assert source.engine_mode == ("none" if choice == "precomputed" else choice)
     assert source.forward_only_passes == passes
 
 
 def test_a_model_without_vectors_may_be_asked_too() -> None:
     """An engine trains something, and there is nothing else to leave to it."""
     olmo = ModelSpec(architecture=SHAPE | {"model_type": "olmo"})
-    asked = ReferenceSource("precomputed", olmo, other=False)
-    assert asked.to_ask().freeze == ()
+    asked = ReferenceSource("precomputed", olmo, is_separate_model=False)
+    assert asked.frozen_spec().freeze == ()
 
 
 def test_where_it_comes_from() -> None:
-    assert resolve_reference(dpo(reference="none"), model()).origin is None
-    assert resolve_reference(dpo(reference="precomputed"), model()).origin == "model.init=random"
-    assert resolve_reference(dpo(reference_path="/x"), model()).origin == "stage.reference_path=/x"
+    assert resolve_reference(dpo(reference="none"), model()).describe_init is None
+    assert resolve_reference(dpo(reference="precomputed"), model()).describe_init == "model.init=random"
+    assert resolve_reference(dpo(reference_path="/x"), model()).describe_init == "stage.reference_path=/x"
 
 
 def test_what_is_only_asked_is_hardly_trained() -> None:
     """Nor by the patterns of the model that is trained."""
     trained = replace(model(), freeze=("model.norm.*",))
-    asked = resolve_reference(dpo(reference="precomputed"), trained).to_ask()
+    asked = resolve_reference(dpo(reference="precomputed"), trained).frozen_spec()
     parameters = dict(asked.build(asked.config()).named_parameters())
     assert {name for name, p in parameters.items() if p.requires_grad} == {
         "model.layers.0.input_layernorm.weight",

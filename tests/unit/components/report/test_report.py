@@ -14,7 +14,7 @@ from benchmarks.report import make_sweep
 from components.contracts.errors import ConfigError
 from components.report import Entry, write_page
 from components.report.curves import read_curves, thin
-from components.report.page import varied
+from components.report.page import varied_keys
 from runner.commands.report import entries, parse, report
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028<!-- {{script}} & 'quotes' \""
@@ -135,9 +135,9 @@ def a_sweep(folder: Path) -> Path:
 
     def job(number: int, status: str, run: Path | None, **known: Any) -> None:
         overrides = [f"optimizer.lr={number}", "run.seed=0"]
-        outcome = {"number": number, "overrides": overrides, "status": status}
-        outcome["folder"] = None if run is None else str(run)
-        (sweep / "jobs" / f"{number}.json").write_text(json.dumps(outcome | known))
+        record = {"number": number, "overrides": overrides, "status": status}
+        record["folder"] = None if run is None else str(run)
+        (sweep / "jobs" / f"{number}.json").write_text(json.dumps(record | known))
 
     job(0, "done", finished(folder / "sft" / "a", lr=0.5), loss=4.5, seconds=3)
     job(1, "done", finished(folder / "sft" / "b", lr=1.0), loss=4.0, seconds=4)
@@ -272,8 +272,8 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_varies() -> None:
-    assert varied([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "c": 3}]) == ["b", "c"]
-    assert varied([{"a": 1, "b": 2}]) == ["a", "b"]
+    assert varied_keys([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "c": 3}]) == ["b", "c"]
+    assert varied_keys([{"a": 1, "b": 2}]) == ["a", "b"]
 
 
 def test_many_runs_leave_a_page_of_a_sane_size(tmp_path: Path) -> None:

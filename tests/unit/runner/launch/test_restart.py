@@ -8,7 +8,7 @@ import pytest
 from components import preflight
 from components.checkpoint.files import FileRecord
 from components.checkpoint.folder import CheckpointMeta, commit, complete_checkpoints, step_folder
-from components.contracts.errors import ConfigError, FinalError, TrainingError
+from components.contracts.errors import ConfigError, NonRetryableError, TrainingError
 from runner.launch import restart
 from runner.launch.run_record import RunRecord
 
@@ -90,7 +90,7 @@ def test_the_last_failure_is_the_users(folder: Path, monkeypatch: pytest.MonkeyP
     assert len(began) == 2
 
 
-@pytest.mark.parametrize("error", [FinalError("diverged"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [NonRetryableError("diverged"), KeyboardInterrupt()])
 def test_some_ends_are_final(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     began = world(monkeypatch, error)
     with pytest.raises(type(error)):

@@ -8,32 +8,32 @@ from pathlib import Path
 import pytest
 
 from runner.launch.spawn import CORES
-from runner.sweeps.job_record import Point, read_outcomes
-from runner.sweeps.local_jobs import Job, run_jobs, share
+from runner.sweeps.job_record import SweepJob, read_job_records
+from runner.sweeps.local_jobs import LocalJob, gpu_share, run_jobs
 
 WELL = """
 import os, sys, time
 from pathlib import Path
-from runner.sweeps.job_record import Point
+from runner.sweeps.job_record import SweepJob
 began = time.time()
 assert sys.stdin.read() == "given"
 time.sleep(0.3)
-Point(Path(sys.argv[1]), int(sys.argv[2]), ()).ended("done", loss=0.5, seconds=1.0)
+SweepJob(Path(sys.argv[1]), int(sys.argv[2]), ()).finish("done", loss=0.5, seconds=1.0)
 print(began, time.time())
 """
 KILLED = "import os, signal; print('last words', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def job(sweep: Path, number: int, code: str) -> Job:
+def job(sweep: Path, number: int, code: str) -> LocalJob:
     command = [sys.executable, "-c", code, str(sweep), str(number)]
-    return Job(Point(sweep, number, (f"seed={number}",)), command, b"given")
+    return LocalJob(SweepJob(sweep, number, (f"seed={number}",)), command, b"given")
 
 
 def test_no_more_than_so_many_at_once_and_one_that_is_killed_stops_no_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_jobs([job(tmp_path, n, KILLED if n == 1 else WELL) for n in range(5)], at_once=2)
-    outcomes = read_outcomes(tmp_path)
+    outcomes = read_job_records(tmp_path)
     assert [outcome.status for outcome in outcomes] == ["done", "failed", "done", "done", "done"]
     assert str(outcomes[1].error).startswith("the job was killed by SIGKILL")
     assert str(outcomes[1].error).endswith("\n  last words")
@@ -59,8 +59,8 @@ def test_a_machine_is_shared(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 7)
-    shares = [share(place, places, gpus) for place in range(places)]
+    shares = [gpu_share(place, places, gpus) for place in range(places)]
     assert [one.get("CUDA_VISIBLE_DEVICES") for one in shares] == dealt
     assert {one["OMP_NUM_THREADS"] for one in shares} == {one[CORES] for one in shares} == {str(7 // places)}
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert CORES not in share(0, places, gpus), "threads are the user's"
+    assert CORES not in gpu_share(0, places, gpus), "threads are the user's"

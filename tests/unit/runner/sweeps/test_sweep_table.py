@@ -10,25 +10,25 @@ import pytest
 from rich.console import Console
 
 from runner.config.command_line import single_job_overrides
-from runner.sweeps.job_record import Outcome, Point
-from runner.sweeps.sweep import begin, conclude
-from runner.sweeps.table import show
+from runner.sweeps.job_record import JobRecord, SweepJob
+from runner.sweeps.sweep import create_sweep, finish_sweep
+from runner.sweeps.table import print_table
 
 LAYOUTS = ("single", "fsdp2_tp2cp2", "tp2pp2dp2")
 
 
-def outcome(number: int) -> Outcome:
+def outcome(number: int) -> JobRecord:
     """Every seventh is refused, and job 150 is the best."""
     own = (f"optimizer.lr={1e-4 * (number + 1) / 3}", f"parallelism={LAYOUTS[number % 3]}")
-    done = Outcome(number, ("stage=sft", *own), "done", loss=5 + abs(number - 150) / 1000, seconds=61.4)
+    done = JobRecord(number, ("stage=sft", *own), "done", loss=5 + abs(number - 150) / 1000, seconds=61.4)
     folder = f"/data/outputs/sft_tiny/2026-11-22_08-14-{number:03d}"
     refused = replace(done, status="refused", loss=None, error="run.seed: is wrong; use 1.")
     return refused if number % 7 == 0 else replace(done, folder=folder)
 
 
-def shown(outcomes: list[Outcome], width: int) -> list[str]:
+def shown(records: list[JobRecord], width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    show(outcomes, console)
+    print_table(records, console)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
@@ -51,23 +51,23 @@ def test_a_wide_terminal_shows_folders() -> None:
 
 def test_keys_that_end_alike_keep_their_names() -> None:
     words = [("a.name=1", "b.name=1"), ("a.name=2", "b.name=2")]
-    lines = shown([Outcome(n, own, "stopped") for n, own in enumerate(words)], 80)
+    lines = shown([JobRecord(n, own, "stopped") for n, own in enumerate(words)], 80)
     assert lines[0].split()[:3] == ["job", "a.name", "b.name"]
 
 
 def test_what_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    begin(tmp_path, ["stage=sft", "run.seed=1,2"])
+    create_sweep(tmp_path, ["stage=sft", "run.seed=1,2"])
     began = json.loads((tmp_path / "sweep.json").read_text())
     for number in range(9):
-        Point(tmp_path, number, ()).write(outcome(number))
-    assert conclude(tmp_path, 0) == 0
+        SweepJob(tmp_path, number, ()).write(outcome(number))
+    assert finish_sweep(tmp_path, 0) == 0
     facts = json.loads((tmp_path / "sweep.json").read_text())
     assert facts | began == facts
     assert facts["overrides"] == ["stage=sft", "run.seed=1,2"]
     assert (facts["jobs"], facts["best"]) == (9, 8)
     assert facts["counts"] == {"refused": 2, "done": 7}
     assert "2 refused, 7 done\nbest: job 8, loss 5.1420" in capsys.readouterr().out
-    begin(tmp_path, ["stage=sft", "run.seed=1,2"])
+    create_sweep(tmp_path, ["stage=sft", "run.seed=1,2"])
     assert json.loads((tmp_path / "sweep.json").read_text())["began"] == began["began"]
 
 
@@ -75,11 +75,11 @@ def test_what_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("status", "code"), [("failed", 1), ("running", 1), ("refused", 0), ("stopped", 0), ("pruned", 0)]
 )
 def test_exit_codes(tmp_path: Path, status: str, code: int) -> None:
-    begin(tmp_path, [])
-    Point(tmp_path, 0, ()).write(outcome(1))
-    Point(tmp_path, 1, ()).write(replace(outcome(2), number=1, status=status))  # type: ignore[arg-type]
-    assert conclude(tmp_path, 0) == code
-    assert conclude(tmp_path, 130) == 130
+    create_sweep(tmp_path, [])
+    SweepJob(tmp_path, 0, ()).write(outcome(1))
+    SweepJob(tmp_path, 1, ()).write(replace(outcome(2), number=1, status=status))  # type: ignore[arg-type]
+    assert finish_sweep(tmp_path, 0) == code
+    assert finish_sweep(tmp_path, 130) == 130
 
 
 def test_a_job_alone_is_no_sweep() -> None:

@@ -5,9 +5,9 @@ from contextlib import suppress
 
 import pytest
 
-from components.loggers import Ending, Row
+from components.loggers import Row, RunResult
 from runner.launch.run_record import Stopped
-from runner.training.metrics import Reporter
+from runner.training.metrics import MetricsReporter
 from runner.training.run_summary import Results
 from runner.training.state import TrainState
 
@@ -17,18 +17,18 @@ class Kept:
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
-        self.endings: list[Ending] = []
+        self.endings: list[RunResult] = []
 
     def log(self, row: Row) -> None:
         self.rows.append(row)
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: RunResult) -> None:
         self.endings.append(ending)
 
 
-def ending_of(stopped: Stopped | None = None, error: BaseException | None = None) -> Ending:
+def ending_of(stopped: Stopped | None = None, error: BaseException | None = None) -> RunResult:
     kept = Kept()
-    reporter = Reporter(1, lambda _: 0.0, None, float, kept)  # type: ignore[arg-type]
+    reporter = MetricsReporter(1, lambda _: 0.0, None, float, kept)  # type: ignore[arg-type]
     with suppress(RuntimeError, KeyboardInterrupt), reporter:
         reporter.evaluation(TrainState(step=7), {"loss": 2.5})
         reporter.stopped = stopped
@@ -41,10 +41,10 @@ def ending_of(stopped: Stopped | None = None, error: BaseException | None = None
 
 def test_loggers_are_told_how_it_ended() -> None:
     last = {"eval/loss": 2.5}
-    assert ending_of() == Ending("done", last)
-    assert ending_of(Stopped(7, 9, "SIGTERM")) == Ending("stopped", last, "SIGTERM")
-    assert ending_of(error=KeyboardInterrupt()) == Ending("stopped", last, "interrupted")
-    assert ending_of(error=RuntimeError("4711")) == Ending("failed", last, "RuntimeError: 4711")
+    assert ending_of() == RunResult("done", last)
+    assert ending_of(Stopped(7, 9, "SIGTERM")) == RunResult("stopped", last, "SIGTERM")
+    assert ending_of(error=KeyboardInterrupt()) == RunResult("stopped", last, "interrupted")
+    assert ending_of(error=RuntimeError("4711")) == RunResult("failed", last, "RuntimeError: 4711")
 
 
 def test_results_are_what_was_logged_last_and_is_finite() -> None:

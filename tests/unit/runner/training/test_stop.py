@@ -7,15 +7,15 @@ import pytest
 from components.contracts.errors import ConfigError
 from runner.config.run_config import seconds
 from runner.launch.final_report import resume_command
-from runner.launch.signals import REQUESTS, StopRequest, handling, interrupt
-from runner.training.stop import Stop
+from runner.launch.signals import REQUESTS, SignalHandler, handling, interrupt
+from runner.training.stop import StopPolicy
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
 
-def heard(*numbers: int, patient: bool = False) -> tuple[StopRequest, list[int]]:
+def heard(*numbers: int, patient: bool = False) -> tuple[SignalHandler, list[int]]:
     told: list[int] = []
-    request = StopRequest(told.append, patient=patient)
+    request = SignalHandler(told.append, ignore_second=patient)
     for number in numbers:
         request(number)
     return request, told
@@ -50,29 +50,31 @@ def test_handlers_are_put_back() -> None:
 
 
 def test_another_ranks_reason_counts_here() -> None:
-    assert Stop(lambda value: max(value, float(TERM)), heard()[0]).agreed() == "SIGTERM"
+    assert StopPolicy(lambda value: max(value, float(TERM)), heard()[0]).poll() == "SIGTERM"
 
 
 def test_what_one_rank_is_told_of_an_evaluation_counts_on_all() -> None:
     told: list[tuple[int, float]] = []
-    asks = Stop(lambda value: value, heard()[0], prune=lambda *given: told.append(given) or given[0] > 2)
-    asks.evaluated(2, 5.0)
+    asks = StopPolicy(
+        lambda value: value, heard()[0], prune=lambda *given: told.append(given) or given[0] > 2
+    )
+    asks.check_prune(2, 5.0)
     assert asks.reason is None
-    asks.evaluated(4, 4.5)
+    asks.check_prune(4, 4.5)
     assert (asks.reason, told) == ("pruned", [(2, 5.0), (4, 4.5)])
-    other = Stop(lambda value: max(value, 1.0), heard()[0])
-    other.evaluated(4, 4.5)
+    other = StopPolicy(lambda value: max(value, 1.0), heard()[0])
+    other.check_prune(4, 4.5)
     assert other.reason == "pruned"
 
 
 def test_the_first_reason_stays() -> None:
     request, _ = heard()
-    stop = Stop(lambda value: value, request)
-    assert stop.agreed() is None
+    stop = StopPolicy(lambda value: value, request)
+    assert stop.poll() is None
     request(USR1)
-    assert stop.agreed() == "SIGUSR1"
+    assert stop.poll() == "SIGUSR1"
     request(TERM)
-    assert stop.agreed() == "SIGUSR1"
+    assert stop.poll() == "SIGUSR1"
 
 
 class Clock:
@@ -85,11 +87,11 @@ class Clock:
 def steps_taken(deadline: float, *, step: float, save: float, save_every: int) -> tuple[int, float]:
     """Of a run of steps and saves that take so long, and what is left of its time after the last save."""
     clock = Clock()
-    stop = Stop(lambda value: value, heard()[0], clock.now + deadline, clock)
+    stop = StopPolicy(lambda value: value, heard()[0], clock.now + deadline, clock)
     for number in range(1, 1000):
         clock.now += step
-        if stop.agreed() or number % save_every == 0:
-            with stop.saving():
+        if stop.poll() or number % save_every == 0:
+            with stop.expects_save():
                 clock.now += save
         if stop.reason:
             assert stop.reason == "run.max_time"
@@ -105,16 +107,18 @@ def test_time_is_left_for_the_last_save_and_little_more(step: float, save: float
 
 def test_a_first_step_that_compiles_is_soon_forgotten() -> None:
     clock = iter([0.0, 600.0, *(602.0 + 2 * step for step in range(40))])
-    stop = Stop(lambda value: value, StopRequest(str), deadline=3600, clock=lambda: next(clock))
-    assert [stop.agreed() for _ in range(41)] == [None] * 41
+    stop = StopPolicy(lambda value: value, SignalHandler(str), deadline=3600, clock=lambda: next(clock))
+    assert [stop.poll() for _ in range(41)] == [None] * 41
     assert max(stop.latest) == 2
 
 
 def test_time_is_left_for_a_first_save_of_unknown_length() -> None:
     def at(now: float, save_s: float) -> str | None:
         clock = iter([now - 1, now])
-        stop = Stop(lambda value: value, StopRequest(str), 100, clock=lambda: next(clock), save_s=save_s)
-        return stop.agreed()
+        stop = StopPolicy(
+            lambda value: value, SignalHandler(str), 100, clock=lambda: next(clock), save_s=save_s
+        )
+        return stop.poll()
 
     assert at(50, save_s=0) is None
     assert at(50, save_s=60) == "run.max_time"

@@ -118,7 +118,7 @@ def test_what_one_form_computes_every_form_reads(
     source = prepare(store, tmp_path / "plans", written[0], shared=written[1])
     folder = fill(source, tmp_path, Scores())
     target = prepare(store, tmp_path / "others", read[0], epochs=2, shared=read[1])
-    assert not target.lacks_reference(folder)
+    assert not target.missing_reference_logps(folder)
     assert_attached(target, folder)
 
 
@@ -144,14 +144,14 @@ def test_a_longer_run_adds_to_what_is_there(store: TokenStore, tmp_path: Path) -
     whole = prepare(store, tmp_path / "plans", "none")
     train = SplitFiles(whole.train.stores, whole.train.plans, 1, 1, drop_last=False)
     short = PreparedData(train, None, "none", 0, 2, "identity", audit=None)  # type: ignore[arg-type]
-    assert short.lacks_reference(tmp_path / "reference")
+    assert short.missing_reference_logps(tmp_path / "reference")
     folder = fill(short, tmp_path, Scores())
-    assert not short.lacks_reference(folder)
-    assert whole.lacks_reference(folder)
+    assert not short.missing_reference_logps(folder)
+    assert whole.missing_reference_logps(folder)
     with pytest.raises(TrainingError, match="lacks log-probabilities"):
         batches(whole, folder)
     fill(whole, tmp_path, Scores())
-    assert not whole.lacks_reference(folder)
+    assert not whole.missing_reference_logps(folder)
 
 
 def test_what_a_run_did_not_ask_about_stays(store: TokenStore, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_damaged_file_is_computed_again(
     folder = fill(data, tmp_path, Scores())
     (file,) = folder.glob("*.npy")
     file.write_bytes(file.read_bytes()[:-1])
-    assert data.lacks_reference(folder)
+    assert data.missing_reference_logps(folder)
     assert "damaged" in caplog.text
     fill(data, tmp_path, Scores())
     assert_attached(data, folder)
@@ -198,7 +198,7 @@ def test_a_damaged_file_is_computed_again(
 def test_other_tokens_have_a_file_of_their_own(store: TokenStore, tmp_path: Path) -> None:
     folder = fill(prepare(store, tmp_path / "plans", "none"), tmp_path, Scores())
     other = make_store(tmp_path / "other", [[1, 2, 3], [1, 2, 4]], [[0, 1, 1], [0, 1, 1]], per_sample=2)
-    assert prepare(other, tmp_path / "more", "none").lacks_reference(folder)
+    assert prepare(other, tmp_path / "more", "none").missing_reference_logps(folder)
 
 
 def test_a_reference_that_is_not_finite_is_no_reference(store: TokenStore, tmp_path: Path) -> None:

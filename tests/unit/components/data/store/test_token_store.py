@@ -8,15 +8,21 @@ import numpy as np
 import pytest
 
 from components.data.store import token_store as store_module
-from components.data.store.concat_store import JoinedTokens
-from components.data.store.token_store import Chunk, StoreWriter, TokenStore, TornStore, file_digest
+from components.data.store.concat_store import ConcatTokens
+from components.data.store.token_store import (
+    CorruptTokenStore,
+    StoreWriter,
+    TokenChunk,
+    TokenStore,
+    file_digest,
+)
 
 
 def make_chunk(
     sequences: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], per_sample: int = 1
-) -> Chunk:
+) -> TokenChunk:
     samples = len(sequences) // per_sample
-    return Chunk(
+    return TokenChunk(
         tokens=np.array([token for ids in sequences for token in ids], np.uint32),
         mask=np.array([one for mask in masks for one in mask], np.bool_),
         lengths=np.array([len(ids) for ids in sequences], np.int64),
@@ -102,7 +108,7 @@ def test_a_torn_store_is_not_opened_and_can_be_written_again(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     damage(make_store(tmp_path / "s", SEQUENCES).path)
-    with pytest.raises(TornStore):
+    with pytest.raises(CorruptTokenStore):
         TokenStore.open(tmp_path / "s")
     assert make_store(tmp_path / "s", SEQUENCES[:1]).lengths.tolist() == [3]
 
@@ -138,7 +144,7 @@ def test_joined_stores_read_as_one(tmp_path: Path) -> None:
         make_store(tmp_path / str(i), [ids], [mask])
         for i, (ids, mask) in enumerate(zip(SEQUENCES, MASKS, strict=True))
     ]
-    joined = JoinedTokens([parts[0], parts[1], parts[2]])
+    joined = ConcatTokens([parts[0], parts[1], parts[2]])
     assert joined.lengths.tolist() == [3, 2, 4]
     assert joined.sources.tolist() == [0, 1, 2]
     for i, (ids, mask) in enumerate(zip(SEQUENCES, MASKS, strict=True)):
@@ -149,7 +155,7 @@ def test_joined_stores_read_as_one(tmp_path: Path) -> None:
 
 def test_joined_pairs_count_samples(tmp_path: Path) -> None:
     parts = [make_store(tmp_path / str(i), [[1, 2]] * 2 * (i + 1), per_sample=2) for i in range(2)]
-    assert JoinedTokens(parts).sources.tolist() == [0, 1, 1]
+    assert ConcatTokens(parts).sources.tolist() == [0, 1, 1]
 
 
 def test_the_digest_of_a_large_file_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

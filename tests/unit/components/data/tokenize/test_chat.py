@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from components.contracts.errors import ConfigError
 from components.data.records.samples import ChatSample, PreferenceSample, TextSample
-from components.data.tokenize.chat import Encoded, encode
+from components.data.tokenize.chat import Encoded, encode_sample
 from components.data.tokenizer import PATH
 
 NO_GENERATION_PROMPT = """
@@ -104,7 +104,7 @@ def targets(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def encode_chat(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> Encoded:
-    [encoded] = encode(
+    [encoded] = encode_sample(
         ChatSample(messages, kwargs.pop("tools", None)),
         tokenizer,
         train_on_prompt=False,
@@ -180,7 +180,7 @@ def test_template_that_cannot_be_masked_is_an_error(template: str, message: str)
 
 def test_train_on_prompt_needs_no_turn_boundaries() -> None:
     tokenizer = make_tokenizer(ONLY_LAST_TURNS)
-    [encoded] = encode(ChatSample(CHAT, None), tokenizer, train_on_prompt=True, origin="")
+    [encoded] = encode_sample(ChatSample(CHAT, None), tokenizer, train_on_prompt=True, origin="")
     assert all(encoded.mask)
     assert encoded.prompt_length == 0
     assert encoded.stop_trained
@@ -263,7 +263,7 @@ def test_template_without_a_place_for_tools_is_an_error(key: str) -> None:
 def test_pair_shares_its_prompt_and_trains_on_the_answer_only(template: str | None, rejected: str) -> None:
     tokenizer = make_tokenizer(template)
     sample = PreferenceSample(CHAT[:-1], CHAT[-1:], [{"role": "assistant", "content": rejected}], None)
-    chosen, other = encode(sample, tokenizer, train_on_prompt=False, origin="")
+    chosen, other = encode_sample(sample, tokenizer, train_on_prompt=False, origin="")
     shared = chosen.prompt_length
     assert other.prompt_length == shared
     assert chosen.input_ids[:shared] == other.input_ids[:shared]
@@ -277,7 +277,7 @@ def test_pair_shares_its_prompt_and_trains_on_the_answer_only(template: str | No
 def test_pair_whose_answers_merge_with_the_header_shares_less() -> None:
     tokenizer = make_tokenizer(CHATML)
     answers = ([{"role": "assistant", "content": text}] for text in ("\n\n  x", "y"))
-    chosen, rejected = encode(
+    chosen, rejected = encode_sample(
         PreferenceSample(CHAT[:2], *answers, None), tokenizer, train_on_prompt=False, origin=""
     )
     shared = chosen.prompt_length
@@ -288,8 +288,8 @@ def test_pair_whose_answers_merge_with_the_header_shares_less() -> None:
 
 def test_pair_with_train_on_prompt() -> None:
     sample = PreferenceSample(CHAT[:-1], CHAT[-1:], [{"role": "assistant", "content": "No."}], None)
-    plain = encode(sample, make_tokenizer(), train_on_prompt=False, origin="")
-    pair = encode(sample, make_tokenizer(), train_on_prompt=True, origin="")
+    plain = encode_sample(sample, make_tokenizer(), train_on_prompt=False, origin="")
+    pair = encode_sample(sample, make_tokenizer(), train_on_prompt=True, origin="")
     assert all(all(one.mask) for one in pair)
     assert [one.prompt_length for one in pair] == [one.prompt_length for one in plain]
 
@@ -307,7 +307,7 @@ def test_document_ends_with_the_stop_token(begin: str) -> None:
     tokenizer = make_tokenizer()
     if begin:
         add_bos(tokenizer)
-    [encoded] = encode(TextSample("import os\n"), tokenizer, train_on_prompt=False, origin="")
+    [encoded] = encode_sample(TextSample("import os\n"), tokenizer, train_on_prompt=False, origin="")
     assert tokenizer.decode(encoded.input_ids) == begin + "import os\n<|im_end|>"
     assert all(encoded.mask)
     assert encoded.stop_trained

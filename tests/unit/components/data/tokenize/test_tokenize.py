@@ -18,7 +18,7 @@ from components.data.records.samples import TextSample
 from components.data.store.token_store import TokenStore
 from components.data.tokenize import workers as tokenize
 from components.data.tokenize.chat import Encoded
-from components.data.tokenize.encoder import Encoder, Item
+from components.data.tokenize.encoder import Encoder, EncoderInput
 from components.data.tokenize.truncation import fit
 from components.data.tokenize.workers import FileSource, StdlibSource, build_store, encode_all
 from components.data.tokenizer import PATH
@@ -78,7 +78,7 @@ def test_truncation(
 
 
 def test_a_chunk_counts_what_is_left_out(chat_encoder: Encoder) -> None:
-    def item(question: str, answer: str) -> Item:
+    def item(question: str, answer: str) -> EncoderInput:
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         return {"messages": turns}, "file:1"
 
@@ -95,7 +95,7 @@ def test_a_chunk_counts_what_is_left_out(chat_encoder: Encoder) -> None:
     assert every.mask.all()
 
 
-def texts(number: int) -> Iterator[Item]:
+def texts(number: int) -> Iterator[EncoderInput]:
     return ((TextSample(f"document {i} " * (i % 7 + 1)), f"file:{i}") for i in range(number))
 
 
@@ -117,7 +117,7 @@ def test_workers_give_the_same_in_the_same_order(text_encoder: Encoder) -> None:
 def test_workers_read_only_a_little_ahead_and_stop(text_encoder: Encoder) -> None:
     taken = 0
 
-    def many() -> Iterator[Item]:
+    def many() -> Iterator[EncoderInput]:
         nonlocal taken
         for taken in range(6400):
             yield TextSample("a document"), f"file:{taken}"
@@ -130,7 +130,7 @@ def test_workers_read_only_a_little_ahead_and_stop(text_encoder: Encoder) -> Non
 
 
 def test_a_mistake_in_a_record_is_reported_from_a_worker(chat_encoder: Encoder) -> None:
-    items: list[Item] = [({"messages": []}, "file:7")] * 100
+    items: list[EncoderInput] = [({"messages": []}, "file:7")] * 100
     with pytest.raises(ConfigError, match="file:7"):
         list(encode_all(iter(items), chat_encoder, 2, patience_s=0))
 

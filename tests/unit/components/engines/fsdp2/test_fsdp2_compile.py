@@ -32,7 +32,7 @@ NEEDS_LIGER = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="lige
 )
 def test_the_choice(asked: compile.Kernels, device: str, compiled: bool, known: bool, taken: str) -> None:
     with mock.patch.object(compile, "has_liger", return_value=known):
-        assert compile.choose(asked, model(), device, compiled=compiled) == taken
+        assert compile.choose_kernels(asked, model(), device, compiled=compiled) == taken
 
 
 def test_without_the_package_it_is_refused() -> None:
@@ -74,7 +74,7 @@ def test_code_of_the_users_own_keeps_its_blocks() -> None:
 def test_one_model_is_fused_and_no_other(family: str) -> None:
     fused = spec(family).build(spec(family).config())
     names = list(fused.state_dict())
-    compile.fuse(fused)
+    compile.apply_liger(fused)
     block = fused.model.layers[0]
     for module in (block.mlp, block.input_layernorm, fused.model.norm):
         assert is_bound(module)

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
 from components.engines.fsdp2 import FSDP2
-from components.engines.fsdp2.mesh import part, stored
+from components.engines.fsdp2.mesh import local_shard, shard_slices
 from components.engines.shared import process_group
 from components.optimizers import AdamW
 from tests.distributed.cases import fsdp2, make_engine, spec
@@ -28,7 +28,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         dist.init_process_group("fake", store=FakeStore(), rank=now[0], world_size=now[1])
         return torch.device("cpu")
 
-    monkeypatch.setattr(process_group, "join", join)
+    monkeypatch.setattr(process_group, "init_process_group", join)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     yield now
     if dist.is_initialized():
@@ -44,12 +44,12 @@ def test_ranks_hold_every_element_as_often_as_there_are_copies(rank: list[int], 
     for rank[:] in ([r, world] for r in range(world)):
         engine = make_engine("uneven", on=on)
         for name, parameter in engine.weights.items():
-            here = part(parameter)
-            assert stored(parameter).shape == tuple(s.stop - s.start for s in here)
+            here = shard_slices(parameter)
+            assert local_shard(parameter).shape == tuple(s.stop - s.start for s in here)
             held.setdefault(name, torch.zeros(parameter.shape))[here] += 1
             parts[name].add(str(here))
-            if stored(parameter).numel():
-                assert torch.equal(stored(parameter), weights(name, here))
+            if local_shard(parameter).numel():
+                assert torch.equal(local_shard(parameter), weights(name, here))
         engine.close()
     for name, count in held.items():
         whole_on_tp = "norm" in name

@@ -14,7 +14,7 @@ from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
 from components.engines.megatron import Megatron
 from components.engines.megatron.checks import uses_transformer_engine
-from components.engines.megatron.pipeline_split import check_stages, parse
+from components.engines.megatron.pipeline_split import check_stages, parse_layout
 from components.models import ModelSpec
 from components.optimizers import SGD, AdamW, Optimizer
 
@@ -466,9 +466,9 @@ def test_layout_strings_are_read_as_megatron_does(megatron: Any) -> None:
             theirs = PipelineParallelLayerLayout.parse_str_to_list(text)
         except AssertionError:
             with pytest.raises(ConfigError):
-                parse(text)
+                parse_layout(text)
             continue
-        assert parse(text) == ["".join(letters[layer.name] for layer in part) for part in theirs], text
+        assert parse_layout(text) == ["".join(letters[layer.name] for layer in part) for part in theirs], text
         read += 1
     assert 100 < read < len(STRINGS)
 

@@ -9,7 +9,7 @@ import torch
 
 from components.contracts.batch import Batch
 from components.data.collators import collate_packed
-from components.engines.shared.microbatch_merging import cut, join, largest_number, split
+from components.engines.shared.microbatch_merging import group_microbatches, largest_number, merge, unmerge
 from components.engines.shared.varlen_attention import ATTENTION, attention_kwargs
 from tests.pairs import make_pairs, plan_pairs
 from tests.unit.components.engines.shared.test_varlen_attention import model, padded, sequences
@@ -31,11 +31,11 @@ def logits(lm: Any, batch: Batch) -> torch.Tensor:
 
 def test_a_joined_forward_is_that_of_each(tmp_path: Path) -> None:
     lm, batches = model("qwen3", ATTENTION), microbatches(tmp_path / "s")
-    joined = join(batches)
-    parts = split(logits(lm, joined), batches)
+    joined = merge(batches)
+    parts = unmerge(logits(lm, joined), batches)
     for batch, found in zip(batches, parts, strict=True):
         torch.testing.assert_close(found, logits(lm, batch), rtol=1e-5, atol=1e-5)
-    assert torch.equal(torch.cat(split(joined.labels, batches), 1), joined.labels)
+    assert torch.equal(torch.cat(unmerge(joined.labels, batches), 1), joined.labels)
     assert joined.max_seqlen == max(batch.max_seqlen or 0 for batch in batches)
     assert torch.equal(joined.labelled(), replace(joined, label_index=None).labelled())
     assert joined.num_sequences == sum(batch.num_sequences for batch in batches)
@@ -44,12 +44,12 @@ def test_a_joined_forward_is_that_of_each(tmp_path: Path) -> None:
 def test_labels_that_were_found_are_not_searched_again(tmp_path: Path) -> None:
     """On a GPU the host would wait for the answer."""
     marked = [replace(batch, label_index=torch.tensor([0])) for batch in microbatches(tmp_path / "s")]
-    assert len(join(marked).labelled()) == len(marked)
+    assert len(merge(marked).labelled()) == len(marked)
 
 
 def test_nothing_is_shared_where_nothing_was(tmp_path: Path) -> None:
     _, empty, whole, _ = microbatches(tmp_path / "s")
-    joined = join([empty, whole])
+    joined = merge([empty, whole])
     assert (joined.prefix_lengths, joined.num_keys) == (None, None)
     assert joined.cu_seqlens is not None
     assert joined.cu_seqlens.diff().tolist() == [1, *whole.seqlens.tolist()]
@@ -73,4 +73,4 @@ def test_bins_are_as_large_as_the_bound_allows(sizes: list[int], number: int) ->
 
 def test_padded_rows_stay_alone() -> None:
     batches = [padded(sequences()), padded(sequences())]
-    assert cut(batches, None, torch.device("cpu")) == [[batch] for batch in batches]  # type: ignore[arg-type]
+    assert group_microbatches(batches, None, torch.device("cpu")) == [[batch] for batch in batches]  # type: ignore[arg-type]

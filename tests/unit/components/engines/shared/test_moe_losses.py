@@ -10,15 +10,21 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from components.contracts.batch import Batch
 from components.contracts.errors import ConfigError
-from components.engines.shared.moe_losses import Routed, Routers, Tokens, bias_change, metrics
-from components.models.moe_config import AUX, RouterTerms, Z
+from components.engines.shared.moe_losses import (
+    MoELosses,
+    RoutedTokens,
+    RouterOutput,
+    bias_change,
+    expert_load_metrics,
+)
+from components.models.moe_config import AUX, MoELossConfig, Z
 
 EXPERTS, TOP_K, LAYERS = 6, 2, 3
 
 
-def routers(terms: RouterTerms) -> Routers:
+def routers(terms: MoELossConfig) -> MoELosses:
     options = {"layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K, "device": torch.device("cpu")}
-    return Routers(terms, **options, sharing=None, data=None, counted=True)
+    return MoELosses(terms, **options, sharing=None, data=None, counted=True)
 
 
 def padded(lengths: Sequence[int], width: int) -> Batch:
@@ -35,12 +41,12 @@ def packed(lengths: Sequence[int], padding: int = 0) -> Batch:
     return Batch(ids, ids, ids, torch.tensor(lengths, dtype=torch.int32), cu_seqlens=ends)
 
 
-def route(logits: Tensor) -> Routed:
+def route(logits: Tensor) -> RouterOutput:
     scores = logits.softmax(-1)
-    return Routed(logits, scores, scores.topk(TOP_K, -1).indices)
+    return RouterOutput(logits, scores, scores.topk(TOP_K, -1).indices)
 
 
-def totals(terms: RouterTerms, batches: Sequence[tuple[Batch, Sequence[Tensor]]]) -> Mapping[str, Tensor]:
+def totals(terms: MoELossConfig, batches: Sequence[tuple[Batch, Sequence[Tensor]]]) -> Mapping[str, Tensor]:
     """Sums of the terms over layers, and the gradients of all logits, as one tensor each; counts too."""
     kept, counts = routers(terms), [terms.counts(batch) for batch, _ in batches]
     total = {name: sum(count[name] for count in counts) for name in counts[0]}
@@ -49,7 +55,7 @@ def totals(terms: RouterTerms, batches: Sequence[tuple[Batch, Sequence[Tensor]]]
     for batch, layers in batches:
         leaves = [logits.clone().requires_grad_() for logits in layers]
         for layer, logits in enumerate(leaves):
-            weights, _ = kept.attach(logits.sum(-1), layer, route(logits), Tokens.of(batch))
+            weights, _ = kept.attach(logits.sum(-1), layer, route(logits), RoutedTokens.of(batch))
             (weights * 0).sum().backward()
         gradients += [torch.cat([leaf.grad for leaf in leaves], -1)]  # type: ignore[misc]
     sums = kept.table.sum(0)
@@ -70,7 +76,7 @@ def test_switch_is_that_of_transformers_layer_by_layer() -> None:
     expected = [load_balancing_loss_func((leaf,), EXPERTS, TOP_K, mask) for leaf in leaves]
     # Theirs is K at an even load, ours (and Fedus et al.'s) 1.
     (0.5 * torch.stack(expected).sum() / TOP_K).backward()
-    found = totals(RouterTerms("switch", 0.5), [(padded(lengths, width), layers)])
+    found = totals(MoELossConfig("switch", 0.5), [(padded(lengths, width), layers)])
     torch.testing.assert_close(found[AUX].float(), torch.stack(expected).sum().detach() / TOP_K)
     torch.testing.assert_close(found["gradients"], torch.cat([leaf.grad for leaf in leaves], -1))  # type: ignore[misc]
 
@@ -78,10 +84,10 @@ def test_switch_is_that_of_transformers_layer_by_layer() -> None:
 def test_an_even_load_gives_one() -> None:
     even = torch.eye(EXPERTS).roll(1, 1) + torch.eye(EXPERTS)
     chosen = even.topk(TOP_K).indices
-    kept = routers(RouterTerms("switch", 1.0))
+    kept = routers(MoELossConfig("switch", 1.0))
     kept.begin({AUX: EXPERTS}, 1)
     scores = torch.full((EXPERTS, EXPERTS), 1 / EXPERTS)
-    kept.attach(scores, 0, Routed(scores, scores, chosen), Tokens.of(packed([EXPERTS])))
+    kept.attach(scores, 0, RouterOutput(scores, scores, chosen), RoutedTokens.of(packed([EXPERTS])))
     assert kept.table[0, -2] / EXPERTS == pytest.approx(1)
 
 
@@ -100,21 +106,21 @@ def test_megatron_says_the_same(kind: str) -> None:
             counts = torch.bincount(routed.chosen.reshape(-1), minlength=EXPERTS).float()
             loss = switch_load_balancing_loss_func(routed.scores, counts, len(part), TOP_K, EXPERTS, 1.0)
             expected.append(loss / len(lengths))
-    found = totals(RouterTerms(kind, 0.1), [(packed(lengths), layers)])  # type: ignore[arg-type]
+    found = totals(MoELossConfig(kind, 0.1), [(packed(lengths), layers)])  # type: ignore[arg-type]
     torch.testing.assert_close(found[AUX].float(), torch.stack(expected).sum())
 
 
 def test_z_loss_is_the_mean_square_of_logsumexp() -> None:
     layers = logits_of(9)
     expected = sum(logits[:7].logsumexp(-1).square().mean() for logits in layers)
-    found = totals(RouterTerms(z_loss_coef=0.1), [(packed([3, 4], padding=2), layers)])
+    found = totals(MoELossConfig(z_loss_coef=0.1), [(packed([3, 4], padding=2), layers)])
     torch.testing.assert_close(found[Z].float(), expected)
 
 
 @pytest.mark.parametrize(
-    "terms", [RouterTerms("sequence", 0.3, z_loss_coef=0.2), RouterTerms(z_loss_coef=0.2)]
+    "terms", [MoELossConfig("sequence", 0.3, z_loss_coef=0.2), MoELossConfig(z_loss_coef=0.2)]
 )
-def test_rows_packing_and_micro_batches_change_nothing(terms: RouterTerms) -> None:
+def test_rows_packing_and_micro_batches_change_nothing(terms: MoELossConfig) -> None:
     """Sequence-level and z-loss: eight sequences at once, in twos, alone, padded, and packed."""
     lengths = [3, 1, 4, 1, 5, 2, 6, 2]
     layers = [logits.split(lengths) for logits in logits_of(sum(lengths))]
@@ -127,7 +133,7 @@ def test_rows_packing_and_micro_batches_change_nothing(terms: RouterTerms) -> No
         return [torch.cat([part for both in pair for part in both]) for pair in pairs]
 
     def real(batch: Batch, found: Tensor) -> Tensor:
-        return found[Tokens.of(batch).sequences >= 0]
+        return found[RoutedTokens.of(batch).sequences >= 0]
 
     whole = totals(terms, [(packed(lengths), tokens(range(8)))])
     for size in (1, 2, 4, 8):
@@ -137,7 +143,7 @@ def test_rows_packing_and_micro_batches_change_nothing(terms: RouterTerms) -> No
             made = [padded(b, 6) if width else packed(b) for b in batches]
             inputs = [tokens(group, width) for group in groups]
             found = totals(terms, list(zip(made, inputs, strict=True)))
-            for name in terms.strengths:
+            for name in terms.coefficients:
                 torch.testing.assert_close(found[name], whole[name])
             parts = found["gradients"].split([len(i[0]) for i in inputs])
             kept = [real(batch, part) for batch, part in zip(made, parts, strict=True)]
@@ -150,7 +156,7 @@ def test_rows_packing_and_micro_batches_change_nothing(terms: RouterTerms) -> No
 def test_the_global_batch_counts_what_came_before() -> None:
     first, second = logits_of(8, seed=1), logits_of(4, seed=2)
     batches = [(packed([8]), first), (packed([4]), second)]
-    found = totals(RouterTerms("global_batch", 1.0), batches)
+    found = totals(MoELossConfig("global_batch", 1.0), batches)
     expected = torch.zeros(())
     for one, two in zip(first, second, strict=True):
         counts = [torch.bincount(route(x).chosen.reshape(-1), minlength=EXPERTS) for x in (one, two)]
@@ -161,9 +167,9 @@ def test_the_global_batch_counts_what_came_before() -> None:
 
 
 def test_a_layer_that_is_computed_again_counts_once() -> None:
-    kept, (logits, *_) = routers(RouterTerms("global_batch", 1.0)), logits_of(5)
+    kept, (logits, *_) = routers(MoELossConfig("global_batch", 1.0)), logits_of(5)
     kept.begin({AUX: 5}, 1)
-    tokens = Tokens.of(packed([5]))
+    tokens = RoutedTokens.of(packed([5]))
     _, load = kept.attach(logits, 0, route(logits), tokens)
     before = kept.table.clone()
     again, other = kept.attach(logits.clone().requires_grad_(), 0, route(logits), tokens, recomputed=load)
@@ -188,7 +194,7 @@ def test_biases_move_towards_an_even_load(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_metrics_say_how_uneven_layers_are() -> None:
     loads = torch.tensor([[2.0, 4.0, 6.0, 3.0], [4.0, 4.0, 4.0, 0.0]])
-    found = metrics(loads, drops=True)
+    found = expert_load_metrics(loads, drops=True)
     assert found["moe/max_violation"] == pytest.approx(0.5)
     assert (found["moe/load_max/0"], found["moe/load_min/0"]) == (1.5, 0.5)
     assert found["moe/load_max/1"] == found["moe/load_min/1"] == 1
@@ -199,4 +205,4 @@ def test_metrics_say_how_uneven_layers_are() -> None:
 def test_strengths_are_numbers(key: str) -> None:
     for value in (-1.0, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match=f"model.moe.{key}: must be a number of at least 0"):
-            RouterTerms(**{key: value})  # type: ignore[arg-type]
+            MoELossConfig(**{key: value})  # type: ignore[arg-type]

@@ -11,13 +11,13 @@ from components.engines.shared import process_group
 
 @pytest.mark.parametrize(("timeout_s", "expected_s"), [(0, 1800), (5, 1800), (4000, 4120)])
 def test_it_waits_longer_than_the_watchdog_in_every_group(timeout_s: float, expected_s: float) -> None:
-    process_group.join("cpu")
+    process_group.init_process_group("cpu")
     try:
         another = dist.new_group([0], timeout=timedelta(seconds=7))
-        process_group.outlast(timeout_s)
+        process_group.wait_for_peers(timeout_s)
         for group in (dist.group.WORLD, another):
             assert group is not None
             backend = group._get_backend(torch.device("cpu"))
             assert backend.options._timeout == timedelta(seconds=expected_s)
     finally:
-        process_group.leave()
+        process_group.destroy_process_group()

@@ -16,9 +16,9 @@ from components.preflight import engine_layouts
 from components.preflight.engine_layouts import comm_cost, memory_savers
 from components.preflight.estimates.flops import matmul_sizes, train_flops
 from components.preflight.estimates.parameter_counts import Cuts, census, parameters
-from components.preflight.estimates.quantities import ModelSize, RankMemory, TrainStep, Workload
+from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, ModelSize, RankMemory
 from runner.config.instantiate import Experiment, build_experiment
-from runner.config.sources import Provenance
+from runner.config.sources import ConfigSources
 from tests.distributed.cases import fsdp2, megatron
 
 BASE: dict[str, Any] = {
@@ -94,7 +94,7 @@ def test_ranks_hold_the_experts_between_them(architecture: dict[str, Any]) -> No
 
 
 def large(*overrides: str) -> tuple[Experiment, Any]:
-    made = build_experiment(composed(("run.name=x", "model=qwen3_30b_a3b", *overrides)), Provenance())
+    made = build_experiment(composed(("run.name=x", "model=qwen3_30b_a3b", *overrides)), ConfigSources())
     return made, made.model.build(made.model.config())
 
 
@@ -104,11 +104,11 @@ def qwen3_30b() -> tuple[Experiment, Any]:
 
 
 def memory(layout: FSDP2 | Megatron, world_size: int, found: tuple[Experiment, Any]) -> list[RankMemory]:
-    step = TrainStep(
+    step = MemoryInputs(
         world_size=world_size,
         dtype=torch.bfloat16,
         device="cuda",
-        workload=Workload(rows=1, length=4096, labels=4096, num_microbatches=4),
+        microbatch=MicrobatchShape(rows=1, length=4096, labels=4096, num_microbatches=4),
         loss=found[0].stage,
         reference="none",
     )
@@ -151,11 +151,11 @@ def test_fsdp2_gathers_the_experts_of_its_own(qwen3_30b: tuple[Experiment, Any])
 
 def test_stages_have_layers_of_their_own_kind() -> None:
     model = described(DEEPSEEK | {"num_hidden_layers": 4})
-    step = TrainStep(
+    step = MemoryInputs(
         world_size=2,
         dtype=torch.float32,
         device="cpu",
-        workload=Workload(rows=1, length=64, labels=64, num_microbatches=2),
+        microbatch=MicrobatchShape(rows=1, length=64, labels=64, num_microbatches=2),
         loss=large()[0].stage,
         reference="none",
     )
@@ -176,7 +176,7 @@ def test_stages_have_layers_of_their_own_kind() -> None:
     ids=str,
 )
 def test_which_layers_stages_hold(sizes: dict[str, Any], expected: list[list[int]]) -> None:
-    assert pipeline_split.numbered(megatron(**sizes), 8, further=1) == expected
+    assert pipeline_split.numbered(megatron(**sizes), 8, mtp=1) == expected
 
 
 SIZE = ModelSize(
@@ -184,12 +184,12 @@ SIZE = ModelSize(
     trained=1000,
     layers=6,
     hidden=64,
-    query=64,
-    key=32,
+    q_width=64,
+    kv_width=32,
     experts=800,
-    experts_trained=800,
-    routed_layers=4,
-    chosen=2,
+    trained_experts=800,
+    num_moe_layers=4,
+    top_k=2,
 )
 
 
@@ -197,7 +197,7 @@ def sent(layout: FSDP2 | Megatron, world_size: int) -> dict[str, float]:
     cost = comm_cost(
         layout, SIZE, world_size=world_size, dtype=torch.bfloat16, tokens=512.0, num_microbatches=3
     )
-    return {each.dimension: each.num_bytes for each in cost.sent}
+    return {each.dimension: each.num_bytes for each in cost.volumes}
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:

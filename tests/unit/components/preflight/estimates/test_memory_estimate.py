@@ -9,24 +9,24 @@ from benchmarks.compose import composed
 from components.engines.megatron import pipeline_split
 from components.engines.shared.sdpa import causal_mask
 from components.preflight.engine_layouts import EngineLayout, memory
-from components.preflight.estimates.activation_memory import CPU_ROWS, Run, masks
-from components.preflight.estimates.quantities import RankMemory, TrainStep, Workload
+from components.preflight.estimates.activation_memory import CPU_ROWS, RunShape, mask_bytes
+from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 from runner.config.instantiate import Experiment, build_experiment
-from runner.config.sources import Provenance
+from runner.config.sources import ConfigSources
 from tests.distributed.cases import megatron
 
-WORKLOAD = Workload(rows=1, length=4096, labels=4096, num_microbatches=16)
+WORKLOAD = MicrobatchShape(rows=1, length=4096, labels=4096, num_microbatches=16)
 
 
 def experiment(*overrides: str) -> Experiment:
-    return build_experiment(composed(("run.name=memory", *overrides)), Provenance())
+    return build_experiment(composed(("run.name=memory", *overrides)), ConfigSources())
 
 
 def estimate(*overrides: str, **options: Any) -> list[RankMemory]:
     """On GPUs, in bf16."""
     made = experiment("run.dtype=bf16", *overrides)
     asked: dict[str, Any] = {"workload": WORKLOAD, "reference": "none", "adapter": made.adapter}
-    step = TrainStep(
+    step = MemoryInputs(
         world_size=made.parallelism.world_size({}, 0),
         dtype=torch.bfloat16,
         device="cuda",
@@ -108,7 +108,7 @@ def test_a_frozen_reference_is_a_second_copy() -> None:
 def test_what_stages_hold(sizes: dict[str, Any], expected: list[list[str]]) -> None:
     layout = megatron(**sizes)
     pipeline_split.check_stages(layout, 8)
-    assert pipeline_split.held(layout, 8) == expected
+    assert pipeline_split.chunk_layers(layout, 8) == expected
 
 
 @pytest.mark.parametrize("length", [1, 128, 129, 500, 1024])
@@ -117,4 +117,4 @@ def test_masks_are_those_that_attention_makes(length: int) -> None:
     for begin in range(rows, length, rows):
         end = min(begin + rows, length)
         made += causal_mask(end - begin, end, None, torch.device("cpu")).numel()
-    assert masks(length, Run(torch.float32, "cpu", "none")) == 4 * made
+    assert mask_bytes(length, RunShape(torch.float32, "cpu", "none")) == 4 * made

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from runner.sweeps.job_record import Outcome, Point, read_outcome
+from runner.sweeps.job_record import JobRecord, SweepJob, read_job_record
 from runner.sweeps.slurm import job_array
-from runner.sweeps.slurm.job_array import Array, Queue, Submitted, settle, wants_cancel
+from runner.sweeps.slurm.job_array import JobArray, Queue, SubmittedJob, finalize_job, wants_cancel
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Submitted:
-    return Submitted("17_2", Point(tmp_path, 2, ("run.seed=2",)), tmp_path)
+def job(tmp_path: Path) -> SubmittedJob:
+    return SubmittedJob("17_2", SweepJob(tmp_path, 2, ("run.seed=2",)), tmp_path)
 
 
 @pytest.fixture
@@ -24,37 +24,37 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def settled(job: Submitted, state: str, *, cancelled: bool = False, **left: Any) -> Outcome:
+def settled(job: SubmittedJob, state: str, *, cancelled: bool = False, **left: Any) -> JobRecord:
     """The outcome of a job that had written ``left`` of it."""
     if left:
-        job.point.write(Outcome(**({"number": 2, "overrides": job.point.overrides} | left)))
-    settle(job, state, "Why", cancelled=cancelled)
-    return read_outcome(job.point.path)
+        job.sweep_job.write(JobRecord(**({"number": 2, "overrides": job.sweep_job.overrides} | left)))
+    finalize_job(job, state, "Why", cancelled=cancelled)
+    return read_job_record(job.sweep_job.path)
 
 
 @pytest.mark.parametrize("status", ["done", "pruned", "refused"])
-def test_what_ended_well_stays(job: Submitted, status: str) -> None:
+def test_what_ended_well_stays(job: SubmittedJob, status: str) -> None:
     assert settled(job, "COMPLETED", status=status, loss=2.0).status == status
 
 
 @pytest.mark.parametrize("state", ["FAILED", "NODE_FAIL", "TIMEOUT", "CANCELLED"])
 @pytest.mark.parametrize("status", ["done", "stopped", "running"])
-def test_slurm_has_the_last_word(job: Submitted, run: Path, state: str, status: str) -> None:
+def test_slurm_has_the_last_word(job: SubmittedJob, run: Path, state: str, status: str) -> None:
     outcome = settled(job, state, status=status, folder=str(run))
     assert outcome.status == "failed"
     assert f"SLURM job 17_2: {state} (Why)" in str(outcome.error)
 
 
-def test_a_job_that_never_spoke(job: Submitted, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_never_spoke(job: SubmittedJob, capsys: pytest.CaptureFixture[str]) -> None:
     job.log.write_text("one\nslurmstepd: error: killed\n")
     outcome = settled(job, "OUT_OF_MEMORY")
-    assert outcome == Outcome(2, ("run.seed=2",), "failed", error=outcome.error)
+    assert outcome == JobRecord(2, ("run.seed=2",), "failed", error=outcome.error)
     end = "\n  one\n  slurmstepd: error: killed\nSLURM job 17_2: OUT_OF_MEMORY (Why)"
     assert str(outcome.error).endswith(end)
     assert str(outcome.error) in capsys.readouterr().err
 
 
-def test_the_rank_that_failed_first_is_blamed(job: Submitted, run: Path) -> None:
+def test_the_rank_that_failed_first_is_blamed(job: SubmittedJob, run: Path) -> None:
     for rank, time, text in ((0, 2.0, ": Connection closed by peer"), (3, 1.0, " failed:\nboom\n")):
         facts = {"rank": rank, "time": time, "text": text, "final": False, "stalled": False}
         (run / "logs" / f"error_{rank}.json").write_text(json.dumps(facts))
@@ -62,7 +62,7 @@ def test_the_rank_that_failed_first_is_blamed(job: Submitted, run: Path) -> None
     assert str(outcome.error).splitlines() == ["TrainingError: rank 3 failed:", "boom"]
 
 
-def test_what_we_cancelled_has_stopped(job: Submitted) -> None:
+def test_what_we_cancelled_has_stopped(job: SubmittedJob) -> None:
     assert settled(job, "CANCELLED", cancelled=True).status == "stopped"
 
 
@@ -98,7 +98,7 @@ def squeue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], N
 
 
 def test_a_queue_that_does_not_answer_and_one_that_forgets(
-    job: Submitted, squeue: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+    job: SubmittedJob, squeue: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     queue = Queue([job])
     squeue("echo '17_2|RUNNING|None'; echo '17_3|PENDING|Priority'")
@@ -111,18 +111,18 @@ def test_a_queue_that_does_not_answer_and_one_that_forgets(
     assert queue.ask() == {"17_2": ("RUNNING", "None")}
     assert "Unable to contact" in capsys.readouterr().err
     squeue("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    assert queue.ask() == {"17_2": (job_array.GONE, "")}
+    assert queue.ask() == {"17_2": (job_array.NOT_IN_QUEUE, "")}
 
 
 def test_jobs_that_are_left_to_slurm(
-    job: Submitted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: SubmittedJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(_: Array) -> None:
+    def interrupted(_: JobArray) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Array, "watch", interrupted)
+    monkeypatch.setattr(JobArray, "watch", interrupted)
     monkeypatch.setattr(job_array, "wants_cancel", lambda _: False)
     with pytest.raises(SystemExit, match="130"):
-        Array([job]).wait()
+        JobArray([job]).wait()
     assert "left to SLURM: squeue --jobs 17;" in capsys.readouterr().out
-    assert not job.point.path.exists()
+    assert not job.sweep_job.path.exists()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from components.contracts.errors import ConfigError, TrainingError
-from runner.config.sources import Provenance
-from runner.sweeps.job_record import SWEEP_FOLDER, Point, read_outcome
+from runner.config.sources import ConfigSources
+from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob, read_job_record
 from runner.sweeps.slurm import job
 from runner.sweeps.slurm.job import SlurmJob
 
@@ -36,7 +36,7 @@ def test_a_job(
     environ = dict(os.environ) if rank is None else os.environ | {"RANK": rank}
     monkeypatch.setattr(os, "environ", environ)
     left: list[int] = []
-    monkeypatch.setattr(job, "leave", left.append)
+    monkeypatch.setattr(job, "exit_process", left.append)
 
     def run(*_: object) -> float:
         assert (os.environ[SWEEP_FOLDER], os.environ["COLOUR"]) == (str(tmp_path), "red")
@@ -45,11 +45,11 @@ def test_a_job(
         return math.pi
 
     monkeypatch.setattr("runner.launch.run.run", run)
-    where = Provenance(point=Point(tmp_path, 3, ("run.seed=3",)))
+    where = ConfigSources(sweep_job=SweepJob(tmp_path, 3, ("run.seed=3",)))
     SlurmJob({}, where, ("runner", "-m"), {"COLOUR": "red"})()
     assert left == [code]
     path = tmp_path / "jobs" / "3.json"
     assert path.exists() == (rank != "1")
     if rank != "1":
-        outcome = read_outcome(path)
+        outcome = read_job_record(path)
         assert (outcome.status, outcome.loss) == (status, math.pi if end is None else None)

@@ -11,8 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from components.contracts.batch import IGNORE, Batch
-from components.engines.megatron.runtime.attention_spans import own_chunks, whole_sequences
-from components.engines.megatron.runtime.cp_sharding import Row, aligned_length, gather, make_row
+from components.engines.megatron.runtime.attention_spans import full_spans, ring_spans
+from components.engines.megatron.runtime.cp_sharding import (
+    CPShard,
+    aligned_length,
+    gather_shards,
+    shard_batch,
+)
 
 CPU = torch.device("cpu")
 LAYOUTS = [(1, 1), (1, 8), (2, 1), (2, 8), (3, 6), (4, 16)]
@@ -57,8 +62,8 @@ def empty() -> Batch:
     return Batch(one, one + IGNORE, one, ends[:1], cu_seqlens=ends, max_seqlen=1)
 
 
-def rows(batch: Batch, cp: int, multiple: int, **options: Any) -> list[Row]:
-    return [make_row(batch, cp=cp, rank=rank, multiple=multiple, **options) for rank in range(cp)]
+def rows(batch: Batch, cp: int, multiple: int, **options: Any) -> list[CPShard]:
+    return [shard_batch(batch, cp=cp, rank=rank, multiple=multiple, **options) for rank in range(cp)]
 
 
 @pytest.mark.parametrize("layout", [packed, padded])
@@ -107,7 +112,7 @@ def test_a_sequence_of_the_aligned_row_is_one_of_the_batch_and_then_padding(cp: 
     ends = shares[0].cu_seqlens
     assert ends is not None
     joined = torch.cat([row.input_ids for row in shares], 1)[0]
-    natural = joined[whole_sequences(tuple(ends.tolist()), cp, CPU).order]
+    natural = joined[full_spans(tuple(ends.tolist()), cp, CPU).order]
     spans = natural.split(ends.diff().tolist())
     sequences = batch.input_ids[0].split(batch.seqlens.tolist())
     for span, sequence in zip(spans, [*sequences, natural[:0]], strict=True):
@@ -127,18 +132,18 @@ def test_what_was_scattered_is_found_at_index(layout: Any, cp: int, multiple: in
     assert torch.equal(torch.cat([r.scatter(batch.labels, IGNORE) for r in shares], 1), joined_labels(shares))
 
 
-def joined_labels(shares: list[Row]) -> Tensor:
+def joined_labels(shares: list[CPShard]) -> Tensor:
     return torch.cat([row.labels for row in shares], 1)
 
 
 @pytest.mark.parametrize("layout", [packed, padded])
 def test_one_rank_without_alignment_holds_the_batch_as_it_is(layout: Any) -> None:
     batch = layout([5, 3, 9])
-    row = make_row(batch, cp=1, rank=0, multiple=1)
+    row = shard_batch(batch, cp=1, rank=0, multiple=1)
     for name in ("input_ids", "labels"):
         assert torch.equal(getattr(row, name), getattr(batch, name))
     values = torch.randn(batch.labels.shape)
-    assert torch.equal(gather(values, row, None), values)
+    assert torch.equal(gather_shards(values, row, None), values)
 
 
 @pytest.mark.parametrize(("cp", "multiple"), LAYOUTS)
@@ -154,9 +159,9 @@ def test_a_length_that_does_not_fit_is_refused() -> None:
     batch = packed([5, 3])
     assert aligned_length(batch, cp=2, multiple=1) == 12
     with pytest.raises(AssertionError, match="does not fit"):
-        make_row(batch, cp=2, rank=0, multiple=1, length=8)
+        shard_batch(batch, cp=2, rank=0, multiple=1, length=8)
     with pytest.raises(AssertionError, match="no multiple"):
-        make_row(batch, cp=2, rank=0, multiple=1, length=14)
+        shard_batch(batch, cp=2, rank=0, multiple=1, length=14)
 
 
 def test_the_second_half_of_a_sequence_is_held_in_reverse() -> None:
@@ -175,14 +180,14 @@ def test_chunks_meet_the_keys_since_their_sequence_began(cp: int, seed: int) -> 
     assert ends is not None
     key = tuple(ends.tolist())
     joined = torch.cat([row.input_ids for row in shares], 1)[0]
-    natural = joined[whole_sequences(key, cp, CPU).order]
+    natural = joined[full_spans(key, cp, CPU).order]
     # Tells padding of one sequence from that of another.
     place = torch.arange(len(natural))
     placed = torch.empty_like(place)
-    placed[whole_sequences(key, cp, CPU).order] = place
+    placed[full_spans(key, cp, CPU).order] = place
     work = []
     for rank in range(cp):
-        pieces = own_chunks(key, cp, rank, CPU)
+        pieces = ring_spans(key, cp, rank, CPU)
         queries = placed.chunk(cp)[rank].split(list(pieces.queries))
         keys = placed[pieces.order].split(list(pieces.keys))
         for q, k in zip(queries, keys, strict=True):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from components.engines.megatron.runtime.model import build_chunks
-from components.engines.megatron.runtime.optimizer import Member, Update
-from components.engines.megatron.runtime.state_dict import batches
+from components.engines.megatron.runtime.optimizer import DenseOrExpertOptimizer, MegatronOptimizers
+from components.engines.megatron.runtime.state_dict import load_batches
 
 
 class CountsByGroup(torch.optim.Optimizer):
@@ -24,9 +24,11 @@ class CountsByGroup(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
 
 
-def update(inner: torch.optim.Optimizer, moments: tuple[str, ...]) -> Update:
+def update(inner: torch.optim.Optimizer, moments: tuple[str, ...]) -> MegatronOptimizers:
     chained: Any = SimpleNamespace(optimizer=inner)
-    return Update({False: Member(chained, moments, dist.GroupMember.WORLD, False)}, moments)  # type: ignore[arg-type]
+    return MegatronOptimizers(
+        {False: DenseOrExpertOptimizer(chained, moments, dist.GroupMember.WORLD, False)}, moments
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [CountsByGroup, torch.optim.AdamW])
@@ -47,7 +49,7 @@ def test_the_count_of_updates_goes_on(kind: Any) -> None:
 def test_what_is_read_at_once_is_bounded(limit: int) -> None:
     parameters = [nn.Parameter(torch.ones(size)) for size in (3, 30, 1, 8, 8)]
     kinds = ("model", "exp_avg", "exp_avg_sq")
-    found = list(batches({parameter: [] for parameter in parameters}, kinds, limit))
+    found = list(load_batches({parameter: [] for parameter in parameters}, kinds, limit))
     assert [piece for some in found for piece in some] == [(p, kind) for p in parameters for kind in kinds]
     sizes = [sum(4 * parameter.numel() for parameter, _ in some) for some in found]
     assert all(size <= limit or len(some) == 1 for size, some in zip(sizes, found, strict=True))

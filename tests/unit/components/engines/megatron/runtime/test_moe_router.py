@@ -10,8 +10,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import components.engines.megatron.runtime  # noqa: F401  installs the patches
-from components.engines.megatron.moe_config import experts_of
-from components.engines.megatron.runtime.moe_router import choose
+from components.engines.megatron.moe_config import read_moe_config
+from components.engines.megatron.runtime.moe_router import choose_experts
 
 QWEN = {"num_experts": 8, "mlp_only_layers": []}
 DEEPSEEK = {"n_routed_experts": 8, "first_k_dense_replace": 0, "routed_scaling_factor": 2.5}
@@ -46,7 +46,7 @@ ROUTERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
 def test_the_same_experts_with_the_same_weights(name: str) -> None:
     kind, family, fields = ROUTERS[name]
     config = AutoConfig.for_model(family, hidden_size=16, num_hidden_layers=2, **fields)
-    experts, router = experts_of(config), kind(config)
+    experts, router = read_moe_config(config), kind(config)
     assert experts is not None
     draw = torch.Generator().manual_seed(0)
     router.weight.data = torch.randn(8, 16, generator=draw)
@@ -54,6 +54,6 @@ def test_the_same_experts_with_the_same_weights(name: str) -> None:
     if bias is not None:
         router.e_score_correction_bias.copy_(bias)
     logits, their_weights, their_chosen = router(torch.randn(50, 16, generator=draw))
-    _, chosen, weights = choose(logits, experts, bias)
+    _, chosen, weights = choose_experts(logits, experts, bias)
     expected = torch.zeros(50, 8).scatter(1, their_chosen, their_weights)
     torch.testing.assert_close(torch.zeros(50, 8).scatter(1, chosen, weights), expected)
