@@ -203,7 +203,7 @@ def options_of(group: str) -> list[str]:
 
 
 def known_keys() -> list[str]:
-    """Return the dotted keys of the composition with the chosen groups of the command line, and all groups."""
+    """Return the dotted keys of the composition with the command line's groups, and all groups."""
     groups = [path.name for path in Path(config_dir()).iterdir() if path.is_dir()]
     with initialize_config_dir(config_dir(), version_base="1.3"):
         config = OmegaConf.to_container(compose("config", [*filter(is_choice, sys.argv[1:])]), resolve=False)

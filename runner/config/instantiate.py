@@ -144,7 +144,7 @@ def construct(target: Callable[..., T], group: str, values: Config, where: Prove
 
 
 def typed(name: str, value: object, annotation: Any, where: Provenance) -> Any:
-    """Validate ``value`` as ``annotation``: strictly (no text for a number), but a list may become a tuple."""
+    """Validate ``value`` as ``annotation``: strictly (no text for numbers), but a list may become a tuple."""
     if isinstance(annotation, type) and is_dataclass(annotation) and isinstance(value, Mapping):
         return construct(annotation, name, value, where)
     try:

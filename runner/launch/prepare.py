@@ -1,4 +1,4 @@
-"""Second part of a launch: the folder of a run that nothing speaks against."""
+"""Second part of a launch: the run folder, once the checks have passed."""
 
 import os
 from dataclasses import replace
@@ -23,7 +23,7 @@ from runner.launch.run_record import ReferenceCache, RunRecord, SweepPlace
 
 
 def prepare(launch: Launch) -> Path:
-    """Check everything that can be checked here, prepare the data, and fill the run folder."""
+    """Run all checks that need no ranks, prepare the data, and fill the run folder; return it."""
     found, point, console = launch.inspect(), launch.where.point, launch.console
     if found.case is not None:
         preflight.check_fits(found.case)
@@ -63,7 +63,7 @@ def prepare(launch: Launch) -> Path:
 
 
 def open_folder(launch: Launch, found: Inspected) -> tuple[Path, RunRecord]:
-    """Create the run folder, or open that of the run that goes on; return it with its record."""
+    """Create the run folder, or reopen that of the run that resumes; return it with its record."""
     run, own = launch.experiment.run, found.own
     if own is None and launch.experiment.checkpoint.resume == "auto" and found.resume is not None:
         own = found.resume.parent.parent
@@ -76,7 +76,7 @@ def open_folder(launch: Launch, found: Inspected) -> tuple[Path, RunRecord]:
 
 
 def reference_cache(launch: Launch, data: Prepared) -> ReferenceCache | None:
-    """Find the log-probabilities of the reference. None means that the run needs no cache of them."""
+    """Return the cache of the reference model's log-probabilities. None means that the run needs none."""
     run, source = launch.experiment.run, launch.reference
     if source.choice != "precomputed":
         return None
