@@ -1,4 +1,4 @@
-"""Jobs of a sweep side by side on this machine, each in a process of its own."""
+"""Concurrent jobs of a sweep on this machine, each in its own process."""
 
 import os
 import signal
@@ -18,11 +18,11 @@ from runner.launch.signals import StopRequest, handling
 from runner.sweeps.job_record import Point, read_outcome
 
 CORES = "RUNNER_CORES"
-"""In the environment of a job: how many cores of the machine are its own, for all its ranks together."""
+"""Environment variable of a job: number of cores for all its ranks together."""
 
 POLL_S = 0.1
 GRACE_S = 5.0
-"""For jobs to end their ranks, once a second signal has come."""
+"""Seconds for jobs to end their ranks after a second signal."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Job:
     point: Point
     command: Sequence[str]
     given: bytes
-    """What it reads from its standard input."""
+    """The bytes that it reads from its standard input."""
 
     @property
     def log(self) -> Path:
@@ -45,19 +45,19 @@ class Running:
 
 
 def run_jobs(jobs: Sequence[Job], at_once: int) -> None:
-    """Runs all of ``jobs``, ``at_once`` of them at a time; each that has begun leaves an outcome.
+    """Run all of ``jobs``, at most ``at_once`` at a time; each job that has begun leaves an outcome.
 
-    The first signal is passed on to those that run, which save and end, and no other begins.
+    The first signal is passed on to the running jobs, which save and end, and no other job begins.
 
     Raises:
-        SystemExit: a signal came. Its code is DONE, or INTERRUPTED where a job had nothing to save.
-        KeyboardInterrupt: it came twice; no job is left running.
+        SystemExit: if a signal came; with code DONE, or INTERRUPTED if a job did not exit with DONE.
+        KeyboardInterrupt: if a signal came twice; no job is left running.
     """
     SideBySide(jobs, min(at_once, len(jobs))).run()
 
 
 class SideBySide:
-    """The jobs of one launch: those that wait, and those that run, by the place that they run in."""
+    """The waiting and the running jobs of one launch; ``running`` is keyed by the job's slot."""
 
     def __init__(self, jobs: Sequence[Job], places: int) -> None:
         self.waiting, self.running = deque(jobs), dict[int, Running]()
@@ -83,11 +83,11 @@ class SideBySide:
         for place, environ in enumerate(self.shares):
             if place not in self.running and self.waiting and not self.request.number:
                 self.running[place] = start(self.waiting.popleft(), environ)
-                if self.request.number:  # it came meanwhile
+                if self.request.number:  # a signal came during the start
                     self.running[place].process.send_signal(self.request.number)
 
     def collect(self) -> None:
-        """Takes note of the jobs that have ended."""
+        """Remove the jobs that have ended, and complete their outcomes."""
         for place, running in list(self.running.items()):
             if running.process.poll() is not None:
                 del self.running[place]
@@ -102,7 +102,7 @@ class SideBySide:
             running.process.send_signal(number)
 
     def end(self) -> None:
-        """Whatever runs has been asked once already, or is not wanted any more."""
+        """End the jobs that still run: SIGTERM, and SIGKILL after GRACE_S seconds."""
         with handling(lambda *_: None):
             processes = [running.process for running in self.running.values()]
             for process in processes:
@@ -119,7 +119,7 @@ class SideBySide:
 
 
 def start(job: Job, environ: dict[str, str]) -> Running:
-    """A process in a session of its own, such that a terminal's Ctrl-C comes to this process alone."""
+    """Start a job in a new session, so that Ctrl-C at a terminal reaches only this process."""
     job.point.began()
     with tempfile.TemporaryFile() as given, job.log.open("wb") as log:
         given.write(job.given)
@@ -136,9 +136,9 @@ def start(job: Job, environ: dict[str, str]) -> Running:
 
 
 def close(running: Running, *, stopping: bool) -> None:
-    """Sees to it that an ended job has an outcome, and says what it is."""
+    """Complete the outcome of an ended job and print it."""
     job, code, seconds = running.job, running.process.returncode, time.monotonic() - running.began
-    if read_outcome(job.point.path).status == "running":  # it could not say so itself
+    if read_outcome(job.point.path).status == "running":  # the job could not record its end itself
         error = f"the job {how_it_ended(code)}; the end of {job.log}:{last_lines(job.log)}"
         job.point.ended(
             "stopped" if stopping else "failed", error=None if stopping else error, seconds=seconds
@@ -151,14 +151,14 @@ def close(running: Running, *, stopping: bool) -> None:
 
 
 def tell(words: str) -> None:
-    """From a signal handler too, so without the buffers that it may have interrupted."""
+    """Print unbuffered on stderr: a signal handler may have interrupted a write to the buffers."""
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{words}\n".encode())
 
 
 def share(place: int, places: int, gpus: Sequence[str]) -> dict[str, str]:
-    """What the job in ``place`` finds in its environment: its part of the cores and GPUs of this machine.
+    """Return the environment of the job in slot ``place``: its share of this machine's cores and GPUs.
 
-    Where jobs are more than GPUs, several share one. ``OMP_NUM_THREADS`` stays what the user has set.
+    If there are more jobs than GPUs, several jobs share one. A user's ``OMP_NUM_THREADS`` is kept.
     """
     environ: dict[str, str] = {}
     if "OMP_NUM_THREADS" not in os.environ:
@@ -174,6 +174,6 @@ def visible_gpus() -> list[str]:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return [gpu for gpu in listed.split(",") if gpu]
-    import torch  # here, since most commands never come this far
+    import torch  # imported here, because most commands do not need it
 
     return [str(number) for number in range(torch.cuda.device_count())]

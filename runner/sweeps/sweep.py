@@ -1,7 +1,7 @@
-"""Sweeps: one job after another or side by side, a table at the end, and an exit code that tells of failures.
+"""Sweeps: the jobs, a table of their outcomes at the end, and an exit code that reflects failures.
 
-Hydra's sweepers and launchers raise the first failure and show no other; so a job never raises here: it
-writes its outcome, and who started the sweep reads them all.
+Hydra's sweepers and launchers raise the first failure and hide the others. Therefore a job never raises
+here: it writes its outcome, and the process that started the sweep reads them all.
 """
 
 import json
@@ -28,12 +28,12 @@ from runner.training.stop import PRUNED
 
 
 def run_point(point: Point, task: Callable[[], float], explained: Callable[[Exception], int]) -> float:
-    """One job: its loss, NaN where there is none.
+    """Run one job and record its outcome; return its loss, or NaN if there is none.
 
-    ``explained`` prints what a user should read of a failure and returns the exit code it deserves.
+    ``explained`` prints a failure for the user and returns its exit code.
 
     Raises:
-        KeyboardInterrupt, SystemExit: a signal; no other job of this process is to begin.
+        KeyboardInterrupt, SystemExit: if a signal came, so that no other job of this process begins.
     """
     point.began()
     began, loss = time.monotonic(), math.nan
@@ -44,7 +44,7 @@ def run_point(point: Point, task: Callable[[], float], explained: Callable[[Exce
 
     try:
         loss = task()
-    except Exception as error:  # noqa: BLE001  all of it is printed and written down
+    except Exception as error:  # noqa: BLE001  the whole error is printed and recorded
         mistake = explained(error) == MISTAKE
         words = str(error) if mistake else f"{type(error).__name__}: {error}"
         ended("refused" if mistake else "failed", words)
@@ -57,7 +57,7 @@ def run_point(point: Point, task: Callable[[], float], explained: Callable[[Exce
 
 
 def how_it_ended(point: Point) -> Status:
-    """Of a job that raised nothing: ``stopped`` where its time was up (``run.max_time``)."""
+    """Return the status of a job that did not raise; ``stopped`` means that ``run.max_time`` was over."""
     folder = read_outcome(point.path).folder
     if folder is None or not Path(folder, "run.json").is_file():  # a forecast has none
         return "done"
@@ -68,7 +68,7 @@ def how_it_ended(point: Point) -> Status:
 
 
 def begin(folder: Path, overrides: Sequence[str]) -> None:
-    """Writes down what is swept; of a sweep that goes on, what it was begun with stays."""
+    """Record the command and overrides of the sweep; a sweep that resumes keeps its first record."""
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     path = folder / "sweep.json"
     if not path.exists():
@@ -76,12 +76,12 @@ def begin(folder: Path, overrides: Sequence[str]) -> None:
 
 
 def conclude(folder: Path, code: int) -> int:
-    """Prints the table of a sweep whose command ends with ``code``; returns the code it should end with.
+    """Print the table of a sweep whose command ends with ``code``; return the exit code to use instead.
 
-    A refused point is listed and fails nothing, as long as another was not refused.
+    A refused job is listed, but does not make the sweep fail unless all jobs were refused.
     """
     outcomes = read_outcomes(folder)
-    if not outcomes or code == MISTAKE:  # jobs never raise: it is the sweep itself that was refused
+    if not outcomes or code == MISTAKE:  # jobs never raise, so the sweep itself was refused
         return code
     counts = Counter(outcome.status for outcome in outcomes)
     if code == DONE and (counts["failed"] or counts["running"]):
@@ -122,12 +122,12 @@ def about_best(winner: Outcome) -> Json:
 
 
 def sweeps(command: Sequence[str]) -> bool:
-    """Whether ``command`` asks for more than one run."""
+    """Return whether ``command`` is a sweep."""
     return any(word in ("-m", "--multirun") or word.startswith("sweep=") for word in command)
 
 
 def alone(overrides: Sequence[str], command: Sequence[str]) -> list[str]:
-    """With which one job of the sweep ``command`` runs by itself: a sweep file among them sweeps no more."""
+    """Return the arguments that run one job of the sweep ``command`` by itself, without sweeping again."""
     places = [word for word in command if word.startswith(("--config-dir=", "-cd="))]
     pairs = pairwise(command)
     places += [f"--config-dir={after}" for word, after in pairs if word in ("--config-dir", "-cd")]
