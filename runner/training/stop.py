@@ -65,7 +65,10 @@ class Stop:
         return self.reason
 
     def evaluated(self, step: int, loss: float) -> None:
-        """End the run if any rank's ``prune`` is true; every rank calls it after all but the last evaluation."""
+        """End the run if ``prune`` of any rank returns true.
+
+        Every rank calls it after each evaluation except the last.
+        """
         pruned = self.prune is not None and self.prune(step, loss)
         if self.agree(float(pruned)):
             self.reason = PRUNED
