@@ -1,4 +1,4 @@
-"""The command line: composes an experiment, checks it, starts its ranks and runs the training loop."""
+"""The command line: compose an experiment, check it, start its ranks and run the training loop."""
 
 from runner.search_path import prepare
 

@@ -1,4 +1,4 @@
-"""The command line. Nothing here imports torch: help, ``--cfg job`` and completion must answer at once."""
+"""The command line. Nothing here imports torch: help, ``--cfg job`` and completion must be fast."""
 
 import math
 import os
@@ -33,19 +33,19 @@ from runner.sweeps.sweep import finish_sweep, run_point
 
 
 def config_dir() -> str:
-    """conf/ as installed inside the package, or beside it in a checkout."""
+    """Return the path of conf/: inside the installed package, or next to it in a checkout."""
     here = Path(__file__).resolve().parent
     return str(next(path for path in (here / "conf", here.parent / "conf") if path.is_dir()))
 
 
 def run_job(config: DictConfig) -> float:
-    """One run, or one job of a sweep: returns the final loss (eval, else train)."""
+    """Execute one run, or one job of a sweep; return its final loss (eval, else train)."""
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         return run_point(sweep_point(), lambda: execute(config), explained)
     losses: list[float] = []
     if code := exit_code(lambda: losses.append(execute(config))):
         raise SystemExit(code)
-    return losses[0] if losses else math.nan  # a signal has stopped it
+    return losses[0] if losses else math.nan  # a signal stopped the run
 
 
 job = hydra.main(version_base="1.3", config_path=config_dir(), config_name="config")(run_job)
@@ -60,18 +60,18 @@ def execute(config: DictConfig) -> float:
 
 
 def sweep_point() -> SweepJob:
-    """The place in its sweep of the job Hydra is running."""
+    """Return the place of Hydra's current job in its sweep."""
     state = HydraConfig.get()
     return SweepJob(Path(os.environ[SWEEP_FOLDER]), int(state.job.num), as_given(state))
 
 
 def as_given(state: DictConfig) -> tuple[str, ...]:
-    """The overrides in a ``hydra`` node, with the interpolations in them."""
+    """Return the task overrides of a ``hydra`` node, with their interpolations resolved."""
     return tuple(str(word) for word in state.overrides.task)
 
 
 def command() -> int:
-    """What ``sys.argv`` asks for; returns the exit code."""
+    """Execute the command of ``sys.argv``; return the exit code."""
     os.environ.pop(SWEEP_FOLDER, None)
     if sys.argv[1:] == ["--version"]:  # Hydra would print its own
         return exit_code(lambda: print(distribution().name, distribution().version))
@@ -87,8 +87,8 @@ def command() -> int:
 
 
 def main() -> None:
-    """Ends the process with one of the exit codes of ``components.contracts.errors``."""
-    # Hydra would print a stack and exit with 1 for every mistake; we want the exception itself.
+    """Run the command and exit with one of the codes of ``components.contracts.errors``."""
+    # Hydra would print a stack and exit with 1 for every mistake; this program needs the exception itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     os.environ |= slurm_env.ranks(os.environ)
     program_first()
@@ -102,9 +102,9 @@ def main() -> None:
 
 
 def exit_code(task: Callable[[], object]) -> int:
-    """Runs ``task`` and prints what a user should read about its failure.
+    """Run ``task``, print any failure for the user, and return the exit code.
 
-    A signal ends it at once, but for the time in which a run has something to save.
+    A signal ends the task at once, except while a run has state to save.
     """
     try:
         with handling(interrupt):
@@ -116,13 +116,13 @@ def exit_code(task: Callable[[], object]) -> int:
         return INTERRUPTED
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else FAILED
-    except Exception as error:  # noqa: BLE001  all of it is printed
+    except Exception as error:  # noqa: BLE001  the whole error is printed
         return explained(error)
     return DONE
 
 
 def explained(error: Exception) -> int:
-    """Prints one or two lines for a user's mistake, all there is for anything else; returns the exit code."""
+    """Print one or two lines for a user's mistake, a traceback for any other error; return the exit code."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         error = ConfigError(f"{mark.name}:{mark.line + 1}: malformed YAML: {error.problem}; mend the file.")
@@ -138,7 +138,7 @@ def explained(error: Exception) -> int:
 
 
 def provenance() -> ConfigSources:
-    """Of the job Hydra is running."""
+    """Return the provenance of the config of Hydra's current job."""
     state = HydraConfig.get()
     folders = tuple(Path(s.path) for s in state.runtime.config_sources if s.schema == "file")
     choices = {group: option for group, option in state.runtime.choices.items() if option is not None}
@@ -147,7 +147,7 @@ def provenance() -> ConfigSources:
 
 
 def default_unless_set(other: object, value: object, instead: object = None) -> object:
-    """``${unless:OTHER,VALUE,INSTEAD}``: a default that gives way where OTHER is set."""
+    """Resolve ``${default_unless_set:OTHER,VALUE,INSTEAD}``: VALUE, a default, or INSTEAD if OTHER is set."""
     return value if other is None else instead
 
 
@@ -155,7 +155,7 @@ OmegaConf.register_new_resolver("unless", default_unless_set, replace=True)
 
 
 def resolved(config: DictConfig, where: ConfigSources) -> Json:
-    """The config with every interpolation replaced."""
+    """Return the config with every interpolation replaced. Raises ConfigError if a value is missing."""
     try:
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except MissingMandatoryValue as error:
@@ -164,7 +164,7 @@ def resolved(config: DictConfig, where: ConfigSources) -> Json:
 
 
 def short_message(error: Exception) -> str:
-    """Hydra's message in one or two lines, with the nearest match for a misspelt word."""
+    """Return Hydra's message in one or two lines, with the nearest match for a misspelt word."""
     text = str(error)
     if option := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text):
         group, word = option.groups()
@@ -186,14 +186,14 @@ def short_message(error: Exception) -> str:
 
 
 def nothing_chosen() -> str:
-    """Where Hydra refuses ``group=null`` with a bare ValueError."""
+    """Return the message for ``group=null``, which Hydra refuses with a bare ValueError."""
     groups = [word.partition("=")[0] for word in sys.argv[1:] if word.lower().endswith("=null")]
     group = next(filter(group_options, groups), "a group")
     return f"{group} (the command line): null is no option; {did_you_mean('null', group_options(group))}"
 
 
 def config_dirs() -> list[Path]:
-    """Ours, and the one of ``--config-dir``."""
+    """Return conf/ and, if given, the folder of ``--config-dir``."""
     line = " ".join(sys.argv[1:])
     own = re.search(r"(?:--config-dir|-cd)[= ](\S+)", line)
     return [Path(config_dir()), *([Path(own[1])] if own else [])]
@@ -204,7 +204,7 @@ def group_options(group: str) -> list[str]:
 
 
 def known_keys() -> list[str]:
-    """Dotted keys of the composition with the groups chosen on the command line, and the groups."""
+    """Return the dotted keys of the composition with the command line's groups, and all groups."""
     groups = [path.name for path in Path(config_dir()).iterdir() if path.is_dir()]
     with initialize_config_dir(config_dir(), version_base="1.3"):
         config = OmegaConf.to_container(compose("config", [*filter(is_choice, sys.argv[1:])]), resolve=False)
@@ -212,7 +212,7 @@ def known_keys() -> list[str]:
 
 
 def is_choice(argument: str) -> bool:
-    """Whether it is ``group=option`` or ``group=[option,...]``, of our own options."""
+    """Return whether ``argument`` is ``group=option`` or ``group=[option,...]`` with options from conf/."""
     group, _, options = argument.partition("=")
     files = [Path(config_dir()) / group / f"{option}.yaml" for option in options.strip("[]").split(",")]
     return all(path.is_file() for path in files)

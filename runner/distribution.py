@@ -10,7 +10,7 @@ from components.contracts.errors import ConfigError
 def distribution() -> Distribution:
     """Return the distribution that installs the command line. Raises ConfigError if there is none."""
     commands = [c for c in entry_points(group="console_scripts") if c.value == "runner.cli:main"]
-    # `samecurve` sorts last: an installation under an earlier name may have been left behind.
+    # `samecurve` sorts last; an installation under an earlier name may still be present.
     newest = max(commands, key=lambda command: command.name, default=None)
     if newest is None or newest.dist is None:
         raise ConfigError("this checkout is not installed; run `pip install -e .` in it.")

@@ -11,7 +11,7 @@ log = logging.getLogger("runner")
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints through rich, so that a progress bar stays below the lines."""
+    """A handler that prints through rich, so that a progress bar stays below the lines."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -23,9 +23,9 @@ class ConsoleHandler(logging.Handler):
 
 @contextlib.contextmanager
 def log_to(path: Path | None, console: Console | None) -> Iterator[None]:
-    """Sends the ``runner`` and ``components`` loggers to ``console`` and to ``path``; restores them after.
+    """Send the ``runner`` and ``components`` loggers to ``console`` and ``path``; restore them afterwards.
 
-    A quiet ``console`` gets warnings alone.
+    A quiet ``console`` gets only warnings.
     """
     handlers: list[logging.Handler] = []
     if console is not None:

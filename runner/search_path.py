@@ -1,6 +1,6 @@
 """The module search path: nothing in the working directory hides a package of this program.
 
-Imports nothing of ours: it runs before the path is right.
+This module imports no package of this program, because it runs before the path is right.
 """
 
 import os
@@ -34,7 +34,7 @@ def python_module(name: str) -> list[str]:
 
 
 def prepare() -> None:
-    """Put the program first for ``python -m``, and wherever another package called as ours is found instead.
+    """Put the program first for ``python -m``, or if another package ``components`` hides this program's.
 
     Raises ImportError if that package is still found.
     """
@@ -49,7 +49,7 @@ def prepare() -> None:
 
 
 def other_components() -> str | None:
-    """Return where a package ``components`` is that is not ours. None means that ours is found."""
+    """Return the path of another package ``components``. None means that this program's own is found."""
     spec = find_spec("components")
     if spec is None or spec.origin is None:
         return "no file"

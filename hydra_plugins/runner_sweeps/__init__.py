@@ -1,1 +1,1 @@
-"""What Hydra looks for in this place: it imports every module here whenever it starts."""
+"""Hydra plugins: launchers, a sweeper and a callback. Hydra imports every module here when it starts."""

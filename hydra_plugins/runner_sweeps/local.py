@@ -1,4 +1,4 @@
-"""``hydra/launcher=local``: jobs of a sweep side by side on this machine."""
+"""``hydra/launcher=local``: concurrent jobs of a sweep on this machine."""
 
 import math
 import os
@@ -18,15 +18,16 @@ from runner.sweeps.local_jobs import LocalJob, run_jobs
 
 
 class LocalLauncher(Launcher):
-    """Every job is composed before the first begins: a file that is edited meanwhile changes none of them."""
+    """A launcher that composes every job before the first begins: later edits of files have no effect."""
 
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs
 
     def setup(self, *, hydra_context: HydraContext, config: DictConfig, **_: object) -> None:
-        """
+        """Check the options and keep Hydra's config and loader.
+
         Raises:
-            ConfigError: ``hydra.launcher.jobs`` is not a number of jobs.
+            ConfigError: if ``hydra.launcher.jobs`` is not a number of jobs.
         """
         if not isinstance(self.jobs, int) or self.jobs < 1:
             raise ConfigError(f"hydra.launcher.jobs: must be at least 1, got {self.jobs!r}.")
@@ -49,7 +50,7 @@ class LocalLauncher(Launcher):
 
 
 def returned(point: SweepJob) -> JobReturn:
-    """Completed, whatever happened: Hydra would show the first failure and nothing else."""
+    """Return a completed job for any outcome, because Hydra would show only the first failure."""
     loss = read_job_record(point.path).loss
     answer = JobReturn(overrides=point.overrides, status=JobStatus.COMPLETED)
     answer.return_value = math.nan if loss is None else loss

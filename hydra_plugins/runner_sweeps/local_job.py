@@ -1,4 +1,4 @@
-"""One job of a sweep in a process of its own, which reads from its standard input what to run."""
+"""One job of a sweep in its own process, which reads its config from standard input."""
 
 import os
 import pickle
@@ -15,7 +15,7 @@ COMMAND = tuple(python_module("hydra_plugins.runner_sweeps.local_job"))
 
 
 def to_pass_on(command: Sequence[str], config: DictConfig) -> bytes:
-    """The user's command and the composed config of one job, as ``main`` reads them."""
+    """Serialise the user's command and the composed config of one job for ``main``."""
     return pickle.dumps((list(command), config))
 
 
@@ -24,7 +24,7 @@ def main() -> None:
 
     die_with_parent()
     program_first()
-    del os.environ["RUNNER_PARENT"]  # which is for ranks
+    del os.environ["RUNNER_PARENT"]  # only for ranks
     setup_globals()
     sys.argv, config = pickle.load(sys.stdin.buffer)
     HydraConfig.instance().set_config(config)

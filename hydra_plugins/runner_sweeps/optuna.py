@@ -1,4 +1,4 @@
-"""``hydra/sweeper=optuna``: an optimiser chooses the points of a sweep, and keeps what it knows on disk."""
+"""``hydra/sweeper=optuna``: Optuna chooses the points of a sweep, and keeps its study on disk."""
 
 import importlib.util
 import os
@@ -35,7 +35,7 @@ PRUNER = "hydra_plugins.runner_sweeps.optuna_study:TrialPruner"
 
 
 class OptunaSweeper(Sweeper):
-    """Trial n of the study is job n of the sweep; conf/hydra/sweeper/optuna.yaml describes every option."""
+    """A sweeper in which trial n is job n; conf/hydra/sweeper/optuna.yaml describes every option."""
 
     def __init__(
         self,
@@ -55,9 +55,10 @@ class OptunaSweeper(Sweeper):
         self.study_name, self.params = study_name, params or {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """
+        """Check the options and instantiate the launcher.
+
         Raises:
-            ConfigError: Optuna is not installed, or an option is no such number.
+            ConfigError: if Optuna is not installed, or an option has a wrong value.
         """
         if importlib.util.find_spec("optuna") is None:
             raise ConfigError(f"hydra/sweeper=optuna: Optuna is not installed; {pip_install('sweep')}.")
@@ -73,9 +74,10 @@ class OptunaSweeper(Sweeper):
         self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
 
     def sweep(self, arguments: list[str]) -> None:
-        """
+        """Run the unfinished trials of an earlier command, then new ones up to ``n_trials``.
+
         Raises:
-            ConfigError: the command does not fit the study that it goes on with, or sweeps nothing.
+            ConfigError: if the command differs from that of the study that it resumes, or sweeps nothing.
         """
         sweep = Path(os.environ[SWEEP_FOLDER])
         given = [f"{key}={value}" for key, value in self.params.items()]
@@ -90,7 +92,7 @@ class OptunaSweeper(Sweeper):
                 self.launch(study, space, sweep, new)
 
     def check(self, space: SearchSpace) -> None:
-        """Everything that is known before the first job."""
+        """Check distributions, sampler, pruner and choices before the first job."""
         space.distributions()
         make_sampler(self.sampler, self.sampler_options, self.seed, 0, space)
         examples = space.examples()
@@ -109,7 +111,7 @@ class OptunaSweeper(Sweeper):
             leave_pruner(sweep, PRUNER, {"sweep": str(sweep)} | options)
 
     def chosen(self, study: "Study", space: SearchSpace) -> "list[FrozenTrial]":
-        """The next trials, ``n_jobs`` of them where so many are left."""
+        """Ask the study for the next trials: ``n_jobs``, or fewer at the end."""
         known, last = len(study.get_trials(deepcopy=False)), self.n_trials
         if self.sampler == "grid":
             last = min(last, space.size())
@@ -126,13 +128,13 @@ class OptunaSweeper(Sweeper):
         for group in consecutive(trials):
             jobs = [space.overrides(trial.params) for trial in group]
             for answer in self.launcher.launch(jobs, initial_job_idx=group[0].number):
-                assert answer.return_value is not None  # raises what a job could not write down
+                assert answer.return_value is not None  # raises an error that a job could not record
             for trial in group:
                 tell_trial(study, trial, outcome_of(sweep, trial))
 
 
 def unfinished(study: "Study", sweep: Path) -> "list[FrozenTrial]":
-    """Trials of an earlier command that are to run again; those that have ended meanwhile are told."""
+    """Return the trials of an earlier command to run again; report to the study those that have ended."""
     from optuna.trial import TrialState
 
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
@@ -145,7 +147,7 @@ def outcome_of(sweep: Path, trial: "FrozenTrial") -> JobRecord | None:
 
 
 def consecutive(trials: "Sequence[FrozenTrial]") -> "Iterator[list[FrozenTrial]]":
-    """As a launcher numbers its jobs."""
+    """Yield groups of trials with consecutive numbers, as a launcher numbers its jobs."""
     group: list[FrozenTrial] = []
     for trial in trials:
         if group and trial.number != group[-1].number + 1:
@@ -158,9 +160,10 @@ def consecutive(trials: "Sequence[FrozenTrial]") -> "Iterator[list[FrozenTrial]]
 
 @contextmanager
 def only_command(sweep: Path) -> Iterator[None]:
-    """
+    """Lock the sweep folder while the context is open.
+
     Raises:
-        ConfigError: another command is at this sweep.
+        ConfigError: if another command holds the lock.
     """
     from filelock import FileLock, Timeout
 

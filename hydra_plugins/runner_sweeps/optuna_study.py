@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 JOURNAL, NAME = "study.journal", "sweep"
 SEARCHES = "searches"
-"""The attribute of a study that says what its command was."""
+"""The attribute of a study that holds the overrides of its command."""
 
 FINISHED = ("done", "pruned", "refused", "failed")
-"""Of outcomes: those that end a trial; any other job is to run again."""
+"""Statuses that end a trial. A job with any other status runs again."""
 
 
 def storage_in(sweep: Path) -> "JournalStorage":
@@ -36,10 +36,10 @@ def storage_in(sweep: Path) -> "JournalStorage":
 
 
 def open_study(sweep: Path, space: SearchSpace) -> "Study":
-    """The study of ``sweep``, made where there is none.
+    """Open the study of ``sweep``, or create it if there is none.
 
     Raises:
-        ConfigError: it searches something else.
+        ConfigError: if the study has another search space.
     """
     import optuna
 
@@ -57,17 +57,17 @@ def open_study(sweep: Path, space: SearchSpace) -> "Study":
 
 
 def ask_trial(study: "Study", space: SearchSpace, sampler: "BaseSampler") -> "FrozenTrial":
-    """The next trial, whose number is how many there were."""
+    """Create the next trial; its number is the number of earlier trials."""
     from optuna.samplers import RandomSampler
 
     study.sampler = sampler
     number = study.ask(space.distributions()).number
-    study.sampler = RandomSampler()  # at the last trial of a grid, its sampler would stop a loop of Optuna's
+    study.sampler = RandomSampler()  # at the last trial of a grid, GridSampler would stop Optuna's own loop
     return study.get_trials(deepcopy=False)[number]
 
 
 def tell_trial(study: "Study", trial: "FrozenTrial", record: JobRecord | None) -> bool:
-    """What became of ``trial``; returns whether that was its end, or it is to run again."""
+    """Report ``record`` to the study; return whether ``trial`` has ended. False means that it runs again."""
     from optuna.trial import TrialState
 
     if record is None or record.status not in FINISHED:
@@ -84,10 +84,10 @@ def tell_trial(study: "Study", trial: "FrozenTrial", record: JobRecord | None) -
 def make_sampler(
     name: str, options: Mapping[str, object] | None, seed: int, number: int, space: SearchSpace
 ) -> "BaseSampler":
-    """For trial ``number`` alone, such that a search that was interrupted draws what it would have drawn.
+    """Make a sampler only for trial ``number``, so that an interrupted search draws the same values.
 
     Raises:
-        ConfigError: there is no such sampler, or not with such options.
+        ConfigError: if there is no such sampler, or it has no such options.
     """
     from optuna.samplers import GridSampler, RandomSampler, TPESampler
 
@@ -100,10 +100,10 @@ def make_sampler(
 
 
 def make_pruner(name: str, options: Mapping[str, object] | None) -> "BasePruner | None":
-    """None where there is to be none.
+    """Make the pruner. None means that no run ends early.
 
     Raises:
-        ConfigError: there is no such pruner, or not with such options.
+        ConfigError: if there is no such pruner, or it has no such options.
     """
     from optuna.pruners import MedianPruner, SuccessiveHalvingPruner
 
@@ -129,7 +129,7 @@ def make_optuna(
 
 
 class TrialPruner:
-    """In a job: reports its evaluations to the study, and asks whether it is worth going on with."""
+    """The pruner in a job: it reports evaluations to the study and returns whether to end the run."""
 
     def __init__(
         self, number: int, sweep: str, pruner: str, pruner_options: Mapping[str, object] | None

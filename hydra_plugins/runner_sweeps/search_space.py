@@ -1,4 +1,4 @@
-"""What a sweep varies, from Hydra's own syntax to an optimiser's distributions."""
+"""The search space of a sweep, converted from Hydra's override syntax to Optuna's distributions."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The overrides of a command, by key: those that all jobs have, and those that vary."""
+    """The overrides of a command: fixed ones, which all jobs have, and swept ones, by key."""
 
     fixed: tuple[str, ...]
     swept: Mapping[str, Override]
 
     @classmethod
     def of(cls, overrides: Sequence[Override]) -> "SearchSpace":
-        """A key that is given twice is what it was given last.
+        """Build the space; if a key is given twice, the last value counts.
 
         Raises:
-            ConfigError: nothing varies.
+            ConfigError: if no key varies.
         """
         last = {override.get_key_element(): override for override in overrides}
         swept = {key: override for key, override in last.items() if override.is_sweep_override()}
@@ -38,15 +38,15 @@ class SearchSpace:
         return cls(tuple(fixed), swept)
 
     def overrides(self, values: Mapping[str, object]) -> list[str]:
-        """Those of one job."""
+        """Return the overrides of one job."""
         return [*self.fixed, *(f"{key}={values[key]}" for key in self.swept)]
 
     def to_json(self) -> list[str]:
-        """The same for commands that search the same."""
+        """Return all overrides in a fixed order, equal for commands with the same search space."""
         return sorted([*self.fixed, *(str(override.input_line) for override in self.swept.values())])
 
     def examples(self) -> list[list[str]]:
-        """Jobs that have every choice among them, but not every combination."""
+        """Return overrides of jobs that cover every choice, but not every combination."""
         choices = {
             key: choices_of(o) if o.is_choice_sweep() else first_of(o) for key, o in self.swept.items()
         }
@@ -60,10 +60,10 @@ class SearchSpace:
         return {key: distribution(override) for key, override in self.swept.items()}
 
     def grid(self) -> dict[str, list[Any]]:
-        """Every value of every key.
+        """Return all values of each key.
 
         Raises:
-            ConfigError: a key has no end of them.
+            ConfigError: if a key has infinitely many values (an interval).
         """
         for key, override in self.swept.items():
             if override.is_interval_sweep():
@@ -74,12 +74,12 @@ class SearchSpace:
         return {key: choices_of(o) if o.is_choice_sweep() else numbers_of(o) for key, o in self.swept.items()}
 
     def size(self) -> int:
-        """Points of the grid."""
+        """Return the number of points of the grid."""
         return math.prod(len(values) for values in self.grid().values())
 
 
 def choices_of(override: Override) -> list[str]:
-    """As they stand in an override; always in one order, which a study remembers."""
+    """Return the choices as text, in a fixed order, because a study records it."""
     choices = [*override.sweep_string_iterator()]
     return sorted(choices) if getattr(override.value(), "shuffle", False) else choices
 
@@ -95,9 +95,10 @@ def first_of(override: Override) -> list[Any]:
 
 
 def distribution(override: Override) -> "BaseDistribution":
-    """
+    """Return Optuna's distribution of one swept override.
+
     Raises:
-        ConfigError: no sampler draws from this.
+        ConfigError: if the override has an unsupported tag or is empty.
     """
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 

@@ -1,4 +1,4 @@
-"""``hydra/launcher=slurm``: the jobs of a sweep as one array of SLURM, watched until all are over."""
+"""``hydra/launcher=slurm``: the jobs of a sweep as one SLURM job array, watched until all are over."""
 
 import copy
 import math
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SlurmLauncher(Launcher):
-    """Composes and checks every job where the sweep is started: what is refused never gets into the queue."""
+    """A launcher that composes and checks every job before submission; refused jobs are not submitted."""
 
     def __init__(self, **options: object) -> None:
         self.options = options
@@ -42,7 +42,7 @@ class SlurmLauncher(Launcher):
         self.context, self.config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Raises for no job: its outcome says how it went, and its value is NaN where there is none."""
+        """Run the jobs; a failed job does not raise: its outcome has the error, and its value is NaN."""
         setup_globals()
         sweep, allocation = Path(os.environ[SWEEP_FOLDER]), self.allocation()
         configs = [self.compose(words, initial_job_idx + i) for i, words in enumerate(job_overrides)]
@@ -56,9 +56,10 @@ class SlurmLauncher(Launcher):
         return [returned(config, sweep) for config in configs]
 
     def allocation(self) -> "SbatchOptions":
-        """
+        """Build the allocation from the options.
+
         Raises:
-            ConfigError: a key of ``hydra.launcher`` is not what it should be, or submitit is not installed.
+            ConfigError: if a key of ``hydra.launcher`` is wrong, or submitit is not installed.
         """
         from runner.config.instantiate import construct
         from runner.sweeps.slurm.sbatch import SbatchOptions
@@ -80,7 +81,7 @@ class SlurmLauncher(Launcher):
 
 
 def accepted(config: DictConfig, allocation: "SbatchOptions") -> "SlurmJob | None":
-    """The job of one composed config; None where it is refused, which its outcome tells then."""
+    """Build and check the job of one composed config. None means refused, as its outcome then records."""
     from runner.cli import explained, provenance, resolved
     from runner.sweeps.slurm.job import SlurmJob
 
@@ -100,7 +101,7 @@ def accepted(config: DictConfig, allocation: "SbatchOptions") -> "SlurmJob | Non
 
 
 def submit(allocation: "SbatchOptions", folder: Path, jobs: Sequence["SlurmJob"]) -> None:
-    """Submits ``jobs`` and returns when all are over."""
+    """Submit ``jobs`` and return when all are over."""
     from runner.sweeps.slurm.job_array import JobArray, SubmittedJob
 
     numbers = allocation.submit(folder, jobs)
@@ -113,7 +114,7 @@ def submit(allocation: "SbatchOptions", folder: Path, jobs: Sequence["SlurmJob"]
 
 @contextmanager
 def current(config: DictConfig) -> Iterator[None]:
-    """What ``${hydra:...}`` means is that of ``config``."""
+    """Resolve ``${hydra:...}`` from ``config`` while the context is open."""
     instance = HydraConfig.instance()
     before = instance.cfg
     instance.set_config(config)
@@ -131,7 +132,7 @@ def without_hydra(config: DictConfig) -> DictConfig:
 
 
 def returned(config: DictConfig, sweep: Path) -> JobReturn:
-    """What a sweeper is told of a job; Hydra would raise for a failed one, and hide the others."""
+    """Return a completed job for any outcome: Hydra would raise for a failed job and hide the others."""
     path = sweep / "jobs" / f"{config.hydra.job.num}.json"
     record = read_job_record(path) if path.exists() else None
     ended = record is not None and record.status in {"done", "pruned"}

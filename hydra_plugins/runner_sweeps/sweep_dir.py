@@ -13,7 +13,7 @@ from runner.sweeps.sweep import create_sweep
 
 
 class SweepFolder(Callback):
-    """Makes the folder of the sweep known to its jobs, wherever they run."""
+    """A callback that creates the sweep folder and passes it to all jobs in the environment."""
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         from runner.cli import as_given, explained
@@ -25,6 +25,6 @@ class SweepFolder(Callback):
             mistake = ConfigError(
                 f"run.output_dir: cannot make {folder}: {error.strerror}; name another folder."
             )
-            raise SystemExit(explained(mistake)) from error  # Hydra swallows whatever else a callback raises
+            raise SystemExit(explained(mistake)) from error  # Hydra swallows all other errors of a callback
         os.environ[SWEEP_FOLDER] = str(folder)
-        os.environ.pop(MAX_REQUEUES, None)  # it says that a SLURM job is one run, which this one is not
+        os.environ.pop(MAX_REQUEUES, None)  # it marks a SLURM job that is one run; this job is a sweep

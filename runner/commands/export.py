@@ -1,10 +1,10 @@
 """``python -m runner.export checkpoint=DIR output=DIR``: the model in a checkpoint, for other programs.
 
-checkpoint=DIR  a checkpoint folder, or that of a run: its newest whole one. Of a run that trains an adapter
-                the output is the adapter's folder; with merge=true a model that it is added to
-adapter=DIR     instead, with merge=true: an adapter's folder, added to its model
-base=DIR        with adapter: the model, where it is not where the adapter says
-dtype=fp32      or bf16, of the written weights; else that of the checkpoint's run, or with adapter fp32
+checkpoint=DIR  a checkpoint folder, or a run folder, whose newest complete checkpoint is used. If the run
+                trains an adapter, the output is an adapter folder, or with merge=true the merged model
+adapter=DIR     instead of checkpoint, with merge=true: an adapter folder, which is merged into its base model
+base=DIR        only with adapter: the base model, if it is not at the path recorded in the adapter
+dtype=fp32      or bf16: dtype of the written weights; default: that of checkpoint's run, fp32 with adapter
 """
 
 import sys
@@ -24,13 +24,14 @@ KEYS = {
     "base": None,
     "dtype": ("fp32", "bf16"),
 }
-"""And the values that a key may have; None: any."""
+"""The allowed values of each key. None means that any value is allowed."""
 
 
 def parse(arguments: Sequence[str]) -> dict[str, str]:
-    """
+    """Parse the KEY=VALUE arguments.
+
     Raises:
-        ConfigError: not KEY=VALUE, an unknown key or value, one that is missing, or that is not read.
+        ConfigError: if an argument is not KEY=VALUE, or a key or value is unknown, missing, or not read.
     """
     given: dict[str, str] = {}
     for argument in arguments:
@@ -74,7 +75,7 @@ def export(arguments: Sequence[str]) -> None:
 
 
 def export_checkpoint(given: Mapping[str, str]) -> Path:
-    """The folder that was written, from the checkpoint and the config of its run."""
+    """Export a checkpoint, described by the config of its run; return the written folder."""
     from components.adapters.merge import new_folder
     from components.checkpoint import resolve_checkpoint
     from components.checkpoint.to_hf import CheckpointModel

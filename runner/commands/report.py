@@ -1,7 +1,7 @@
 """``python -m runner.report FOLDER [output=FILE]``: one HTML page of a run, a sweep or a folder of runs.
 
-FOLDER       that of a run (outputs/NAME/STAMP), of a sweep (outputs/sweeps/STAMP), or one that holds runs
-output=FILE  else report.html in FOLDER
+FOLDER       a run (outputs/NAME/STAMP), a sweep (outputs/sweeps/STAMP), or a folder that holds runs
+output=FILE  default: report.html in FOLDER
 """
 
 import sys
@@ -30,10 +30,10 @@ def report(arguments: Sequence[str]) -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Path, Path]:
-    """FOLDER and where the page goes, both absolute.
+    """Return FOLDER and the path of the page, both absolute.
 
     Raises:
-        ConfigError: something else was given.
+        ConfigError: if the arguments are anything else, or FOLDER or the path cannot be used.
     """
     usage = f"Usage: {(__doc__ or '').splitlines()[0]}"
     folders = [argument for argument in arguments if "=" not in argument]
@@ -55,10 +55,10 @@ def parse(arguments: Sequence[str]) -> tuple[Path, Path]:
 
 
 def entries(folder: Path) -> list[Entry]:
-    """Of a sweep, its jobs; otherwise the run in ``folder``, or all runs below it by their stamps.
+    """Return the run in ``folder``, the jobs if it is a sweep, or else all runs below it, sorted by stamp.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: if there is no run.
     """
     if (folder / "run.json").is_file():
         return [Entry(0, folder)]
@@ -87,7 +87,7 @@ def entry(sweep: Path, record: JobRecord) -> Entry:
 
 
 def where_now(sweep: Path, folder: Path) -> Path:
-    """``folder``, or its place beside the sweep where all outputs have been moved or copied."""
+    """Return ``folder``, or its path next to the sweep if all outputs have been moved or copied."""
     moved = sweep.parent.parent.joinpath(*folder.parts[-2:])
     return moved if not folder.is_dir() and moved.is_dir() else folder
 

@@ -45,7 +45,7 @@ NODES: Mapping[str, type] = {
 
 @dataclass(frozen=True)
 class Experiment:
-    """Every component as its own checked description; nothing heavy has been built."""
+    """The checked description of every component; no model or data has been built."""
 
     run: RunConfig
     checkpoint: CheckpointConfig
@@ -54,21 +54,21 @@ class Experiment:
     preflight: PreflightConfig
     model: ModelConfig
     adapter: AdapterConfig | None
-    """None: the model itself is trained."""
+    """None means that the model itself is trained."""
     parallelism: ParallelismSpec
     optimizer: OptimizerConfig
     scheduler: SchedulerSpec
     stage: Loss
     data: DataConfig
     logger: Mapping[str, LoggerSpec]
-    """By name, any number of them."""
+    """Any number of loggers, by name."""
 
 
 def build_experiment(config: Config, where: ConfigSources) -> Experiment:
-    """Builds the descriptions of all groups.
+    """Build the descriptions of all groups.
 
     Raises:
-        ConfigError: a key that nothing reads, a missing or ill-typed value, a value a component refuses.
+        ConfigError: if a key is unknown, a value is missing or of the wrong type, or a component refuses it.
     """
     known = {field.name for field in fields(Experiment)}
     for key in config:
@@ -94,7 +94,7 @@ def build_experiment(config: Config, where: ConfigSources) -> Experiment:
 
 
 def build_loggers(nodes: object, where: ConfigSources) -> dict[str, LoggerSpec]:
-    """Each by its name, ``logger.NAME``."""
+    """Build each logger from its node ``logger.NAME``."""
     if not isinstance(nodes, Mapping):
         raise ConfigError(
             f"logger ({where.of('logger')}): must be a mapping of loggers, got {nodes!r}; use logger=[jsonl]."
@@ -109,7 +109,7 @@ def build_loggers(nodes: object, where: ConfigSources) -> dict[str, LoggerSpec]:
 
 
 def build_component(group: str, node: Config, where: ConfigSources) -> Any:
-    """The object that ``node['_target_']`` names, called with the other keys."""
+    """Import the class ``node['_target_']`` and call it with the other keys."""
     path = node.get("_target_") if isinstance(node, Mapping) else None
     if not isinstance(path, str):
         raise ConfigError(f"{group}._target_ ({where.of(group)}): must name the class that reads this group.")
@@ -124,7 +124,7 @@ def build_component(group: str, node: Config, where: ConfigSources) -> Any:
 
 
 def construct(target: Callable[..., T], group: str, values: Config, where: ConfigSources) -> T:
-    """``target(**values)`` after binding and type-checking every value against the signature."""
+    """Return ``target(**values)`` after checking every key and type against the signature."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{group} ({where.of(group)}): must be a mapping of keys, got {values!r}.")
     parameters = inspect.signature(target).parameters
@@ -144,7 +144,7 @@ def construct(target: Callable[..., T], group: str, values: Config, where: Confi
 
 
 def coerce(name: str, value: object, annotation: Any, where: ConfigSources) -> Any:
-    """``value`` as ``annotation``: strictly (no text for a number), but a list may become a tuple."""
+    """Validate ``value`` as ``annotation``: strictly (no text for numbers), but a list may become a tuple."""
     if isinstance(annotation, type) and is_dataclass(annotation) and isinstance(value, Mapping):
         return construct(annotation, name, value, where)
     try:

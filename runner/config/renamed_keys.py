@@ -1,4 +1,4 @@
-"""Keys of versions before 0.2.0: on a command line they are refused by name, in run folders they are read."""
+"""Keys of versions before 0.2.0: refused on a command line with the new name, read in old run folders."""
 
 from collections.abc import Mapping
 
@@ -51,13 +51,13 @@ RENAMED: Mapping[str, str] = {
 
 
 def check_renamed(key: str, source: str) -> None:
-    """Raises ConfigError if ``key``, which nothing reads, is an old name; ``source``: where it was given."""
+    """Raise ConfigError if ``key``, which nothing reads, is an old name; ``source`` is where it was given."""
     if key in RENAMED:
         raise ConfigError(f"{key} ({source}): is {RENAMED[key]} now; use that name.")
 
 
 def upgraded(config: Config) -> Json:
-    """Return the composed config of an older run folder with the names of today."""
+    """Return the composed config of an older run folder with the current key names."""
     found: Json = {group: dict(node) if isinstance(node, Mapping) else node for group, node in config.items()}
     for old, new in RENAMED.items():
         group, key = old.split(".")

@@ -1,4 +1,4 @@
-"""The keys that the loop itself reads; everything else belongs to a component.
+"""The keys that the training loop itself reads; all others belong to a component.
 
 The comments of conf/config.yaml describe every key.
 """
@@ -74,7 +74,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """``checkpoint.*``: what is saved and kept, and what a run begins with."""
+    """``checkpoint.*``: saving, retention, resuming and initial weights."""
 
     save_every: int
     save_every_epochs: int
@@ -165,7 +165,8 @@ def watched_metric(
     """Return the metric that checkpoints and early stopping watch, or None if they watch none.
 
     Raises:
-        ConfigError: they watch different metrics, or a metric that no evaluation has, or nothing evaluates.
+        ConfigError: if they watch different metrics or modes, a metric is not of the evaluation, or
+            ``run.eval_every`` is 0.
     """
     watched = {
         "checkpoint.keep_best": (checkpoint.keep_best, checkpoint.keep_best_mode),
@@ -201,7 +202,7 @@ def seconds(value: float | str) -> float:
     """Parse ``run.max_time``: seconds, ``HH:MM:SS``, or ``3h30m``.
 
     Raises:
-        ConfigError: it is none of these, or not above 0.
+        ConfigError: if it has none of these forms, or is not above 0.
     """
     text = str(value)
     clock = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", text)

@@ -1,4 +1,4 @@
-"""Which file a key of the composed config came from, so that an error can name it."""
+"""The source of each key of the composed config, so that an error can name it."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -15,31 +15,31 @@ CONFIG = "conf/config.yaml"
 
 @dataclass(frozen=True)
 class ConfigSources:
-    """What the composition of one config was made of."""
+    """The inputs of the composition of one config."""
 
     choices: Mapping[str, str] = field(default_factory=dict)
-    """group -> chosen option."""
+    """The chosen option of each group."""
     overrides: tuple[str, ...] = ()
-    """Of the command line, as typed."""
+    """The overrides of the command line."""
     search_path: tuple[Path, ...] = ()
-    """Folders of YAML files, the first has precedence."""
+    """Folders of YAML files; the first has precedence."""
     sweep_job: SweepJob | None = None
-    """The run's place in a sweep; None: it stands for itself."""
+    """The run's place in a sweep. None means that it is not part of a sweep."""
 
     def of(self, key: str) -> str:
-        """Where ``key`` (dotted) got its value: the command line, an experiment file, or its group's file."""
+        """Return the source of the dotted ``key``: the command line, an experiment file, or a config file."""
         if any(name_of(override) == key for override in self.overrides):
             return COMMAND_LINE
         experiment = self._file("experiment", self.choices.get("experiment"))
         if experiment is not None and contains(yaml.safe_load(experiment.read_text()), key.split(".")):
             return display(experiment)
         group, *rest = key.split(".")
-        # Of a group from which several options are taken, each has its node.
+        # In a group with several chosen options (logger), each option has its own node.
         group_file = self._file(group, self.choices.get(group) or next(iter(rest), None))
         return display(group_file) if group_file else CONFIG
 
     def given(self, key: str) -> bool:
-        """Whether someone chose its value, on the command line or in an experiment file."""
+        """Return whether the value of ``key`` comes from anywhere but conf/config.yaml."""
         return self.of(key) != CONFIG
 
     def _file(self, group: str, option: str | None) -> Path | None:
@@ -48,7 +48,7 @@ class ConfigSources:
 
 
 def name_of(override: str) -> str:
-    """``+run.x=1`` -> ``run.x``"""
+    """Return the key of an override: ``run.x`` for ``+run.x=1``."""
     return override.split("=", maxsplit=1)[0].lstrip("+~")
 
 
@@ -59,12 +59,12 @@ def contains(node: object, path: list[str]) -> bool:
 
 
 def display(path: Path) -> str:
-    """The last three parts: conf/optimizer/adamw.yaml"""
+    """Return the last three parts of a path, such as conf/optimizer/adamw.yaml."""
     return "/".join(path.parts[-3:])
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?``, or else what there is to choose from."""
+    """Return ``did you mean 'x'?``, or the list of known words if none is similar."""
     options = sorted(known)
     near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
     return f"did you mean '{near[0]}'?" if near else f"known: {', '.join(options)}."

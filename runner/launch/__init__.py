@@ -1,1 +1,1 @@
-"""From checked objects to running ranks and a run folder."""
+"""The launch of a run: checks, run folder, ranks and final report."""

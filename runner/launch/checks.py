@@ -1,4 +1,4 @@
-"""First part of a launch: what speaks against a run, before anything of it is written or started."""
+"""First part of a launch: all checks of a run, before any file is written or rank started."""
 
 import os
 import time
@@ -42,10 +42,10 @@ class RunPreparation:
     local_ranks: int
     console: Console
     note: str | None = None
-    """What was assumed of a run that is only forecast."""
+    """Values that a forecast (``preflight.mode=only``) assumes, as a sentence to print."""
 
     def inspect(self) -> PreparedRun:
-        """Checks everything that can be checked here, and prepares the data."""
+        """Run all checks that need no ranks, and prepare the data."""
         model = self.check_components()
         with log_to(None, self.console):
             data = self.prepare_data()
@@ -66,9 +66,9 @@ class RunPreparation:
         return PreparedRun(data, identity, resume, own, case)
 
     def check_components(self) -> nn.Module:
-        """Each by itself and with the layout; returns the model, on the meta device."""
+        """Check each component and its fit with the layout; return the model, on the meta device."""
         run, experiment = self.experiment.run, self.experiment
-        if experiment.preflight.mode != "plan":  # which looks for another layout
+        if experiment.preflight.mode != "plan":  # "plan" searches for another layout
             dp_size = experiment.parallelism.dp_size(self.world_size)
             preflight.check_batch(run.global_batch_size, run.micro_batch_size, dp_size)
         preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
@@ -80,7 +80,7 @@ class RunPreparation:
         self.check_layout(model, experiment.adapter)
         if (init_from := experiment.checkpoint.init_from) is not None and experiment.checkpoint.verify:
             verify_checkpoint(Path(init_from), checksums=True, option="checkpoint.init_from")
-        experiment.model.weights(run.seed)  # opened only: what is missing shows before a rank starts
+        experiment.model.weights(run.seed)  # only opened: a missing file is found before a rank starts
         if self.reference.is_separate_model:
             with about_reference():
                 self.check_layout(self.reference.model.meta_model)
@@ -88,7 +88,7 @@ class RunPreparation:
         return model
 
     def check_layout(self, model: nn.Module, adapter: AdapterConfig | None = None) -> None:
-        """Whether the engine computes ``model``, which is on the meta device, in this layout."""
+        """Raise ConfigError if the engine cannot run ``model`` (on the meta device) in this layout."""
         experiment = self.experiment
         if experiment.preflight.mode == "plan":
             return
@@ -108,7 +108,7 @@ class RunPreparation:
         )
 
     def frozen_identity(self, model: nn.Module) -> dict[str, str]:
-        """The part of the run's identity that is there where a part of the model is not trained."""
+        """Return the extra fields of the run's identity if a part of the model is not trained, else {}."""
         experiment = self.experiment
         if experiment.adapter is not None:
             trained = experiment.adapter.shape_hash(model)
@@ -119,7 +119,7 @@ class RunPreparation:
         return {"trained": trained, "base": experiment.model.content_hash()}
 
     def resume_point(self, own: Path | None, identity: RunIdentity, data: Prepared) -> Path | None:
-        """The checkpoint to go on from, where the run has steps left from there; None: a new run."""
+        """Return the checkpoint to resume from, after checking the steps left. None means a new run."""
         experiment, run, checkpoint = self.experiment, self.experiment.run, self.experiment.checkpoint
         with log_to(None, self.console):
             saved = None if own is None else newest_valid(own / "checkpoints")
@@ -127,10 +127,10 @@ class RunPreparation:
                 str(saved or checkpoint.resume), verify=checkpoint.verify, force=checkpoint.allow_mismatch
             )
             resume = asked.resolve(Path(run.output_dir), run.name, identity)
-        # The same run was checked when it began; its export may be all that is left.
+        # The same run was checked at its first start; perhaps only its export is left to do.
         if saved is not None:
             return resume
-        if checkpoint.resume != "auto":  # which begins with the weights where there is nothing to go on with
+        if checkpoint.resume != "auto":  # "auto" uses init_from if there is no checkpoint to resume from
             preflight.check_start(self.config["checkpoint"]["init_from"], resume)
         preflight.check_length(run.eval_every, data.eval is not None, data.num_steps, resume)
         stopping, profiler = experiment.early_stopping, experiment.profiler
@@ -141,7 +141,7 @@ class RunPreparation:
         return resume
 
     def prepare_data(self) -> Prepared:
-        """Tokens and plans in the cache of this machine's filesystem."""
+        """Prepare tokens and batch plans in the cache of this machine's filesystem."""
         run, experiment = self.experiment.run, self.experiment
         stage, data = experiment.stage, experiment.data
         preflight.check_normalisation(getattr(stage, "normalize", None), data.resolve_packing(stage.kind))
@@ -160,14 +160,14 @@ class RunPreparation:
 def check_launch(
     config: Config, where: ConfigSources, command: Sequence[str], began: float | None = None
 ) -> RunPreparation:
-    """Build the experiment of ``config`` and check the options that concern no component of it.
+    """Build the experiment of ``config`` and check the options that belong to no component.
 
     Raises:
-        ConfigError: one of them is wrong.
+        ConfigError: if the config or one of these options is wrong.
     """
     experiment = build_experiment(config, where)
     run, ahead, checkpoint = experiment.run, experiment.preflight, experiment.checkpoint
-    if checkpoint.init_from is not None:  # ranks read the checkpoint that is the newest now
+    if checkpoint.init_from is not None:  # so that ranks read the checkpoint that is the newest now
         config = {**config, "checkpoint": {**config["checkpoint"], "init_from": checkpoint.init_from}}
     reference = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     check_place(os.environ)
@@ -202,7 +202,7 @@ def check_launch(
 
 
 def with_assumed_batch(launch: RunPreparation) -> RunPreparation:
-    """Round up the default batch size for a forecast of a large layout; a run has to be told its own."""
+    """Round up the default batch size for a forecast of a large layout; a run needs an explicit value."""
     run = launch.experiment.run
     unit = run.micro_batch_size * launch.experiment.parallelism.dp_size(launch.world_size)
     assumed = preflight.next_batch(run.global_batch_size, unit)

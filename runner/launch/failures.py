@@ -1,4 +1,4 @@
-"""What ranks leave behind when they fail, and whose failure came first."""
+"""Failure reports of ranks, and the search for the failure that came first."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from components.rank_info import RankInfo
 
 
 def report_failure(folder: Path, error: BaseException, *, stalled: bool = False) -> None:
-    """Leaves what this rank failed of, and when, where the parent looks for it."""
+    """Write the error and time of this rank's failure to ``logs/error_<rank>.json`` for the parent."""
     rank = RankInfo.read().rank
     said = isinstance(error, ConfigError | TrainingError)
     facts = {
@@ -30,11 +30,11 @@ def report_failure(folder: Path, error: BaseException, *, stalled: bool = False)
 
 @contextlib.contextmanager
 def reporting_failures(folder: Path) -> Iterator[None]:
-    """Around a rank that raises what it fails of: whoever started the ranks can tell whose failure it was."""
+    """Report an error of the body, so that the process that started the ranks finds the first failure."""
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(OSError):  # the disk that is full may be the run's own
+        with contextlib.suppress(OSError):  # the failure may be that this disk is full
             report_failure(folder, error)
         raise
 
@@ -44,23 +44,26 @@ def read_failure_reports(folder: Path) -> list[Json]:
 
 
 def clear_failure_reports(folder: Path) -> None:
-    """Of the run, or of the start of it, that this one continues."""
+    """Delete the failure reports of an earlier start of this run."""
     for path in folder.glob("logs/error_*.json"):
         path.unlink()
 
 
 def has_stalled(folder: Path) -> bool:
-    """Whether a rank's watchdog has ended it."""
+    """Return whether the watchdog of any rank has ended it."""
     return any(report["stalled"] for report in read_failure_reports(folder))
 
 
 def root_cause(folder: Path, codes: Sequence[int | None]) -> TrainingError:
-    """The failure that came first: a peer's broken connection is only its consequence."""
+    """Return the failure that came first; broken connections of peers are only its consequences.
+
+    codes: exit code of each rank, negative for a signal. None means that it still runs.
+    """
     found = read_failure_reports(folder)
-    # A rank that was killed, or left without a word, has no report and cannot be anyone's consequence.
+    # A rank that was killed, or exited silently, has no report, and its failure is not a consequence.
     reported = {report["rank"] for report in found}
     silent = [r for r, code in enumerate(codes) if code not in (None, DONE) and r not in reported]
-    if reported:  # NCCL aborts the peers of a rank that failed
+    if reported:  # NCCL aborts the peers of a failed rank
         silent = [r for r in silent if codes[r] != -signal.SIGABRT]
     if silent:
         rank = silent[0]

@@ -1,4 +1,4 @@
-"""The closing words of a run: where things are, how it went, and one completion."""
+"""The final report of a run: paths, metrics, and one completion."""
 
 import shlex
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from runner.training.run_summary import Results
 
 
 def print_summary(experiment: Experiment, folder: Path) -> None:
-    """Finishes the export (the tokenizer belongs to it) and prints what a user wants to know, on stdout."""
+    """Finish the export by adding the tokenizer, and print paths, metrics and a completion on stdout."""
     results = RunRecord.read(folder).results
     facts = {"run folder": str(folder)} | checkpoint_facts(folder) | metric_facts(results)
     if (folder / "export").is_dir():
@@ -45,7 +45,7 @@ def metric_facts(results: Results) -> dict[str, str]:
 
 
 def export_facts(experiment: Experiment, folder: Path) -> dict[str, str]:
-    """Where the export is, and what its model makes of the first held-out prompt."""
+    """Finish the export; return its path and its model's completion of the first held-out prompt."""
     run, model, adapter = experiment.run, experiment.model, experiment.adapter
     export, base = folder / "export", folder / "base"
     if adapter is None:
@@ -68,10 +68,10 @@ def print_stopped(
     command: Sequence[str],
     overrides: Sequence[str],
 ) -> bool:
-    """Where a run has stopped before its end, and how it goes on; returns whether it can.
+    """Print where a run stopped before its end and how to resume it; return whether it can resume.
 
     Raises:
-        TrainingError: nothing could be saved (``checkpoint.on_error=continue``).
+        TrainingError: if no checkpoint could be written (``checkpoint.on_error=continue``).
     """
     words = f"stopped at step {stopped.step} ({stopped.reason})"
     saved = complete_checkpoints(folder / "checkpoints")
@@ -91,7 +91,7 @@ def print_stopped(
 
 
 def resume_command(command: Sequence[str], overrides: Sequence[str], checkpoint: str) -> str:
-    """The user's own, or that of one job of a sweep, with another ``checkpoint.resume``."""
+    """Return the user's command, or that of one job of a sweep, with another ``checkpoint.resume``."""
     words = single_job_overrides(overrides, command) if is_sweep(command) else command[1:]
     kept = [word for word in words if not word.startswith("checkpoint.resume=")]
     return shlex.join(["python", "-m", "runner", *kept, f"checkpoint.resume={checkpoint}"])

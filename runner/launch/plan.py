@@ -1,4 +1,4 @@
-"""What is known of a run before it starts; with ``preflight.mode=only`` and ``plan``, and no run."""
+"""Estimates of a run before it starts. With ``preflight.mode=only`` and ``plan`` no run follows."""
 
 import math
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ from runner.training.rank import DTYPES
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that nothing speaks against, but perhaps its size."""
+    """A run that has passed all checks except that of its size."""
 
     data: Prepared
     identity: RunIdentity
     resume: Path | None
-    """The checkpoint to go on from."""
+    """The checkpoint to resume from. None means a new run."""
     previous_run_dir: Path | None
-    """The folder of an earlier start of this run, which SLURM starts again."""
+    """The run folder of an earlier start of this run, if SLURM has started it again."""
     candidate: preflight.Candidate | None
     """None means that the layout has no forecast."""
 
@@ -44,9 +44,9 @@ def make_candidate(
     kind: Literal["cpu", "cuda"],
     local_ranks: int,
 ) -> preflight.Candidate | None:
-    """What ``model`` (on the meta device) and ``data`` ask of the ranks, and what these have.
+    """Collect the inputs of the estimates: ``model`` (on the meta device), data, layout and devices.
 
-    None means that there is no forecast: not for a layout, an optimizer or an adapter of the user's own.
+    None means that there is no forecast, because the layout, optimizer or adapter is the user's own class.
     """
     parts = preflight.known_parts(experiment.parallelism, experiment.optimizer, experiment.adapter)
     if parts is None:
@@ -79,10 +79,10 @@ def make_candidate(
 def print_forecast(
     found: PreparedRun, config: Config, experiment: Experiment, point: SweepJob | None
 ) -> float:
-    """Prints it and writes it into a folder of its own; NaN, as there is no loss.
+    """Print the forecast and write it to a new folder; return NaN, because there is no loss.
 
     Raises:
-        ConfigError: the run would not fit a device that is known (after all of that), or no layout does.
+        ConfigError: if the run does not fit a known device (after the output), or no layout fits.
     """
     case, console, ahead = found.candidate, Console(), experiment.preflight
     assert case is not None, "preflight.check_forecast has refused it"

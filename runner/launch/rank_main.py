@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Asks the kernel (Linux) for SIGKILL when the parent is gone, however it went."""
+    """Make the kernel (Linux) send SIGKILL to this process when its parent ends for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ["RUNNER_PARENT"]):
@@ -24,15 +24,17 @@ def die_with_parent() -> None:
 
 
 def expect_signals() -> None:
-    """Until there is something to save, a request ends this process, and the parent sees by which it was."""
+    """Let every stop signal end this process until it has state to save; the parent sees which one it was."""
     for number in REQUESTS:
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # asks for stacks, once there is a file for them
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # writes stacks once there is a file for them
 
 
 def main() -> None:
-    """Ends with ``os._exit``: after a failure, a clean shutdown would wait for collectives that dead peers
-    never join; after success, threads of the process group can abort the interpreter's own teardown.
+    """Run one rank and end with ``os._exit``.
+
+    After a failure, a clean shutdown would wait for collectives that dead peers never join. After success,
+    threads of the process group can abort the interpreter's teardown.
     """
     die_with_parent()
     expect_signals()
@@ -52,7 +54,7 @@ def main() -> None:
         code = FAILED
         try:
             report_failure(folder, error)
-        except OSError:  # the disk that is full may be the run's own
+        except OSError:  # the failure may be that this disk is full
             traceback.print_exception(error)
     exit_process(code)
 

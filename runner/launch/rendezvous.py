@@ -1,7 +1,7 @@
-"""Runs whose ranks were started by somebody else (torchrun, srun): agreeing on one folder.
+"""Agreement on one run folder if torchrun or srun started the ranks.
 
-The first rank prepares the run while the others wait at a key-value store, so that no collective can time
-out during tokenisation. On further nodes the first local rank repeats the preparation of the data: it finds
+Rank 0 prepares the run while the other ranks wait at a key-value store, so that no collective can time out
+during tokenisation. On each further node the first local rank repeats the preparation of the data: it finds
 the cache on a shared filesystem, and builds it on a local one.
 """
 
@@ -17,13 +17,13 @@ from components.contracts.errors import MISTAKE, ConfigError
 from components.rank_info import RankInfo
 
 PATIENCE = timedelta(days=2)
-"""How long the other ranks wait for a corpus to be tokenised."""
+"""Time limit for the other ranks to wait until a corpus is tokenised."""
 
 
 def connect(environ: Mapping[str, str]) -> dist.TCPStore:
-    """The store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where the launcher does not.
+    """Connect to the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it if the launcher does not.
 
-    Keep it alive: the process group meets at the same store.
+    Every rank calls it and keeps the store alive, because the process group uses the same one.
     """
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     place = RankInfo.read(environ)
@@ -43,10 +43,13 @@ def agree_on_folder(
     prepare: Callable[[], Path],
     prepare_data: Callable[[], object],
 ) -> Path:
-    """``prepare`` on rank 0, ``prepare_data`` on the first rank of every other node; all return one folder.
+    """Call ``prepare`` on rank 0 and ``prepare_data`` on the first rank of every other node.
+
+    Every rank calls it, and all return the folder of rank 0. Rank 0 raises whatever ``prepare`` raises.
 
     Raises:
-        ConfigError: on rank 0 what ``prepare`` raised; elsewhere SystemExit with the same exit code.
+        ConfigError: if this node does not see the folder.
+        SystemExit: on the other ranks, with code MISTAKE, if ``prepare`` failed.
     """
     round_key = f"runner/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     place = RankInfo.read(environ)

@@ -1,4 +1,4 @@
-"""A run starts again in its own folder: after a failure (``run.max_restarts``), or with its SLURM job."""
+"""Restarts of a run in its own folder: after a failure (``run.max_restarts``), or with its SLURM job."""
 
 import logging
 import sys
@@ -19,10 +19,10 @@ log = logging.getLogger("runner")
 
 
 def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> None:
-    """``run_workers``, and after a failure again, ``max_restarts`` times at most.
+    """Call ``run_workers``, and again after each failure, at most ``max_restarts`` times.
 
     Raises:
-        TrainingError: that of the last start, or one that no other start would mend (FinalError).
+        TrainingError: if the last start fails, or any start with a FinalError, which a restart cannot fix.
     """
     for number in range(1, max_restarts + 1):
         try:
@@ -41,7 +41,7 @@ def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> None:
 
 
 def go_back(folder: Path, restarts: int) -> int:
-    """Leaves ``folder`` as it was at its newest checkpoint, or where the run began; returns that step."""
+    """Restore ``folder`` to its newest checkpoint, or to the start of the run; return that step."""
     record = RunRecord.read(folder)
     point = newest_valid(folder / "checkpoints") or record.checkpoint
     step = preflight.steps_done(point)
@@ -52,10 +52,10 @@ def go_back(folder: Path, restarts: int) -> int:
 
 
 def begun_by_this_job(runs: Path, command: Sequence[str], environ: Mapping[str, str]) -> Path | None:
-    """The run folder of this SLURM job from before SLURM started it again; None: there is none.
+    """Return the run folder that this SLURM job used before its restart. None means that there is none.
 
     Raises:
-        ConfigError: RUNNER_MAX_REQUEUES, which says that the job is one run, is no number.
+        ConfigError: if RUNNER_MAX_REQUEUES, which marks a job that is one run, is not a number.
     """
     job, requeues = job_facts(environ), max_requeues(environ)
     if job is None or not job.restarts or not requeues:

@@ -25,15 +25,15 @@ from runner.training.watchdog import end_process
 def run(config: Config, where: ConfigSources, command: Sequence[str], began: float) -> float:
     """Run an experiment from start to end; return its final loss: eval, else train, NaN if none was logged.
 
-    Unless ``preflight.mode`` is ``check``, only print what is known of it before it starts, and return NaN.
+    Unless ``preflight.mode`` is ``check``, only print the forecast and return NaN.
 
     Args:
         began: seconds since the epoch; ``run.max_time`` counts from there.
 
     Raises:
-        ConfigError: before any rank starts.
-        TrainingError: a rank failed.
-        SystemExit: with code DONE, after a signal has stopped it: no other job of a sweep is to begin.
+        ConfigError: if the config is wrong, before any rank starts.
+        TrainingError: if a rank failed.
+        SystemExit: with code DONE if a signal has stopped it, so that no other job of a sweep begins.
     """
     launch, place = check_launch(config, where, command, began), RankInfo.read()
     if launch.experiment.preflight.mode != "check":
@@ -52,7 +52,7 @@ def run(config: Config, where: ConfigSources, command: Sequence[str], began: flo
 
 
 def run_launched(launch: RunPreparation, place: RankInfo) -> float:
-    """Run one rank under torchrun or srun; rank 0 does what the parent process does otherwise."""
+    """Run one rank under torchrun or srun; rank 0 also does the work of the parent process."""
     store = rendezvous.connect(os.environ)
     folder = rendezvous.agree_on_folder(store, os.environ, partial(prepare, launch), launch.prepare_data)
 
@@ -71,7 +71,11 @@ def run_launched(launch: RunPreparation, place: RankInfo) -> float:
 
 
 def finish(launch: RunPreparation, folder: Path) -> float:
-    """Print how the run went and where things are; return its final loss."""
+    """Print the final report; return the final loss.
+
+    Raises:
+        SystemExit: with code DONE if a signal has stopped the run.
+    """
     record = RunRecord.read(folder)
     if record.stopped is None:
         print_summary(launch.experiment, folder)

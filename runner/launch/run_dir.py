@@ -1,4 +1,4 @@
-"""The folder of a run, and the source it ran from."""
+"""The run folder, and the version of the source code."""
 
 import json
 import platform
@@ -21,10 +21,10 @@ PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "om
 
 
 def create_run_folder(output_dir: str, name: str) -> Path:
-    """``output_dir/name/<stamp>``; two runs never share one, however close they start.
+    """Create ``output_dir/name/<stamp>``; two runs never share a folder, even if they start together.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: if the folder cannot be made.
     """
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for suffix in count():
@@ -44,7 +44,7 @@ def create_run_folder(output_dir: str, name: str) -> Path:
 
 
 def reopen_run_folder(folder: Path, step: int) -> Path:
-    """The folder as it was at ``step``: rows that a killed run logged after its last checkpoint go."""
+    """Remove the metrics rows that a killed run logged after ``step``, its checkpoint; return the folder."""
     path = folder / "metrics.jsonl"
     if not path.exists():  # another logger was chosen
         return folder
@@ -59,7 +59,7 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def read_run_config(folder: Path) -> Json:
-    """Return the composed config of the run in ``folder``, with the keys of today."""
+    """Return the composed config of the run in ``folder``, with the current key names."""
     return upgraded(yaml.safe_load((folder / "config.yaml").read_text()))
 
 
@@ -71,24 +71,24 @@ def versions() -> dict[str, str]:
 
 
 def write_code_diff(folder: Path) -> None:
-    """What the checkout this code runs from has beyond its commit, as ``code.diff``; nothing, no file."""
+    """Write the uncommitted changes of this code's checkout to ``code.diff``, if there are any."""
     diff = git("diff", "HEAD") if git_commit() is not None else None
     if diff:
         (folder / "code.diff").write_text(diff)
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout this code runs from; None where it is not one."""
+    """Return the commit of this code's checkout. None means that the code is not in a checkout of its own."""
     answer = git("rev-parse", "--show-toplevel", "--verify", "HEAD")
     if answer is None:
         return None
     toplevel, commit = answer.split("\n")[:2]
-    # An environment may lie inside somebody else's repository.
+    # An environment may lie inside another repository.
     return commit if Path(toplevel) == ROOT else None
 
 
 def git(*arguments: str) -> str | None:
-    """What git says of the folder of this code; None where it, or git, knows nothing."""
+    """Return git's output in the folder of this code. None means that git failed or is not installed."""
     try:
         answer = subprocess.run(
             ["git", *arguments],

@@ -1,4 +1,4 @@
-"""``run.json``: what is known of a run, from its preparation to its end. Nothing here imports torch."""
+"""``run.json``: the record of a run, from its preparation to its end. Nothing here imports torch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -14,18 +14,18 @@ from runner.training.run_summary import Results
 
 @dataclass(frozen=True)
 class Stopped:
-    """Where and why a run has stopped before its end."""
+    """The step and reason of a run's stop before its end."""
 
     step: int
     of: int
     """Number of steps of the whole run."""
     reason: str
-    """Name of a signal, run.max_time, or pruned."""
+    """Name of a signal, ``run.max_time``, or ``pruned``."""
 
 
 @dataclass(frozen=True)
 class SweepPlace:
-    """The sweep of a run, and which of its jobs the run is."""
+    """The sweep of a run, and the number of its job."""
 
     folder: str
     number: int
@@ -33,7 +33,7 @@ class SweepPlace:
 
 @dataclass(frozen=True)
 class ReferenceCache:
-    """Where the log-probabilities of the reference are kept."""
+    """The cache folder of the reference model's log-probabilities."""
 
     folder: str
     compute: bool
@@ -42,7 +42,7 @@ class ReferenceCache:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Everything in run.json. What an older version has not written has its default."""
+    """The content of run.json. Fields that an older version has not written have their defaults."""
 
     command: list[str] = field(default_factory=list)
     started: str = ""
@@ -67,10 +67,10 @@ class RunRecord:
     """Fields of ``RunIdentity``."""
     reference: ReferenceCache | None = None
     data: dict[str, Any] = field(default_factory=dict)
-    """What ``data.restore`` reads."""
+    """The input of ``data.restore``."""
     results: Results = field(default_factory=Results)
     engine_facts: Mapping[str, Any] = field(default_factory=dict)
-    """``Engine.describe()``. In the file its keys stand beside the others, which have precedence."""
+    """``Engine.describe()``. In the file its keys are next to the other ones, which have precedence."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -79,7 +79,7 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Make the record from the content of run.json."""
+        """Build the record from the content of run.json."""
         nested = {"stopped": Stopped, "sweep": SweepPlace, "slurm": JobFacts, "reference": ReferenceCache}
         own: dict[str, Any] = {f.name: content[f.name] for f in fields(cls) if f.name in content}
         for name, kind in nested.items():
@@ -106,12 +106,12 @@ class RunRecord:
 
 @contextmanager
 def recording_end(folder: Path) -> Iterator[None]:
-    """Record how the run in ``folder`` has ended."""
+    """Record in run.json how the run in ``folder`` has ended, when the context is left."""
     try:
         yield
     except BaseException as error:
         failed = isinstance(error, Exception)
-        with suppress(OSError):  # the disk may be what it has failed of
+        with suppress(OSError):  # the failure may be that this disk is full
             ended: Literal["failed", "stopped"] = "failed" if failed else "stopped"
             replace(RunRecord.read(folder), ended=ended, error=str(error) if failed else None).write(folder)
         raise

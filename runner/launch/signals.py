@@ -1,6 +1,6 @@
-"""The signals that ask a run to end, and how a process answers them.
+"""The signals that request a run to stop, and their handlers.
 
-Nothing here imports torch: the command line uses it from its first moment.
+Nothing here imports torch, because the command line needs it at once.
 """
 
 import os
@@ -12,12 +12,12 @@ from typing import NoReturn
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 FORCE_QUIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Of which the second ends a run at once."""
+"""Signals that end a run at once when they come a second time."""
 
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Every request goes to ``handler``, even where the shell had it ignored; for the main thread."""
+    """Send every stop signal to ``handler``, even one that the shell set to be ignored; main thread only."""
     before = {number: signal.signal(number, handler) for number in REQUESTS}
     try:
         yield
@@ -31,16 +31,16 @@ def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def announce(number: int) -> None:
-    """From a signal handler, so without the buffers that it may have interrupted."""
+    """Print the request, unbuffered: a signal handler may have interrupted a write to the buffers."""
     name = signal.Signals(number).name
     os.write(2, f"{name}: the run ends when what it is doing is whole; once more: at once\n".encode())
 
 
 class SignalHandler:
-    """What signals have asked for: the first one asks for a stop, and the run goes on to a step's end.
+    """A handler that records stop signals: after the first, the run continues to the end of its step.
 
     A second Ctrl-C or SIGTERM raises KeyboardInterrupt, but not with ``patient``: a rank with a parent is
-    ended by its parent, and may be told twice, by the parent and by a batch system.
+    ended by its parent, and may get a signal twice, from the parent and from a batch system.
     """
 
     def __init__(self, on_signal: Callable[[int], object], *, ignore_second: bool = False) -> None:

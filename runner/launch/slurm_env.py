@@ -1,6 +1,6 @@
-"""What SLURM tells a process of its job, and what a run asks of SLURM: to be queued again.
+"""The SLURM job of this process, from its environment, and requeueing it.
 
-Nothing here needs more than the variables of the environment and, for the latter, ``scontrol``.
+Only requeueing needs a command, ``scontrol``.
 """
 
 import subprocess
@@ -12,18 +12,18 @@ from components.contracts.errors import ConfigError
 from components.rank_info import RankInfo
 
 MAX_REQUEUES = "RUNNER_MAX_REQUEUES"
-"""In the environment of a job that is one run: how often it may ask to be queued again."""
+"""Environment variable of a job that is one run: how often it may be requeued."""
 
 NOTICES = ("SIGUSR1", "SIGUSR2")
-"""What a job script has SLURM send (``--signal``) before a job's time is up."""
+"""Signals that SLURM sends before a job's time limit (``--signal`` in the job script)."""
 REASONS = (*NOTICES, "SIGTERM")
-"""For which a run that has saved its state is queued again: SLURM preempts with SIGTERM."""
+"""Signals after which a run that has saved its state is requeued. SLURM preempts with SIGTERM."""
 
 
 def ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """This process's place in its run, in torchrun's variables; {}: none was given by SLURM.
+    """Return this process's place in its run as torchrun's variables, or {} if SLURM started no ranks.
 
-    What the environment says of MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS stays.
+    MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS keep their values if the environment has them.
     """
     place = RankInfo.from_slurm(environ)
     if place is None:
@@ -34,16 +34,16 @@ def ranks(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """A SLURM job, as the run in it records it."""
+    """The SLURM job of a run, as run.json records it."""
 
     job: str
     """Id, as ``squeue`` shows it."""
     restarts: int
-    """How often SLURM has started it again."""
+    """How often SLURM has restarted it."""
 
 
 def job_facts(environ: Mapping[str, str]) -> JobFacts | None:
-    """Return the SLURM job around this process. None means that there is none."""
+    """Return the SLURM job of this process. None means that there is none."""
     if "SLURM_JOB_ID" not in environ:
         return None
     name = environ["SLURM_JOB_ID"]
@@ -53,9 +53,10 @@ def job_facts(environ: Mapping[str, str]) -> JobFacts | None:
 
 
 def max_requeues(environ: Mapping[str, str]) -> int:
-    """
+    """Return how often this job may be requeued; 0 means never.
+
     Raises:
-        ConfigError: RUNNER_MAX_REQUEUES is no number.
+        ConfigError: if RUNNER_MAX_REQUEUES is not a number.
     """
     asked = environ.get(MAX_REQUEUES, "0")
     if not asked.isdigit():
@@ -64,9 +65,9 @@ def max_requeues(environ: Mapping[str, str]) -> int:
 
 
 def queue_again(environ: Mapping[str, str]) -> bool:
-    """Asks SLURM to start this job once more, where the job says how often, and whether it will.
+    """Requeue this SLURM job if RUNNER_MAX_REQUEUES allows it; return whether SLURM will restart it.
 
-    Rank 0 asks, and the other ranks leave it to that one.
+    Only rank 0 requeues. The other ranks return True if requeueing is enabled.
     """
     job, allowed, place = job_facts(environ), max_requeues(environ), RankInfo.read(environ)
     if job is None or not allowed:
@@ -78,7 +79,7 @@ def queue_again(environ: Mapping[str, str]) -> bool:
         return False
     shown = scontrol("show", "job", "--oneliner", job.job)  # the bare number of a job may mean its array
     if not shown.returncode and "JobState=RUNNING" not in shown.stdout:
-        return False  # cancelled, or SLURM queues it again by itself
+        return False  # cancelled, or SLURM requeues it by itself
     answer = shown if shown.returncode else scontrol("requeue", job.job)
     if answer.returncode:
         print(f"not queued again: scontrol: {answer.stderr.strip()}", file=sys.stderr)
@@ -88,7 +89,7 @@ def queue_again(environ: Mapping[str, str]) -> bool:
 
 
 def scontrol(*words: str) -> "subprocess.CompletedProcess[str]":
-    """Where there is no ``scontrol``, as in most containers, or no answer, that is its failure."""
+    """Run ``scontrol``; return a failure if it is not installed, as in most containers, or times out."""
     command = ["scontrol", *words]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this machine, watching them, and leaving none behind."""
+"""Start, watch and end the ranks of a run on this machine."""
 
 import contextlib
 import os
@@ -22,28 +22,28 @@ CORES = "RUNNER_CORES"
 """Environment variable of a job: the number of cores that all its ranks together may use."""
 POLL_S = 0.05
 GRACE_S = 2.0
-"""For stacks to be written, and for killed processes to be gone."""
+"""Seconds to wait for stacks to be written, and for killed processes to end."""
 
 Ranks = Sequence["subprocess.Popen[bytes]"]
 
 
 def run_workers(folder: Path, world_size: int) -> None:
-    """Runs ``python -m runner.launch.rank_main FOLDER`` on every rank and returns when all have succeeded.
+    """Run ``python -m runner.launch.rank_main FOLDER`` on every rank; return when all have succeeded.
 
-    The first signal is passed on to the ranks, which end with a checkpoint.
+    The first signal is passed on to the ranks, which save a checkpoint and end.
 
     Raises:
-        TrainingError: a rank failed; all others are ended first, and the message carries its traceback.
-            FinalError: it would fail again, or was to end anyway.
-        KeyboardInterrupt: a signal came before the ranks could answer it, or came twice.
+        TrainingError: if a rank failed; all other ranks are ended first, and the message has its traceback.
+            It is a FinalError if the rank would fail again, or had been requested to stop.
+        KeyboardInterrupt: if a signal came before the ranks could handle it, or came twice.
     """
     clear_failure_reports(folder)
-    # The ranks meet at a store of this process: no port is chosen before it is bound.
+    # This process hosts the ranks' store: binding port 0 chooses a port that is free.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with contextlib.ExitStack() as stack:
         ranks: list[subprocess.Popen[bytes]] = []
         stack.callback(terminate_ranks, folder, ranks)
-        # Rank 0 writes to our terminal, the others to a log of their own.
+        # Rank 0 writes to this terminal, every other rank to its own log.
         logs = [stack.enter_context(rank_log(folder, rank).open("ab")) for rank in range(1, world_size)]
         for rank, output in enumerate([None, *logs]):
             ranks.append(start_rank(folder, rank, world_size, store.port, output))
@@ -55,14 +55,14 @@ def run_workers(folder: Path, world_size: int) -> None:
 def start_rank(
     folder: Path, rank: int, world_size: int, port: int, output: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    """One rank, in a session of its own, writing to ``output`` (None: where this process writes)."""
+    """Start one rank in a new session. None for ``output`` means the output of this process."""
     place = RankInfo(rank, world_size, rank, world_size, master_port=port)
     cores = os.environ.get(CORES)
     threads = {"OMP_NUM_THREADS": str(max(int(cores or os.cpu_count() or 1) // world_size, 1))}
     environ = (
         threads
         | dict(os.environ)
-        | (threads if cores else {})  # over that of the job, which has all its cores
+        | (threads if cores else {})  # overrides the value of the sweep job, which counts all its cores
         | place.variables()
         | {
             # Every rank is a client of the store at MASTER_PORT, as under torchrun.
@@ -75,7 +75,7 @@ def start_rank(
 
 
 def forward_signal(number: int, ranks: Ranks) -> None:
-    announce(number)  # not by a rank, whose main thread may wait for another rank
+    announce(number)  # here, because the main thread of a rank may wait for another rank
     for process in ranks:
         process.send_signal(number)
 
@@ -91,7 +91,7 @@ def wait_for_ranks(folder: Path, ranks: Ranks, request: SignalHandler) -> None:
         time.sleep(POLL_S)
     codes = [rank.poll() for rank in ranks]
     if request.number and any(-number in codes for number in REQUESTS):
-        # A rank that had not begun to train.
+        # A rank had not begun to train.
         raise KeyboardInterrupt(signal.Signals(request.number).name)
     if has_stalled(folder):
         ask_for_stacks(folder, ranks)
@@ -100,7 +100,7 @@ def wait_for_ranks(folder: Path, ranks: Ranks, request: SignalHandler) -> None:
 
 
 def ask_for_stacks(folder: Path, ranks: Ranks) -> None:
-    """Of those that still run; they write them whatever they are doing, and need little time for it."""
+    """Make the ranks that still run write their stacks, with SIGQUIT, and wait for them up to GRACE_S."""
     paths = [stacks_path(folder / "logs", rank) for rank in range(len(ranks))]
     running = zip(ranks, paths, strict=True)
     waiting = [(r, path, path.stat().st_size) for r, path in running if r.poll() is None and path.exists()]
@@ -113,8 +113,8 @@ def ask_for_stacks(folder: Path, ranks: Ranks) -> None:
 
 
 def terminate_ranks(folder: Path, ranks: Ranks) -> None:
-    """SIGKILL to every rank's session: what could be saved has been."""
-    with handling(lambda *_: None):  # an impatient second Ctrl-C must not leave ranks behind
+    """Send SIGKILL to the session of every rank that still runs; all that can be saved has been saved."""
+    with handling(lambda *_: None):  # a second Ctrl-C must not leave ranks running
         for process in ranks:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""How each job of a sweep ended: one small JSON file a job, in ``<sweep folder>/jobs``."""
+"""The outcome of each job of a sweep, one JSON file per job in ``<sweep folder>/jobs``."""
 
 import json
 from collections.abc import Sequence
@@ -9,22 +9,22 @@ from typing import Literal
 from components.atomic_write import write_atomic
 
 SWEEP_FOLDER = "RUNNER_SWEEP"
-"""In the environment of every job of a sweep, on whatever machine it runs."""
+"""Environment variable with the sweep folder, for every job of a sweep on any machine."""
 
 Status = Literal["running", "done", "refused", "failed", "stopped", "pruned"]
-"""``refused``: a mistake that was found before anything started. ``stopped``: by a signal."""
+"""``refused``: a mistake was found before the run started. ``stopped``: by a signal or ``run.max_time``."""
 
 
 @dataclass(frozen=True)
 class JobRecord:
     number: int
     overrides: tuple[str, ...]
-    """All of the job's, those that every job of the sweep has among them."""
+    """All overrides of the job, including those that every job of the sweep has."""
     status: Status
     folder: str | None = None
-    """The run's; None where it was refused before there was one."""
+    """The run folder. None means that the job has none, for example because it was refused."""
     loss: float | None = None
-    """The final one: eval, else train."""
+    """The final loss: eval, else train."""
     error: str | None = None
     seconds: float | None = None
 
@@ -46,7 +46,7 @@ class SweepJob:
         write_atomic(self.path, json.dumps(asdict(record), indent=2) + "\n")
 
     def mark_running(self, folder: Path | None = None) -> None:
-        """The job runs, in ``folder`` where it has one already."""
+        """Record that the job runs, in the run folder ``folder`` if it exists already."""
         at = None if folder is None else str(folder)
         self.write(JobRecord(self.number, self.overrides, "running", folder=at))
 
@@ -63,18 +63,18 @@ def read_job_record(path: Path) -> JobRecord:
 
 
 def read_job_records(sweep: Path) -> list[JobRecord]:
-    """Of the jobs that have begun, by number."""
+    """Return the outcomes of the jobs that have begun, by number."""
     found = [read_job_record(path) for path in (sweep / "jobs").glob("*.json")]
     return sorted(found, key=lambda record: record.number)
 
 
 def varied_overrides(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
-    """Of each, the overrides that not all have in common."""
+    """Return for each job the overrides that are not common to all jobs."""
     common = set.intersection(*(set(o.overrides) for o in records)) if len(records) > 1 else set()
     return [tuple(word for word in o.overrides if word not in common) for o in records]
 
 
 def best(records: Sequence[JobRecord]) -> JobRecord | None:
-    """Of the runs that came to their end, the one with the lowest loss."""
+    """Return the completed run with the lowest loss. None means that there is none."""
     done = [record for record in records if record.status == "done" and record.loss is not None]
     return min(done, key=lambda record: record.loss or 0.0, default=None)

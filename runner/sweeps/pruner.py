@@ -1,4 +1,4 @@
-"""Runs that are not worth going on with: what a sweep has left in its folder for its jobs to ask."""
+"""Early ends of unpromising runs: the pruner that a sweep leaves in its folder for its jobs."""
 
 import json
 import pkgutil
@@ -12,7 +12,7 @@ FILE = "pruner.json"
 
 
 def leave_pruner(sweep: Path, target: str, options: Config) -> None:
-    """For every job of ``sweep``: ``target`` (module:class), called with the job's number and ``options``."""
+    """Write the jobs' pruner: ``target`` (module:class), called with the job's number and ``options``."""
     (sweep / FILE).write_text(json.dumps({"target": target, "options": dict(options)}) + "\n")
 
 
@@ -21,7 +21,7 @@ def leave_no_pruner(sweep: Path) -> None:
 
 
 def pruner_of(sweep: SweepPlace | None) -> Pruner | None:
-    """Of a job, by its ``sweep`` in run.json; None where nobody asks about its evaluations."""
+    """Return the pruner of a job, given its ``sweep`` in run.json. None means that there is none."""
     path = None if sweep is None else Path(sweep.folder) / FILE
     if sweep is None or path is None or not path.exists():
         return None

@@ -17,7 +17,7 @@ STYLES = {"failed": "red", "refused": "yellow", "pruned": "dim", "stopped": "dim
 
 
 def print_table(records: Sequence[JobRecord], console: Console) -> None:
-    """The table, with folders where the console is wide enough for them; then what was wrong, job by job."""
+    """Print the table, with run folders if the console is wide enough, and then the error of each job."""
     wide = sweep_table(records, folders=True)
     fits = Measurement.get(console, console.options.update(width=1000), wide).maximum <= console.width
     console.print(wide if fits else sweep_table(records, folders=False))
@@ -28,7 +28,7 @@ def print_table(records: Sequence[JobRecord], console: Console) -> None:
 
 
 def sweep_table(records: Sequence[JobRecord], *, folders: bool) -> Table:
-    """A row for each, by number; a column for every override that not all jobs have in common."""
+    """Build the table: a row per job, by number, and a column per key that not all jobs have in common."""
     own = varied_overrides(records) if len(records) > 1 else [()]
     points = [dict(word.partition("=")[::2] for word in words) for words in own]
     keys = list(dict.fromkeys(key for point in points for key in point))
@@ -60,11 +60,11 @@ def sweep_table(records: Sequence[JobRecord], *, folders: bool) -> Table:
 
 
 def format_value(value: str) -> str:
-    """A number that an optimiser has drawn has 17 digits; 4 tell it from the others."""
+    """Shorten a number drawn by an optimiser from 17 digits to 4, enough to distinguish it."""
     return f"{float(value):.4g}" if re.fullmatch(r"[\d.]{9,}(e-?\d+)?", value) else value
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:
-    """``optimizer.lr`` -> ``lr``, where no other key ends so."""
+    """Return the last part of each key, such as ``lr``, or the whole key if the last part is ambiguous."""
     last = Counter(key.rpartition(".")[2] for key in keys)
     return [name if last[name := key.rpartition(".")[2]] == 1 else key for key in keys]

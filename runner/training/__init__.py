@@ -1,1 +1,1 @@
-"""What one rank does."""
+"""The training of one rank."""

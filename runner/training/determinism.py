@@ -1,4 +1,4 @@
-"""``run.deterministic=true``: the same run again gives the same bits, or an operation says that it cannot."""
+"""``run.deterministic=true``: equal runs give equal bits, or an operation that cannot raises an error."""
 
 import os
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 import torch
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-"""Read by cuBLAS and transformer-engine when CUDA starts, so set before an engine is built."""
+"""Variables that cuBLAS and transformer-engine read when CUDA starts; set before an engine is built."""
 
 
 @contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Around a run in this process; leaves everything as it was."""
+    """Enable deterministic algorithms in this process; restore all settings afterwards."""
     if not enabled:
         yield
         return

@@ -5,7 +5,7 @@ for every global batch:
     engine.begin_train_step(microbatches, loss)
     engine.train_microbatches(microbatches, loss, last=True)
     engine.finish_train_step(lr)
-    log, evaluate, save where due; leave where a stop was asked for
+    log, evaluate and save if due; leave the loop if a stop was requested
 """
 
 import logging
@@ -33,7 +33,7 @@ log = logging.getLogger("runner")
 
 @dataclass(frozen=True)
 class TrainContext:
-    """Everything the loop is wired to."""
+    """The arguments of the training loop."""
 
     engine: Engine
     loss: Loss
@@ -52,12 +52,12 @@ class TrainContext:
 
 
 def train(t: TrainContext) -> None:
-    """Runs from ``t.state.step`` to the last step of the data, or to an early stop; every rank calls it.
+    """Train from ``t.state.step`` to the last step of the data, or to an early stop; every rank calls it.
 
-    Or, where ``t.stop`` has a reason, to a checkpoint of the step under way.
+    If ``t.stop`` has a reason, the current step is completed and saved, and training ends.
     """
     last = t.train_data.num_steps
-    if t.state.owes_evaluation:  # of the step at which a stop has cut it short
+    if t.state.owes_evaluation:  # that of the current step, which a stop interrupted
         evaluate(t)
     while t.state.step < last and t.stop.reason is None and not raise_if_skipping(t):
         step = t.state.step + 1
@@ -66,7 +66,7 @@ def train(t: TrainContext) -> None:
             train_step(t)
         t.checkpoints.poll(t.engine)
         t.stop.expect_save(t.checkpoints.last_write_s)
-        t.stop.poll()  # sets t.stop.reason, on all ranks alike
+        t.stop.poll()  # sets t.stop.reason, the same on all ranks
 
         improved = False
         t.state.owes_evaluation = t.eval_data is not None and (step == last or every(t.run.eval_every, step))
@@ -83,14 +83,14 @@ def train(t: TrainContext) -> None:
 
 
 def should_stop(t: TrainContext) -> Stopped | None:
-    """Return where and why the run has stopped. None means that it has come to its end."""
+    """Return the step and reason of the stop. None means that the run has come to its end."""
     if t.stop.reason is None:
         return None
     return Stopped(t.state.step, t.train_data.num_steps, t.stop.reason)
 
 
 def train_step(t: TrainContext) -> None:
-    """One optimizer step on global batch ``t.state.step``."""
+    """Run one optimizer step on global batch ``t.state.step``."""
     began, step = time.perf_counter(), t.state.step
     microbatches = t.loss.prepare(t.train_data.microbatches(step), t.engine)
     t.engine.begin_train_step(microbatches, t.loss)
@@ -131,7 +131,7 @@ def evaluate(t: TrainContext) -> bool:
     watched = watched_metric(t.run, t.checkpoint, t.early_stopping)
     if watched is None:
         return False
-    # Groups of ranks add up for themselves: a last bit must not have them decide differently.
+    # Data-parallel groups sum separately: a difference in the last bit must not change a decision.
     agreed = {name: t.engine.max_over_ranks(value) for name, value in means.items()}
     return t.state.evaluated(agreed, watched.name, watched.mode)
 
@@ -145,7 +145,7 @@ def eval_batches(t: TrainContext, data: DataLoader) -> Iterator[Sequence[Batch]]
 
 
 def raise_if_skipping(t: TrainContext) -> bool:
-    """Whether what ``early_stopping.metric`` watches has not improved for long; the same on every rank."""
+    """Return whether ``early_stopping.patience`` is exhausted; the same on every rank."""
     watched = f"{t.early_stopping.mode} {t.early_stopping.metric}"
     return t.state.best_of == watched and t.state.evals_since_best >= t.early_stopping.patience
 
@@ -154,7 +154,7 @@ def save_checkpoint(t: TrainContext) -> None:
     t.watchdog.beat(f"saving step {t.state.step}")
     with t.stop.expects_save():
         t.checkpoints.save(t.engine, t.state)
-    t.stop.poll()  # asked for while it was saved: no other step is begun, nor saved
+    t.stop.poll()  # a stop requested during the save: no further step begins
 
 
 def every(cadence: int, step: int) -> bool:

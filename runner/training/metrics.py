@@ -1,4 +1,4 @@
-"""What a run shows: the console line, the progress bar, and a row for every logger."""
+"""The output of a run: the console line, the progress bar, and a row for every logger."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ log = logging.getLogger("runner")
 Row = dict[str, float | int | None]
 
 NAMED_SAMPLES = 16
-"""At most, of those whose update is skipped."""
+"""Maximum number of samples that the log names for a skipped update."""
 
 
 @dataclass
@@ -39,13 +39,13 @@ class Window:
 
 @dataclass
 class MetricsReporter:
-    """Reports on the main rank; elsewhere it has no loggers and no progress bar, and says nothing."""
+    """Metrics output of the main rank. On other ranks it has no loggers and no progress bar."""
 
     log_every: int
     flops: Callable[[BatchStats], float]
     """Floating point operations of one step on a global batch."""
     peak_flops: float | None
-    """Per second, of all ranks together; None where it is not known."""
+    """FLOP/s of all ranks together. None means that it is unknown."""
     max_over_ranks: Callable[[float], float]
     """See ``Engine.max_over_ranks``."""
     loggers: CompositeLogger | None = None
@@ -97,7 +97,7 @@ class MetricsReporter:
             self._write(row, train_line(row))
 
     def skipped(self, step: int, result: StepResult, max_loss: float, samples: Sequence[str]) -> None:
-        """Says why the update of ``step`` was skipped, and on which samples."""
+        """Log why the update of ``step`` was skipped, and its samples."""
         if self.loggers is None:
             return
         if not math.isfinite(result.loss):
@@ -135,7 +135,7 @@ class MetricsReporter:
         if error is not None:
             return RunResult("failed", last, f"{type(error).__name__}: {error}")
         if self.stopped is not None:
-            pruned = self.stopped.reason == PRUNED  # nobody will go on with it
+            pruned = self.stopped.reason == PRUNED  # it will not be resumed
             return RunResult("done" if pruned else "stopped", last, self.stopped.reason)
         return RunResult("done", last)
 

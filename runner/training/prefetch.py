@@ -1,4 +1,4 @@
-"""Global batches that are ready when their step begins."""
+"""Prefetching of global batches."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -7,10 +7,10 @@ from components.contracts.data import BatchStats, DataLoader
 
 
 class Prefetched:
-    """A ``DataLoader`` that makes the micro-batches of the next step while the present one is computed.
+    """A ``DataLoader`` that builds the micro-batches of the next step during the current one.
 
-    With ``pin`` they lie in page-locked memory, from which a GPU copies them without the host waiting. A
-    step that was not foreseen (the first, or after a jump) is made when it is asked for.
+    With ``pin`` they are in page-locked memory, from which a GPU copies them without the host waiting. A
+    step that was not prefetched (the first, or after a jump) is built on request.
     """
 
     def __init__(self, loader: DataLoader, *, pin: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where the time of a few steps went: ``profiler.enabled=true``."""
+"""Profiles of a few steps: ``profiler.enabled=true``."""
 
 import logging
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from runner.config.run_config import ProfilerConfig
 log = logging.getLogger("runner")
 
 ROWS = 60
-"""Of the table: operators, the most expensive first."""
+"""Maximum number of operators in the table, the most expensive first."""
 
 
 class Profiler:
-    """Records steps ``profiler.steps`` of this process on the ranks of ``profiler.ranks``.
+    """A recorder of steps ``profiler.steps`` of this process on the ranks of ``profiler.ranks``.
 
-    Leaves ``step_S_rank_R.json``, a Chrome trace (chrome://tracing, https://ui.perfetto.dev), and a table of
-    operators, ``step_S_rank_R.txt``, in ``folder``; S is the first of these steps.
+    It writes ``step_S_rank_R.json``, a Chrome trace (chrome://tracing, https://ui.perfetto.dev), and a table
+    of operators, ``step_S_rank_R.txt``, to ``folder``; S is the first of these steps.
     """
 
     def __init__(self, profiler: ProfilerConfig, folder: Path, rank: int, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around train step ``number``, from 1 on, of the whole run."""
+        """Record the body, train step ``number`` of the whole run, counted from 1, if it is due."""
         self.steps += 1
         if self.recorder is not None and self.steps == self.first:
             self.recorder.start()

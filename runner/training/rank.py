@@ -1,4 +1,4 @@
-"""One rank's part: wires the components of a prepared run folder into the loop."""
+"""One rank of a run: build its engine, data and reporter from a prepared run folder, and train."""
 
 import math
 import os
@@ -45,13 +45,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_process) -> None:
-    """Trains, evaluates, saves and exports; every rank of the run calls it with the same folder.
+    """Train, evaluate, save and export; every rank of the run calls it with the same folder.
 
-    ``give_up`` ends the process where nothing moves any more (``run.hang_timeout_s``).
+    ``give_up`` ends the process if there is no progress for ``run.hang_timeout_s`` seconds.
     """
     config, record = read_run_config(folder), RunRecord.read(folder)
     experiment = build_experiment(config, ConfigSources())
-    # The one place where ranks differ: the first one speaks and writes the run's own files.
+    # The only place where ranks differ: rank 0 prints, and writes the files of the run.
     place = RankInfo.read()
     main = place.rank == 0
     console = terminal(experiment.logger) if main else None
@@ -90,11 +90,11 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
 
 @contextmanager
 def closing(engine: Engine, world_size: int) -> Iterator[Engine]:
-    """Closes ``engine`` when the context is left, by an error only where this is the only rank."""
+    """Close ``engine`` when the context is left, but after an error only if this is the only rank."""
     try:
         yield engine
     except BaseException:
-        # With peers, closing would wait for what they never join; this process ends by itself.
+        # With peers, closing would wait for collectives that they never join; this process ends anyway.
         if world_size == 1:
             engine.close()
         raise
@@ -102,7 +102,7 @@ def closing(engine: Engine, world_size: int) -> Iterator[Engine]:
 
 
 def build_engine(experiment: Experiment, device: Device) -> Engine:
-    """The engine that trains, with what it keeps for reference passes."""
+    """Build the engine that trains, with its reference model if there is one."""
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     options = engine_options(
         experiment,
@@ -115,7 +115,7 @@ def build_engine(experiment: Experiment, device: Device) -> Engine:
 
 
 def build_reference(experiment: Experiment, device: Device) -> Engine:
-    """An engine that is only asked what the reference says."""
+    """Build an engine that only computes the log-probabilities of the reference model."""
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     # Its reference is the model itself, without dropout.
     options = engine_options(experiment, device, reference="adapter_off")
@@ -123,7 +123,7 @@ def build_reference(experiment: Experiment, device: Device) -> Engine:
 
 
 def engine_options(experiment: Experiment, device: Device, **others: Any) -> EngineOptions:
-    """Collect what ``run`` says of an engine; ``others`` are the fields that do not come from there."""
+    """Build the engine options from ``run``; ``others`` are the fields that do not come from there."""
     run = experiment.run
     return EngineOptions(
         dtype=DTYPES[run.dtype],
@@ -145,7 +145,7 @@ def fill_reference(
     main: bool,
     watchdog: Watchdog,
 ) -> None:
-    """Computes with ``engine`` what the cache lacks of the reference's log-probabilities."""
+    """Compute with ``engine`` the reference log-probabilities that the cache lacks; every rank calls it."""
     assert record.reference is not None
     precompute(
         engine,
@@ -168,7 +168,7 @@ def build_loop(
     requested: SignalHandler,
     watchdog: Watchdog,
 ) -> TrainContext:
-    """The loop's arguments, at the start of the run or where ``record.checkpoint`` left off."""
+    """Build the loop's arguments, for a new run or from ``record.checkpoint``; every rank calls it."""
     run, saving, place = experiment.run, experiment.checkpoint, RankInfo.read()
     share = {"data_rank": engine.dp_rank, "data_size": engine.dp_size}
     cache = None if record.reference is None else Path(record.reference.folder)
@@ -220,7 +220,7 @@ def build_loop(
 
 
 def save_seconds(engine: Engine) -> float:
-    """What a first save may take: fp32 weights and two moments, to a disk that writes 200 MB a second."""
+    """Estimate the seconds of a first save: fp32 weights and two moments (12 bytes) at 200 MB/s."""
     return float(engine.describe()["trained_parameters"]) * 12 / 200e6
 
 
@@ -232,7 +232,7 @@ def reporter(
     config: Config,
     record: RunRecord,
 ) -> MetricsReporter:
-    """Speaks and logs where there is a ``console``; silent on every other rank."""
+    """Build the reporter, which prints and logs only if there is a ``console``, on rank 0."""
     sizes = matmul_sizes(experiment.model.meta_model, adapted=experiment.adapter is not None)
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
 

@@ -1,4 +1,4 @@
-"""What came of a run, in a few numbers: kept in run.json, whatever loggers there are."""
+"""The results of a run in a few numbers, which run.json keeps for any choice of loggers."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Results:
-    """Of everything that was logged, what is finite. A run that goes on in its folder adds to them."""
+    """The finite ones of the logged values. A run that resumes in its folder adds to them."""
 
     first: dict[str, float] = field(default_factory=dict)
     """The first training row that has a loss."""
@@ -23,5 +23,5 @@ class Results:
         self.last |= known
 
     def final_loss(self) -> float:
-        """The last eval loss, else the last train loss; NaN where neither was logged."""
+        """Return the last eval loss, else the last train loss, or NaN if neither was logged."""
         return self.last.get("eval/loss", self.last.get("train/loss", math.nan))

@@ -1,4 +1,4 @@
-"""Where a run stands."""
+"""The progress of a run, as its checkpoints save it."""
 
 import math
 from collections.abc import Mapping
@@ -9,24 +9,24 @@ from components.contracts.errors import NonRetryableError
 
 @dataclass
 class TrainState:
-    """Counters of a run since its very first step; a checkpoint holds them."""
+    """Counters of a run since its first step; a checkpoint holds them."""
 
     step: int = 0
-    """Optimizer steps completed, skipped ones included: it is also the position in the data."""
+    """Completed optimizer steps, including skipped ones. It is also the position in the data."""
     num_samples: int = 0
     num_tokens: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
     owes_evaluation: bool = False
-    """One was due at ``step``, and a stop has cut it short: the run that goes on begins with it."""
+    """Whether a stop interrupted the evaluation due at ``step``. A run that resumes begins with it."""
     best: float | None = None
-    """The best value of the watched metric so far, None where there is none, and ..."""
+    """The best value of the watched metric so far. None means that there is none yet."""
     best_of: str | None = None
-    """... of what it is the best, such as ``min eval/loss``: watching something else begins anew."""
+    """Mode and name of that metric, such as ``min eval/loss``. Watching another one resets ``best``."""
     best_step: int | None = None
     evals_since_best: int = 0
     loss_mean: float | None = None
-    """Running mean of the losses of steps that were taken: the newest weighs a tenth."""
+    """Running mean of the losses of steps that were not skipped; the newest loss has weight 0.1."""
 
     def advance(self, *, num_samples: int, num_tokens: int, skipped: bool, loss: float) -> None:
         self.step += 1
@@ -39,19 +39,19 @@ class TrainState:
             self.loss_mean = before + (loss - before) / 10
 
     def max_loss(self, spike_factor: float | None) -> float:
-        """Over which the loss of the next step is a spike; infinite before ten steps were taken.
+        """Return the loss above which the next step is a spike, or infinity if there is no threshold.
 
-        Of a mean that is not above 0 there is no multiple that tells.
+        There is none before ten steps were taken, or if the running mean is not positive.
         """
         if spike_factor is None or self.step - self.skipped < 10 or not self.loss_mean or self.loss_mean < 0:
             return math.inf
         return spike_factor * self.loss_mean
 
     def evaluated(self, means: Mapping[str, float], metric: str, mode: str) -> bool:
-        """Takes note of an evaluation; whether its ``metric`` (with ``eval/``) is better than ever before.
+        """Record an evaluation; return whether its ``metric`` (with ``eval/``) is better than ever before.
 
         Raises:
-            FinalError: there is no such metric.
+            FinalError: if the evaluation has no such metric.
         """
         named = {f"eval/{name}": value for name, value in means.items()}
         if metric not in named:

@@ -1,6 +1,6 @@
-"""Whether a run is to end before its last step: on a signal, at the end of its time, or by a pruner.
+"""Stops of a run before its last step: by a signal, ``run.max_time``, or a pruner.
 
-Nothing here imports torch: the command line uses it from its first moment.
+Nothing here imports torch, because the command line needs it at once.
 """
 
 import math
@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from runner.launch.signals import SignalHandler
 
 PRUNED = "pruned"
-"""The reason of a run that is not worth going on with, as a sweep's optimiser finds."""
+"""The reason if the pruner of a sweep's optimiser ends a run that is not promising."""
 
 TIME_LIMIT = 1000.0
-"""Above every signal's number, so that ranks agree on a reason by its maximum."""
+"""A code above every signal number, so that the maximum over ranks is one reason."""
 RECENT = 20
-"""Steps whose longest the next may take: the first of all, which compiles, is soon forgotten."""
+"""Number of recent steps whose longest bounds the next. The first, which compiles, soon drops out."""
 MARGIN, EXIT_S = 1.5, 2.0
-"""Steps and saves may take this much longer than any so far; leaving takes seconds too."""
+"""Safety factor on the longest step and save so far, and seconds that the exit takes."""
 
 Pruner = Callable[[int, float], bool]
 
@@ -29,11 +29,11 @@ class StopPolicy:
     """Whether the run is to end at this boundary, agreed over all ranks.
 
     Args:
-        agree: the largest of the values that the ranks pass; collective.
-        requested: this rank's signals.
-        deadline: when the run must have ended, by ``clock``.
-        save_s: what the first save is expected to take.
-        prune: told the step and the loss of an evaluation, whether the run is to go no further.
+        agree: returns the maximum of a value over all ranks; collective.
+        requested: the stop signals of this rank.
+        deadline: time of ``clock`` at which the run must have ended.
+        save_s: estimated seconds of the first save.
+        prune: returns whether to end the run, given the step and the loss of an evaluation.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class StopPolicy:
         self.agree, self.requested, self.deadline, self.clock = agree, requested, deadline, clock
         self.prune = prune
         self.reason: str | None = None
-        """SIGTERM, ..., run.max_time, or pruned; the same on every rank."""
+        """Name of a signal, ``run.max_time`` or ``pruned``; the same on every rank."""
         self.latest = deque[float](maxlen=RECENT)
         self.longest_save, self.since = save_s, clock()
 
     def poll(self) -> str | None:
-        """The reason, if any rank has one; every rank calls it after every step and batch."""
+        """Return the reason, if any rank has one; every rank calls it after every step and eval batch."""
         now = self.clock()
         self.latest.append(now - self.since)
         self.since, longest = now, max(self.latest)
@@ -65,19 +65,22 @@ class StopPolicy:
         return self.reason
 
     def check_prune(self, step: int, loss: float) -> None:
-        """Asks ``prune`` where a rank has one; every rank calls it after every evaluation but the last."""
+        """End the run if ``prune`` of any rank returns true.
+
+        Every rank calls it after each evaluation except the last.
+        """
         pruned = self.prune is not None and self.prune(step, loss)
         if self.agree(float(pruned)):
             self.reason = PRUNED
 
     @contextmanager
     def expects_save(self) -> Iterator[None]:
-        """Around a save, which is no part of a step."""
+        """Time a save, and do not count it as part of a step."""
         began = self.clock()
         yield
         self.since = self.clock()
         self.expect_save(self.since - began)
 
     def expect_save(self, save_s: float) -> None:
-        """A save has taken, or may take, so many seconds."""
+        """Allow ``save_s`` seconds for a save, if none has taken longer."""
         self.longest_save = max(self.longest_save, save_s)

@@ -1,4 +1,4 @@
-"""Where every thread stands when a run has stopped making progress: ``run.hang_timeout_s``."""
+"""Stacks of all threads, and the end of the process, if a run makes no progress: ``run.hang_timeout_s``."""
 
 import faulthandler
 import os
@@ -14,17 +14,17 @@ from typing import Self
 from components.contracts.errors import FAILED, TrainingError
 
 GRACE_S = 10.0
-"""After which the interpreter's own watchdog acts, where a thread that keeps its lock stops this one."""
+"""Seconds after which faulthandler's watchdog acts, if a thread that keeps the GIL blocks this one."""
 
 
 class Watchdog:
-    """Ends this process when ``timeout`` seconds have passed without a ``beat``; 0: never.
+    """A thread that ends this process after ``timeout`` seconds without a ``beat``; 0 means never.
 
-    First the stacks of all threads go to ``folder/stacks_<rank>.txt``. Where a parent or a launcher started
-    this rank (``on_request``), SIGQUIT has them written at any time, whatever the rank is doing.
+    First it writes the stacks of all threads to ``folder/stacks_<rank>.txt``. With ``on_request``, for a rank
+    that a parent or a launcher started, SIGQUIT writes them at any time, whatever the rank is doing.
 
     Args:
-        give_up: is told what happened, on a thread of its own, and ends the process.
+        give_up: ends the process; called with the error, on the watchdog's thread.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = self.path.open("a")  # an earlier start of the same run has left its own here
+        self.file = self.path.open("a")  # appended: an earlier start of the run may have written here
         if self.on_request:
             faulthandler.register(signal.SIGQUIT, self.file)
         self.beat("at the start")
@@ -52,7 +52,7 @@ class Watchdog:
         return self
 
     def beat(self, doing: str) -> None:
-        """There was progress; from here on this rank is ``doing``: "in step 12"."""
+        """Record progress; ``doing`` is the activity that begins, such as "in step 12"."""
         self.doing, self.since = doing, time.monotonic()
         if self.timeout:
             faulthandler.dump_traceback_later(self.timeout + GRACE_S, file=self.file, exit=True)
@@ -89,7 +89,7 @@ class Watchdog:
 
 
 def end_process(error: TrainingError) -> None:
-    """For a rank that runs in the user's own process: its main thread cannot be reached."""
+    """Print ``error`` and exit, for a rank in the user's process, whose main thread cannot be reached."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(FAILED)
 

@@ -1,4 +1,4 @@
-"""What would be submitted: script, environment and jobs."""
+"""Output of a dry run: script, environment and jobs of a submission."""
 
 import os
 import re
@@ -17,7 +17,7 @@ SECRET = re.compile("KEY|PASSWORD|SECRET|TOKEN")
 
 
 def print_dry_run(allocation: SbatchOptions, folder: Path, jobs: Sequence["SlurmJob"]) -> None:
-    """Prints it on stdout."""
+    """Print the script, environment and jobs of the submission on stdout."""
     print(allocation.script(folder, len(jobs)))
     print("# environment: that of this shell, as sbatch passes it on. Of it, what may concern a run:")
     for line in slurm_variables(os.environ):
@@ -36,6 +36,6 @@ def print_dry_run(allocation: SbatchOptions, folder: Path, jobs: Sequence["Slurm
 
 
 def slurm_variables(environ: Mapping[str, str]) -> list[str]:
-    """Lines of bash; values of what looks like a secret are left out."""
+    """Return bash lines for the variables that may concern a run, without values of likely secrets."""
     found = sorted((name, value) for name, value in environ.items() if CONCERNS.match(name))
     return [f"export {name}={'***' if SECRET.search(name) else shlex.quote(value)}" for name, value in found]

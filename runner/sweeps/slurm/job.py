@@ -1,4 +1,4 @@
-"""One job of a sweep as a batch system gets it: composed where the sweep was started, run somewhere else."""
+"""One job of a sweep for a batch system: composed where the sweep was started, run on other nodes."""
 
 import os
 import time
@@ -22,14 +22,14 @@ CODES = {"done": DONE, "pruned": DONE, "stopped": DONE, "refused": MISTAKE}
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A composed config without anything of Hydra; every rank that the batch system starts calls it."""
+    """A composed config without Hydra's state; every rank that the batch system starts calls it."""
 
     config: Config
     where: ConfigSources
     command: tuple[str, ...]
-    """Of the sweep."""
+    """The command line of the sweep."""
     environ: Mapping[str, str]
-    """What ``hydra.job.env_set`` adds to the environment."""
+    """The variables of ``hydra.job.env_set``."""
 
     @property
     def sweep_job(self) -> SweepJob:
@@ -37,14 +37,14 @@ class SlurmJob:
         return self.where.sweep_job
 
     def check(self, tasks: int | None, gpus: int) -> None:
-        """What can be told without the machine it will run on: keys, batches, and model against layout.
+        """Check keys, batch sizes and the model's fit with the layout, without the machine of the job.
 
         Args:
-            tasks: of which each is a rank; None: one task, which starts as many ranks as it needs.
-            gpus: that a task sees.
+            tasks: number of tasks, each of which is a rank. None means one task that starts its own ranks.
+            gpus: number of GPUs that a task sees.
 
         Raises:
-            ConfigError: the job would be refused there.
+            ConfigError: if the job would be refused on its machine.
         """
         from components import preflight
         from runner.config.instantiate import build_experiment
@@ -68,7 +68,7 @@ class SlurmJob:
         layout.check(model, experiment.optimizer, options, world_size=world_size)
 
     def __call__(self) -> NoReturn:
-        """Ends the process, without the teardown that peers can hold up: see ``rank_main.main``."""
+        """Run one rank and exit without a teardown, which could wait for peers: see ``rank_main.main``."""
         program_first()
         os.environ |= dict(self.environ)
         os.environ |= slurm_env.ranks(os.environ)
@@ -83,10 +83,10 @@ class SlurmJob:
         return run(self.config, self.where, self.command, began)
 
     def environment_entry(self) -> None:
-        """``run``, with its outcome written down: rank 0 does it.
+        """Run the job and record its outcome; only rank 0 calls it.
 
         Raises:
-            SystemExit: with the exit code that the outcome deserves.
+            SystemExit: with the exit code of the outcome.
         """
         run_point(self.sweep_job, self.run, explained)
         raise SystemExit(CODES.get(read_job_record(self.sweep_job.path).status, FAILED))

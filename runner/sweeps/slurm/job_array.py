@@ -1,4 +1,4 @@
-"""The jobs of a sweep in SLURM's queue: watching them, cancelling them, and saying what became of each."""
+"""The jobs of a sweep in SLURM's queue: watch them, cancel them, and record the outcome of each."""
 
 import subprocess
 import sys
@@ -26,16 +26,16 @@ OVER = frozenset(
     }
 )
 NOT_IN_QUEUE = "NO LONGER IN THE QUEUE"
-"""Of a job that SLURM speaks of no more: it is long over, or was cancelled before it began."""
+"""State of a job that squeue no longer lists: it ended long ago, or was cancelled before it began."""
 LAST_POLL_S, PATIENCE_S = 30.0, 60.0
-"""Between two questions to SLURM at most; for cancelled jobs to save what they have."""
+"""Longest interval between two calls of squeue, and time for cancelled jobs to save, in seconds."""
 WRITING_S = 10.0
-"""For a file that another node has written to be seen here."""
+"""Seconds until a file that another node has written is visible here."""
 
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """One job of the array: ``17_2``, or ``17`` where it is the only one."""
+    """One job of the array, with id ``17_2``, or ``17`` if it is the only one."""
 
     id: str
     sweep_job: SweepJob
@@ -43,19 +43,19 @@ class SubmittedJob:
 
     @property
     def log(self) -> Path:
-        """Of rank 0 and of the job script."""
+        """Log of rank 0 and of the job script."""
         return self.logs / f"{self.id}_0_log.out"
 
 
 class Queue:
-    """What SLURM says of some jobs: ``squeue`` answers with or without an accounting database."""
+    """The states of some jobs, from ``squeue``, which works with or without an accounting database."""
 
     def __init__(self, jobs: Sequence[SubmittedJob]) -> None:
         self.arrays = ",".join(sorted({job.id.split("_")[0] for job in jobs}))
         self.known = {job.id: ("PENDING", "") for job in jobs}
 
     def ask(self) -> dict[str, tuple[str, str]]:
-        """Of every job its state and the reason; what they were where SLURM does not answer."""
+        """Return (state, reason) of every job; the last known ones if squeue fails."""
         command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r", "--jobs"]
         answer = subprocess.run([*command, self.arrays], capture_output=True, text=True, check=False)
         if answer.returncode and "Invalid job id" not in answer.stderr:
@@ -63,7 +63,7 @@ class Queue:
             return self.known
         rows = (line.split("|") for line in answer.stdout.splitlines())
         found = {number: (state, reason) for number, state, reason in rows}
-        # Tasks that were cancelled with their array before they began stay together: 17_[3-5].
+        # Tasks that were cancelled with their array before they began are listed as one: 17_[3-5].
         rest = {number.partition("_[")[0]: said for number, said in found.items() if "[" in number}
         unknown = (NOT_IN_QUEUE, "")
         self.known = {n: found.get(n, rest.get(n.split("_")[0], unknown)) for n in self.known}
@@ -71,18 +71,18 @@ class Queue:
 
 
 class JobArray:
-    """Watches ``jobs`` until all are over, and completes the outcome of each."""
+    """A watch over ``jobs`` that completes the outcome of each when it is over."""
 
     def __init__(self, jobs: Sequence[SubmittedJob]) -> None:
         self.jobs, self.queue = {job.id: job for job in jobs}, Queue(jobs)
         self.shown: dict[str, str] = {}
 
     def wait(self) -> None:
-        """Until all are over.
+        """Wait until all jobs are over.
 
         Raises:
-            KeyboardInterrupt: asked to leave, and the jobs are cancelled.
-            SystemExit: they are left to SLURM, as the user wishes.
+            KeyboardInterrupt: after an interrupt, if the jobs are cancelled.
+            SystemExit: after an interrupt, if the user leaves the jobs to SLURM.
         """
         try:
             self.watch()
@@ -94,7 +94,7 @@ class JobArray:
             raise
 
     def watch(self, *, until: float = float("inf"), cancelled: bool = False) -> None:
-        """Until all are over, or the clock says ``until``; asks often at first, and later less so."""
+        """Poll until all jobs are over or the monotonic clock reaches ``until``, at growing intervals."""
         began = time.monotonic()
         while self.jobs and (now := time.monotonic()) < until:
             for number, (state, reason) in self.queue.ask().items():
@@ -112,14 +112,14 @@ class JobArray:
             print(f"job {self.jobs[number].sweep_job.number} (SLURM {number}): {state.lower()}", flush=True)
 
     def cancel(self) -> None:
-        """Those that run save what they have first."""
+        """Cancel the jobs and wait up to PATIENCE_S seconds; running ones save their state first."""
         print(f"jobs that are cancelled: {len(self.jobs)}", flush=True)
         subprocess.run(["scancel", *self.jobs], check=False)
         self.watch(until=time.monotonic() + PATIENCE_S, cancelled=True)
 
 
 def wants_cancel(count: int) -> bool:
-    """Asks at a terminal; yes where there is none, or where Ctrl-C is the answer."""
+    """Ask at the terminal whether to cancel; return True without a terminal or if the answer is Ctrl-C."""
     if not sys.stdin.isatty():
         return True
     try:
@@ -130,9 +130,9 @@ def wants_cancel(count: int) -> bool:
 
 
 def finalize_job(job: SubmittedJob, state: str, reason: str, *, cancelled: bool) -> None:
-    """Completes the outcome of a job that is over, and says what a user should read of a failure.
+    """Complete the outcome of a job that is over, and print its failure.
 
-    Rank 0 writes the outcome, and may have been well when another rank failed, or have had no time to.
+    Rank 0 writes the outcome, so it can be missing or say ``done`` although another rank failed.
     """
     known = read_final_record(job, expected=state == "COMPLETED")
     healthy = state in {"COMPLETED", NOT_IN_QUEUE}
@@ -150,7 +150,7 @@ def finalize_job(job: SubmittedJob, state: str, reason: str, *, cancelled: bool)
 
 
 def read_final_record(job: SubmittedJob, *, expected: bool) -> JobRecord:
-    """The outcome as the job has left it; of one that never began, an empty one."""
+    """Return the outcome that the job has written, or an empty one if it never began."""
     deadline = time.monotonic() + (WRITING_S if expected else 0.0)
     while True:
         known = JobRecord(job.sweep_job.number, job.sweep_job.overrides, "running")
@@ -162,7 +162,7 @@ def read_final_record(job: SubmittedJob, *, expected: bool) -> JobRecord:
 
 
 def describe_end(job: SubmittedJob, known: JobRecord, ended: str) -> str:
-    """The failure of the rank that failed first; else what was last heard of the job, and how it ended."""
+    """Return the failure of the rank that failed first, or else the end of the log and the job's state."""
     folder = None if known.folder is None else Path(known.folder)
     if folder is not None and read_failure_reports(folder):
         return f"TrainingError: {root_cause(folder, ())}"

@@ -1,4 +1,4 @@
-"""What the jobs of a sweep ask SLURM for, and the script that asks for it."""
+"""The SLURM resources of the jobs of a sweep, and the job script."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 PYTHON = (sys.executable, "-P")
-"""Jobs do not search the working directory before the packages of this program."""
+"""Interpreter of the jobs; with -P the working directory does not hide packages of this program."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class SbatchOptions:
 
     @property
     def ranks(self) -> int | None:
-        """Of every job; None: a lone task, which starts as many as its layout takes."""
+        """Number of ranks of every job. None means a single task, which starts the ranks of its layout."""
         tasks = self.nodes * self.tasks_per_node
         return None if tasks == 1 else tasks
 
     def parameters(self) -> Json:
-        """What submitit makes a script of; names are sbatch's."""
+        """Return submitit's parameters of the job script; names are those of sbatch."""
         return {
             "job_name": self.name,
             "nodes": self.nodes,
@@ -93,23 +93,23 @@ class SbatchOptions:
         }
 
     def options(self) -> dict[str, str | bool]:
-        """Those of sbatch that submitit has no name for; True: without a value."""
+        """Return the sbatch options that submitit has no parameter for; True marks one without a value."""
         words = ["--requeue" if self.max_requeues else "--no-requeue", *self.sbatch_args]
         pairs = (word.removeprefix("--").partition("=") for word in words)
         return {name: value if equals else True for name, equals, value in pairs}
 
     def exports(self) -> list[str]:
-        """Variables that every job of ours needs, whichever its ranks."""
+        """Return the bash lines that export the variables of every job."""
         lines = [
             "export SLURM_KILL_BAD_EXIT=1  # a task that fails ends the others",
             f"export {MAX_REQUEUES}={self.max_requeues}",
         ]
-        if self.cpus_per_task is not None:  # srun asks for one where it is not told
+        if self.cpus_per_task is not None:  # without it, srun requests one CPU per task
             lines.append(f"export SRUN_CPUS_PER_TASK={self.cpus_per_task}")
         return lines
 
     def script(self, folder: Path, count: int) -> str:
-        """What ``submit`` would submit for ``count`` jobs; SLURM need not be there."""
+        """Return the script that ``submit`` submits for ``count`` jobs; SLURM need not be installed."""
         from submitit.slurm.slurm import _make_sbatch_string
 
         command = shlex.join([*PYTHON, "-u", "-m", "submitit.core._submit", str(folder)])
@@ -117,10 +117,10 @@ class SbatchOptions:
         return _make_sbatch_string(command=command, folder=folder, map_count=size, **self.parameters())
 
     def submit(self, folder: Path, jobs: Sequence["SlurmJob"]) -> list[str]:
-        """Submits one array, whose scripts and logs lie in ``folder``; the id of every job.
+        """Submit one array with scripts and logs in ``folder``; return the id of every job.
 
         Raises:
-            ConfigError: SLURM is not here, or refuses.
+            ConfigError: if SLURM is not installed, or sbatch refuses.
         """
         from submitit import SlurmExecutor
         from submitit.core.utils import FailedJobError
