@@ -20,7 +20,7 @@ from components.contracts.errors import ConfigError
 from components.data.tokenizer import PATH
 from components.models import ModelSpec, named_shapes
 from runner.config.instantiate import build_component
-from runner.config.sources import Provenance
+from runner.config.sources import ConfigSources
 
 CONF = Path(__file__).parents[4] / "conf"
 TINY = {
@@ -45,7 +45,7 @@ def composed(group: str, option: str) -> Any:
 def from_yaml(name: str, **changes: Any) -> ModelSpec:
     values = composed("model", name)
     assert values["_target_"] == "components.models.ModelSpec"
-    spec = build_component("model", values | changes, Provenance())
+    spec = build_component("model", values | changes, ConfigSources())
     assert isinstance(spec, ModelSpec)
     return spec
 
