@@ -1,4 +1,4 @@
-"""Checkpoints that any engine and any layout reads."""
+"""Checkpoints that can be loaded by any engine in any layout."""
 
 from components.checkpoint.folder import CheckpointMeta, complete_checkpoints, read_meta
 from components.checkpoint.manager import CheckpointManager

@@ -1,4 +1,4 @@
-"""Writing a checkpoint while training goes on: a copy in host memory, and a thread that writes it."""
+"""Writing a checkpoint while training continues: a thread writes a copy of the state in host memory."""
 
 import threading
 import time
@@ -13,22 +13,22 @@ from torch.distributed.tensor import DTensor
 from components.checkpoint.flat_shard import FlatShard
 
 PATIENCE = timedelta(days=1)
-"""With the disk of the slowest rank: peers that died are noticed at once."""
+"""Timeout of a save's collectives, for the slowest disk of a rank. Ranks that died are noticed at once."""
 
 RUNNING, DONE, FAILED = 0.0, -1.0, 1.0
-"""Such that the largest over ranks says what to do: attend to a failure, wait, or nothing."""
+"""States of a save. The maximum over ranks is FAILED if any failed, else RUNNING until all are DONE."""
 
 
 class HostCopy:
-    """Host memory that holds one rank's tensors; its buffers serve every save (pinned beside a GPU)."""
+    """A copy of one rank's tensors in host memory. Its buffers are reused by every save (pinned for GPUs)."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``tensors`` as they are now, in the same placements; valid until the next call."""
+        """Copy ``tensors`` to host memory with the same placements. The copy is valid until the next call."""
         copies, waits = {}, False
-        copied: dict[tuple[object, ...], Tensor] = {}  # several keys may have their part in one tensor
+        copied: dict[tuple[object, ...], Tensor] = {}  # several keys may share one tensor
         for key, tensor in tensors.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             waits |= local.is_cuda
@@ -49,7 +49,7 @@ class HostCopy:
 
 
 def placed_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """``local`` in the place of this rank's part of ``tensor``."""
+    """Wrap ``local`` as this rank's shard, placed as in ``tensor``."""
     if isinstance(tensor, FlatShard):
         return tensor.like(local)
     if not isinstance(tensor, DTensor):
@@ -59,18 +59,18 @@ def placed_like(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 class AsyncSaver:
-    """One save at a time, in a thread. Every rank makes it, starts and finishes saves together."""
+    """A thread for one save at a time. Ranks must create it, start saves and finish them together."""
 
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None
-        """The thread's own: collectives of the training thread go on beside it."""
+        """Process group of the thread: the collectives of the training thread run at the same time."""
         self.copy = HostCopy()
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.longest_s = 0.0
 
     def start(self, write: Callable[[Mapping[str, Tensor]], None], tensors: Mapping[str, Tensor]) -> None:
-        """Returns as soon as ``tensors`` are copied; ``write`` gets the copy, in another thread."""
+        """Copy ``tensors``, then call ``write`` with the copy in another thread."""
         assert self.thread is None, "a save is in flight"
         copies = self.copy.of(tensors)
 
@@ -82,25 +82,25 @@ class AsyncSaver:
                 self.error = error
             self.longest_s = max(self.longest_s, time.monotonic() - began)
 
-        # A daemon: a process that fails must not wait for what peers never join.
+        # A daemon: a process that fails must not wait for collectives that other ranks never join.
         self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self.thread.start()
 
     @property
     def busy(self) -> bool:
-        """Since ``start``, until ``finish``: the same on every rank."""
+        """Whether a save was started and not yet finished; the same on every rank."""
         return self.thread is not None
 
     @property
     def status(self) -> float:
-        """Of this rank: RUNNING, DONE or FAILED."""
+        """State of this rank's save: RUNNING, DONE or FAILED."""
         assert self.thread is not None
         if self.thread.is_alive():
             return RUNNING
         return DONE if self.error is None else FAILED
 
     def finish(self) -> None:
-        """Waits for the save in flight, if there is one, and raises what it raised."""
+        """Wait for the save in flight, if any, and raise the exception that it raised."""
         if self.thread is None:
             return
         self.thread.join()

@@ -1,7 +1,7 @@
-"""Tensors on disk: ``torch.distributed.checkpoint`` under names that no engine and no layout changes.
+"""Tensors on disk: ``torch.distributed.checkpoint`` with keys that do not depend on engine or layout.
 
 Keys are ``model/<name>``, ``<moment>/<name>`` (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``) with Hugging
-Face parameter names, ``optimizer_step``, and random streams by rank: ``rng/<rank>``, ``rng_cuda/<rank>``, and
+Face parameter names, ``optimizer_step``, and random states by rank: ``rng/<rank>``, ``rng_cuda/<rank>``, and
 Megatron's ``rng_<device>_<name>/<rank>``. Weights and moments are fp32.
 """
 
@@ -22,14 +22,14 @@ T = TypeVar("T")
 def save_tensors(
     path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> dict[str, FileRecord]:
-    """Every rank writes its shards (replicas once) into ``path``; collective where there is a group.
+    """Write the shards of every rank (replicas once) into ``path``; collective if there is a process group.
 
     Returns:
-        on every rank, all files that were written by any: they are on disk.
+        On every rank, the files that any rank has written. They are on disk.
 
     Raises:
-        OSError: the disk of some rank refused; raised on every rank.
-        TrainingError: the tensors cannot be written.
+        OSError: if writing fails on some rank; raised on every rank.
+        TrainingError: if the tensors cannot be written for another reason.
     """
     writer = MeasuredWriter(path)
     try:
@@ -48,12 +48,13 @@ def save_tensors(
 
 
 def load_tensors(path: Path, tensors: Mapping[str, Tensor], *, together: bool = True) -> None:
-    """Reads into ``tensors`` in place, each rank its own slices, whatever layout wrote them.
+    """Read into ``tensors`` in place. Each rank reads its own slices, whatever layout wrote the checkpoint.
 
-    Collective where there is a group; not with ``together=False``, where every rank reads what it likes.
+    Collective if there is a process group, except with ``together=False``: then ranks may read different
+    tensors.
 
     Raises:
-        TrainingError: a tensor is missing, has another shape, or cannot be read.
+        TrainingError: if a tensor is missing, has another shape, or cannot be read.
     """
     try:
         no_dist = not (together and dist.is_initialized())
@@ -67,7 +68,7 @@ def saved_keys(path: Path) -> set[str]:
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The picklable value that each rank passes, by rank, on all ranks; collective where there is a group."""
+    """All-gather a picklable value, ordered by rank; collective if there is a process group."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size(group)
@@ -76,7 +77,7 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def cause(error: dcp.CheckpointException, message: str) -> BaseException:
-    """Of what torch caught on ranks: the disk's refusal, an interrupt, or else a failure as ``message``."""
+    """Return the OSError or interrupt that torch caught on a rank, or else TrainingError(message)."""
     caught = [failure for failure, _ in error.failures.values()]
     for kind in (OSError, KeyboardInterrupt, SystemExit):
         if found := [failure for failure in caught if isinstance(failure, kind)]:

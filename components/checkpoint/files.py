@@ -1,6 +1,6 @@
-"""The files of a checkpoint: size and checksum are taken while the bytes pass, so that none is read back.
+"""The files of a checkpoint: size and checksum are computed during the write, so that no file is read back.
 
-The checksum is XXH3 (64 bits): CRC-32 takes as long as writing to a fast disk does.
+The checksum is XXH3 (64 bits), because CRC-32 takes as long as writing to a fast disk.
 """
 
 import io
@@ -22,19 +22,19 @@ from torch.futures import Future
 from torch.utils.serialization import config
 
 CHUNK = 1 << 22
-"""Bytes that are measured and written at once: they are still in the cache the second time."""
+"""Bytes that are hashed and then written, small enough to be still in the cache for the write."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What was written into one file."""
+    """Size and checksum of one written file."""
 
     bytes: int
     xxh3: str
 
 
 class MeasuredFile(io.BufferedWriter):
-    """A new file that measures what is written to it; once closed, it is on disk."""
+    """A new file that counts and hashes the bytes written to it. Once closed, it is on disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"), buffer_size=1 << 20)
@@ -60,12 +60,12 @@ class MeasuredFile(io.BufferedWriter):
 
 
 class MeasuredFiles(FileSystem):
-    """torch's view of a file system, with a record of every file that was written."""
+    """torch's file system interface, with a record of every written file."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
         self.refusal: OSError | None = None
-        """Of the disk, which torch's own serialisation reports as an unexpected position."""
+        """The OSError of the disk, which torch's serialisation reports as an unexpected position."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
@@ -88,17 +88,17 @@ class MeasuredFiles(FileSystem):
 
 
 class MeasuredWriter(FileSystemWriter):
-    """torch's writer of checkpoints over ``MeasuredFiles``."""
+    """torch's checkpoint writer on ``MeasuredFiles``."""
 
     def __init__(self, path: Path) -> None:
-        # Its files sync themselves. Nothing is copied ahead from a GPU: where all is in host memory already,
-        # that would wait for the first GPU, whichever is this rank's.
+        # MeasuredFile syncs. No copy-ahead from a GPU: if all tensors are in host memory already, it would
+        # synchronise with the first GPU, whichever is this rank's.
         super().__init__(path, sync_files=False, per_thread_copy_ahead=0)
         self.fs: MeasuredFiles = MeasuredFiles()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Raises OSError where the disk refuses; torch asks every rank, and tells all of them."""
-        # Each tensor is a zip archive with a checksum of its own, which would cost as much as ours.
+        """Write the data, or raise OSError if the disk fails; torch reports it on all ranks."""
+        # Each tensor is a zip archive with its own checksum, which would take as long as ours.
         with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             try:
                 return super().write_data(plan, planner)
@@ -109,7 +109,7 @@ class MeasuredWriter(FileSystemWriter):
 
 
 class AliasPlanner(DefaultSavePlanner):
-    """Has torch write a part of a tensor from where it lies: it would make a copy, and keep all copies."""
+    """A planner that writes parts of tensors in place. torch would copy each part and keep all copies."""
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         data = super().resolve_data(write_item)
@@ -119,9 +119,9 @@ class AliasPlanner(DefaultSavePlanner):
 
 
 def damage(folder: Path, files: dict[str, FileRecord], *, checksums: bool) -> str | None:
-    """What is wrong with the first of ``files`` that is not as it was written; None: nothing.
+    """Describe the first of ``files`` that differs from its record. None means that all files are intact.
 
-    Sizes are looked at; with ``checksums`` every byte is read.
+    Sizes are compared; with ``checksums`` every byte is read.
     """
     for name, record in files.items():
         path = folder / name

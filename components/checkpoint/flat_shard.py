@@ -1,4 +1,4 @@
-"""A rank's range of a flattened tensor, written as it lies in memory: nothing is gathered to save it."""
+"""A rank's range of a flattened tensor, which is saved as it lies in memory, without an all-gather."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,18 +12,19 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 @dataclass(frozen=True)
 class FlatChunk:
-    """A part of a whole tensor that is one after the other in a flat one."""
+    """A rectangular part of a whole tensor that is contiguous in the flat one."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
-    """In the flat tensor."""
+    """Offset in the flat tensor."""
 
 
 class FlatShard(Tensor):
-    """A one-dimensional tensor that says which ``boxes`` of the tensor of shape ``whole`` lie in it.
+    """A one-dimensional tensor that contains the ``boxes`` of a tensor of shape ``whole``.
 
-    ``torch.distributed.checkpoint`` asks it for them (it saves only: reading needs the shape of the whole).
+    ``torch.distributed.checkpoint`` calls its methods to save them. Reading is not supported: it needs the
+    shape of the whole.
     """
 
     whole: torch.Size
@@ -32,14 +33,14 @@ class FlatShard(Tensor):
 
     @staticmethod
     def of(flat: Tensor, whole: torch.Size, boxes: Sequence[FlatChunk]) -> "FlatShard":
-        """Shares memory with ``flat``."""
+        """Return a shard that shares memory with ``flat``."""
         assert flat.dim() == 1, "a flat tensor"
         made = flat.detach().as_subclass(FlatShard)
         made.whole, made.chunks = whole, boxes
         return made
 
     def like(self, flat: Tensor) -> "FlatShard":
-        """The same part of the whole, with the values of ``flat``."""
+        """Return the same part of the whole with the values of ``flat``."""
         return FlatShard.of(flat, self.whole, self.chunks)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
@@ -66,10 +67,11 @@ class FlatShard(Tensor):
 def flat_chunks(
     begin: int, end: int, columns: int, *, origin: Sequence[int], start: int
 ) -> Iterator[FlatChunk]:
-    """Elements ``begin:end`` of a flattened matrix: the end of a row, whole rows, the start of one.
+    """Split elements ``begin:end`` of a flattened matrix into the end of a row, whole rows and a row's start.
 
-    ``origin``: where the matrix lies in the whole (of a vector, one number, and ``columns`` is 1); ``start``:
-    where element ``begin`` lies in the flat tensor.
+    Args:
+        origin: Offset of the matrix in the whole tensor. For a vector: one number, and ``columns`` is 1.
+        start: Offset of element ``begin`` in the flat tensor.
     """
     while begin < end:
         row, column = divmod(begin, columns)

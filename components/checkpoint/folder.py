@@ -1,4 +1,4 @@
-"""Checkpoint folders: what marks a whole one, what it says of itself, and how one goes."""
+"""Checkpoint folders: the marker of a complete one, its metadata, and its removal."""
 
 import contextlib
 import json
@@ -13,22 +13,22 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 
 MARKER = "complete"
-"""Holds the checksum of meta.json: it vouches for no other."""
+"""File that marks a complete checkpoint. It holds the checksum of meta.json, so it is valid for no other."""
 STEPS = "step_" + "[0-9]" * 8
-"""Folders of checkpoints: not what a user has copied beside them."""
+"""Glob pattern of checkpoint folders. Copies that a user made next to them do not match."""
 META = "meta.json"
 
 
 @dataclass(frozen=True)
 class CheckpointMeta:
-    """meta.json, written after the tensors."""
+    """Content of meta.json, which is written after the tensors."""
 
     state: Json
     """Counters of the run: ``runner.training.state.TrainState``."""
     identity: Json
     model_only: bool
     files: dict[str, FileRecord]
-    """All that ranks have written, by name."""
+    """Files that all ranks have written, by name."""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -40,15 +40,15 @@ def step_of(folder: Path) -> int:
 
 
 def create_dir(folder: Path) -> None:
-    """An empty folder, whatever was there: left behind by a run that was killed here, or whole."""
+    """Create an empty folder, removing any checkpoint that was there, incomplete or complete."""
     remove(folder)
     folder.mkdir(parents=True, exist_ok=True)
 
 
 def commit(folder: Path, meta: CheckpointMeta) -> None:
-    """Writes meta.json and then, when it is on disk, the marker; every rank's files are on disk before.
+    """Write meta.json and, once it is on disk, the marker. The files of all ranks must be on disk before.
 
-    On the first rank of every node: each marks its own filesystem, or all of them the one that they share.
+    Runs on the first rank of every node, which marks the node's own filesystem or the shared one.
     """
     text = json.dumps(asdict(meta), indent=2).encode() + b"\n"
     write_atomic(folder / META, text)
@@ -61,10 +61,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def read_meta(folder: Path) -> CheckpointMeta:
-    """
-    Raises:
-        ConfigError: meta.json is missing or damaged.
-    """
+    """Read meta.json; raise ConfigError if it is missing or damaged."""
     try:
         text = (folder / META).read_bytes()
         if int((folder / MARKER).read_text(), 16) != zlib.crc32(text):
@@ -79,23 +76,23 @@ def read_meta(folder: Path) -> CheckpointMeta:
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
-    """Whole ones, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     return sorted((f for f in checkpoints.glob(STEPS) if is_complete(f)), key=step_of)
 
 
 def best_checkpoint(checkpoints: Path) -> Path | None:
-    """The whole one that had the best evaluation when it was written: the newest that says so."""
+    """Return the newest complete checkpoint that had the run's best evaluation when written, or None."""
     for folder in reversed(complete_checkpoints(checkpoints)):
-        with contextlib.suppress(ConfigError):  # a damaged one is nobody's best
+        with contextlib.suppress(ConfigError):  # a damaged one is never the best
             if read_meta(folder).state.get("best_step") == step_of(folder):
                 return folder
     return None
 
 
 def prune(checkpoints: Path, keep_last: int, *, keep_best: bool) -> None:
-    """Removes torn ones behind the newest whole one, and whole ones but the newest ``keep_last`` (0: all).
+    """Remove all complete checkpoints except the newest ``keep_last`` (0: keep all).
 
-    With ``keep_best`` the best one stays too.
+    Incomplete ones older than the newest complete one are removed too. With ``keep_best`` the best one stays.
     """
     complete = complete_checkpoints(checkpoints)
     if not complete:
@@ -108,11 +105,11 @@ def prune(checkpoints: Path, keep_last: int, *, keep_best: bool) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """The marker goes first: killed half-way, this must not leave what looks like a whole checkpoint."""
+    """Remove a checkpoint, its marker first: if killed half-way, it must not look complete."""
     if not checkpoint.exists():
         return
     unmark(checkpoint)
-    with contextlib.suppress(FileNotFoundError):  # another node, on a filesystem that they share
+    with contextlib.suppress(FileNotFoundError):  # removed by another node on a shared filesystem
         sync_folder(checkpoint)
         shutil.rmtree(checkpoint)
 
@@ -122,6 +119,6 @@ def unmark(checkpoint: Path) -> None:
 
 
 def discard(checkpoint: Path) -> None:
-    """Of a save that failed, as much as the disk lets go of; what stays has no marker."""
+    """Remove a failed save as far as the disk allows, ignoring OSError. What remains has no marker."""
     with contextlib.suppress(OSError):
         remove(checkpoint)

@@ -1,4 +1,4 @@
-"""When a checkpoint counts, how many are kept, and what a save that fails means."""
+"""When a checkpoint is complete, how many are kept, and how a failed save is handled."""
 
 import logging
 import shutil
@@ -23,18 +23,18 @@ log = logging.getLogger(__name__)
 
 
 class State(Protocol):
-    """A dataclass of counters; ``step`` names the folder."""
+    """A dataclass of counters. The folder is named after ``step``."""
 
     step: int
 
 
 @dataclass
 class CheckpointManager:
-    """Writes ``folder/step_XXXXXXXX``, whole or not at all, and keeps the newest ``keep_last`` (0: all).
+    """Atomic writes of ``folder/step_XXXXXXXX``. The newest ``keep_last`` are kept (0: all).
 
-    Every rank makes it together and calls every method together. ``folder`` may be on a filesystem that all
-    nodes share, or have the same path on a disk of each: then every node holds the files of its own ranks
-    and a marker, and a run resumes once the files of all nodes are copied into one folder.
+    All ranks must create it and call every method together. ``folder`` may be on a filesystem that all nodes
+    share, or have the same path on a local disk of each node. In that case every node holds the files of its
+    own ranks and a marker, and a run can resume once the files of all nodes are copied into one folder.
     """
 
     folder: Path
@@ -42,13 +42,13 @@ class CheckpointManager:
     keep_last: int
     model_only: bool
     first_of_node: bool
-    """On the first rank of every node: it makes, marks and removes folders on the disk that it sees."""
+    """Whether this is the first rank of its node, which creates, marks and removes folders on its disk."""
     keep_best: bool = False
-    """Keeps also the one whose ``state.best_step`` is its own step."""
+    """Whether to keep also the newest checkpoint whose ``state.best_step`` is its own step."""
     on_error: Literal["stop", "continue"] = "stop"
     in_background: bool = False
     current: Path | None = None
-    """The checkpoint that holds what the engine holds, once one was written or the run resumed from it."""
+    """The checkpoint that was written last or resumed from. None means that there is none yet."""
     background: AsyncSaver = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,20 +61,20 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Waits for a save in flight, but not after a failure that peers may know nothing of."""
+        """Wait for a save in flight, except after a failure that other ranks may not have noticed."""
         if kind is None:
             self.wait()
         elif issubclass(kind, TrainingError):
-            # The run has failed with something to say; what is being written may be its last good checkpoint.
+            # An error that the run reports itself; the save in flight may be its last good checkpoint.
             self._attend(self._finish, stop=False)
 
     def save(self, engine: Engine, state: State) -> None:
-        """Writes what ``engine`` and ``state`` hold now, unless the checkpoint of this step is ``current``.
+        """Save ``engine`` and ``state``, unless ``current`` is already the checkpoint of this step.
 
-        With ``in_background`` it returns once a copy is made, after waiting for the save before.
+        With ``in_background`` it waits for the previous save and returns once a copy is made.
 
         Raises:
-            TrainingError: the disk of some rank refused; raised on every rank.
+            TrainingError: if writing failed on some rank and ``on_error`` is ``stop``; raised on every rank.
         """
         self.wait()
         target = step_folder(self.folder, state.step)
@@ -89,15 +89,18 @@ class CheckpointManager:
             self._attend(lambda: self._write(target, meta, None, tensors))
 
     def poll(self, engine: Engine) -> None:
-        """Attends to a save in the background that has ended; raises as ``save`` does. Once a step."""
+        """Finish a background save that has ended on all ranks or failed on one; raises as ``save`` does.
+
+        Call it once per step.
+        """
         if not (self.in_background and self.background.busy):
             return
-        # Ranks see the end at different times, and must act on it at the same step.
+        # Saves end at different times on different ranks, but ranks must handle the end at the same step.
         if engine.max_over_ranks(self.background.status) != RUNNING:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when no save is in flight; raises as ``save`` does."""
+        """Wait until no save is in flight; raises as ``save`` does."""
         self._attend(self._finish)
 
     def _finish(self) -> None:
@@ -106,11 +109,14 @@ class CheckpointManager:
 
     @property
     def last_write_s(self) -> float:
-        """Seconds that a last save may take beside its copy: the one in flight before it, and itself."""
+        """Seconds that a final save may take besides its copy: the previous save and its own."""
         return 2 * self.background.longest_s if self.in_background else 0.0
 
     def _attend(self, work: Callable[[], None], *, stop: bool | None = None) -> None:
-        """Does ``work`` and says what its failure means, which is the same on every rank."""
+        """Run ``work`` and handle its OSError, which is raised on every rank or none.
+
+        It is raised as TrainingError if ``stop``, and logged otherwise. None means that ``on_error`` decides.
+        """
         try:
             work()
         except OSError as error:
@@ -131,7 +137,7 @@ class CheckpointManager:
         group: dist.ProcessGroup | None,
         tensors: Mapping[str, Tensor],
     ) -> None:
-        """Data, then meta.json, then the marker; OSError on every rank where the disk of one refused."""
+        """Write data, meta.json and the marker, in this order; an OSError of one rank is raised on all."""
         try:
             self._on_nodes(partial(create_dir, target), group)
             files = save_tensors(target, tensors, group)
@@ -142,13 +148,13 @@ class CheckpointManager:
             raise
         self.current = target
         log.info("step %d  saved %s", meta.state["step"], target)
-        try:  # not before it is marked on every node
+        try:  # only after it is marked on every node
             self._on_nodes(partial(prune, self.folder, self.keep_last, keep_best=self.keep_best), group)
         except OSError as error:
             log.warning("%s: older checkpoints could not be removed: %s", self.folder, error)
 
     def _on_nodes(self, work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-        """``work`` on the first rank of every node, and a barrier; an OSError of one is raised on all."""
+        """Run ``work`` on the first rank of every node, then a barrier; an OSError is raised on all."""
         refusal: OSError | None = None
         if self.first_of_node:
             try:
@@ -161,5 +167,5 @@ class CheckpointManager:
 
 
 def nearest_existing(folder: Path) -> Path:
-    """``folder``, or what is there of the way to it."""
+    """Return ``folder`` or its nearest parent that exists."""
     return next(path for path in (folder, *folder.parents) if path.is_dir())

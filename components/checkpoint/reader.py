@@ -1,4 +1,4 @@
-"""Parts of a checkpoint's tensors, read one at a time by a process that needs no other."""
+"""Reading parts of a checkpoint's tensors one at a time, in a process without a process group."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from components.contracts.errors import ConfigError
 
 
 class StoredTensors:
-    """The tensors of the whole checkpoint ``folder``, whatever layout wrote them, without a process group."""
+    """The tensors of the complete checkpoint ``folder``, whatever layout wrote them."""
 
     def __init__(self, folder: Path) -> None:
-        """ConfigError: the checkpoint cannot be read."""
+        """Open the checkpoint; raise ConfigError if it cannot be read."""
         self.folder, self._reader = folder, dcp.FileSystemReader(folder)
         try:
             metadata = self._reader.read_metadata()
@@ -26,15 +26,15 @@ class StoredTensors:
         self._stored = {key: meta for key, meta in found if isinstance(meta, TensorStorageMetadata)}
 
     def shapes(self, kind: str) -> dict[str, torch.Size]:
-        """Of the whole tensors ``<kind>/<name>``, by name."""
+        """Return the shapes of the whole tensors ``<kind>/<name>`` by name."""
         prefix = f"{kind}/"
         names = (key.removeprefix(prefix) for key in self._stored if key.startswith(prefix))
         return {name: self._stored[prefix + name].size for name in names}
 
     def read(self, key: str, index: tuple[slice, ...] = ()) -> Tensor:
-        """The part ``index`` (slices without a step; () is the whole) on CPU, as stored.
+        """Read the part ``index`` (slices without a step; () is the whole) to the CPU, in its stored dtype.
 
-        Takes the memory of the part, and of the largest of the chunks that it lies in.
+        Peak memory is the part and the largest stored chunk that overlaps it.
         """
         stored = self._stored[key]
         every = [part.indices(size)[:2] for part, size in zip(index, stored.size, strict=False)]
@@ -47,7 +47,7 @@ class StoredTensors:
 
 
 class Into(dcp.DefaultLoadPlanner):
-    """Everything that is read goes into one tensor, at the place that its read item says."""
+    """A planner that reads everything into one tensor, at the offsets given by the read items."""
 
     def __init__(self, part: Tensor) -> None:
         super().__init__()

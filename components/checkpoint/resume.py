@@ -1,4 +1,4 @@
-"""The checkpoint that ``checkpoint.resume`` means, and which run may continue from it."""
+"""Finding the checkpoint for ``checkpoint.resume``, and checking that the run may continue from it."""
 
 import logging
 from dataclasses import asdict, dataclass
@@ -20,22 +20,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a run and its continuation have in common."""
+    """Properties that a run and its continuation must share."""
 
     model: str
     """Hash of parameter names and shapes."""
     data: str
-    """Hash of the data and of everything that shapes its plan, but for the batch size."""
+    """Hash of the data and of everything that determines its plan, except the batch size."""
     optimizer: str
-    """Its kind: another one has other moments."""
+    """Kind of optimizer. Different kinds have different moments."""
     reference: str | None
-    """Where the weights of a reference model come from; None: there is none."""
+    """Source of the reference model's weights. None means that there is no reference model."""
     seed: int
     global_batch_size: int
     trained: str | None = None
-    """Where a part of the model is trained, or an adapter: hash of its parameters' names and shapes."""
+    """Hash of the trained parameters' names and shapes, if only a part or an adapter is trained."""
     base: str | None = None
-    """Then, hash of what the rest is made of, which is in no checkpoint."""
+    """In that case, hash of the source of the frozen weights, which checkpoints do not contain."""
 
 
 REMEDIES = {
@@ -49,27 +49,27 @@ REMEDIES = {
     "global_batch_size": "set run.global_batch_size={theirs}",
     "data": "data: the samples, the tokenizer or an option that shapes batches differ; use those of its run",
 }
-"""In the order of asking: a seed changes the plan of the data too."""
+"""Property -> remedy, in the order of the checks: the seed comes before data, whose plan depends on it."""
 
 FORCED = ("seed", "global_batch_size", "data")
-"""What ``checkpoint.allow_mismatch`` lets change: the step stays, and later global batches differ."""
+"""Properties that ``checkpoint.allow_mismatch`` lets change: the step is kept, later batches differ."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """``checkpoint.resume`` and the keys beside it."""
+    """``checkpoint.resume`` and its related keys."""
 
     mode: str
     """``never``, ``auto``, a run folder or a checkpoint folder."""
     verify: bool = False
-    """Read every byte of the checkpoint and compare checksums; sizes are always compared."""
+    """Whether to read every byte of the checkpoint and compare checksums. Sizes are always compared."""
     force: bool = False
 
     def resolve(self, output_dir: Path, name: str, identity: RunIdentity) -> Path | None:
-        """The checkpoint to continue from; None: start afresh.
+        """Return the checkpoint to resume from. None means that the run starts from step 0.
 
         Raises:
-            ConfigError: there is none where one was named, it is damaged, or it belongs to another run.
+            ConfigError: if the named checkpoint does not exist, or it is damaged or belongs to another run.
         """
         if self.mode == "never":
             return None
@@ -85,7 +85,7 @@ class Resume:
 
 
 def newest(runs: Path) -> Path | None:
-    """Of the newest run folder that holds a complete checkpoint."""
+    """Return the newest checkpoint of the newest run folder that holds a complete one, or None."""
     for run in sorted((path for path in runs.glob("*") if path.is_dir()), key=run_order, reverse=True):
         if found := complete_checkpoints(run / "checkpoints"):
             return found[-1]
@@ -93,16 +93,16 @@ def newest(runs: Path) -> Path | None:
 
 
 def run_order(run: Path) -> tuple[str, int]:
-    """By stamp, then by the number that tells apart runs of one second."""
+    """Return the sort key of a run folder: its stamp, then the number that separates runs of one second."""
     stamp, _, number = run.name.partition("__")
     return stamp, int(number) if number.isdigit() else 0
 
 
 def resolve_checkpoint(option: str, path: str) -> Path:
-    """The checkpoint folder ``path``; of a run folder, or a folder of runs, its newest one; absolute.
+    """Return the absolute checkpoint folder ``path``, or the newest one of a run folder or folder of runs.
 
     Raises:
-        ConfigError: (naming ``option``) there is none, or a file of it is not as long as it was written.
+        ConfigError: (naming ``option``) if there is none, or a file has another size than was written.
     """
     point = find_checkpoint(option, path)
     verify_checkpoint(point, checksums=False, option=option)
@@ -124,10 +124,11 @@ def find_checkpoint(option: str, path: str) -> Path:
 
 
 def verify_checkpoint(point: Path, *, checksums: bool, option: str = "checkpoint.resume") -> CheckpointMeta:
-    """
+    """Return the metadata of the checkpoint ``point`` after checking its files.
+
     Raises:
-        ConfigError: (naming ``option``) a file is not as it was written; offers the newest whole checkpoint
-            before it.
+        ConfigError: (naming ``option``) if a file differs from what was written; suggests the newest earlier
+            checkpoint that is intact.
     """
     meta, wrong = inspect_checkpoint(point, checksums=checksums)
     if meta is not None and wrong is None:
@@ -142,9 +143,9 @@ def verify_checkpoint(point: Path, *, checksums: bool, option: str = "checkpoint
 
 
 def newest_valid(checkpoints: Path) -> Path | None:
-    """Of those that count, the newest whose files are all there and as long as they were.
+    """Return the newest complete checkpoint whose files all exist with the written size, or None.
 
-    Newer ones do not count any more, so that pruning takes none of them for the newest.
+    Newer, damaged ones lose their marker, so that pruning does not count them as the newest.
     """
     for folder in reversed(complete_checkpoints(checkpoints)):
         if inspect_checkpoint(folder, checksums=False)[1] is None:
@@ -154,7 +155,7 @@ def newest_valid(checkpoints: Path) -> Path | None:
 
 
 def inspect_checkpoint(point: Path, *, checksums: bool) -> tuple[CheckpointMeta | None, str | None]:
-    """What the checkpoint says of itself, and what is wrong with it."""
+    """Return the metadata of the checkpoint, or None if damaged, and a description of the damage, or None."""
     try:
         meta = read_meta(point)
     except ConfigError:

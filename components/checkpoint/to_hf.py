@@ -1,4 +1,4 @@
-"""From a checkpoint to the folder that its run would have exported, in one process, tensor by tensor."""
+"""Converting a checkpoint to the export of its run, in one process, tensor by tensor."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,23 +19,23 @@ OPTION = "checkpoint"
 
 @dataclass(frozen=True)
 class CheckpointModel:
-    """What a run trained, and where it left it."""
+    """The model or adapter that a run trained, and its checkpoint."""
 
     model: ModelSpec
     adapter: LoRA | None
     checkpoint: Path
-    """A whole one."""
+    """A complete, undamaged checkpoint."""
     run: Path
     """The run's folder."""
     seed: int
     init_from: str | None
 
     def export_model(self, target: Path, dtype: torch.dtype) -> Path:
-        """Writes a model that was trained, or a part of it, to ``target``."""
+        """Write a model that was trained, fully or in part, to ``target``."""
         assert self.adapter is None
         meta = self.model.build(self.model.config())
         shapes = named_shapes(meta)
-        moving = router_biases(meta)  # no gradient, but training changes them, and a checkpoint has them
+        moving = router_biases(meta)  # no gradient, but training updates them, and checkpoints contain them
         named = meta.named_parameters()
         wanted = {name: shapes[name] for name, p in named if p.requires_grad or name in moving}
         trained = checkpoint_weights(self.checkpoint, wanted, OPTION)
@@ -47,15 +47,18 @@ class CheckpointModel:
         return self._stream(shapes, read, target, dtype)
 
     def export_merged(self, target: Path, dtype: torch.dtype) -> Path:
-        """Writes the model that an adapter was trained of, with the adapter added to it."""
+        """Write the base model of an adapter with the adapter merged into it."""
         assert self.adapter is not None
         meta = self.model.build(self.model.config())
         merged = merged_weights(self.adapter, meta, self._initial(), self._adapter_weights())
         return self._stream(named_shapes(meta), merged, target, dtype)
 
     def export_adapter(self, target: Path, dtype: torch.dtype) -> Path:
-        """Writes the adapter's own folder. It names the model in the run's folder, where that is one that
-        ``from_pretrained`` reads; else this is written beside it, in ``dtype``."""
+        """Write the adapter to its own folder ``target``.
+
+        Its config names the base model in the run's folder if that was exported there. Otherwise the base
+        model is written to ``target/base`` in ``dtype``, unless it comes from a path that peft can load.
+        """
         assert self.adapter is not None
         own = self._adapter_weights()
         names = self.adapter.shapes(self.model.build(self.model.config()))
@@ -88,5 +91,5 @@ class CheckpointModel:
         return replace(self.model, initial_checkpoint=point)
 
     def _initial(self) -> WeightSource:
-        """The weights that the run began with, and left as they were where they were frozen."""
+        """Return the initial weights of the run. Its frozen weights still have these values."""
         return self._started().weights(self.seed)
