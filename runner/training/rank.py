@@ -170,7 +170,7 @@ def build_loop(
 ) -> TrainContext:
     """Build the loop's arguments, for a new run or from ``record.checkpoint``; every rank calls it."""
     run, saving, place = experiment.run, experiment.checkpoint, RankInfo.read()
-    share = {"data_rank": engine.dp_rank, "data_size": engine.dp_size}
+    share = {"dp_rank": engine.dp_rank, "dp_size": engine.dp_size}
     cache = None if record.reference is None else Path(record.reference.folder)
     data = experiment.data.restore(record.data)
     rows = {"global_batch_size": run.global_batch_size, "micro_batch_size": run.micro_batch_size}

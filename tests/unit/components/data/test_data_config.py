@@ -19,7 +19,7 @@ from components.data.tokenizer import PATH
 from tests.unit.components.data.store.test_indexed import write_indexed
 
 SHARED = Path(__file__).parents[5] / "shared" / "data"
-ONE_RANK = {"global_batch_size": 4, "micro_batch_size": 2, "data_rank": 0, "data_size": 1}
+ONE_RANK = {"global_batch_size": 4, "micro_batch_size": 2, "dp_rank": 0, "dp_size": 1}
 
 
 @pytest.fixture(scope="module")

@@ -47,8 +47,8 @@ def make_loader(store: TokenStore, plans: list[Plan], packing: str, **changes: A
     settings: dict[str, Any] = {
         "global_batch_size": 8,
         "micro_batch_size": 2,
-        "data_rank": 0,
-        "data_size": 1,
+        "dp_rank": 0,
+        "dp_size": 1,
         "packed": packing != "none",
         "pad_id": 0,
         "drop_last": False,

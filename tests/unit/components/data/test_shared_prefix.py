@@ -100,7 +100,7 @@ def test_stats_are_of_the_samples_and_the_cost_is_of_the_work(store: TokenStore)
     found = {}
     for shared in (False, True):
         plans = [plan_pairs(store, shared=shared, max_length=512)]
-        rows = {"global_batch_size": 1, "micro_batch_size": 1, "data_rank": 0, "data_size": 1}
+        rows = {"global_batch_size": 1, "micro_batch_size": 1, "dp_rank": 0, "dp_size": 1}
         loader = TokenDataLoader(store, plans, **rows, packed=True, pad_id=0, drop_last=False)
         stats, [batch] = loader.stats(0), loader.microbatches(0)
         assert stats.num_computed_tokens == batch.labels.numel()
