@@ -51,7 +51,7 @@ def comm_cost(
     tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, world_size // layout.model_ranks
     sent = [gradients(layout, size, dp * cp, dtype)]
     own, recomputed = tokens / cp, layout.activation_checkpointing
-    layers = {"layers": size.layers / pp, "routed_layers": size.num_moe_layers / pp}
+    layers = {"layers": size.layers / pp, "num_moe_layers": size.num_moe_layers / pp}
     stage = ModelSize(**vars(size) | layers)
     if cp > 1:
         exchange = ulysses_volume if layout.cp_comm_type == "a2a" else key_value_volume

@@ -25,7 +25,7 @@ def experiment(*overrides: str) -> Experiment:
 def estimate(*overrides: str, **options: Any) -> list[RankMemory]:
     """On GPUs, in bf16."""
     made = experiment("run.dtype=bf16", *overrides)
-    asked: dict[str, Any] = {"workload": WORKLOAD, "reference": "none", "adapter": made.adapter}
+    asked: dict[str, Any] = {"microbatch": WORKLOAD, "reference": "none", "adapter": made.adapter}
     step = MemoryInputs(
         world_size=made.parallelism.world_size({}, 0),
         dtype=torch.bfloat16,
