@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is trained of a frozen model, and the folder (peft's) it is kept in."""
+"""Low-rank adapters of a frozen model, and the folders in peft's format that hold them."""
 
 from components.adapters.export import export_adapter
 from components.adapters.from_config import lora, none

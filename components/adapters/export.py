@@ -1,4 +1,4 @@
-"""Writing the folder that peft reads."""
+"""Writing an adapter's folder in peft's format."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
     from components.adapters.lora_config import LoRA
 
 BASE, REVISION = "base_model_name_or_path", "revision"
-"""Where adapter_config.json says which model the adapter is for."""
+"""Keys of adapter_config.json that name the base model of the adapter."""
 
 
 def export_adapter(
     adapter: "LoRA", spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]], path: Path
 ) -> None:
-    """Writes adapter_config.json and adapter_model.safetensors.
+    """Write adapter_config.json and adapter_model.safetensors.
 
-    Every rank calls it with the tensors that it writes (our name, whole tensor; fp32 for a copy that training
-    continues from bitwise); over all ranks each comes once. ``path`` is on a disk that all ranks share. The
-    folder is complete when a rank returns. Making ``tensors`` may be collective.
+    Every rank calls this function with the tensors that it writes (our name, whole tensor; in fp32 training
+    can continue from the copy bitwise). Over all ranks each tensor comes once. ``path`` is on a filesystem
+    that all ranks share. The folder is complete when any rank returns. Iterating over ``tensors`` may be
+    collective.
     """
     path.mkdir(parents=True, exist_ok=True)
     model = spec.build(spec.config())
@@ -41,7 +42,7 @@ def export_adapter(
     renamed = ((PREFIX + rename(name), tensor) for name, tensor in tensors)
     written = gather_objects(write_shards(path, renamed, SHARD_BYTES))
     if rank() == 0:
-        # peft looks for one file.
+        # peft reads a single file.
         files = [file for shards in written for file, _ in shards]
         merged: dict[str, Tensor] = {}
         for file in files:
@@ -57,10 +58,11 @@ def export_adapter(
 def finish_export(
     spec: ModelSpec, export: Path, base: Path, seed: int, dtype: torch.dtype
 ) -> PreTrainedTokenizerBase:
-    """Adds the tokenizer, and returns it. In one process, when every rank has exported.
+    """Add the tokenizer to the folder ``export`` and return it.
 
-    Where the model's weights are random, or a checkpoint's, it writes these to the folder ``base`` in
-    ``dtype`` and names them in adapter_config.json.
+    Only one process calls this, after every rank has exported. If the weights of the base model are random or
+    from a checkpoint, they are written to the folder ``base`` in ``dtype``, which adapter_config.json then
+    names.
     """
     tokenizer = spec.load_tokenizer()
     tokenizer.save_pretrained(export)
@@ -73,12 +75,12 @@ def finish_export(
 
 
 def name_base(export: Path, base: Path) -> None:
-    """Says in the adapter's folder ``export`` that its model is in the folder ``base``."""
+    """Set the folder ``base`` as the base model in the adapter's folder ``export``."""
     amend(export / CONFIG, {BASE: str(base.absolute())})
 
 
 def base_name(spec: ModelSpec) -> str | None:
-    """What peft loads the model from; None: the weights are in no folder that it reads."""
+    """Return the folder or hub id of the base model for peft, or None if the weights are not in one."""
     if not spec.is_pretrained or spec.path is None:
         return None
     folder = Path(spec.path).expanduser()
@@ -86,8 +88,8 @@ def base_name(spec: ModelSpec) -> str | None:
 
 
 def peft_config(adapter: "LoRA", model: PreTrainedModel, spec: ModelSpec | None = None) -> "LoraConfig":
-    """peft's own description, which adapts the same modules of ``model``."""
-    from peft import LoraConfig  # here, because it takes seconds
+    """Return the peft configuration that adapts the same modules of ``model``."""
+    from peft import LoraConfig  # slow to import
 
     alpha = adapter.alpha
     return LoraConfig(
@@ -110,7 +112,7 @@ def peft_config(adapter: "LoRA", model: PreTrainedModel, spec: ModelSpec | None 
 
 
 def shortest_suffixes(targets: list[str], linears: list[str]) -> list[str]:
-    """Last parts of names where these mean the same modules, else whole names."""
+    """Return the last parts of ``targets`` if these match the same modules, else the whole names."""
     words = leaf_names(targets)
     meant = [name for name in linears if any(matches(name, word) for word in words)]
     return words if meant == targets else targets

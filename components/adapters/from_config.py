@@ -1,4 +1,4 @@
-"""From the settings of the ``adapter`` group to a description; a folder's own settings fill the gaps."""
+"""The targets of the ``adapter`` group's configs. Settings that are None come from an adapter's folder."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from components.contracts.json_types import Config, Json
 
 
 def none() -> None:
-    """``adapter=none``: every parameter of the model is trained."""
+    """Return None for ``adapter=none``: every parameter of the model is trained."""
 
 
 def lora(
@@ -26,10 +26,10 @@ def lora(
     dora: bool,
     quantize: Literal["nf4"] | None,
 ) -> LoRA:
-    """The description that these settings make; with ``path``, those that are None come from its folder.
+    """Return the adapter with these settings; with ``path``, those that are None come from its folder.
 
     Raises:
-        ConfigError: a setting is missing, out of range, or not that of the folder; or the folder cannot be
+        ConfigError: if a setting is missing, out of range or not that of the folder, or the folder cannot be
             read.
     """
     asked: Json = {
@@ -56,7 +56,7 @@ def lora(
 
 
 def agreed_setting(asked: Config, stored: Config, path: str) -> Json:
-    """``stored``, with which everything that was asked for agrees."""
+    """Return ``stored``, or raise ConfigError if a setting in ``asked`` that is not None differs from it."""
     for name, value in asked.items():
         same = sorted(value) == sorted(stored[name]) if isinstance(value, tuple) else value == stored[name]
         if value is not None and not same:

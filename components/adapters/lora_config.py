@@ -24,34 +24,35 @@ from components.models.mtp import mtp_layers
 Init = Literal["kaiming", "gaussian"]
 
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-"""How the names of an adapter's parameters end, after the name of the module that they adapt."""
+"""Suffixes of the names of an adapter's parameters, after the name of the adapted module."""
 
 
 @dataclass(frozen=True)
 class LoRA:
     """Low-rank adaptation (Hu et al., 2021): ``W x + scaling * B A x``, where ``W`` is frozen.
 
-    With ``dora``, its rows are scaled to a learned length (Liu et al., 2024, equation 5). Parameters are
-    named ``<module>.lora_A.weight`` ``[r, in]``, ``<module>.lora_B.weight`` ``[out, r]`` and
-    ``<module>.lora_magnitude_vector`` ``[out]``.
+    With ``dora``, the rows of ``W + scaling * B A`` are scaled to learned norms (Liu et al., 2024, equation
+    5). Parameters are named ``<module>.lora_A.weight`` ``[r, in]``, ``<module>.lora_B.weight`` ``[out, r]``
+    and ``<module>.lora_magnitude_vector`` ``[out]``.
     """
 
     r: int = 16
     alpha: float = 32.0
     target_modules: Targets = "all-linear"
-    """``all-linear`` (but the head), ``attention``, ``mlp``, or names that modules' own end with."""
+    """``all-linear`` (except the head), ``attention``, ``mlp``, or suffixes of module names."""
     dropout: float = 0.0
-    """Of the input of ``A``, in training passes only."""
+    """Dropout probability of the input of ``A``, in training passes only."""
     rslora: bool = False
     """Scale by alpha / sqrt(r) (Kalajdzievski, 2023)."""
     init_lora_weights: Init | None = "kaiming"
-    """``A`` uniform as torch draws a linear layer, or normal with deviation 1 / r; ``B`` 0. None: read."""
+    """Initial ``A``: uniform as in ``torch.nn.Linear``, or normal with standard deviation 1 / r. ``B`` is 0.
+    None means that the values are read from ``path``."""
     modules_to_save: tuple[str, ...] = ()
-    """Modules that are trained whole beside the adapter, named like ``target_modules``."""
+    """Modules that are trained whole in addition to the adapter, named like ``target_modules``."""
     dora: bool = False
     quantize: Literal["nf4"] | None = None
     path: str | None = None
-    """An adapter's folder: the initial values. Its settings are those above."""
+    """Folder of an adapter with the initial values; its settings must be those above."""
 
     def __post_init__(self) -> None:
         if self.r < 1:
@@ -66,16 +67,16 @@ class LoRA:
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
     def check(self, model: PreTrainedModel) -> None:
-        """
-        Raises:
-            ConfigError: ``model`` (on any device) has no such modules, ``r`` exceeds one of their sizes, or
-                the folder at ``path`` holds another adapter.
+        """Raise ConfigError if ``model`` (on any device) cannot be trained with this adapter.
+
+        For example, it lacks the modules, ``r`` exceeds one of their sizes, it has frozen parameters or MTP
+        layers, or the folder at ``path`` holds another adapter.
         """
         if self.quantize is not None:
             raise ConfigError(
                 "adapter.quantize: 4-bit weights are not sharded by either engine; use adapter=lora."
             )
-        fixed = router_biases(model).values()  # which no gradient changes
+        fixed = router_biases(model).values()  # these never require a gradient
         if any(not p.requires_grad and all(p is not bias for bias in fixed) for p in model.parameters()):
             raise ConfigError(
                 "model.freeze: an adapter freezes the whole model; leave it out, or use adapter=none."
@@ -91,26 +92,26 @@ class LoRA:
             check_tensors(self.path, shapes, file_names(model.config.model_type))
 
     def targets(self, model: PreTrainedModel) -> list[str]:
-        """Names of the linear layers that are adapted, in the model's order.
+        """Return the names of the linear layers that are adapted, in the model's order.
 
         Raises:
-            ConfigError: a name of ``target_modules`` matches nothing, or what is no linear layer.
+            ConfigError: if a name of ``target_modules`` matches nothing, or a module that is not linear.
         """
         return linear_targets(model, self.target_modules)
 
     def expert_targets(self, model: PreTrainedModel) -> list[str]:
-        """Those of ``targets`` that are of experts, of which a token meets some."""
+        """Return the ``targets`` that belong to experts, of which each token uses only some."""
         return [name for name in self.targets(model) if EXPERT_PARAM.match(name)]
 
     def saved(self, model: PreTrainedModel) -> list[str]:
-        """Names of the modules that ``modules_to_save`` means, in the model's order."""
+        """Return the names of the modules that match ``modules_to_save``, in the model's order."""
         return saved_modules(model, self.modules_to_save, self.targets(model))
 
     def shapes(self, model: PreTrainedModel) -> dict[str, torch.Size]:
-        """Every trainable parameter in the model's order; those of ``modules_to_save`` last.
+        """Return the shape of each trainable parameter in the model's order, ``modules_to_save`` last.
 
         Raises:
-            ConfigError: ``targets`` does, or ``r`` is larger than a side of a matrix.
+            ConfigError: if ``targets`` or ``saved`` does, or ``r`` is larger than a side of a matrix.
         """
         found: dict[str, torch.Size] = {}
         for name in self.targets(model):
@@ -132,10 +133,10 @@ class LoRA:
         return found
 
     def weights(self, model: PreTrainedModel, seed: int, base: WeightSource) -> WeightSource:
-        """Initial values by name, in float32: read from ``path``, else a function of (``seed``, name) alone.
+        """Return the initial values by name: read from ``path``, else a function of (``seed``, name).
 
-        ``base`` gives the weights of ``model``, which the lengths of its rows (dora) and ``modules_to_save``
-        start from.
+        Drawn ones are in float32. ``base`` is the source of the weights of ``model``, from which the
+        magnitudes of DoRA (row norms) and ``modules_to_save`` are initialised.
         """
         shapes = self.shapes(model)
         if self.path is not None:
@@ -154,7 +155,7 @@ class LoRA:
         return draw
 
     def _draw_a(self, name: str, shape: torch.Size, seed: int) -> Tensor:
-        # As peft: Linear's own initial values, whose bound depends on the whole matrix.
+        # As in peft: the initial values of nn.Linear, whose bound depends on the shape of the whole matrix.
         values = torch.empty(shape)
         with seeded(seed, name):
             if self.init_lora_weights == "gaussian":
@@ -168,6 +169,6 @@ class LoRA:
         return finish_export(model, export, base, seed, dtype)
 
     def shape_hash(self, model: PreTrainedModel) -> str:
-        """Two adapters of one signature compute the same function of the same parameters."""
+        """Return a hash that is equal for adapters that compute the same function of the same parameters."""
         shapes = sorted((name, list(shape)) for name, shape in self.shapes(model).items())
         return hashlib.sha256(json.dumps([shapes, self.scaling]).encode()).hexdigest()

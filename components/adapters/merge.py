@@ -1,4 +1,4 @@
-"""Adding an adapter to its model, for programs that know no adapters."""
+"""Merging an adapter into its base model, for programs without support for adapters."""
 
 from pathlib import Path
 
@@ -17,13 +17,13 @@ from components.models.hub import read_json
 def merge_adapter(
     adapter: str, output: str, *, base: str | None = None, dtype: torch.dtype = torch.float32
 ) -> Path:
-    """Writes the model with the adapter in the folder ``adapter`` added to it to the folder ``output``.
+    """Merge the adapter in the folder ``adapter`` into its base model and write it to the folder ``output``.
 
-    Computed in float32, one tensor at a time, and stored in ``dtype``. ``base`` is the model's folder or hub
-    id; None: the one that the adapter names.
+    The sum is computed in float32, one tensor at a time, and stored in ``dtype``. ``base`` is the folder or
+    hub id of the base model. None means the one that adapter_config.json names.
 
     Raises:
-        ConfigError: a folder cannot be read, the adapter is of another model, or ``output`` is not empty.
+        ConfigError: if a folder cannot be read, the adapter is for another model, or ``output`` is not empty.
     """
     target = new_folder(output)
     spec = base_of(adapter, base)
@@ -38,7 +38,7 @@ def merge_adapter(
 
 
 def new_folder(output: str) -> Path:
-    """ConfigError: there is something at ``output``."""
+    """Return ``output`` as a path, or raise ConfigError if it is a file or a folder that is not empty."""
     target = Path(output).expanduser()
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise ConfigError(f"output={output}: is not an empty folder; name a new one.")
@@ -48,7 +48,7 @@ def new_folder(output: str) -> Path:
 def merged_weights(
     adapter: LoRA, model: PreTrainedModel, weights: WeightSource, own: WeightSource
 ) -> WeightSource:
-    """``weights`` of ``model`` with the adapter's ``own`` added, in float32."""
+    """Return a source of the ``weights`` of ``model`` merged with the adapter's ``own``, in float32."""
     shapes = adapter.shapes(model)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
@@ -59,7 +59,7 @@ def merged_weights(
 
 
 def base_of(adapter: str, base: str | None) -> ModelSpec:
-    """The model under ``adapter``, with the tokenizer that lies beside it, if one does."""
+    """Return the base model of ``adapter``, with the tokenizer in the adapter's folder if there is one."""
     config = read_json(adapter_file(adapter, CONFIG))
     named = config.get(BASE)
     if base is None and not named:
@@ -76,7 +76,7 @@ def base_of(adapter: str, base: str | None) -> ModelSpec:
 def added(
     weight: Tensor, module: str, shapes: dict[str, torch.Size], own: WeightSource, scaling: float
 ) -> Tensor:
-    """``weight`` ``[out, in]`` of ``module`` with its adapter, as ``LoRA`` describes it."""
+    """Return ``weight`` ``[out, in]`` of ``module`` merged with its adapter by the formulas of ``LoRA``."""
     if module + A not in shapes:
         return weight
     weight = weight + scaling * own(module + B).float() @ own(module + A).float()

@@ -1,4 +1,4 @@
-"""Reading an adapter's folder, as peft writes it: adapter_config.json and adapter_model.safetensors."""
+"""Reading an adapter's folder in peft's format: adapter_config.json and adapter_model.safetensors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from components.models.weights import WeightSource
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Of every name in the file."""
+"""Prefix of every tensor name in the file."""
 
 HARMLESS = {
     "auto_mapping",
@@ -38,11 +38,11 @@ HARMLESS = {
     "use_dora",
     "use_rslora",
 }
-"""Keys of adapter_config.json that are read, or change nothing about an adapter that is trained further."""
+"""Keys of adapter_config.json that are read, or that do not affect further training of the adapter."""
 
 WHOLE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights with which peft leaves the model under the adapter as it is; with pissa, olora
-or loftq it takes from the weights what A and B begin with."""
+"""Values of init_lora_weights with which peft leaves the base model unchanged. With pissa, olora or loftq it
+subtracts the initial A and B from the base weights."""
 
 
 def adapter_file(path: str, name: str) -> Path:
@@ -53,10 +53,10 @@ def adapter_file(path: str, name: str) -> Path:
 
 
 def read_settings(path: str) -> Json:
-    """Read the settings of the adapter at ``path``: those of ``LoRA`` that its weights depend on.
+    """Read the settings of the adapter at ``path``: the fields of ``LoRA`` that its weights depend on.
 
     Raises:
-        ConfigError: no LoRA, or one of a kind that our engines do not compute.
+        ConfigError: if it is not a LoRA, or of a variant that our engines do not compute.
     """
     config = read_json(adapter_file(path, CONFIG))
     if config.get("peft_type") != "LORA":
@@ -85,10 +85,7 @@ def read_settings(path: str) -> Json:
 
 
 def check_tensors(path: str, shapes: Mapping[str, torch.Size], rename: Rename) -> None:
-    """
-    Raises:
-        ConfigError: the folder does not hold exactly the tensors ``shapes`` (by our names).
-    """
+    """Raise ConfigError if the folder does not hold exactly the tensors ``shapes`` (by our names)."""
     with open_file(adapter_file(path, TENSORS), "adapter.path") as file:
         stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     missing = [name for name in shapes if PREFIX + rename(name) not in stored]
@@ -109,7 +106,7 @@ def check_tensors(path: str, shapes: Mapping[str, torch.Size], rename: Rename) -
 
 
 def stored_weights(path: str, rename: Rename) -> WeightSource:
-    """The tensors of the folder by our names, each read when it is asked for; ``rename`` gives theirs."""
+    """Return a lazy source of the folder's tensors by our names; ``rename`` maps these to names in files."""
     path_of_file = adapter_file(path, TENSORS)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:

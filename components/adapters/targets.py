@@ -1,4 +1,4 @@
-"""Which modules of a model an adapter means."""
+"""Selection of the modules that an adapter trains."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -19,14 +19,14 @@ PARTS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *LATENT),
     "mlp": ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
 }
-"""As transformers names them in Llama and its descendants; Phi-3 fuses some, DeepSeek-V3 has others too."""
+"""Names in Llama and models derived from it. Phi-3 fuses some of them; DeepSeek-V3 also has ``LATENT``."""
 
 
 def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
-    """Names of linear layers, in the model's order; the head is never one, as peft's ``all-linear`` has it.
+    """Return the names of the linear layers to adapt, in the model's order, without the head as in peft.
 
     Raises:
-        ConfigError: nothing matches, or a module that is no linear layer, or the head.
+        ConfigError: if nothing matches, or the head or a module that is not linear does.
     """
     linears = linear_names(model)
     if target == "all-linear":
@@ -50,7 +50,7 @@ def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    """Those that may be adapted."""
+    """Return the names of all linear layers that may be adapted."""
     head, others = model.get_output_embeddings(), beside_experts(model)
     return [
         name
@@ -60,8 +60,11 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 
 
 def beside_experts(model: PreTrainedModel) -> frozenset[str]:
-    """In a model with experts the linear layers that are called as theirs are, of dense MLPs and of shared
-    experts: peft takes every target of that name for the experts' alone, and leaves these as they are."""
+    """Return the linear layers of dense MLPs and shared experts in an MoE model; empty for a dense model.
+
+    They have the same names as those of the routed experts. peft applies targets with such a name only to the
+    routed experts.
+    """
     if not moe_blocks(model):
         return frozenset()
     modules = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
@@ -69,10 +72,10 @@ def beside_experts(model: PreTrainedModel) -> frozenset[str]:
 
 
 def without_experts(found: Sequence[str], words: Sequence[str], beside: frozenset[str]) -> list[str]:
-    """``found`` without those ``beside`` experts.
+    """Return ``found`` without the layers in ``beside`` (see ``beside_experts``).
 
     Raises:
-        ConfigError: one of ``words`` names such a layer in full.
+        ConfigError: if one of ``words`` is the whole name of such a layer.
     """
     if named := [word for word in words if word in beside]:
         raise ConfigError(
@@ -83,12 +86,12 @@ def without_experts(found: Sequence[str], words: Sequence[str], beside: frozense
 
 
 def leaf_names(names: Sequence[str]) -> list[str]:
-    """The last parts of ``names``, each once."""
+    """Return the last parts of ``names``, each once."""
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
 def named_modules(model: PreTrainedModel, wanted: Sequence[str], option: str) -> list[str]:
-    """The modules whose names are, or end with, one of ``wanted`` (whole parts between dots, as in peft)."""
+    """Return the modules with a name in ``wanted``, or a suffix of whole parts between dots, as in peft."""
     names = [name for name, _ in model.named_modules() if name]
     for word in wanted:
         if not any(matches(name, word) for name in names):
@@ -117,10 +120,11 @@ def check_linear(model: PreTrainedModel, name: str, linears: Sequence[str]) -> N
 
 
 def saved_modules(model: PreTrainedModel, wanted: Sequence[str], targets: Sequence[str]) -> list[str]:
-    """The modules that are trained whole, in the model's order.
+    """Return the modules that are trained whole, in the model's order.
 
     Raises:
-        ConfigError: a name matches nothing, or a module that has no parameters of its own alone.
+        ConfigError: if a name matches nothing, or a module that is tied, adapted, a router or an expert, or
+            not a single module with parameters.
     """
     found = named_modules(model, wanted, "adapter.modules_to_save")
     tied = tied_names(model)
@@ -150,11 +154,9 @@ def saved_modules(model: PreTrainedModel, wanted: Sequence[str], targets: Sequen
 def check_expert_targets(
     model: PreTrainedModel, targets: Sequence[str], *, dropout: float, dora: bool
 ) -> None:
-    """``targets``, of experts, against what peft makes of them: transformers holds the experts of a layer in
-    two tensors, each with one adapter for all.
+    """Raise ConfigError if peft could not read an adapter of the expert layers ``targets``.
 
-    Raises:
-        ConfigError: peft could not read such an adapter.
+    transformers holds the experts of a layer in two tensors, and peft adapts each tensor as a whole.
     """
     if not targets:
         return
@@ -173,7 +175,7 @@ def check_expert_targets(
 
 
 def adapted_and_not(model: PreTrainedModel, targets: Sequence[str]) -> tuple[str, str] | None:
-    """A target and what is none, of those that come together."""
+    """Return an adapted and an unadapted layer of a group that peft adapts only together, or None."""
     wanted = set(targets)
     for leaves in (("gate_proj", "up_proj"), ("down_proj",)):
         names = [n for n in linear_names(model) if EXPERT_PARAM.match(n) and n.endswith(leaves)]

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: any of these side by side, by name."""
+"""Loggers of the metrics of a run. Any number of them can be active, each under a name."""
 
 from components.loggers.base import Logger as Logger
 from components.loggers.base import LoggerSpec as LoggerSpec

@@ -1,4 +1,4 @@
-"""What a logger is. A row is ``{"step": 10, "train/loss": 2.3, ...}``."""
+"""The interface of loggers. A row is ``{"step": 10, "train/loss": 2.3, ...}``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,48 +10,48 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 
 Row = Mapping[str, float | int | None]
-"""None: asked for, but there is no value. ``step`` is always there."""
+"""Metric -> value. None means that the metric has no value at this step. ``step`` is always present."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a logger is told of the run, or of the part of a resumed run, that begins."""
+    """Information for a logger at the start of a run, also of a resumed one."""
 
     folder: Path
-    """Of the run, with config.yaml, run.json, audit.json and what else was known before its first step."""
+    """The run folder, with config.yaml, run.json, audit.json and the other files written before step 1."""
     config: Config
     facts: Config = field(default_factory=dict)
-    """run.json"""
+    """Content of run.json."""
     step: int = 0
-    """Steps done before. What an earlier start of this run has logged of later ones does not count."""
+    """Number of completed steps. Rows of later steps from an earlier start of this run are obsolete."""
 
 
 @dataclass(frozen=True)
 class RunResult:
     status: Literal["done", "stopped", "failed"]
-    """``stopped``: by a signal or ``run.max_time``; it can go on."""
+    """``stopped`` means by a signal or ``run.max_time``; such a run can be resumed."""
     summary: Row = field(default_factory=dict)
-    """The last value of everything that was logged, and the step of the last training row with a loss."""
+    """The last value of each metric, and the step of the last training row with a loss."""
     reason: str | None = None
 
 
 class Logger(Protocol):
-    """Lives on the main rank alone. What it raises costs the run nothing but this logger."""
+    """A logger, on the main rank only. An exception in it disables this logger, and the run continues."""
 
     def log(self, row: Row) -> None: ...
 
     def finish(self, ending: RunResult) -> None:
-        """Everything logged is on disk (or sent) when this returns; called once, however the run ends."""
+        """Flush all rows to disk (or the server) before returning; called once, however the run ends."""
 
 
 class LoggerSpec(Protocol):
     """One node of the ``logger`` group."""
 
     def check(self) -> None:
-        """Raises ConfigError where something is missing; called before any rank starts."""
+        """Raise ConfigError if a requirement is missing; called before any rank starts."""
 
     def open(self, start: RunInfo) -> Logger | None:
-        """None: it takes no rows."""
+        """Return the logger, or None if it takes no rows."""
 
 
 def require(package: str) -> None:

@@ -1,4 +1,4 @@
-"""Every row to every logger."""
+"""Passing every row to every logger."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -9,14 +9,14 @@ log = logging.getLogger(__name__)
 
 
 class CompositeLogger:
-    """Those of a run, by name. One that fails is told of once and left out from then on; the run goes on."""
+    """The loggers of a run, by name. One that fails is reported once and then dropped; the run continues."""
 
     def __init__(self, specs: Mapping[str, LoggerSpec], start: RunInfo) -> None:
         self._open: dict[str, Logger] = {}
         for name, spec in specs.items():
             try:
                 logger = spec.open(start)
-            except Exception as error:  # noqa: BLE001  whatever a tracker raises
+            except Exception as error:  # noqa: BLE001  a tracker may raise anything
                 warn(name, error)
             else:
                 if logger is not None:
@@ -33,7 +33,7 @@ class CompositeLogger:
         for name, logger in list(self._open.items()):
             try:
                 call(logger)
-            except Exception as error:  # noqa: BLE001  whatever a tracker raises
+            except Exception as error:  # noqa: BLE001  a tracker may raise anything
                 warn(name, error)
                 del self._open[name]
 

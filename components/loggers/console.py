@@ -1,4 +1,4 @@
-"""The terminal: lines, tables and the progress bar, or next to nothing."""
+"""Terminal output: lines, tables and the progress bar."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ class Console:
     progress: bool = True
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """Do nothing: there are no requirements."""
 
     def open(self, start: RunInfo) -> None:
-        """No rows."""
+        """Return None, because it takes no rows."""
 
 
 class Terminal(rich.console.Console):
-    """Standard error; ``quiet`` where no ``Console`` was chosen: it then shows warnings and no more."""
+    """Standard error. Without a ``Console`` it is ``quiet``: only warnings are shown."""
 
     def __init__(self, shown: Console | None) -> None:
         super().__init__(stderr=True, quiet=shown is None)
@@ -35,5 +35,5 @@ class Terminal(rich.console.Console):
 
 
 def terminal(loggers: Mapping[str, object]) -> Terminal:
-    """As the chosen ``loggers`` want it."""
+    """Return the terminal for the first ``Console`` among ``loggers``, or a quiet one."""
     return Terminal(next((spec for spec in loggers.values() if isinstance(spec, Console)), None))

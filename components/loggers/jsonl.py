@@ -1,4 +1,4 @@
-"""metrics.jsonl"""
+"""The logger that writes metrics.jsonl."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from components.loggers.base import Row, RunInfo, RunResult
 
 
 class JsonlLogger:
-    """One flushed JSON object a line; a number that is not finite, which JSON has no word for, is null."""
+    """Writes one JSON object per line and flushes it. Numbers that are not finite become null."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -20,16 +20,16 @@ class JsonlLogger:
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
-    def finish(self, ending: RunResult) -> None:  # noqa: ARG002  the rows say it all
+    def finish(self, ending: RunResult) -> None:  # noqa: ARG002  the rows contain everything
         self._file.close()
 
 
 @dataclass(frozen=True)
 class Jsonl:
-    """``metrics.jsonl``; a run that goes on in its folder has left there the rows up to its checkpoint."""
+    """``metrics.jsonl``. A resumed run appends to it, after the rows up to its checkpoint."""
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """Do nothing: there are no requirements."""
 
     def open(self, start: RunInfo) -> JsonlLogger:
         return JsonlLogger(start.folder / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""TensorBoard events."""
+"""The logger that writes TensorBoard events."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,9 +9,9 @@ from components.loggers.base import Row, RunInfo, RunResult, require
 
 
 class TensorboardLogger:
-    """Scalars and the config as a text; in the end hyperparameters, with every last value as ``final/...``.
+    """Writes scalars and the config as text, and at the end hyperparameters with last values ``final/...``.
 
-    Where a run goes on in its folder, readers of the events drop what was logged after its checkpoint.
+    If a run is resumed, its purge step makes TensorBoard drop what was logged after the checkpoint.
     """
 
     def __init__(self, start: RunInfo, flush_secs: int) -> None:
@@ -30,7 +30,7 @@ class TensorboardLogger:
                 self._writer.add_scalar(key, value, row["step"])
 
     def finish(self, ending: RunResult) -> None:
-        """Hyperparameters of a run that is done: to TensorBoard, every run that has some is a success."""
+        """Write the hyperparameters if the run is done; TensorBoard shows any run with them as successful."""
         if ending.status == "done":
             final = {f"final/{key}": value for key, value in ending.summary.items() if key != "step"}
             step = ending.summary.get("step")
@@ -60,7 +60,7 @@ class Tensorboard:
 
 
 def flatten_config(prefix: str, node: object) -> Iterator[tuple[str, str | float | int | bool]]:
-    """``optimizer.lr`` and its value, for every key; what is no number and no text as JSON."""
+    """Yield each dotted key with its value; a value that is neither a number nor text becomes JSON."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             yield from flatten_config(f"{prefix}.{key}" if prefix else key, value)

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The logger for Weights & Biases."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +10,12 @@ from components.contracts.json_types import Config, Json
 from components.loggers.base import Row, RunInfo, RunResult, require
 
 DOCUMENTS = ("config.yaml", "run.json", "audit.json", "preflight.json", "code.diff")
-"""Of the run folder, kept as one artifact of the run, as far as they are there."""
+"""Files of the run folder that, if present, are logged as one artifact."""
 EXIT_CODES = {"done": 0, "stopped": 1, "failed": 1}
 
 
 class WandbLogger:
-    """One run of Weights & Biases, which a run that goes on in its folder continues."""
+    """One run of Weights & Biases. A resumed run continues the same one."""
 
     def __init__(self, start: RunInfo, settings: Config) -> None:
         import wandb  # slow to import
@@ -25,10 +25,10 @@ class WandbLogger:
             dir=start.folder,
             config=dict(start.config) | {"code": code_state(start.facts)},
             id=run_id(start.folder),
-            resume="allow" if online else None,  # files of an offline run are one run when they are sent
+            resume="allow" if online else None,  # wandb sync merges the files of an offline run by id
             **settings,
         )
-        # A server has no place for a step twice; those that are computed again are there already.
+        # The server accepts each step once; it already has the steps that a resumed run computes again.
         self._first_step = self._run.starting_step
         artifact = wandb.Artifact(f"run-{self._run.id}", type="run")
         for name in DOCUMENTS:
@@ -43,7 +43,7 @@ class WandbLogger:
             self._run.log(values, step=step)
 
     def finish(self, ending: RunResult) -> None:
-        """A run that was stopped is marked as one that may go on, one that has failed as failed."""
+        """Mark a stopped run as preempting, because it may be resumed, and a failed one as failed."""
         self._run.summary.update(
             {key: value for key, value in ending.summary.items() if key != "step"}
             | {"status": ending.status, "reason": ending.reason}
@@ -55,19 +55,19 @@ class WandbLogger:
 
 @dataclass(frozen=True)
 class Wandb:
-    """``mode``: ``online``, or ``offline``: files in the folder ``wandb`` of the run, for ``wandb sync``."""
+    """Weights & Biases. ``mode=offline`` writes files for ``wandb sync`` to ``<run folder>/wandb``."""
 
     project: str = "runner"
     entity: str | None = None
     name: str | None = None
-    """None: the run folder's own name and its parent's."""
+    """Name of the run. None means ``<name>/<stamp>`` of the run folder."""
     group: str | None = None
-    """None: the name of the sweep's folder, where the run belongs to one."""
+    """Group of the run. None means the name of the sweep's folder, if the run belongs to a sweep."""
     mode: Literal["online", "offline"] = "online"
     tags: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """ConfigError where a run would find wandb missing, or nobody logged in."""
+        """Raise ConfigError if wandb is not installed, or if ``mode`` is online and there is no API key."""
         require("wandb")
         import wandb
 
@@ -91,7 +91,7 @@ class Wandb:
 
 
 def run_id(folder: Path) -> str:
-    """That of the wandb run which began in the run folder, else a new one, which is kept there."""
+    """Return the wandb run id stored in the run folder, or create and store one."""
     path = folder / "wandb" / "run_id"
     if not path.is_file():
         path.parent.mkdir(exist_ok=True)
@@ -100,5 +100,5 @@ def run_id(folder: Path) -> str:
 
 
 def code_state(facts: Config) -> Json:
-    """Which code ran: ``code.diff`` of the artifact is what its commit lacks."""
+    """Return the commit, versions and command; ``code.diff`` of the artifact has the uncommitted changes."""
     return {key: facts.get(key) for key in ("git_commit", "versions", "command")}

@@ -1,4 +1,4 @@
-"""Any transformers causal language model: what it is, where its weights come from, how it is written."""
+"""Causal language models of transformers: configuration, initial weights and export."""
 
 from components.models.checkpoint_weights import checkpoint_weights
 from components.models.config import ModelSpec

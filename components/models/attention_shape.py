@@ -1,4 +1,4 @@
-"""How wide the heads of a model's attention are, whatever its configuration calls that."""
+"""Number and widths of attention heads, whose configuration fields differ between model families."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,18 @@ from transformers import PreTrainedConfig
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Of one layer."""
+    """Attention heads of one layer."""
 
     number: int
-    """Of queries."""
+    """Number of query heads."""
     shared: int
-    """Of keys and values, each of which serves as many queries."""
+    """Number of key-value heads (GQA)."""
     key: int
-    """Channels of a query and of a key."""
+    """Channels of a query and of a key, per head."""
     value: int
-    """Channels of a value and of what a head attends to."""
+    """Channels of a value and of the attention output, per head."""
     latent: int = 0
-    """Channels that queries, keys and values are made of (latent attention); 0: the hidden state's."""
+    """Sum of the ranks of the query and key-value latents (MLA). 0 means projections of the hidden state."""
 
 
 def attention_shape(config: PreTrainedConfig) -> AttentionShape:

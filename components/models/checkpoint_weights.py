@@ -1,4 +1,4 @@
-"""Initial weights that are those of a checkpoint: ``checkpoint.init_from``."""
+"""Initial weights from a checkpoint (``checkpoint.init_from``)."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ INIT_FROM = "checkpoint.init_from"
 
 
 def checkpoint_content(folder: Path) -> str:
-    """Hash the checksums that were taken when the checkpoint ``folder`` was written."""
+    """Return a hash of the checksums recorded when the checkpoint ``folder`` was written."""
     files = read_meta(folder).files
     sums = {name: record.xxh3 for name, record in files.items() if name.endswith(".distcp")}
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
@@ -33,12 +33,12 @@ def checkpoint_weights(
     *,
     without_further: PreTrainedModel | None = None,
 ) -> WeightSource:
-    """The tensors ``shapes`` out of the checkpoint ``folder``; it may hold no others.
+    """Return a source of the tensors ``shapes`` from the checkpoint ``folder``, which may hold no others.
 
-    But for layers for further tokens that the model ``without_further`` has none of.
+    Only layers for multi-token prediction that the model ``without_further`` lacks are ignored.
 
     Raises:
-        ConfigError: (naming ``option``) it lacks one, or has another, or one of another shape.
+        ConfigError: (naming ``option``) if a tensor is missing, superfluous or of another shape.
     """
     tensors = StoredTensors(folder)
     stored = tensors.shapes("model")

@@ -1,4 +1,4 @@
-"""Models that our engines would train wrongly are refused by name, instead of trained wrongly."""
+"""Checks that reject models which the engines would train incorrectly."""
 
 import fnmatch
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ CHANGES_LOGITS = (
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 ROUTED = ("deepseek_v3", "mixtral", "qwen3_moe")
-"""Families with experts that were compared with transformers."""
+"""MoE families whose results were compared with transformers."""
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def check_heads(config: PreTrainedConfig) -> None:
-    """Every key-value head serves the same number of heads."""
+    """Raise ConfigError if the number of heads is not a multiple of the number of key-value heads."""
     heads = getattr(config, "num_attention_heads", 1)
     shared = getattr(config, "num_key_value_heads", None) or heads
     if heads < 1 or getattr(config, "num_key_value_heads", 1) == 0 or heads % shared:
@@ -40,7 +40,7 @@ def check_heads(config: PreTrainedConfig) -> None:
 
 
 def check_latents(config: PreTrainedConfig) -> None:
-    """Heads whose keys and values come from one latent share none of them."""
+    """Raise ConfigError if a model with latent attention (MLA) has fewer key-value heads than heads."""
     if getattr(config, "kv_lora_rank", None) is None:
         return
     heads, shared = config.num_attention_heads, config.num_key_value_heads
@@ -52,9 +52,10 @@ def check_latents(config: PreTrainedConfig) -> None:
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """
-    Raises:
-        ConfigError: not a causal language model, quantised weights, experts, or logits scaled or capped.
+    """Raise ConfigError if the engines cannot compute a model of this configuration.
+
+    It must be a causal language model without quantised weights, router jitter, or scaled or capped logits.
+    Experts must be those of a family in ``ROUTED``.
     """
     kind = config.model_type
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -89,11 +90,10 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Tokens may meet in causal attention only, and only where an engine can replace it: packed sequences
-    would see each other anywhere else. And all state must be parameters, built without data.
+    """Raise ConfigError if the engines cannot train ``model``.
 
-    Raises:
-        ConfigError: one of these does not hold.
+    Only causal attention that an engine can replace may mix tokens; otherwise packed sequences would see each
+    other. All state must be parameters that can be built on the meta device.
     """
     kind = model.config.model_type
     if not all(getattr(module, "is_causal", True) for module in model.modules()):
@@ -113,7 +113,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def check_chosen(config: PreTrainedConfig) -> None:
-    """A token finds as many experts as it is to choose, in the groups that it may choose from."""
+    """Raise ConfigError if expert groups are invalid or a token cannot choose enough experts from them."""
     number, top_k = config.num_local_experts, config.num_experts_per_tok or 0
     left = number
     if config.model_type == "deepseek_v3":
@@ -137,10 +137,10 @@ def check_chosen(config: PreTrainedConfig) -> None:
 
 
 def check_moe_losses(model: PreTrainedModel, terms: MoELossConfig, freeze: Sequence[str] = ()) -> None:
-    """
-    Raises:
-        ConfigError: a term has no router or no coefficient, or a rate no bias to change, or one that a
-            pattern of ``freeze`` matches.
+    """Raise ConfigError if the router losses or the bias updates would have no effect on ``model``.
+
+    A loss needs routers and a coefficient. ``bias_update_rate`` needs router biases that no pattern of
+    ``freeze`` matches.
     """
     kind = model.config.model_type
     asked = {

@@ -40,8 +40,8 @@ from components.models.weights import WeightSource, named_shapes, shape_hash
 class ModelSpec:
     """``init=pretrained`` takes shape, weights and tokenizer from ``path``.
 
-    ``init=random`` takes the shape from ``architecture`` (no file or network is touched), or from ``path``
-    where there is none.
+    ``init=random`` takes the shape from ``architecture``, without file or network access, or from ``path``
+    if ``architecture`` is None.
     """
 
     path: str | None = None
@@ -53,16 +53,16 @@ class ModelSpec:
     """Branch, tag or commit of a hub id."""
     trust_remote_code: bool = False
     tokenizer: str | None = None
-    """A folder or hub id; None: that of ``path`` where the shape comes from it, else the embedded one."""
+    """A folder or hub id. None means that of ``path`` if the shape comes from it, else the embedded one."""
     freeze: tuple[str, ...] = ()
     """Shell patterns of the names of parameters that are not trained."""
     moe: MoELossConfig = field(default_factory=MoELossConfig)
-    """Losses of the routers, for models with experts."""
+    """Router losses and bias updates, for MoE models."""
     mtp: MTPConfig = field(default_factory=MTPConfig)
-    """Layers for multi-token prediction, in training only."""
+    """Layers for multi-token prediction, used only in training."""
     initial_checkpoint: Path | None = None
-    """A whole checkpoint, whose weights are the initial ones. None means what ``init`` says. It is set from
-    ``checkpoint.init_from``."""
+    """Checkpoint of a whole model with the initial weights, from ``checkpoint.init_from``. None means that
+    ``init`` decides."""
 
     def __post_init__(self) -> None:
         if self.path is None:
@@ -82,11 +82,11 @@ class ModelSpec:
 
     @property
     def has_auxiliary_losses(self) -> bool:
-        """Whether the model adds terms to the loss of a stage: of routers, of further tokens."""
+        """Whether the model adds terms to the loss of a stage: router losses or multi-token prediction."""
         return bool(self.moe.coefficients or self.mtp.loss_names)
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        """Of these terms, in one micro-batch."""
+        """Return the counts over which the added loss terms are means, in one micro-batch."""
         return self.moe.counts(batch) | self.mtp.counts(batch)
 
     @property
@@ -94,15 +94,15 @@ class ModelSpec:
         return self.init == "pretrained" or self.architecture is None
 
     def folder(self, *, weights: bool = False) -> Path:
-        """Where the files of ``path`` are on this machine (downloaded if need be)."""
+        """Return the local folder with the files of ``path``, downloading them if needed."""
         assert self.path is not None
         return model_folder("model.path", self.path, self.revision, weights=weights)
 
     def config(self) -> PreTrainedConfig:
-        """A fresh configuration for training (``use_cache`` off).
+        """Return a new configuration for training (``use_cache`` is off).
 
         Raises:
-            ConfigError: it cannot be read or made, or describes a model that our engines do not compute.
+            ConfigError: if it cannot be read or made, or describes a model that our engines do not compute.
         """
         if self._reads_path:
             config = read_hf_config(self.folder(), trust_remote_code=self.trust_remote_code)
@@ -112,7 +112,7 @@ class ModelSpec:
             assert self.architecture is not None
             config = make_config(self.architecture)
         check_config(config)
-        # A cache makes transformers ignore where packed sequences begin.
+        # With a cache, transformers ignores the boundaries of packed sequences.
         config.use_cache = False
         if self.mtp.num_layers or hasattr(config, FIELD):
             setattr(config, FIELD, self.mtp.num_layers)
@@ -120,21 +120,22 @@ class ModelSpec:
 
     @functools.cached_property
     def meta_model(self) -> PreTrainedModel:
-        """The model of ``build(config())``, made once. It is only read: who changes it builds its own."""
+        """The model of ``build(config())``, built once. Callers must not change it."""
         return self.build(self.config())
 
     def __getstate__(self) -> Json:
-        """The description, without what was made of it."""
+        """Return only the fields, without cached properties."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def build(self, config: PreTrainedConfig, *, attention: str = "eager") -> PreTrainedModel:
-        """The model on the meta device, float32, tied weights tied; ``attention`` as transformers knows it.
+        """Return the model on the meta device in float32, with tied weights.
 
-        Parameters that ``freeze`` names want no gradient.
+        ``attention`` is an ``attn_implementation`` of transformers. Parameters that match ``freeze`` require
+        no gradient.
 
         Raises:
-            ConfigError: transformers cannot build it, our engines cannot train it (``check_model``), or
-                ``freeze`` names nothing or everything.
+            ConfigError: if transformers cannot build the model, our engines cannot train it
+                (``check_model``), a pattern of ``freeze`` matches no parameter, or all parameters are frozen.
         """
         try:
             with torch.device("meta"):
@@ -157,25 +158,27 @@ class ModelSpec:
 
     @property
     def is_random_init(self) -> bool:
-        """Whether the initial weights are random ones, and so a function of the seed."""
+        """Whether the initial weights are random, and therefore depend on the seed."""
         return self.initial_checkpoint is None and self.init == "random"
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether the initial weights are those that ``from_pretrained`` reads at ``path``."""
+        """Whether the initial weights are those that ``from_pretrained`` reads from ``path``."""
         return self.initial_checkpoint is None and self.init == "pretrained"
 
     @property
     def describe_init(self) -> str:
-        """Where the initial weights come from, in words."""
+        """Origin of the initial weights, as text."""
         if self.initial_checkpoint is not None:
             return f"{INIT_FROM}={self.initial_checkpoint}"
         at = f" of {self.path} {self.revision or ''}".rstrip() if self._reads_path else ""
         return f"model.init={self.init}{at}"
 
     def content_hash(self) -> str:
-        """A hash of what the initial weights are made of, beside the seed: the files of ``path``, or the
-        configuration of random ones, or a checkpoint."""
+        """Return a hash of everything besides the seed that determines the initial weights.
+
+        This is the checkpoint, the weight files of ``path``, or for random weights the configuration.
+        """
         if self.initial_checkpoint is not None:
             return checkpoint_content(self.initial_checkpoint)
         if self.init == "pretrained":
@@ -184,18 +187,21 @@ class ModelSpec:
         return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
     def shape_hash(self, model: PreTrainedModel) -> str:
-        """Two models with one signature can read each other's checkpoints."""
+        """Return a hash that is equal for models that can read each other's checkpoints."""
         return shape_hash(model)
 
     def trained_shape_hash(self, model: PreTrainedModel) -> str:
-        """As ``signature``, of the parameters that are trained."""
+        """Return the ``shape_hash`` of only the trained parameters."""
         return shape_hash(model, trained=True)
 
     def weights(self, seed: int) -> WeightSource:
-        """Initial weights by Hugging Face parameter name; ``seed`` is for ``init=random``.
+        """Return the initial weights by Hugging Face parameter name.
+
+        ``seed`` determines the random ones: all with ``init=random``, and those of layers for multi-token
+        prediction that the files of ``path`` lack.
 
         Raises:
-            ConfigError: the files or the checkpoint hold other tensors than those of this model.
+            ConfigError: if the tensors of the files or of the checkpoint are not those of this model.
         """
         model = self.build(self.config())
         if self.initial_checkpoint is not None:
@@ -208,10 +214,7 @@ class ModelSpec:
         return pretrained_weights(folder, model, drawn=drawn, trust_remote_code=self.trust_remote_code)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """
-        Raises:
-            ConfigError: there is none where it should be, or it cannot be read.
-        """
+        """Return the tokenizer of this model, or raise ConfigError if it is missing or unreadable."""
         option, folder = self._tokenizer_folder()
         if (folder / "tokenizer.json").is_file():
             read_json(folder / "tokenizer.json")
@@ -236,11 +239,11 @@ class ModelSpec:
         return "model.tokenizer", Path(EMBEDDED_TOKENIZER)
 
     def add_tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
-        """Completes an exported folder, and returns the tokenizer."""
+        """Add the tokenizer to an exported folder and return it."""
         tokenizer = self.load_tokenizer()
         add_tokenizer(folder, tokenizer)
         return tokenizer
 
     def generate(self, folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
-        """The greedy continuation of ``prompt`` by the model exported to ``folder``."""
+        """Return the greedy continuation of ``prompt`` by the model exported to ``folder``."""
         return generate(folder, prompt, max_new_tokens, trust_remote_code=self.trust_remote_code)

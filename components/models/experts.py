@@ -1,9 +1,9 @@
-"""Experts one by one, under the names that they have on disk.
+"""One module per expert, with the parameter names of the files.
 
-transformers holds the experts of a layer in two tensors (``experts.gate_up_proj`` ``[E, 2I, H]`` and
-``experts.down_proj`` ``[E, H, I]``), but its files, other programs and adapters have them one by one. So do
-the models that we build: initial weights, checkpoints, exports and adapters need no rule for experts. An
-engine that computes them together stacks them itself.
+transformers stacks the experts of a layer in two tensors (``experts.gate_up_proj`` ``[E, 2I, H]`` and
+``experts.down_proj`` ``[E, H, I]``), but its files, other programs and adapters store each expert separately.
+The models that we build do so too, so initial weights, checkpoints, exports and adapters need no special case
+for experts. An engine with grouped matrix products stacks them itself.
 """
 
 import re
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 BIAS = "e_score_correction_bias"
-"""Of a router: what is added to the scores of experts before the best are chosen; no gradient reaches it."""
+"""Name of a router's bias, which is added to the expert scores before top-k. It receives no gradient."""
 
 EXPERT_PARAM = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<leaf>.*)")
-"""A parameter of one expert, or of an adapter beside it."""
+"""Name of a parameter of one expert or of its adapter."""
 
 FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<leaf>gate_up_proj|down_proj)")
 
 
 class MetaLinear(nn.Linear):
-    """A linear layer on the meta device, made without drawing values: there are thousands of them."""
+    """A linear layer on the meta device, built without initial values because there are thousands of them."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         nn.Module.__init__(self)
@@ -44,13 +44,13 @@ class Expert(nn.Module):
 
 
 class ExpertList(nn.ModuleList):
-    """The experts of one layer, in order; a description, which no one calls: see ``GroupedExperts``."""
+    """The experts of one layer, in order. It has no forward pass; see ``GroupedExperts``."""
 
 
 def unfuse_experts(model: PreTrainedModel) -> None:
-    """Puts ``ExpertList`` where transformers has stacked ones, and makes the routers' biases parameters.
+    """Replace stacked experts by ``ExpertList`` and router bias buffers by parameters.
 
-    Of a model on the meta device. Biases want no gradient.
+    ``model`` is on the meta device. The biases require no gradient.
     """
     for block in list(model.modules()):
         stacked: Any = getattr(block, "experts", None)
@@ -64,37 +64,39 @@ def unfuse_experts(model: PreTrainedModel) -> None:
 
 
 def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that have a router (``gate``) and ``experts``, by name, in the order of layers."""
+    """Return the blocks that have a router (``gate``) and ``experts``, by name, in the order of layers."""
     return {
         name: m for name, m in model.named_modules() if isinstance(getattr(m, "experts", None), ExpertList)
     }
 
 
 def router_biases(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The routers' biases by name. They take no gradient; training may update them (``bias_update_rate``)."""
+    """Return the router biases by name. They have no gradient; ``bias_update_rate`` may change them."""
     return {name: p for name, p in model.named_parameters() if name.endswith(f".{BIAS}")}
 
 
 def number_of_experts(model: nn.Module) -> int:
-    """Of every layer that has some; 0: none has."""
+    """Return the number of experts in each MoE layer, or 0 for a dense model."""
     block: Any = next(iter(moe_blocks(model).values()), None)
     return 0 if block is None else len(block.experts)
 
 
 def share_of_experts(model: PreTrainedModel) -> float:
-    """Of the weights of experts, how many a token is multiplied with; 1 where there are none."""
+    """Return the fraction of the expert weights that each token uses, or 1 for a dense model."""
     number = number_of_experts(model)
     return float(model.config.get_text_config().num_experts_per_tok) / number if number else 1.0
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of a tensor in a model that is stored in ``dtype``, as transformers keeps it: routers' biases are sums
-    of small changes, which half precision would lose."""
+    """Return the dtype in which transformers stores a tensor of a model in ``dtype``.
+
+    Router biases stay in float32: they are sums of small updates, which half precision would lose.
+    """
     return torch.float32 if name.endswith(f".{BIAS}") else dtype
 
 
 def unstack_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Named tensors as transformers holds them, with views of each expert in place of stacked ones."""
+    """Yield the named tensors of a transformers model, with stacked experts split into views of each one."""
     for name, tensor in tensors:
         found = FUSED.fullmatch(name)
         if found is None or tensor.dim() != 3:

@@ -1,4 +1,4 @@
-"""Training a part of a model."""
+"""Freezing a part of a model."""
 
 import fnmatch
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from components.contracts.errors import ConfigError
 
 
 def freeze(model: PreTrainedModel, patterns: Sequence[str]) -> None:
-    """Parameters that a pattern matches want no gradient; tied ones go by any of their names.
+    """Freeze the parameters that a pattern matches; tied ones match by any of their names.
 
     Raises:
-        ConfigError: a pattern matches nothing, or nothing is left to train.
+        ConfigError: if a pattern matches nothing, or nothing is left to train.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:

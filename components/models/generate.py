@@ -1,4 +1,4 @@
-"""What a user does with an exported folder: gives it a tokenizer, and lets it write."""
+"""Adding a tokenizer to an exported folder, and generating text with it."""
 
 import json
 import warnings
@@ -10,9 +10,9 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONF
 
 
 def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Saves ``tokenizer`` beside the weights and says in the configurations where a completion ends.
+    """Save ``tokenizer`` next to the weights and set the bos, eos and pad ids in the configurations.
 
-    A generation config that the model brought keeps what it says, other stop tokens among it.
+    An existing generation config keeps its values, including other stop tokens; the tokenizer's eos is added.
     """
     tokenizer.save_pretrained(folder)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
@@ -28,12 +28,12 @@ def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def amend(path: Path, fields: dict[str, object]) -> None:
-    """Not through transformers, which refuses to write some files that it reads."""
+    """Update fields of a JSON file, without transformers, which refuses to write some files that it reads."""
     path.write_text(json.dumps(json.loads(path.read_text()) | fields, indent=2) + "\n")
 
 
 def generate(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remote_code: bool) -> list[int]:
-    """The greedy continuation of ``prompt`` by the model exported to ``folder``."""
+    """Return the greedy continuation of ``prompt`` by the model exported to ``folder``."""
     logging.disable_progress_bar()
     model = load_model(folder, trust_remote_code)
     device = "cuda" if fits_gpu(model) else "cpu"
@@ -45,17 +45,17 @@ def generate(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remo
 
 
 def load_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
-    """The model in ``folder``, or the one that the adapter in it names, with it."""
+    """Return the model in ``folder``, or if it holds an adapter, that adapter on the base model it names."""
     if not (folder / ADAPTER_CONFIG_NAME).is_file():
         return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers by an old name
+        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 uses a deprecated name of transformers
         return load_adapted(folder, trust_remote_code)
 
 
 def load_adapted(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
-    """By peft: transformers alone leaves the magnitudes of DoRA where they lie (5.23)."""
-    from peft import PeftModel  # here, because it takes seconds
+    """Load with peft, because transformers without it (5.23) ignores the magnitudes of DoRA."""
+    from peft import PeftModel  # slow to import
 
     named = json.loads((folder / ADAPTER_CONFIG_NAME).read_text())
     base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -65,6 +65,9 @@ def load_adapted(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def fits_gpu(model: torch.nn.Module) -> bool:
-    """A model that was trained on several GPUs need not fit one."""
+    """Return whether the model takes less than half of the free memory of the current GPU.
+
+    A model that was trained on several GPUs may not fit on one.
+    """
     size = sum(p.nbytes for p in model.parameters())
     return torch.cuda.is_available() and 2 * size < torch.cuda.mem_get_info()[0]

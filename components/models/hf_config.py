@@ -1,4 +1,4 @@
-"""transformers configurations, made from a description or read from a folder."""
+"""Configurations of transformers, made from a description or read from a folder."""
 
 import dataclasses
 import difflib
@@ -14,7 +14,7 @@ from components.contracts.json_types import Config
 from components.models.hub import one_line, read_json
 
 INVALID = (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError)
-"""What transformers raises for configurations it cannot build."""
+"""Exceptions of transformers for configurations that it cannot build."""
 
 ELSEWHERE = {
     "output_router_logits": "model.moe.aux_loss",
@@ -22,17 +22,18 @@ ELSEWHERE = {
     "num_mtp_layers": "model.mtp.num_layers",
     "num_nextn_predict_layers": "model.mtp.num_layers",
 }
-"""Fields of configurations that would be ignored, and what to use instead."""
+"""Configuration fields that would be ignored -> the option to use instead."""
 
 UNDECLARED = {"qwen3_moe": {"head_dim"}}
-"""What a model reads of its configuration, and files have, but transformers declares no field for."""
+"""Fields that a model reads and files contain, but that transformers does not declare."""
 
 
 def make_config(architecture: Config) -> PreTrainedConfig:
-    """The configuration that ``model.architecture`` describes: ``model_type`` and transformers' own keys.
+    """Return the configuration of ``model.architecture``: ``model_type`` and fields of transformers.
 
     Raises:
-        ConfigError: an unknown model_type or key (with the nearest match), or a value transformers refuses.
+        ConfigError: if model_type or a key is unknown (with the nearest match), or transformers rejects a
+            value.
     """
     fields = dict(architecture)
     model_type = fields.pop("model_type", None)
@@ -60,10 +61,11 @@ def make_config(architecture: Config) -> PreTrainedConfig:
 
 
 def read_hf_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """The configuration in ``folder``.
+    """Return the configuration in ``folder``.
 
     Raises:
-        ConfigError: no config.json, a malformed one, an unknown model_type, or code that is not trusted.
+        ConfigError: if config.json is missing or malformed, model_type is unknown, or the folder's model code
+            is not trusted.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -87,7 +89,7 @@ def read_hf_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig
 
 
 def check_same(architecture: Config, config: PreTrainedConfig, path: str) -> None:
-    """A named shape loaded from elsewhere must be that shape, or an override of it would be ignored."""
+    """Raise ConfigError if ``config`` differs from ``architecture``, whose overrides would be ignored."""
     made = make_config(architecture)
     if made.model_type != config.model_type:
         raise ConfigError(
@@ -103,7 +105,10 @@ def check_same(architecture: Config, config: PreTrainedConfig, path: str) -> Non
 
 
 def check_rope(config: PreTrainedConfig) -> None:
-    """transformers only warns of a rope_type it does not know, and fails when the model is built."""
+    """Raise ConfigError if the rope_type is unknown.
+
+    transformers only warns, and then fails when it builds the model.
+    """
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     known = {"default", *ROPE_INIT_FUNCTIONS}
     if rope_type not in known:

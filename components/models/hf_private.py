@@ -1,7 +1,7 @@
-"""The private API of transformers and peft that this program uses: every name of it is in this file.
+"""The private API of transformers and peft that this program uses: every such name is in this file.
 
-A release may move any of these. ``tests/unit/test_private_api.py`` then fails, with the name. With it is the
-one private name of torch that models need: engines, which have the others, are above models.
+A release may move any of these; ``tests/unit/test_private_api.py`` then fails and names it. The file also has
+the one private name of torch that models need. The others are in the engines, which models must not import.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,17 +12,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 CHECKED = {"transformers": ">=5.12,<5.24", "peft": ">=0.17,<0.22"}
-"""The releases that this file was checked on."""
+"""The releases with which this file was tested."""
 
 
 def init_weights(model: PreTrainedModel, module: nn.Module) -> None:
-    """Give the parameters and buffers of ``module`` alone the initial values that ``model`` has for them."""
+    """Initialise the parameters and buffers of ``module``, not of its children, by the rules of ``model``."""
     model._init_weights(module)
 
 
 @contextmanager
 def initialized(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Have ``init_weights`` skip ``parameters`` while the context lasts."""
+    """Make ``init_weights`` skip ``parameters`` inside the context."""
     marked = list(parameters)
     for parameter in marked:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ def initialized(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def uses_attention_interface(model: PreTrainedModel) -> bool:
-    """Whether an engine can replace the attention of ``model``, and nothing else mixes tokens."""
+    """Return whether an engine can replace the attention of ``model``, and nothing else mixes tokens."""
     return bool(model._supports_attention_backend and not model._is_stateful)
 
 
@@ -45,9 +45,9 @@ def block_names(model: PreTrainedModel) -> set[str]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Switch off peft's layers, and its modules that are trained whole, while the context lasts.
+    """Disable peft's adapter layers and the modules that are trained whole, inside the context.
 
-    peft's own switch also makes them want no gradient, which FSDP reads at its first pass.
+    peft's own method also clears requires_grad, which FSDP reads in its first forward pass.
     """
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     for layer in layers:
@@ -60,5 +60,5 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def computed_buffers(module: nn.Module) -> list[str]:
-    """Return the names of the buffers of ``module`` that no file has, such as rotary frequencies."""
+    """Return the names of the non-persistent buffers of ``module``, such as rotary frequencies."""
     return sorted(module._non_persistent_buffers_set)

@@ -1,4 +1,4 @@
-"""The files of a saved model: a folder on this machine, or a repository of the Hugging Face hub."""
+"""The files of a saved model: a local folder or a repository of the Hugging Face hub."""
 
 import json
 from functools import cache
@@ -29,12 +29,12 @@ REASONS: tuple[tuple[type[Exception], str], ...] = (
 
 
 def model_folder(option: str, path: str, revision: str | None = None, *, weights: bool = False) -> Path:
-    """``path`` if it is a folder, else a local copy of the hub's model ``path`` at ``revision``.
+    """Return ``path`` if it is a folder, else a local copy of the hub's model ``path`` at ``revision``.
 
     Without ``weights`` only the small files are downloaded.
 
     Raises:
-        ConfigError: (naming ``option``) it is neither.
+        ConfigError: (naming ``option``) if it is neither, or a folder is given with a revision.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -72,7 +72,7 @@ def fetch_snapshot(repository: str, revision: str | None, patterns: tuple[str, .
 
 
 def read_json(path: Path) -> Json:
-    """The object in a JSON file; ConfigError names the file, and the line where it is malformed."""
+    """Return the object in a JSON file, or raise ConfigError with the file and the line of the error."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -85,6 +85,6 @@ def read_json(path: Path) -> Json:
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text on one line, cut where it becomes an essay."""
+    """Return the error's text on one line, cut after 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:200] + " ..."

@@ -1,7 +1,7 @@
-"""transformers' own initial values, one tensor at a time.
+"""The initial values of transformers, computed one tensor at a time.
 
-A model on the meta device is the recipe: one tensor of it is made real, transformers' ``_init_weights`` is
-run on the modules around it, and the random draws that hit the other tensors cost and do nothing.
+The model is on the meta device. One tensor of it is replaced by a real one, transformers' ``_init_weights``
+runs on the modules around it, and the random draws for the other tensors, on meta, cost and do nothing.
 """
 
 import hashlib
@@ -19,17 +19,17 @@ from components.models.weights import WeightSource
 
 
 def random_weights(model: PreTrainedModel, seed: int) -> WeightSource:
-    """Each parameter as a function of (``seed``, its name) alone: float32, drawn on CPU.
+    """Return a source that draws each parameter on CPU in float32, as a function of (``seed``, its name).
 
-    So its value is the same on every rank and in every layout, for any number of layers, and in any order
-    of calls; no global random state is read or changed. ``model`` must stay on the meta device.
+    Therefore its value is the same on every rank and in every layout, for any number of layers, and in any
+    order of calls. No global random state is read or changed. ``model`` must stay on the meta device.
 
     Raises:
-        ConfigError: (from the source) transformers has no initial value for the parameter.
+        ConfigError: (from the source) if transformers has no initial value for the parameter.
     """
 
     def draw(name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        # An ancestor may change what the owner drew (GPT-2 scales c_proj by depth), so all have their say.
+        # An ancestor may change the owner's values (GPT-2 scales c_proj by depth), so all of them run.
         owner, _, leaf = name.rpartition(".")
         with real_parameter(model.get_submodule(owner), leaf) as tensor, seeded(seed, name):
             for rules, module in initializers(model, owner):
@@ -45,7 +45,7 @@ def random_weights(model: PreTrainedModel, seed: int) -> WeightSource:
 
 
 def initializers(model: PreTrainedModel, path: str) -> list[tuple[PreTrainedModel, nn.Module]]:
-    """The module at ``path`` and those around it, innermost first, each with the model that rules it."""
+    """Return the module at ``path`` and its ancestors, innermost first, each with the enclosing model."""
     rules, module, found = model, model, [(model, model)]
     for part in path.split(".") if path else ():
         module = getattr(module, part)
@@ -56,7 +56,7 @@ def initializers(model: PreTrainedModel, path: str) -> list[tuple[PreTrainedMode
 
 @contextmanager
 def real_parameter(owner: nn.Module, leaf: str) -> Iterator[Tensor]:
-    """The parameter ``leaf`` of ``owner`` as a CPU tensor full of NaN, while the context lasts."""
+    """Replace the parameter ``leaf`` of ``owner`` by a CPU tensor full of NaN, inside the context."""
     virtual = owner.get_parameter(leaf)
     assert virtual.is_meta, f"{leaf}: the model that random weights are drawn from must stay on meta"
     real = torch.full(virtual.shape, torch.nan, dtype=torch.float32, device="cpu")
@@ -69,24 +69,24 @@ def real_parameter(owner: nn.Module, leaf: str) -> Iterator[Tensor]:
 
 @contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
-    """torch's CPU generator seeded from (``seed``, ``name``); as it was before, afterwards."""
+    """Seed torch's CPU generator from (``seed``, ``name``) and restore its state afterwards."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would reseed CUDA too, which fork_rng is told to leave alone.
+        # torch.manual_seed would also reseed CUDA, whose state fork_rng(devices=[]) does not restore.
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))
         yield
 
 
 @torch.no_grad()
 def materialize_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Brings back what ``model.to_empty(device=device)`` lost, but for the values of parameters.
+    """Restore what ``model.to_empty(device=device)`` lost, except the values of parameters.
 
-    Non-persistent buffers (rotary frequencies) are computed again, on ``device`` and in float32 whatever
-    ``model.to(dtype)`` made of them, as transformers keeps them. Tied parameters, which ``to_empty`` makes
-    two of, become one again.
+    Non-persistent buffers (rotary frequencies) are recomputed on ``device`` in float32, as transformers keeps
+    them, even if ``model.to(dtype)`` changed their dtype. Tied parameters, which ``to_empty`` separates,
+    become one again.
 
     Raises:
-        ConfigError: transformers does not say how a buffer is computed.
+        ConfigError: if transformers does not initialise a buffer.
     """
     for tied, source in model.all_tied_weights_keys.items():
         owner, _, leaf = tied.rpartition(".")
@@ -108,7 +108,7 @@ def materialize_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def blank(buffer: Tensor | None, device: torch.device) -> Tensor | None:
-    """Full of NaN, to be recognised by ``is_blank`` if nothing is written to it."""
+    """Return a buffer full of NaN, so that ``is_blank`` shows whether it was written (zeros for integers)."""
     if buffer is None or not buffer.is_floating_point():
         return None if buffer is None else torch.zeros_like(buffer, device=device)
     return torch.full(buffer.shape, torch.nan, dtype=torch.float32, device=device)

@@ -1,13 +1,13 @@
-"""Multi-token prediction: layers after the last one, each of which predicts one token further on.
+"""Multi-token prediction (MTP): layers after the last one, each of which predicts one token further ahead.
 
-As in DeepSeek-V3 (section 2.2), and where that leaves it open as in Megatron-Core. With ``h_0`` the output of
-the last norm, the layer of depth k = 1, 2, ... computes at position t
+It follows DeepSeek-V3 (section 2.2), and Megatron-Core for details that the paper does not specify. With
+``h_0`` the output of the last norm, the layer of depth k = 1, 2, ... computes at position t
     ``h_k = norm_k(block_k(eh_proj_k([enorm_k(embed(x[t + k])), hnorm_k(h_{k-1})])))``
 and the logits of token t + 1 + k are ``head(h_k)``. Embedding and head are those of the model.
 
-The model that ``ModelSpec`` builds has them where DeepSeek's files have them, as layers past
+The model that ``ModelSpec`` builds has them under the names of DeepSeek's files, as layers past
 ``num_hidden_layers``, which transformers leaves out of its forward pass: ``model.layers.{N + k - 1}.`` with
-``enorm``, ``hnorm``, ``eh_proj`` and ``shared_head.norm`` beside what a layer has.
+``enorm``, ``hnorm``, ``eh_proj`` and ``shared_head.norm`` in addition to the parts of a decoder layer.
 """
 
 import copy
@@ -24,22 +24,22 @@ from components.contracts.errors import ConfigError
 from components.models.experts import MetaLinear
 
 FIELD = "num_nextn_predict_layers"
-"""DeepSeek's name for the number of these layers in a configuration; ours have it for every family."""
+"""Configuration field with the number of MTP layers: DeepSeek's name, which we use for every family."""
 
 FAMILIES = ("deepseek_v3", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""Those whose layers were compared with transformers' own."""
+"""Families whose MTP layers were compared with the layers of transformers."""
 
 JOINS = ("enorm", "hnorm", "eh_proj", "shared_head")
-"""What such a layer has beside what every layer has."""
+"""Submodules of an MTP layer that a decoder layer does not have."""
 
 
 @dataclass(frozen=True)
 class MTPConfig:
-    """The terms that further tokens add to the loss, one a depth, each a mean over its own labels."""
+    """Loss terms of multi-token prediction: one per depth, each a mean over its own labels."""
 
     num_layers: int = 0
     loss_coef: float = 0.3
-    """Of the mean over depths."""
+    """Coefficient of the mean over depths."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 0:
@@ -58,29 +58,29 @@ class MTPConfig:
 
     @property
     def coefficient(self) -> float:
-        """The coefficient of one depth."""
+        """Coefficient of the loss of one depth."""
         return self.loss_coef / max(self.num_layers, 1)
 
     def batches(self, batch: Batch) -> tuple[Batch, ...]:
-        """By depth, what its layer is given and has to predict."""
+        """Return the inputs and labels of the layer of each depth."""
         return tuple(batch.shifted(depth) for depth in range(1, self.num_layers + 1))
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        """What each term is a mean over: the positions whose token so far on has a label."""
+        """Return the number of labels of each term: positions with a label that many tokens ahead."""
         batches = zip(self.loss_names, self.batches(batch), strict=True)
         return {name: len(ahead.labelled()) for name, ahead in batches}
 
 
 def num_mtp_layers(config: PreTrainedConfig) -> int:
-    """Of these layers in a model of ``config``."""
+    """Return the number of MTP layers of a model with ``config``."""
     return getattr(config.get_text_config(), FIELD, 0) or 0
 
 
 def append_mtp_layers(model: PreTrainedModel) -> None:
-    """Gives ``model``, on the meta device, the layers that its configuration asks for, each like its last.
+    """Append the MTP layers of its configuration to ``model``, on the meta device, each a copy of its last.
 
     Raises:
-        ConfigError: layers of its family were not compared.
+        ConfigError: if the model's family is not in ``FAMILIES``.
     """
     count, kind = num_mtp_layers(model.config), model.config.model_type
     if not count:
@@ -103,14 +103,14 @@ def append_mtp_layers(model: PreTrainedModel) -> None:
 
 
 def mtp_layers(model: PreTrainedModel) -> list[Any]:
-    """By depth."""
+    """Return the MTP layers, by depth."""
     count = num_mtp_layers(model.config)
     base = model.base_model
     return list(base.layers[-count:]) if count else []
 
 
 def mtp_parameter_names(names: Iterable[str], config: PreTrainedConfig) -> set[str]:
-    """Those of ``names`` (parameters) that lie in these layers."""
+    """Return those of the parameter ``names`` that belong to MTP layers."""
     first = config.get_text_config().num_hidden_layers
     prefixes = tuple(f"model.layers.{first + depth}." for depth in range(num_mtp_layers(config)))
     return {name for name in names if prefixes and name.startswith(prefixes)}

@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 Places = Mapping[str, tuple[Path, str]]
-"""By our name, the file that a tensor is in, and its name there."""
+"""Our name of a tensor -> its file, and its name there."""
 
 
 def pretrained_weights(
@@ -37,16 +37,15 @@ def pretrained_weights(
     drawn: WeightSource | None = None,
     trust_remote_code: bool = False,
 ) -> WeightSource:
-    """The weights in ``folder`` under the names of ``model`` (on any device; only its shapes are read).
+    """Return the weights in ``folder`` by the names of ``model`` (on any device; only its shapes are read).
 
-    Where the safetensors files hold exactly these names, each tensor is read when it is asked for, and of
-    it only the part that is asked for.
-    Otherwise (an older layout, .bin files) transformers converts the whole model on CPU, and the log says so.
-    What the layers of further tokens lack there comes from ``drawn``, and the log says so too.
+    If the safetensors files hold exactly these names, only the requested part of a tensor is read, on each
+    request. Otherwise (an older layout, .bin files) transformers converts the whole model on CPU, with a
+    warning in the log. Weights of MTP layers that the files lack come from ``drawn``, also with a warning.
 
     Raises:
-        ConfigError: no weights, an unreadable file, a parameter that is missing or of another shape, or two
-            values for tied parameters.
+        ConfigError: if there are no weights, a file is unreadable, a parameter is missing or of another
+            shape, or tied parameters have two values.
     """
     shapes, tied, files = named_shapes(model), tied_names(model), stored_names(folder)
     rename = file_names(model.config.model_type)
@@ -73,7 +72,7 @@ def pretrained_weights(
 
 
 def completed(weights: WeightSource, drawn: WeightSource, lacking: set[str], folder: Path) -> WeightSource:
-    """``weights``, and for the names ``lacking`` in ``folder`` those ``drawn``."""
+    """Return a source of ``weights`` that takes the names ``lacking`` in ``folder`` from ``drawn``."""
     log.warning(
         "%s: has no %s (%d lacking): these weights of the layers of model.mtp.num_layers begin at random.",
         folder,
@@ -88,8 +87,7 @@ def completed(weights: WeightSource, drawn: WeightSource, lacking: set[str], fol
 
 
 def unused_names(names: Iterable[str], model: PreTrainedModel) -> Iterator[str]:
-    """Those of ``names`` that are not of layers for further tokens, which DeepSeek's files have after the
-    last one of ``model``."""
+    """Yield the ``names`` outside of MTP layers, which DeepSeek's files have after the last of ``model``."""
     last = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     found = {name: LAYER.match(name) for name in names}
     mtp = {
@@ -101,13 +99,13 @@ def unused_names(names: Iterable[str], model: PreTrainedModel) -> Iterator[str]:
 
 
 def content_hash(folder: Path) -> str:
-    """A hash of every byte of the folder's weights, whatever it is called."""
+    """Return a hash of all bytes of the folder's weights, independent of the folder's name."""
     files = sorted(set(stored_names(folder).values())) or sorted(folder.glob("*.bin"))
     return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
 
 
 def file_hash(path: Path) -> str:
-    """The file's sha256, which the cache of the hub has in its name."""
+    """Return the file's sha256, which in the cache of the hub is its name."""
     if re.fullmatch("[0-9a-f]{64}", path.resolve().name):
         return path.resolve().name
     with path.open("rb") as file:
@@ -115,7 +113,7 @@ def file_hash(path: Path) -> str:
 
 
 def stored_names(folder: Path) -> dict[str, Path]:
-    """Every tensor in the folder's safetensors files, and the file it is in; empty where there are none."""
+    """Return the file of each tensor in the folder's safetensors files; empty if there are none."""
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map", {})
         for file in sorted(set(weight_map.values())):
@@ -147,7 +145,7 @@ def lazy_weights(folder: Path, shapes: Mapping[str, torch.Size], places: Places)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
         path, stored = places[name]
-        # Opened again each time: what is read of an open file stays in memory, as a page of its mapping.
+        # Opened for each read, because pages read from an open file stay in memory while it is mapped.
         file = open_file(path)
         return file.get_slice(stored)[index] if index else file.get_tensor(stored)
 
@@ -167,7 +165,7 @@ def lazy_tensor(places: Places, name: str) -> Tensor:
 
 
 def converted_weights(folder: Path, model: PreTrainedModel, trust_remote_code: bool) -> dict[str, Tensor]:
-    """Every parameter as ``from_pretrained`` reads it; tied ones twice if it found two values for them."""
+    """Return every parameter as ``from_pretrained`` reads it; tied ones twice if it found two values."""
     config = copy.deepcopy(model.config)
     config.dtype = None  # "auto" then means as stored
     try:
@@ -176,7 +174,7 @@ def converted_weights(folder: Path, model: PreTrainedModel, trust_remote_code: b
             config=config,
             dtype="auto",
             attn_implementation="eager",
-            ignore_mismatched_sizes=True,  # they are reported below, by name
+            ignore_mismatched_sizes=True,  # these are reported below, by name
             output_loading_info=True,
             trust_remote_code=trust_remote_code,
         )

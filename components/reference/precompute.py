@@ -1,4 +1,4 @@
-"""Fills the cache that ``stage.reference=precomputed`` trains with."""
+"""Filling the cache of reference log-probabilities for ``stage.reference=precomputed``."""
 
 import shutil
 from collections.abc import Callable
@@ -25,27 +25,28 @@ def precompute(
     merges: bool,
     beat: Callable[[], object],
 ) -> None:
-    """Asks ``engine``, whose reference (``adapter_off``) is its own model, about every sample once.
+    """Compute the reference log-probabilities of every sample once and store them in the cache.
 
-    In the micro-batches in which it is first trained on, so that one layout finds to the bit what a frozen
-    reference would say there. Every rank calls it together.
+    The reference (``adapter_off``) of ``engine`` is its own model. Each sample is in the same micro-batch as
+    in its first training step, so in the same layout the values are bitwise those of a frozen reference.
+    All ranks must call this function together.
 
     Args:
-        folder: of the reference model (``ReferenceSource.folder``).
-        scratch: a folder that all ranks see; it is gone afterwards.
-        writes: on one rank, which makes and removes ``scratch``.
-        beat: is called before every batch.
-        merges: on one rank of every filesystem that ``folder`` may be on.
+        folder: cache of the reference model (``ReferenceSource.folder``).
+        scratch: a folder on a filesystem that all ranks share; removed at the end.
+        writes: True on one rank, which removes ``scratch`` and shows the progress.
+        beat: called before the micro-batches of each step.
+        merges: True on one rank per filesystem of ``folder``, which merges the parts into the cache.
     """
     assert isinstance(data, PreparedData)
     if writes:
-        shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed here
+        shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was killed here
     engine.barrier()
     for number, split in enumerate(data.splits):
         sizes = data.global_batch_size, micro_batch_size, engine.dp_rank, engine.dp_size
         target, parts = split.reference(folder), scratch / str(number)
         score(engine, data.loader(split, *sizes), target, parts, visible=writes, beat=beat)
-        engine.barrier()  # everybody has written
+        engine.barrier()  # all ranks have written their parts
         if merges:
             target.merge(sorted(parts.glob("part_*")))
         engine.barrier()
@@ -62,7 +63,7 @@ def score(
     visible: bool,
     beat: Callable[[], object],
 ) -> None:
-    """Writes what this rank finds to ``parts``; what comes again in a later step is known by then."""
+    """Write this rank's log-probabilities to ``parts``, skipping samples of earlier steps."""
     seen, file = np.zeros(len(target.lengths), np.bool_), None
     with ExitStack() as stack:
         advance = stack.enter_context(show_progress("reference samples")) if visible else lambda _: None
@@ -74,7 +75,7 @@ def score(
             batches = loader.microbatches(step)
             logps = engine.logps(batches, reference=True)
             if logps is not None:
-                # Not before: other pipeline stages have this data rank too, and nothing to write.
+                # Opened only here: other pipeline stages with this data rank get no log-probabilities.
                 file = file or stack.enter_context(part_file(parts, engine.dp_rank))
                 for rows, batch, found in zip(loader.shares(step), batches, logps, strict=True):
                     file.write(target.records(batch, np.concatenate(rows), found, seen).tobytes())

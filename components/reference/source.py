@@ -1,4 +1,4 @@
-"""Where a reference's log-probabilities come from: ``stage.reference`` and ``stage.reference_path``."""
+"""The source of reference log-probabilities: ``stage.reference`` and ``stage.reference_path``."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,35 +21,36 @@ OPTION = "stage.reference_path"
 
 @dataclass(frozen=True)
 class ReferenceSource:
-    """What the two options come to in one experiment."""
+    """The reference that the two options select in one experiment."""
 
     choice: Literal["none", "frozen", "adapter_off", "precomputed"]
     model: ModelConfig
-    """What the log-probabilities are of, without an adapter."""
+    """The reference model, without an adapter."""
     is_separate_model: bool
-    """Whether this is another model than the one that is trained."""
+    """Whether the reference model differs from the trained model."""
 
     @property
     def engine_mode(self) -> Reference:
-        """What the engine that trains keeps for reference passes."""
+        """Kind of reference that the training engine holds: "none" with precomputed log-probabilities."""
         return "none" if self.choice == "precomputed" else self.choice
 
     @property
     def forward_only_passes(self) -> int:
-        """Of a train step."""
+        """Number of reference forward passes in a train step."""
         return 0 if self.engine_mode == "none" else 1
 
     @property
     def describe_init(self) -> str | None:
-        """Where its weights come from, in words; None: there is no reference."""
+        """Origin of the reference weights, as text. None means that there is no reference."""
         if self.choice == "none":
             return None
         return f"{OPTION}={self.model.path}" if self.is_separate_model else self.model.describe_init
 
     def frozen_spec(self) -> ModelConfig:
-        """For an engine that never trains it: frozen, without gradients, moments or master weights.
+        """Return the model for an engine that only evaluates it: frozen, so without optimizer state.
 
-        But for its vectors, because an engine trains something; nothing is frozen of a model without any.
+        Engines require a trainable parameter, so 1-D parameters stay trainable. If there are none, nothing is
+        frozen.
         """
         model = replace(self.model, freeze=())
         shapes = named_shapes(model.meta_model)
@@ -57,24 +58,23 @@ class ReferenceSource:
         return replace(model, freeze=matrices if len(matrices) < len(shapes) else ())
 
     def folder(self, cache: Path, seed: int, dtype: str) -> Path:
-        """Where ``cache`` keeps what this model says: under all that its log-probabilities depend on.
+        """Return the folder in ``cache``, keyed by everything that affects the log-probabilities.
 
-        Neither on the layout nor on the engine, which they depend on by their rounding alone.
+        Layout and engine are not part of the key, because they affect only the rounding.
         """
         config = self.model.config().to_dict() | {"_name_or_path": None}
         weights = [self.model.content_hash(), seed if self.model.is_random_init else None]
         return cache / "reference" / digest([repr(config), weights, dtype, version("transformers")])
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Whether the other model scores the tokens of the trained one, with ``config`` and ``tokenizer``.
+        """Raise ConfigError if the reference model cannot be read or has other tokens.
 
-        Raises:
-            ConfigError: it cannot be read, or has other tokens.
+        ``config`` and ``tokenizer`` are those of the trained model.
         """
         assert self.is_separate_model
         with about_reference():
             theirs, words = self.model.config(), self.model.load_tokenizer().get_vocab()
-            self.model.weights(0)  # opened only: what is missing shows before a rank starts
+            self.model.weights(0)  # only opens the files, so that errors come before any rank starts
         if theirs.vocab_size != config.vocab_size:
             raise ConfigError(
                 f"{OPTION}={self.model.path}: has a vocabulary of {theirs.vocab_size}, the trained model one "
@@ -91,12 +91,10 @@ class ReferenceSource:
 def resolve_reference(
     stage: Loss, model: ModelConfig, adapter: AdapterConfig | None = None
 ) -> ReferenceSource:
-    """
-    Args:
-        adapter: None, or the adapter that is trained.
+    """Return the reference of an experiment; ``adapter`` is the one that is trained, or None.
 
     Raises:
-        ConfigError: the options contradict each other, or the rest of the experiment.
+        ConfigError: if the options contradict each other or the rest of the experiment.
     """
     path = getattr(stage, "reference_path", None)
     saved = getattr(adapter, "modules_to_save", None)
@@ -138,7 +136,7 @@ def resolve_reference(
 
 @contextmanager
 def about_reference() -> Iterator[None]:
-    """Errors of a ``ModelSpec`` name ``model.path``; those of the reference are about another option."""
+    """Replace ``model.path`` by ``stage.reference_path`` in the ConfigErrors of a ``ModelSpec``."""
     try:
         yield
     except ConfigError as error:

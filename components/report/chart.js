@@ -3,9 +3,9 @@
 const COLOURS = [
   "#3f6fe0", "#e8a317", "#e5573f", "#2fa39a", "#7a4fd0", "#4fa83d", "#d9569b", "#8f6a4e", "#5aa9e6", "#8c93a3",
 ];
-const SPARSE = 20; // points, which are drawn one by one and never smoothed
+const SPARSE = 20; // up to this many points are drawn as dots and never smoothed
 const FONT = "11px system-ui, sans-serif";
-const WHOLE = Array.from({ length: 40 }, (_, power) => [1, 2, 5][power % 3] * 10 ** Math.floor(power / 3)); // between ticks
+const WHOLE = Array.from({ length: 40 }, (_, power) => [1, 2, 5][power % 3] * 10 ** Math.floor(power / 3)); // integer tick increments
 const AXES = ["x", "y"].map((scale) => ({ scale, auto: true }));
 const [LINE, DOTS] = [uPlot.paths.linear(), uPlot.paths.points()];
 
@@ -24,7 +24,7 @@ function decoded(curve) {
   return { run: curve.run, steps, means, low, high };
 }
 
-/** Exponential mean with the bias of its start taken off. */
+/** Return the exponential moving average with bias correction. */
 function smooth(values, weight) {
   if (!weight || values.length <= SPARSE) return values;
   let sum = 0, total = 0;
@@ -35,7 +35,7 @@ function smooth(values, weight) {
   });
 }
 
-/** The index whose step is nearest. */
+/** Return the index of the nearest step. */
 function nearest(steps, step) {
   let low = 0, high = steps.length - 1;
   while (high - low > 1) {
@@ -46,12 +46,12 @@ function nearest(steps, step) {
   return step - steps[low] <= steps[high] - step ? low : high;
 }
 
-/** Without what a logarithm does not have. */
+/** Replace values that have no logarithm by undefined. */
 function positive(values) {
   return Array.from(values, (value) => (value > 0 ? value : undefined));
 }
 
-/** The area in a line that closes. */
+/** Return the filled area of a closed line. */
 function area(...line) {
   const { stroke, ...rest } = LINE(...line);
   return { ...rest, stroke: null, fill: stroke };
@@ -76,7 +76,7 @@ class Chart {
     root.append(make("div", { className: "chart" }, head, this.plot));
   }
 
-  /** Curves of the runs that are shown, smoothed, with what lies in the zoomed part alone. */
+  /** Return the curves of the selected runs, smoothed and cut to the zoomed range. */
   visible() {
     const [from, to] = this.state.zoom || [-Infinity, Infinity];
     return this.curves.filter((curve) => this.state.selected.has(curve.run)).map((curve) => {
@@ -106,7 +106,7 @@ class Chart {
     this.listen(this.uplot.over);
   }
 
-  /** What uPlot draws: areas between extremes, values before smoothing, curves. */
+  /** Return the series for uPlot: areas between extremes, values before smoothing, curves. */
   lines() {
     const many = this.shown.length, found = [];
     for (const curve of this.shown) {
@@ -167,7 +167,7 @@ class Chart {
     plot.onmouseleave = () => { this.tip.hidden = true; this.state.point(null); };
   }
 
-  /** Draws the curve of the run that the mouse is at again, thick. */
+  /** Redraw the curve of the run under the mouse with a thick line. */
   overlay() {
     if (!this.uplot) return;
     const { left, top, width, height } = this.uplot.bbox, pen = this.over.getContext("2d");
@@ -183,7 +183,7 @@ class Chart {
     if (curve.dots) pen.fill(DOTS(this.uplot, curve.place, 0, 0, curve.dots).fill);
   }
 
-  /** The run whose curve is nearest to the mouse; shows the values of the nearest ones. */
+  /** Show the values of the curves nearest to the mouse and return the run of the nearest one. */
   closest(event) {
     const step = this.uplot.posToVal(event.offsetX, "x"), { min, max } = this.uplot.scales.x, slack = 0.02 * (max - min);
     const inside = ({ steps }) => step > steps[0] - slack && step < steps[steps.length - 1] + slack;

@@ -1,4 +1,4 @@
-"""metrics.jsonl as curves with few enough points for a page."""
+"""Curves of metrics.jsonl, thinned to few enough points for a page."""
 
 import base64
 import re
@@ -23,33 +23,33 @@ OLD_NAMES = (
     (re.compile(r"/accuracy$"), "/rewards/accuracies"),
     (re.compile(r"/(mtp_\d+)$"), r"/\1_loss"),
 )
-"""Names that runs before 0.2.0 logged, and today's."""
+"""Patterns of metric names before 0.2.0, and their current names (also ``RENAMED``)."""
 BLOCK_SIZE = 32 * 2**20
-"""Bytes that are parsed as one piece; columns may first appear in any of its lines."""
+"""Minimum bytes per block for the JSON parser; columns may first appear in any line of a block."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What a page shows of one metric: means of neighbouring values, in the order of their steps."""
+    """One metric on the page: means of neighbouring values, ordered by step."""
 
     steps: Floats
     means: Floats
     low: Floats | None
     high: Floats | None
-    """The extremes of what a mean is of: no spike gets lost. None where every value is there itself."""
+    """The extremes of the values in each mean, so that spikes stay visible. None if no values were merged."""
     last: float
-    """The last value, and ..."""
+    """The last value."""
     last_step: float
-    """... its step."""
+    """The step of the last value."""
 
     def to_json(self) -> dict[str, str]:
-        """base64 of little-endian float32; what is None is left out."""
+        """Return the arrays as base64 of little-endian float32, without those that are None."""
         parts = {name: getattr(self, name) for name in ("steps", "means", "low", "high")}
         return {name: encode_array(values) for name, values in parts.items() if values is not None}
 
 
 def thin(steps: Floats, values: Floats, count: int) -> Curve:
-    """At most ``count`` means."""
+    """Return a curve of at most ``count`` means."""
     width, last, last_step = -(-len(steps) // count), float(values[-1]), float(steps[-1])
     if width == 1:
         return Curve(steps, values, None, None, last, last_step)
@@ -66,11 +66,11 @@ def thin(steps: Floats, values: Floats, count: int) -> Curve:
 
 
 def read_curves(path: Path, count: int) -> dict[str, Curve]:
-    """Every metric by its key, without what is not finite. A last line that is half written does not count.
+    """Return the curve of each metric, without non-finite values and without an incomplete last line.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: it holds something else than rows of numbers.
+        OSError: if there is no such file.
+        ValueError: if it does not hold rows of numbers.
     """
     data = path.read_bytes()
     data = data[: data.rfind(b"\n") + 1]
@@ -89,14 +89,14 @@ def read_curves(path: Path, count: int) -> dict[str, Curve]:
 
 
 def current_name(key: str) -> str:
-    """Return the name that a metric has today."""
+    """Return the current name of a metric."""
     for old, new in OLD_NAMES:
         key = old.sub(new, key)
     return RENAMED.get(key, key)
 
 
 def numbers(column: pa.ChunkedArray) -> Floats | None:
-    """NaN where there is nothing; None of a column that does not hold numbers."""
+    """Return the values, NaN if missing, or None if the column does not hold numbers."""
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         return None
     values: Floats = column.cast(pa.float64()).to_numpy()

@@ -7,7 +7,7 @@ const SPEEDS = [["perf/tokens_per_s", "tokens/s"], ["perf/peak_memory_gib", "mem
 const alone = data.runs.length === 1;
 const at = (id) => document.getElementById(id);
 
-/** What is selected and pointed at; every change is drawn once per frame. */
+/** The selection and the run under the mouse; changes are drawn once per frame. */
 const state = {
   selected: new Set(),
   pointed: null, // a run
@@ -75,7 +75,7 @@ function byLoss() {
   return [...state.drawn.keys()].sort((a, b) => compare(data.runs[a].loss, data.runs[b].loss, 1));
 }
 
-/** Runs that came to their end: only those have a final loss to compare, where there is any. */
+/** Return the runs that are done, because only these have a final loss; all runs if none is done. */
 function finished() {
   const done = byLoss().filter((run) => data.runs[run].status === "done");
   return done.length ? done : byLoss();
@@ -152,7 +152,7 @@ function differences() {
     make("div", { className: "scroll" }, make("table", {}, ...rows)));
 }
 
-/** Shows one run's own facts. */
+/** Show the facts of one run. */
 function choose(index) {
   const run = data.runs[index], parts = [];
   at("which").value = index;

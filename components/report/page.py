@@ -1,4 +1,4 @@
-"""Puts what is known of runs into one HTML file that needs nothing else."""
+"""Writing the data of runs into one self-contained HTML file."""
 
 import json
 import math
@@ -33,15 +33,15 @@ COUNTERS = {
     "train/seqlen_max",
     "perf/step_ms",
 }
-"""Logged, but nothing to look at."""
+"""Metrics without a chart."""
 POINTS, MOST_POINTS, FEWEST_POINTS = 30_000, 333, 30
-"""Means of one metric: of all runs together, and of each. Each mean comes with its two extremes."""
+"""Means of one metric: of all runs together, and most and fewest of one run. Each has two extremes."""
 
 
 def write_page(title: str, entries: Sequence[Entry], output: Path) -> list[RunPage]:
-    """Reads the runs of ``entries`` and writes the page; returns what was read, for a summary."""
+    """Read the runs of ``entries``, write the page and return the runs."""
     points = min(max(POINTS // len(entries), FEWEST_POINTS), MOST_POINTS)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of it is Arrow, which runs beside Python
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of the time is in Arrow, without the GIL
         runs = list(pool.map(partial(read_run, points=points), entries))
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(render(page_data(title, runs)), encoding="utf-8")
@@ -49,7 +49,7 @@ def write_page(title: str, entries: Sequence[Entry], output: Path) -> list[RunPa
 
 
 def render(data: Config) -> str:
-    """The template with styles, scripts and data; nothing in ``data`` can end its element."""
+    """Return the template with styles, scripts and data, escaped so that it cannot close its element."""
     text = json.dumps(without_infinities(data), allow_nan=False, separators=(",", ":"))
     parts = {
         "style": assets("uPlot.min.css", "page.css"),
@@ -58,18 +58,18 @@ def render(data: Config) -> str:
         "data": text.replace("<", "\\u003c"),
     }
     page = assets("page.html")
-    for name, text in parts.items():  # data comes last: what it holds is not looked at again
+    for name, text in parts.items():  # data comes last, so that nothing in it is replaced
         page = page.replace(f"{{{{{name}}}}}", text, 1)
     return page
 
 
 def assets(*names: str) -> str:
-    """Return files of this folder, one after the other."""
+    """Return the concatenated files of this folder."""
     return "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in names)
 
 
 def without_infinities(data: object) -> object:
-    """As JSON has it: a setting may be infinite, which is a word there."""
+    """Return ``data`` with NaN and infinite numbers as text, because JSON has no such numbers."""
     return json.loads(json.dumps(data), parse_constant=str)
 
 
@@ -103,7 +103,7 @@ def page_data(title: str, runs: Sequence[RunPage]) -> Json:
 
 
 def shown(run: RunPage, documents: list[object]) -> Json:
-    """One run; long tables that runs share are in ``documents``, once."""
+    """Return the data of one run. Long tables that runs share are stored once, in ``documents``."""
     entry, results, words = run.entry, run.results, run.facts.get("overrides")
     loss = results.get("eval/loss", results.get("train/loss")) if entry.loss is None else entry.loss
     return {
@@ -130,7 +130,7 @@ def finite(value: float | None) -> float | None:
 
 
 def limited_documents(documents: list[object], document: object) -> int | None:
-    """Its place in ``documents``."""
+    """Return the index of ``document`` in ``documents``, adding it if needed; None if it is empty."""
     if not document:
         return None
     document = json.loads(json.dumps(document), parse_constant=str)  # NaN is not JSON, but Python writes it
@@ -140,13 +140,13 @@ def limited_documents(documents: list[object], document: object) -> int | None:
 
 
 def chart_keys(runs: Sequence[RunPage]) -> list[str]:
-    """The usual ones first, then what else was logged and is not always zero."""
+    """Return the metrics with a chart: ``FIRST_CHARTS``, then all others that are not always zero."""
     logged = {key for run in runs for key, curve in run.curves.items() if curve.means.any()} - COUNTERS
     return [key for key in FIRST_CHARTS if key in logged] + sorted(logged - {*FIRST_CHARTS})
 
 
 def varied_keys(mappings: Sequence[Config]) -> list[str]:
-    """Keys that do not have one value everywhere; of a single mapping, all."""
+    """Return the keys whose values differ between the mappings; all keys of a single mapping."""
     keys = list(dict.fromkeys(key for mapping in mappings for key in mapping))
     if len(mappings) == 1:
         return keys
@@ -154,7 +154,7 @@ def varied_keys(mappings: Sequence[Config]) -> list[str]:
 
 
 def split_configs(runs: Iterable[RunPage]) -> tuple[Json, list[str]]:
-    """What every config has in common, and the keys in which configs differ."""
+    """Return the settings that all configs share, and the keys in which they differ."""
     configs = [run.config for run in runs if run.config]
     if len(configs) < 2:
         return (configs[0] if configs else {}), []
@@ -163,7 +163,7 @@ def split_configs(runs: Iterable[RunPage]) -> tuple[Json, list[str]]:
 
 
 def audit_tables(audit: Config | None) -> Json | None:
-    """audit.json as tables: a column for every source."""
+    """Return audit.json as a table with a column for each source."""
     if audit is None:
         return None
     splits = {name: split for name, split in audit.items() if isinstance(split, dict)}

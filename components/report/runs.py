@@ -1,4 +1,4 @@
-"""What a run folder says, however much of it has been written."""
+"""Reading a run folder, which may be incomplete."""
 
 import json
 import re
@@ -17,22 +17,22 @@ LAST_LINES = 20
 TAIL_BYTES = 16384
 MOST_LETTERS = 100
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's loader is ten times as fast
 LONG_FACTS = ("data", "identity", "results", "command", "overrides", "versions", "sweep", "began")
-"""Of run.json: shown elsewhere, or nobody's reading."""
+"""Keys of run.json that are shown elsewhere or not at all."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of the page, as whoever started it knows it."""
+    """One run of the page, with the facts known to the program that started it."""
 
     number: int
     folder: Path | None
-    """None: it was refused before there was one."""
+    """None means that the run was rejected before it had a folder."""
     overrides: tuple[str, ...] | None = None
-    """None: those that the run itself has noted."""
+    """None means those in run.json."""
     status: str | None = None
-    """None: what run.json says."""
+    """None means that in run.json."""
     loss: float | None = None
     error: str | None = None
     seconds: float | None = None
@@ -40,17 +40,17 @@ class Entry:
 
 @dataclass
 class RunPage:
-    """What the page shows of one run; ``missing`` says what could not be read, and why."""
+    """The data of one run on the page; ``missing`` lists what could not be read, and why."""
 
     entry: Entry
     facts: Json = field(default_factory=dict)
     config: Json = field(default_factory=dict)
-    """Flat: ``optimizer.lr`` -> value."""
+    """Dotted key -> value, for example ``optimizer.lr``."""
     audit: Json | None = None
     preflight: Json | None = None
     curves: dict[str, Curve] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)
-    """Of a run that is not done: file -> last lines."""
+    """File -> last lines, if the run is not done."""
     missing: list[str] = field(default_factory=list)
 
     @property
@@ -64,7 +64,7 @@ class RunPage:
 
     @property
     def overrides(self) -> dict[str, str]:
-        """Key -> value, as they were typed."""
+        """Overrides of the command line: key -> value as typed."""
         words = self.entry.overrides
         if words is None:
             words = self.facts.get("overrides", ())
@@ -73,7 +73,7 @@ class RunPage:
 
     @property
     def results(self) -> dict[str, float]:
-        """Last values: of the curves, or without metrics.jsonl those that run.json keeps."""
+        """Last value of each metric, from its curve or else from run.json."""
         kept = (self.facts.get("results") or {}).get("last", {})
         return {current_name(key): value for key, value in kept.items()} | {
             key: curve.last for key, curve in self.curves.items()
@@ -81,13 +81,13 @@ class RunPage:
 
     @property
     def steps(self) -> float | None:
-        """Up to the last one that was logged."""
+        """The last logged step."""
         ends = [curve.last_step for curve in self.curves.values()]
         return max(ends, default=self.results.get("step"))
 
 
 def read_run(entry: Entry, points: int) -> RunPage:
-    """Everything there is, with ``points`` means of a curve at most; what is not is in ``missing``."""
+    """Read all available files, with at most ``points`` means per curve; ``missing`` lists the others."""
     run = RunPage(entry)
     if entry.folder is None:
         return run
@@ -131,27 +131,27 @@ def read_yaml(path: Path) -> Json:
 
 
 def flat(prefix: str, node: object) -> list[tuple[str, object]]:
-    """Dotted keys with their values; a list is a value."""
+    """Return dotted keys with their values; a list is a value."""
     if not isinstance(node, Mapping) or not node:
         return [(prefix, node)] if prefix else []
     return [pair for key, value in node.items() for pair in flat(f"{prefix}.{key}".lstrip("."), value)]
 
 
 def fact_tables(facts: Json) -> dict[str, Json]:
-    """run.json as tables of two columns, without what is too long for one."""
+    """Return run.json as tables of two columns, without values that are too long."""
     kept = {key: value for key, value in facts.items() if key not in LONG_FACTS and value is not None}
     short = {key: value for key, value in flat("", kept) if len(json.dumps(value)) <= MOST_LETTERS}
     return {"run": short, "versions": facts.get("versions", {})} if facts else {}
 
 
 def failure_excerpt(folder: Path) -> dict[str, str]:
-    """What ranks failed of, and the ends of their logs."""
+    """Return the errors of ranks and the last lines of their logs, by file."""
     found = {}
     for path in sorted(folder.glob("logs/error_*.json")):
         try:
             found[path.name] = last_lines(read_optional_json(path).get("text", "").strip(" :"))
         except (OSError, ValueError):
-            continue  # a rank was ended while it wrote
+            continue  # a rank was killed while writing it
     for path in [folder / "train.log", *sorted(folder.glob("logs/rank_*.log"))]:
         if path.is_file() and (words := tail(path)):
             found[path.name] = words

@@ -1,9 +1,9 @@
 "use strict";
 
 const UNITS = [["T", 1e12], ["G", 1e9], ["M", 1e6]];
-const LONG = 25; // rows of a table that is folded
+const LONG = 25; // tables with more rows are folded
 
-/** An element with properties and children; text stays text. */
+/** Return an element with properties and children; text is not parsed as HTML. */
 function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
   element.append(...children);
@@ -40,7 +40,7 @@ function duration(seconds) {
   return minutes < 60 ? `${minutes} min ${Math.round(seconds % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-/** Numbers by size, then words by the alphabet, then what is missing, in both directions. */
+/** Compare numbers by size and texts alphabetically; missing values come last in both directions. */
 function compare(a, b, direction) {
   const missing = (value) => value === null || value === undefined || value === "";
   if (missing(a) || missing(b)) return missing(a) - missing(b);
@@ -49,7 +49,7 @@ function compare(a, b, direction) {
   return direction * String(a).localeCompare(String(b), "en", { numeric: true });
 }
 
-/** A mapping as two columns, or rows that have the same keys as a table. */
+/** Return a mapping as a table of two columns, or a list of rows as a table with a column per key. */
 function grid(section) {
   if (Array.isArray(section) && section.length && section.every((row) => row && typeof row === "object")) {
     const keys = [...new Set(section.flatMap((row) => Object.keys(row)))];
@@ -71,7 +71,7 @@ function cell(value) {
   return Number.isInteger(value) && Math.abs(value) < 1e8 ? value.toLocaleString("en") : number(value);
 }
 
-/** Tables by their names, side by side; long ones are folded. */
+/** Return named tables side by side; long ones are folded. */
 function grids(sections) {
   return make("div", { className: "columns" }, ...sections.map(([name, section]) => {
     const title = name.replaceAll("_", " "), rows = Object.keys(section ?? {}).length;
@@ -105,7 +105,7 @@ class RunTable {
     this.draw();
   }
 
-  /** Runs that the filter lets pass, in the order of the table. */
+  /** Return the runs that match the filter, in the order of the table. */
   rows() {
     const words = this.filter.toLowerCase().split(/\s+/).filter(Boolean);
     const known = (run) => this.columns.map((column) => `${column.title}=${text(column.value(run))}`).join(" ").toLowerCase();

@@ -18,7 +18,7 @@ from components.models.export.hf_file_names import file_names
 SHARD_BYTES = 4 * 2**30
 
 Sizes = dict[str, int]
-"""Bytes of every tensor in a file, by name."""
+"""Bytes of each tensor in a file, by name."""
 
 
 def export_folder(
@@ -29,13 +29,12 @@ def export_folder(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes config.json and safetensors files of at most ``shard_bytes`` (or one tensor).
+    """Write config.json and safetensors files of at most ``shard_bytes`` (or one tensor).
 
-    Every rank calls it with the tensors that it writes (Hugging Face name, whole tensor in the
-    ``stored_dtype`` of ``dtype``); over
-    all ranks each tensor comes once, tied ones under one name. ``path`` is on a disk that all ranks share.
-    The folder is complete when a rank returns. Making ``tensors`` may be collective: they are consumed on
-    every rank.
+    Every rank calls this function with the tensors that it writes (Hugging Face name, whole tensor in the
+    ``stored_dtype`` of ``dtype``). Over all ranks each tensor comes once, tied ones under one name. ``path``
+    is on a filesystem that all ranks share. The folder is complete when any rank returns. Iterating over
+    ``tensors`` may be collective: every rank consumes all of its own.
     """
     path.mkdir(parents=True, exist_ok=True)
     rename = file_names(spec.config().model_type)
@@ -48,7 +47,7 @@ def export_folder(
 
 
 def finish_folder(spec: ModelSpec, path: Path, dtype: torch.dtype, shards: list[tuple[Path, Sizes]]) -> None:
-    """Adds the configurations to the files that were written, and gives these their names."""
+    """Add the configurations and give the weight files their final names."""
     save_config(spec.config(), path, dtype)
     copy_generation_config(spec, path)
     name_shards(path, shards)
@@ -59,7 +58,7 @@ def rank() -> int:
 
 
 def gather_objects(mine: list[tuple[Path, Sizes]]) -> list[list[tuple[Path, Sizes]]]:
-    """What every rank has, by rank; a collective call where there is a process group."""
+    """Return the files of all ranks, by rank. This is a collective if there is a process group."""
     if not dist.is_initialized():
         return [mine]
     everyone: list[list[tuple[Path, Sizes]]] = [[] for _ in range(dist.get_world_size())]
@@ -68,7 +67,7 @@ def gather_objects(mine: list[tuple[Path, Sizes]]) -> list[list[tuple[Path, Size
 
 
 def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) -> list[tuple[Path, Sizes]]:
-    """Under names of their own: how many there are, which is part of the final ones, is known at the end."""
+    """Write files under temporary names, because the final names contain the number of files."""
     shards = []
     for number, shard in enumerate(sharded(tensors, limit)):
         file = path / f".shard-{rank()}-{number}"
@@ -103,7 +102,7 @@ def sharded(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
 
 
 def name_shards(path: Path, shards: list[tuple[Path, Sizes]]) -> None:
-    """Gives the files the names that transformers looks for, and writes its index if there are several."""
+    """Rename the files as transformers expects them, and write the index if there are several."""
     if len(shards) == 1:
         shards[0][0].replace(path / SAFE_WEIGHTS_NAME)
         return

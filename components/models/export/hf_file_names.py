@@ -1,4 +1,4 @@
-"""Names in files, where a family's differ from those that transformers gives the model in memory."""
+"""Parameter names in the files of a model family, if they differ from those of the model in memory."""
 
 import re
 from collections.abc import Callable
@@ -10,25 +10,25 @@ MIXTRAL_EXPERT = re.compile(r"(\.experts\.\d+\.)(gate_proj|up_proj|down_proj)(?=
 
 
 def mixtral(name: str) -> str:
-    """``model.layers.0.mlp.experts.3.gate_proj.weight`` to ``...block_sparse_moe.experts.3.w1.weight``."""
+    """Rename ``...mlp.experts.3.gate_proj.weight`` to ``...block_sparse_moe.experts.3.w1.weight``."""
     renamed = MIXTRAL_EXPERT.sub(lambda found: found[1] + MIXTRAL[found[2]], name)
     return renamed.replace(".mlp.", ".block_sparse_moe.")
 
 
 def file_names(model_type: str) -> Rename:
-    """From our name of a tensor to the one in the files of ``model_type``."""
+    """Return the function from our tensor names to those in the files of ``model_type``."""
     return mixtral if model_type == "mixtral" else lambda name: name
 
 
 def module_name(name: str, model_type: str) -> str:
-    """As ``file_names``, of a module: all of its name, or the last part."""
+    """Return the name in files of a module, given its whole name or the last part."""
     if model_type == "mixtral" and name in MIXTRAL:
         return MIXTRAL[name]
     return file_names(model_type)(f"{name}.").removesuffix(".")
 
 
 def our_name(name: str, model_type: str) -> str:
-    """What ``module_name`` gives ``name``."""
+    """Return our module name for a name in files, the inverse of ``module_name``."""
     if model_type != "mixtral":
         return name
     leaves = {theirs: ours for ours, theirs in MIXTRAL.items()}

@@ -1,4 +1,4 @@
-"""Safetensors files that are written tensor by tensor, byte for byte as ``safetensors`` writes them."""
+"""Safetensors files written tensor by tensor, byte-identical to those of ``safetensors``."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from components.models.weights import WeightSource
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 ALIGNMENT = 8
-"""Of where the first tensor begins."""
+"""Alignment of the first tensor's offset, in bytes."""
 
 
 def stream_folder(
@@ -30,7 +30,7 @@ def stream_folder(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write what ``export_folder`` writes, in one process that holds one tensor of ``shapes`` at a time."""
+    """Write the same folder as ``export_folder`` from one process, with one tensor in memory at a time."""
     path.mkdir(parents=True, exist_ok=True)
     rename = file_names(spec.config().model_type)
     ours = {rename(name): name for name in shapes}
@@ -52,7 +52,7 @@ def stream_folder(
 def stream_file(
     path: Path, shapes: Mapping[str, torch.Size], source: Callable[[str], Tensor], dtype: torch.dtype
 ) -> None:
-    """Write the tensors in the order of their dtypes and names."""
+    """Write the tensors ordered by dtype (widest first), then by name."""
     dtypes = {name: stored_dtype(name, dtype) for name in shapes}
     sizes = {name: size_of(shape, dtypes[name]) for name, shape in shapes.items()}
     names = sorted(sizes, key=lambda name: (-dtypes[name].itemsize, name))
