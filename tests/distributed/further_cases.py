@@ -189,7 +189,7 @@ def megatrons_own(family: str) -> tuple[dict[str, Tensor], dict[str, Tensor], fl
     engine.zero_grad = look_first
     result = step(engine, [batch], next_token())
     engine.close()
-    depths = sum(result.metrics[f"mtp_{depth + 1}"] for depth in range(DEPTHS))
+    depths = sum(result.metrics[f"mtp_{depth + 1}_loss"] for depth in range(DEPTHS))
     return found, expected, result.loss - COEF * depths / DEPTHS, main.item()
 
 
