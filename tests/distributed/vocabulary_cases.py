@@ -96,7 +96,7 @@ def answer(case: Case, rows: slice = slice(None), shard: VocabularyShard | None 
         forward = watch.collectives
         gradients = torch.autograd.grad(case.loss(stats), inputs)
     parts = [t.detach() for t in (stats.logps, stats.logsumexp, stats.mean_logp) if t is not None]
-    return Answer(parts, list(gradients), (forward, watch.collectives - forward), watch.row_max)
+    return Answer(parts, list(gradients), (forward, watch.collectives - forward), watch.largest)
 
 
 def exact(case: Case, dtype: torch.dtype = torch.float64) -> Answer:
