@@ -66,8 +66,10 @@ def sweep_point() -> SweepJob:
 
 
 def as_given(state: DictConfig) -> tuple[str, ...]:
-    """Return the task overrides of a ``hydra`` node, with their interpolations resolved."""
-    return tuple(str(word) for word in state.overrides.task)
+    """Return the task overrides of a ``hydra`` node as they were typed, without resolving interpolations."""
+    words = OmegaConf.to_container(state.overrides.task)
+    assert isinstance(words, list)
+    return tuple(map(str, words))
 
 
 def command() -> int:

@@ -190,7 +190,7 @@ def test_the_time_of_a_step(folder: Path) -> None:
     piped = timed(megatron(pp=2), folder, 2)  # eight micro-batches
     assert piped.compute == pytest.approx(3.0)
     assert piped.idle == pytest.approx(3.0 / 8, rel=1e-3)
-    assert piped.total == piped.compute + piped.idle + piped.between_microbatches
+    assert piped.total == piped.compute + piped.idle + piped.waiting
 
 
 # ---- devices

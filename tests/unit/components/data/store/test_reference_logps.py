@@ -27,8 +27,8 @@ MAX_LENGTH = 20
 class Scores:
     """In place of an engine: what it says of a token depends on that token and its position alone."""
 
-    data_rank: int = 0
-    data_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
     answers: bool = True
     """False: not on the last pipeline stage."""
     factor: float = 1.0
