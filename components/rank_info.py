@@ -11,6 +11,8 @@ from typing import Self
 
 from components.contracts.errors import ConfigError
 
+CORES = "RUNNER_CORES"
+"""Environment variable of a job: the number of cores that all its ranks together may use."""
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 FIRST_PORT, PORTS = 10_000, 20_000
 """Below the ports that Linux hands out by itself."""

@@ -12,14 +12,12 @@ from typing import IO
 import torch.distributed as dist
 
 from components.contracts.errors import DONE, NonRetryableError
-from components.rank_info import RankInfo
+from components.rank_info import CORES, RankInfo
 from runner.launch.failures import clear_failure_reports, has_stalled, rank_log, root_cause
 from runner.launch.signals import REQUESTS, SignalHandler, announce, handling
 from runner.search_path import python_module
 from runner.training.watchdog import discard_if_empty, stacks_path
 
-CORES = "RUNNER_CORES"
-"""Environment variable of a job: the number of cores that all its ranks together may use."""
 POLL_S = 0.05
 GRACE_S = 2.0
 """Seconds to wait for stacks to be written, and for killed processes to end."""

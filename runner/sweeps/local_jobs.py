@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from components.contracts.errors import DONE, INTERRUPTED
+from components.rank_info import CORES
 from runner.launch.failures import describe_exit, read_last_lines
 from runner.launch.signals import SignalHandler, handling
-from runner.launch.spawn import CORES
 from runner.sweeps.job_record import SweepJob, read_job_record
 
 POLL_S = 0.1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch.spawn import CORES
+from components.rank_info import CORES
 from runner.sweeps.job_record import SweepJob, read_job_records
 from runner.sweeps.local_jobs import LocalJob, gpu_share, run_jobs
 
