@@ -58,8 +58,7 @@ class FSDP2(FSDP2Layout):
 
         Raises:
             ConfigError: if the model has no decoder blocks, no plan for tensor parallelism, or cannot be
-            split
-                over ``cp``, ``tp`` or ``ep`` ranks; if this machine cannot compile or fuse its blocks; or if
+                split over ``cp``, ``tp`` or ``ep`` ranks; if this machine cannot compile or fuse its blocks; or if
                 ``tp`` ranks cannot split the adapter.
         """
         blocks(model)

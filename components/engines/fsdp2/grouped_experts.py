@@ -62,7 +62,7 @@ class GroupedExperts(nn.Module):
         return (1 if self.ep is None else self.ep.size()) * self.mesh[TENSOR].size()
 
     def hidden_dimensions(self) -> dict[nn.Parameter, int]:
-        """Return, by parameter, the dimension (not that of experts) that tensor parallelism does not split."""
+        """Return, by parameter, the dimension (not of experts) that tensor parallelism does not split."""
         own = {self.gate_up_proj: 2, self.down_proj: 1}
         return own if self.adapter is None else own | self.adapter.outer_dimensions()
 
@@ -86,7 +86,7 @@ class GroupedExperts(nn.Module):
         return total if self.tp is None else AddUp.apply(total, self.tp)
 
     def _compute_elsewhere(self, rows: Tensor, loads: Tensor, ep: dist.ProcessGroup) -> Tensor:
-        """Apply the experts of all ep ranks to ``rows``, which are sorted by expert, ``loads`` ``[E]`` of each.
+        """Apply the experts of all ep ranks to ``rows``, sorted by expert, ``loads[e]`` of each.
 
         The result has the order of ``rows``.
         """

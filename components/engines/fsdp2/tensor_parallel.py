@@ -152,7 +152,7 @@ def cut_by_input(module: Any, mesh: DeviceMesh) -> None:
 
 
 def keep_whole(module: Layer, mesh: DeviceMesh) -> None:
-    """Replicate a module whose output feeds different parts on each rank, and sum its gradients over ranks."""
+    """Replicate a module whose output feeds different parts on each rank; its gradients are summed."""
     distribute(module, mesh, weight=Replicate(), bias=Replicate())
     module.forward = with_local_weight(module, Partial())
 
