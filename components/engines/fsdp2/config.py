@@ -57,8 +57,8 @@ class FSDP2(FSDP2Layout):
         """Check that the layout fits the model, the adapter and this machine.
 
         Raises:
-            ConfigError: if the model has no decoder blocks, no plan for tensor parallelism, or cannot be
-                split over ``cp``, ``tp`` or ``ep`` ranks; if this machine cannot compile or fuse its blocks; or if
+            ConfigError: if the model has no decoder block, no plan for tensor parallelism, or cannot be split
+                over ``cp``, ``tp`` or ``ep`` ranks; if this machine cannot compile or fuse its blocks; or if
                 ``tp`` ranks cannot split the adapter.
         """
         blocks(model)

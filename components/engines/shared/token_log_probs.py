@@ -51,8 +51,7 @@ def token_stats(
         weights: float32 like ``labels``, given only if the loss is ``-(weights * logps).sum()`` times a
             number. The gradients are then computed in the forward pass, which saves one matmul of four.
         label_index: int64 ``[n]``, the positions of labels in ``labels.reshape(-1)``. None means that they
-        are
-            computed here, for which the host waits.
+            are computed here, for which the host waits.
         chunk_size: number of positions per chunk. None means as many as ``CHUNK_BYTES`` of logits allow.
         shard: with a vocabulary split over ranks, the rows that ``head_weight [n, H]`` and ``head_bias [n]``
             hold; n may differ by rank and be 0. Collective over the ranks of the group, which pass the same

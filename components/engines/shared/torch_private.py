@@ -1,4 +1,4 @@
-"""The private API of torch that engines use. No other file uses private names of torch.
+"""The private API of torch that engines use, collected in one file.
 
 If a release of torch moves one of them, ``tests/unit/test_private_api.py`` fails and prints its name.
 """

@@ -35,7 +35,7 @@ class WholeVocabulary:
         return parts
 
     def choose(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return this rank's part of the logits of ``targets``, ``[tokens]``; the sum over ranks is whole."""
+        """Return this rank's part of the logits of ``targets``, ``[tokens]``."""
         return logits.gather(1, targets[:, None])[:, 0]
 
     def add_to_chosen_(self, logits: Tensor, targets: Tensor, values: Tensor) -> None:
