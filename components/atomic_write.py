@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole."""
+"""Atomic replacement of files."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from components.rank_info import RankInfo
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace ``path``, such that a kill at any instant leaves the old content or the new one, on disk.
+    """Replace ``path`` so that a kill at any time leaves either the old or the new content on disk.
 
     Several processes may write the same path at once.
     """
@@ -20,8 +20,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that takes the place of ``path`` when the context is left without an error."""
-    # Process numbers may be the same on two nodes that share a file system, and ranks in two runs.
+    """Open a temporary file that replaces ``path`` when the context exits without an error."""
+    # Nodes that share a file system can have equal process ids, and two runs have equal ranks.
     partial = path.with_name(f".{path.name}.{RankInfo.read().rank}.{os.getpid()}")
     try:
         with partial.open("wb") as file:
@@ -36,7 +36,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def sync_folder(path: Path) -> None:
-    """Force the names in the folder ``path`` to disk."""
+    """Force the directory entries of the folder ``path`` to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""The place of a process in its run: the one reader of torchrun's variables, and of SLURM's instead of them.
+"""Rank and rendezvous of a process, from the environment variables of torchrun or SLURM.
 
-Nothing here imports torch: the command line uses it from its first moment.
+Only this module reads them. It does not import torch, because the command line uses it at its start.
 """
 
 import os
@@ -15,30 +15,30 @@ CORES = "RUNNER_CORES"
 """Environment variable of a job: the number of cores that all its ranks together may use."""
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 FIRST_PORT, PORTS = 10_000, 20_000
-"""Below the ports that Linux hands out by itself."""
+"""First port and number of ports, below the range that Linux assigns automatically."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The place of one rank. The defaults are those of a process that nobody has launched as a rank."""
+    """Rank and rendezvous of one process. The defaults describe a process that was not launched as a rank."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Rank among those of its node."""
+    """Rank within the node."""
     local_world_size: int = 1
-    """Number of ranks of its node."""
+    """Number of ranks on the node."""
     node: int = 0
-    """Number of its node, torchrun's GROUP_RANK."""
+    """Index of the node, torchrun's GROUP_RANK."""
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
-    """Where ranks meet; torch has the same default."""
+    """Port at which the ranks meet, with the same default as torch."""
     launched: bool = False
     """Whether torchrun, srun or a parent process has launched this process as a rank."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Read torchrun's variables. None means those of this process."""
+        """Read torchrun's variables from ``environ``. None means the environment of this process."""
         environ = os.environ if environ is None else environ
         world_size = int(environ.get("WORLD_SIZE", cls.world_size))
         return cls(
@@ -54,12 +54,12 @@ class RankInfo:
 
     @classmethod
     def from_slurm(cls, environ: Mapping[str, str]) -> Self | None:
-        """Read the variables of a task of ``srun``. None means that SLURM launched no rank.
+        """Read the variables of an ``srun`` task. None means that SLURM has not launched it as a rank.
 
-        A task is a rank if its step has several. Batch scripts, shells of ``salloc`` and lone tasks start
-        the ranks themselves, as on any machine; what torchrun says counts more. Ranks meet at the first node
-        of the step, at a port that follows from job and step: array tasks that share a node differ.
-        MASTER_ADDR and MASTER_PORT stay if they are set.
+        A task is a rank if its step has several tasks. Batch scripts, ``salloc`` shells and single tasks
+        start the ranks themselves, as on any machine. Variables of torchrun take precedence. Ranks meet at
+        the first node of the step, at a port derived from job and step, so that array tasks on one node use
+        different ports. MASTER_ADDR and MASTER_PORT are kept if they are set.
         """
         size = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
         if size == 1 or "RANK" in environ:
@@ -77,7 +77,7 @@ class RankInfo:
         )
 
     def variables(self) -> dict[str, str]:
-        """Return the variables from which ``read`` makes this place."""
+        """Return the environment variables from which ``read`` makes this object."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -90,7 +90,7 @@ class RankInfo:
 
 
 def check_place(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if a launcher has set only a part of this process's place."""
+    """Raise ConfigError if a launcher has set only some of the variables in ``PLACE``."""
     known = [name for name in PLACE if name in environ]
     if known and len(known) < len(PLACE):
         missing = ", ".join(sorted(set(PLACE) - set(known)))
@@ -100,7 +100,7 @@ def check_place(environ: Mapping[str, str]) -> None:
 
 
 def first_host(nodes: str) -> str:
-    """Expand the first name of a node list: ``gpu[03-05,9],login`` -> ``gpu03``."""
+    """Return the first name of a node list: ``gpu[03-05,9],login`` -> ``gpu03``."""
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]
 
 

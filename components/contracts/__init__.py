@@ -1,1 +1,1 @@
-"""What models, data, losses, engines and the runner agree on. Imports nothing of this project."""
+"""Interfaces between models, data, losses, engines and the runner. They import only each other."""

@@ -12,7 +12,7 @@ IGNORE = -100
 """The label of a position that carries no loss."""
 
 UNDESIRABLE, DESIRABLE, KL_COMPLETION = 0, 1, 2
-"""What ``Batch.sequence_labels`` says of a sequence."""
+"""The values of ``Batch.sequence_labels``, besides -1."""
 
 
 Fields = dict[str, Any]
@@ -21,7 +21,7 @@ Fields = dict[str, Any]
 
 @dataclass
 class Batch:
-    """One micro-batch. Packed: every sequence end to end in one row. Padded: one sequence a row.
+    """One micro-batch: packed (all sequences end to end in one row) or padded (one sequence per row).
 
     Labels are shifted already: ``labels[t]`` is the token that should follow ``input_ids[t]``.
     An empty micro-batch holds one padding token, no label and one sequence of length zero.
@@ -30,37 +30,38 @@ class Batch:
     input_ids: Tensor
     """int64 ``[1, T]`` packed, ``[B, T]`` padded on the right."""
     labels: Tensor
-    """int64, like ``input_ids``; ``IGNORE`` where there is no loss."""
+    """int64, like ``input_ids``; ``IGNORE`` at positions without loss."""
     position_ids: Tensor
-    """int64, like ``input_ids``; counts from 0 within every sequence, or from its prefix on."""
+    """int64, like ``input_ids``; counts from 0 within every sequence, or from the length of its prefix."""
     seqlens: Tensor
-    """int32 ``[S]``: real tokens of every sequence, padding and prefixes left out."""
+    """int32 ``[S]``: number of real tokens of every sequence, without padding and prefixes."""
     cu_seqlens: Tensor | None = None
-    """int32 ``[S + 1]``, packed only: where every sequence begins, and the end of the last."""
+    """int32 ``[S + 1]``, packed only: the start of every sequence, and the end of the last one."""
     max_seqlen: int | None = None
-    """Packed only: the longest span of ``cu_seqlens``, its prefix included."""
+    """Packed only: the longest span of ``cu_seqlens``, including its prefix."""
     prefix_lengths: Tensor | None = None
-    """int32 ``[S]``, packed only: how many tokens from the start of the sequence before it a sequence sees
-    beside its own, as if it began with them. None: no sequence sees another."""
+    """int32 ``[S]``, packed only: the number of tokens, from the start of the preceding sequence, that a
+    sequence attends to as if it began with them. None means that every sequence attends to itself only."""
     num_keys: int | None = None
-    """With ``prefix_lengths``: their sum and T."""
+    """With ``prefix_lengths``: their sum plus T."""
     pair_index: Tensor | None = None
-    """int64 ``[S]``, preference data: ``2 * pair`` for chosen, ``2 * pair + 1`` rejected, -1 for none."""
+    """int64 ``[S]``, preference data: ``2 * pair`` for chosen, ``2 * pair + 1`` for rejected, -1 without a
+    pair."""
     sequence_labels: Tensor | None = None
-    """int64 ``[S]``, unpaired data: DESIRABLE or UNDESIRABLE; MISMATCHED for a sample's prompt with the
-    completion of another, which follows its sample; -1 for none."""
+    """int64 ``[S]``, unpaired data: DESIRABLE or UNDESIRABLE; MISMATCHED for the prompt of a sample with
+    the completion of another one, placed after its sample; -1 without a label."""
     ref_logps: Tensor | None = None
-    """float32, like ``labels``: the reference model's log-probabilities, 0 where there is no label."""
+    """float32, like ``labels``: the log-probabilities of the reference model, 0 at positions without a
+    label."""
     constants: Mapping[str, float] = field(default_factory=dict)
-    """Numbers a loss attached in ``prepare``."""
+    """Numbers that a loss attached in ``prepare``."""
     label_index: Tensor | None = None
-    """See ``labelled``; whoever changes labels sets it to None."""
+    """The cached result of ``labelled``. Code that changes labels sets it to None."""
 
     def to(self, device: torch.device) -> Self:
-        """The same micro-batch on ``device``, but for what the host reads: ``pair_index`` and
-        ``sequence_labels``.
+        """Return this micro-batch on ``device``, except ``pair_index`` and ``sequence_labels``.
 
-        From page-locked memory the host does not wait for the copy.
+        The host reads those two. It does not wait for a copy from page-locked memory.
         """
         tensors = self._tensors() | {"label_index": self.labelled()}
         moved: Fields = {k: tensor.to(device, non_blocking=True) for k, tensor in tensors.items()}
@@ -68,7 +69,7 @@ class Batch:
         return replace(self, **moved | read_here)
 
     def pin_memory(self) -> Self:
-        """The same micro-batch in page-locked memory."""
+        """Return this micro-batch in page-locked memory."""
         pinned: Fields = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
         return replace(self, **pinned)
 
@@ -76,9 +77,9 @@ class Batch:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def labelled(self) -> Tensor:
-        """int64 ``[n]``: the positions in ``labels.reshape(-1)`` that carry a label.
+        """Return the positions in ``labels.reshape(-1)`` that carry a label: int64 ``[n]``.
 
-        A micro-batch that was moved to a device brings them along: asking the device, the host would wait.
+        ``to`` computes them on the host and copies them, because the host would wait for a device.
         """
         if self.label_index is not None:
             return self.label_index
@@ -89,7 +90,7 @@ class Batch:
         return self.seqlens.numel()
 
     def sequence_ids(self) -> Tensor:
-        """int64, like ``labels``: the sequence every position belongs to."""
+        """Return the sequence of every position: int64, like ``labels``."""
         if self.cu_seqlens is None:
             rows = torch.arange(self.num_sequences, device=self.labels.device)
             return rows[:, None].expand_as(self.labels)
@@ -98,15 +99,17 @@ class Batch:
         return rows.repeat_interleave(spans, output_size=self.labels.numel())[None]
 
     def real_sequence_ids(self) -> Tensor:
-        """int64, like ``labels``: the sequence every position belongs to; -1 on padding."""
+        """Return the sequence of every position, -1 on padding: int64, like ``labels``."""
         begin = self.seqlens.new_zeros(1) if self.cu_seqlens is None else self.cu_seqlens[:-1]
         ids, position = self.sequence_ids(), torch.arange(self.labels.shape[1], device=self.labels.device)
         end = (begin + self.seqlens)[ids]
         return ids.where(position < end, -1)
 
     def shifted(self, steps: int) -> Self:
-        """The same positions, each with the token ``steps`` further on in its sequence, and with that one's
-        label; id 0 and no label where the sequence has ended before. For the host; nothing else is changed.
+        """Return this micro-batch with the ids and labels of each sequence shifted left by ``steps``.
+
+        The last ``steps`` positions of each sequence, and padding, get id 0 and no label. Other fields are
+        unchanged. For tensors in host memory.
         """
         ids, beyond = self.real_sequence_ids(), min(steps, self.labels.shape[1])
         inside = (F.pad(ids[:, steps:], (0, beyond), value=-1) == ids) & (ids >= 0)
@@ -121,17 +124,18 @@ class Batch:
         return replace(self, **found, label_index=None)
 
     def sum_per_sequence(self, values: Tensor) -> Tensor:
-        """Sums ``values`` (like ``labels``) over every sequence: float64 ``[S]``.
+        """Sum ``values`` (like ``labels``) over every sequence: float64 ``[S]``.
 
-        In float64 because a 500-term sum in float32 is good to 5e-4 only.
+        In float64 because a float32 sum of 500 terms is accurate to 5e-4 only.
         """
         total = values.new_zeros(self.num_sequences, dtype=torch.float64)
         return total.index_add(0, self.sequence_ids().reshape(-1), values.reshape(-1).double())
 
     def select(self, keep: Tensor) -> Self:
-        """The sequences for which ``keep``, bool ``[S]``, is True; where it never is, an empty micro-batch.
+        """Return the sequences for which ``keep``, bool ``[S]``, is True.
 
-        For the host: sizes are read. No sequence may see another.
+        If ``keep`` is False everywhere, the result is an empty micro-batch. For tensors in host memory,
+        because sizes are read. Prefixes are not supported.
         """
         assert self.prefix_lengths is None, "a prefix is not kept"
         if not keep.any():
@@ -153,17 +157,17 @@ class Batch:
         )
 
     def _by_position(self) -> Fields:
-        """The tensors like ``labels``."""
+        """Return the tensors that have the shape of ``labels``, by name."""
         names = ("input_ids", "labels", "position_ids", "ref_logps")
         return {name: values for name in names if (values := getattr(self, name)) is not None}
 
     def _by_sequence(self, keep: Tensor) -> Fields:
-        """The kept part of the tensors ``[S]``."""
+        """Return the kept entries of the tensors ``[S]``, by name."""
         names = ("seqlens", "pair_index", "sequence_labels")
         return {name: values[keep] for name in names if (values := getattr(self, name)) is not None}
 
     def _empty(self) -> Self:
-        """One padding token and one sequence of length zero."""
+        """Return a micro-batch of one padding token and one sequence of length zero."""
         one = {name: values[:1, :1] for name, values in self._by_position().items()}
         first = torch.arange(self.num_sequences) == 0
         none = {name: torch.full_like(v, -1) for name, v in self._by_sequence(first).items()}

@@ -1,6 +1,6 @@
-"""The contracts of the configuration groups ``model``, ``data``, ``adapter`` and ``optimizer``.
+"""The interfaces of the configuration groups ``model``, ``data``, ``adapter`` and ``optimizer``.
 
-An object of each is made from the composed configuration in every process. It describes; engines build.
+Every process makes one object of each from the composed configuration. Engines build the model from it.
 """
 
 from dataclasses import Field
@@ -14,25 +14,26 @@ from components.contracts.data import DataLoader, SampleKind
 from components.contracts.json_types import Json
 
 Foreign = Any
-"""An object of transformers (configuration, model on the meta device, tokenizer): not imported here."""
+"""An object of transformers (configuration, model on the meta device, tokenizer), which is not imported
+here."""
 
 
 class WeightSource(Protocol):
-    """Weights by their Hugging Face parameter name."""
+    """A function from Hugging Face parameter names to weights."""
 
     def __call__(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        """The part ``index`` of the tensor (slices without a step; () is the whole) on CPU.
+        """Return the part ``index`` of the tensor (slices without a step; () is the whole) on CPU.
 
-        In float32 or as stored, and not to be written to.
+        Its dtype is float32 or the stored one. The caller must not write to it.
         """
 
 
 class MoEConfig(Protocol):
-    """``model.moe``: the losses of routers."""
+    """``model.moe``: the router losses."""
 
     @property
     def bias_update_rate(self) -> float:
-        """By how much the biases of routers follow the load after an update."""
+        """Change of a router bias per optimizer step, in the direction that evens the load."""
 
 
 class MTPConfig(Protocol):
@@ -49,14 +50,14 @@ class ModelConfig(Protocol):
 
     @property
     def path(self) -> str | None:
-        """A folder, or an id of the Hugging Face hub."""
+        """A folder, or an id on the Hugging Face hub."""
 
     @property
     def trust_remote_code(self) -> bool: ...
 
     @property
     def freeze(self) -> tuple[str, ...]:
-        """Shell patterns of the names of parameters that are not trained."""
+        """Shell patterns for the names of parameters that are not trained."""
 
     @property
     def moe(self) -> "MoEConfig": ...
@@ -66,7 +67,7 @@ class ModelConfig(Protocol):
 
     @property
     def initial_checkpoint(self) -> Path | None:
-        """A whole checkpoint whose weights are the initial ones."""
+        """A complete checkpoint that holds the initial weights."""
 
     @property
     def is_random_init(self) -> bool:
@@ -74,57 +75,57 @@ class ModelConfig(Protocol):
 
     @property
     def describe_init(self) -> str:
-        """Where the initial weights come from, in words."""
+        """The source of the initial weights, in words."""
 
     @property
     def meta_model(self) -> Foreign:
-        """The model on the meta device, made once. It is only read; an engine builds its own."""
+        """The model on the meta device, made once and only read. An engine builds its own."""
 
     def config(self) -> Foreign:
-        """A configuration of its own for every call."""
+        """Return a new transformers configuration for every call."""
 
     def weights(self, seed: int) -> WeightSource:
-        """The initial weights."""
+        """Return the initial weights."""
 
     def content_hash(self) -> str:
-        """A hash of what the initial weights are made of, besides the seed."""
+        """Return a hash of everything that determines the initial weights, except the seed."""
 
     def shape_hash(self, model: nn.Module) -> str:
-        """Two models with one signature can read each other's checkpoints."""
+        """Return the signature: two models with the same one can read each other's checkpoints."""
 
     def trained_shape_hash(self, model: nn.Module) -> str:
-        """The signature of the trained parameters."""
+        """Return the signature of the trained parameters."""
 
     def load_tokenizer(self) -> Foreign: ...
 
     def add_tokenizer(self, folder: Path) -> Foreign:
-        """Completes an exported folder, and returns the tokenizer."""
+        """Add the tokenizer to an exported folder and return it."""
 
     def generate(self, folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
-        """The greedy continuation of ``prompt`` by the model exported to ``folder``."""
+        """Return the greedy continuation of ``prompt`` by the model exported to ``folder``."""
 
 
 class AdapterConfig(Protocol):
-    """The ``adapter`` group; None in its place means that the model itself is trained."""
+    """The ``adapter`` group. None instead of it means that the model itself is trained."""
 
     def __hash__(self) -> int: ...
 
     @property
     def path(self) -> str | None:
-        """The folder of an adapter that is continued."""
+        """The folder of an adapter whose training continues."""
 
     @property
     def modules_to_save(self) -> tuple[str, ...]:
-        """Modules that are trained whole next to the adapter."""
+        """Modules that are trained in full next to the adapter."""
 
     def check(self, model: Foreign) -> None:
-        """Raises ConfigError if ``model`` (on any device) cannot be adapted so."""
+        """Raise ConfigError if the adapter does not fit ``model`` (on any device)."""
 
     def shape_hash(self, model: Foreign) -> str:
-        """Two adapters with one signature compute the same function of the same parameters."""
+        """Return the signature; equal ones mean the same function of the same parameters."""
 
     def finish_export(self, model: Any, export: Path, base: Path, seed: int, dtype: torch.dtype) -> Foreign:
-        """Completes an exported folder, and returns the tokenizer."""
+        """Complete an exported folder and return the tokenizer."""
 
 
 class OptimizerConfig(Protocol):
@@ -132,30 +133,30 @@ class OptimizerConfig(Protocol):
 
     @property
     def lr(self) -> float:
-        """The peak; the scheduler says how much of it a step gets."""
+        """Peak learning rate. The scheduler computes the rate of each step from it."""
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """What is kept per parameter, under torch's names, each of the parameter's shape."""
+        """Names in torch of the optimizer state tensors that have the shape of their parameter."""
 
 
 class DataAudit(Protocol):
-    """What a user should know of prepared data."""
+    """A report on prepared data for the user."""
 
     def to_json(self) -> str: ...
 
     def render(self) -> object:
-        """What rich prints."""
+        """Return an object that rich prints."""
 
 
 class Prepared(Protocol):
-    """What the parent prepared and every rank opens; it travels as JSON."""
+    """Data that the parent process prepared and every rank opens, passed as JSON."""
 
     def __hash__(self) -> int: ...
 
     @property
     def eval(self) -> object | None:
-        """None means that there is nothing to evaluate on."""
+        """The evaluation data. None means that the run has none."""
 
     @property
     def packing(self) -> str: ...
@@ -165,14 +166,14 @@ class Prepared(Protocol):
 
     @property
     def identity(self) -> str:
-        """Changes with the data and all that shapes global batches, except their size."""
+        """A hash of the data and of everything that determines global batches, except their size."""
 
     @property
     def audit(self) -> DataAudit: ...
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the run."""
+        """Number of optimizer steps of the run."""
 
     def train_loader(
         self,
@@ -183,7 +184,10 @@ class Prepared(Protocol):
         dp_size: int,
         reference: Path | None = None,
     ) -> DataLoader:
-        """``reference``: the folder of a reference model, for batches that carry its log-probabilities."""
+        """Return the loader of the training data for data rank ``data_rank`` of ``data_size``.
+
+        ``reference`` is the folder of a reference model whose log-probabilities the batches shall carry.
+        """
 
     def eval_loader(
         self,
@@ -199,7 +203,7 @@ class Prepared(Protocol):
         """Whether ``folder`` lacks log-probabilities of the reference model."""
 
     def prompt(self) -> list[int]:
-        """Token ids of a sample to complete."""
+        """Return the token ids of a sample that the model shall complete."""
 
     def to_json(self) -> Json: ...
 
@@ -209,17 +213,17 @@ class DataConfig(Protocol):
 
     @property
     def max_length(self) -> int:
-        """Tokens of a row, or of a sample."""
+        """Maximum number of tokens of a row, or of a sample."""
 
     @property
     def share_prompt(self) -> bool:
-        """Whether the two sides of a pair share their prompt's tokens."""
+        """Whether the two sides of a pair share the tokens of their prompt."""
 
     def resolve_packing(self, kind: SampleKind) -> str:
-        """How samples of ``kind`` are packed."""
+        """Return how samples of ``kind`` are packed."""
 
     def cache(self) -> Path:
-        """The folder that outlives runs."""
+        """Return the cache folder, which is shared by runs."""
 
     def prepare(
         self,
@@ -231,7 +235,7 @@ class DataConfig(Protocol):
         max_steps: int | None,
         epochs: int | None,
     ) -> Prepared:
-        """Tokenises and plans what is not in the cache, in the parent."""
+        """Tokenize and plan, in the parent process, everything that is not in the cache."""
 
     def restore(self, prepared: Json) -> Prepared:
-        """What ``prepare`` returned, from its ``to_json``."""
+        """Return the result of ``prepare`` from its ``to_json``."""

@@ -1,4 +1,4 @@
-"""Global batches, and what a sample is."""
+"""Kinds of samples, and the loader of global batches."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -6,40 +6,43 @@ from typing import Literal, Protocol
 from components.contracts.batch import Batch
 
 SampleKind = Literal["text", "chat", "preference", "unpaired"]
-"""What one sample is: a document, a conversation, a pair of conversations that share a prompt, or a prompt
-with one answer and whether it is desirable."""
+"""One sample is a document, a conversation, a pair of conversations that share a prompt, or a prompt with one
+answer and whether it is desirable."""
 
 
 @dataclass(frozen=True)
 class BatchStats:
-    """One global batch, known on every rank from the plan alone."""
+    """Statistics of one global batch, known on every rank because they follow from the plan."""
 
     num_tokens: int
     """Non-padding input tokens of the samples."""
     num_computed_tokens: int
-    """The same, with those that several sequences share counted once."""
+    """The same, but tokens that several sequences share are counted once."""
     num_samples: int
     num_labels: int
     seqlen_mean: float
     seqlen_max: int
     sum_squared_seqlens: int
-    """For the cost of attention: a sequence of L tokens behind a shared prefix of n adds (n + L)^2 - n^2."""
+    """For the cost of attention: a sequence of L tokens after a shared prefix of n adds (n + L)^2 - n^2."""
 
 
 class DataLoader(Protocol):
-    """Global batches as a pure function of the step: resuming needs the step and nothing else."""
+    """Global batches as a pure function of the step, so that resuming needs only the step."""
 
     @property
     def num_steps(self) -> int:
-        """Global batches of the whole run."""
+        """Number of global batches of the whole run."""
 
     def microbatches(self, step: int) -> list[Batch]:
-        """This rank's share of global batch ``step``: equally many on every rank, empty ones included."""
+        """Return this rank's micro-batches of global batch ``step``.
+
+        Every rank gets the same number, if necessary with empty ones.
+        """
 
     def stats(self, step: int) -> BatchStats: ...
 
     def sample_ids(self, step: int) -> list[str]:
-        """Where a user finds the samples of global batch ``step`` in the data: ``data.train:17``."""
+        """Return the places in the data of the samples of global batch ``step``: ``data.train:17``."""
 
     def epoch(self, step: int) -> float:
-        """Passes over the data completed once ``step`` global batches are done."""
+        """Return the number of passes over the data after ``step`` global batches."""

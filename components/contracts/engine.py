@@ -1,4 +1,4 @@
-"""The engine: it holds the model and the optimizer, and every rank calls it alike."""
+"""The engine, which holds the model and the optimizer."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,26 +13,27 @@ from components.contracts.batch import Batch
 from components.contracts.loss import Loss, LossEngine
 
 Kernels = Literal["auto", "torch", "liger"]
-"""What computes norms and MLPs: torch, liger-kernel, or whichever suits the device."""
+"""The implementation of norms and MLPs: torch, liger-kernel, or the better one for the device."""
 
 Reference = Literal["none", "frozen", "adapter_off"]
-"""What an engine keeps for reference passes: nothing, a second model that is never trained, or the switch
-that takes dropout and the adapter, if there is one, off its model."""
+"""How an engine computes reference passes: not at all, with a second, frozen model, or with its own model
+while dropout and the adapter (if there is one) are switched off."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step; the same on every rank."""
+    """The result of one optimizer step, the same on every rank."""
 
     loss: float
-    """Sum over terms of ``term sum / term count``, global."""
+    """Sum over terms of ``term sum / term count``, over the global batch."""
     grad_norm: float
     """L2 norm over every parameter, before clipping."""
     skipped: bool
-    """The loss or a gradient was not finite, or the loss too high: nothing was updated, on any rank."""
+    """Whether no rank updated anything, because the loss or a gradient was not finite or the loss too
+    high."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_zeros: int | None = None
-    """Zero entries of the gradient, where counting was asked for."""
+    """Number of zero entries of the gradient. None means that they were not counted."""
 
 
 class Engine(LossEngine, Protocol):
@@ -44,75 +45,80 @@ class Engine(LossEngine, Protocol):
 
     device: torch.device
     dp_rank: int
-    """This rank's share of every global batch ..."""
+    """Index of this rank's share of every global batch."""
     dp_size: int
-    """... out of so many."""
+    """Number of shares of a global batch."""
 
     def begin_train_step(self, microbatches: Sequence[Batch] | None = None, loss: Loss | None = None) -> None:
-        """Counts what the terms of the loss and of the model run over, and all-reduces it over data ranks.
+        """Compute the global counts of all terms of the loss and of the model.
 
-        Without arguments (one-term losses, models that add no terms) the counts add up during the step.
+        They are all-reduced over data-parallel ranks. Without arguments (losses of one term, models that add
+        no terms) the counts add up during the step.
         """
 
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:
-        """Forward and backward; gradients add up and nothing is normalised.
+        """Run forward and backward; gradients add up without normalization.
 
-        ``last``: no more will come in this step, so gradients may be reduced while they are computed.
+        ``last``: these are the last micro-batches of the step, so gradients may be reduced during the
+        backward pass.
         """
 
     def finish_train_step(self, lr: float, *, max_loss: float = math.inf) -> StepResult:
-        """Divides by the main count once, clips, and updates.
+        """Divide the gradients by the main count, clip them, and update.
 
-        Every rank skips the update where the loss or a gradient is not finite, or the loss is over
+        Every rank skips the update if the loss or a gradient is not finite, or if the loss is above
         ``max_loss``, which is the same on every rank.
         """
 
     def abort_train_step(self) -> None:
-        """Drops gradients and sums; weights and optimizer are as before ``begin``. Twice is harmless."""
+        """Drop gradients and sums, such that weights and optimizer are as before ``begin``.
+
+        A second call does nothing.
+        """
 
     def max_over_ranks(self, value: float) -> float:
-        """The largest ``value`` of all ranks of the run, through host memory: no GPU waits for it."""
+        """Return the largest ``value`` of all ranks, reduced in host memory so that no GPU waits."""
 
     def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
-        """Global ``loss`` and metrics over ``batches``, with the sums and counts of training."""
+        """Return the global ``loss`` and metrics over ``batches``, with the sums and counts of training."""
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
-        """What this rank writes into a checkpoint, by key: its part of weights, moments (fp32) and RNG.
+        """Return this rank's shards of weights, moments (fp32) and RNG states for a checkpoint, by key.
 
-        Keys are those of ``components.checkpoint.dcp``; a DTensor says which part it is. Tensors may be
-        the engine's own memory, and hold until the next step.
+        Keys are those of ``components.checkpoint.dcp``; a DTensor specifies its shard. Tensors may share the
+        engine's memory and are valid until the next step.
         """
 
     def load(self, path: Path) -> None:
-        """Reads a checkpoint of ``tensors`` of any engine, in any layout."""
+        """Read a checkpoint made of the ``tensors`` of any engine, in any layout."""
 
     def export(self, path: Path) -> None:
-        """Writes a Hugging Face model folder (weights and config) in the run's dtype."""
+        """Write a Hugging Face model folder (weights and config) in the dtype of the run."""
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Wait until every rank has called it."""
 
     def describe(self) -> dict[str, Any]:
-        """Engine, device, world size and the mesh as it was really built."""
+        """Return the engine, device, world size and the mesh as actually built."""
 
     def close(self) -> None:
-        """Leaves every process group; the process may build another engine afterwards."""
+        """Leave every process group, after which the process may build another engine."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine computes, besides its model, its optimizer and its layout."""
+    """Options of an engine besides its model, its optimizer and its layout."""
 
     dtype: torch.dtype
     device: Literal["cpu", "cuda"]
     seed: int = 0
     reference: Reference = "none"
     reference_model: Any = None
-    """The model of a ``frozen`` reference. None means that it is the trained one as it was initially."""
+    """The model of a ``frozen`` reference. None means the trained model with its initial weights."""
     adapter: Any = None
     """None means that the model itself is trained."""
     compiled: bool = False
     kernels: Kernels = "auto"
     count_zeros: bool = False
     timeout_s: float = 0
-    """Collectives wait longer than this for a peer."""
+    """Lower bound of the timeout of collectives, in seconds."""

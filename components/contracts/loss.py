@@ -10,16 +10,16 @@ from components.contracts.batch import Batch
 from components.contracts.data import SampleKind
 
 ReferenceChoice = Literal["auto", "frozen", "adapter_off", "precomputed", "none"]
-"""``stage.reference``: where a reference's log-probabilities come from. ``auto``: ``adapter_off`` where there
-is an adapter that can be switched off, else ``frozen``. ``precomputed``: from a cache that is filled before
-the first step, whence the data loader attaches them to every ``Batch``."""
+"""``stage.reference``: the source of the reference model's log-probabilities. ``auto`` is ``adapter_off`` if
+the model has an adapter that can be switched off, else ``frozen``. With ``precomputed``, a cache is filled
+before the first step, and the data loader attaches the log-probabilities from it to every ``Batch``."""
 
 
 @dataclass(frozen=True)
 class TokenStats:
-    """What a loss may know of the model: float32 tensors like ``Batch.labels``, 0 where there is no label.
+    """Model outputs for a loss: float32 tensors like ``Batch.labels``, 0 at positions without a label.
 
-    With logits ``z`` over the vocabulary (padded rows excluded) and label ``y``.
+    ``z`` are the logits over the vocabulary (without padded rows) and ``y`` is the label.
     """
 
     logps: Tensor
@@ -32,43 +32,47 @@ class TokenStats:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Un-normalised sums over one micro-batch."""
+    """Unnormalized sums over one micro-batch."""
 
     terms: Mapping[str, Tensor]
-    """Scalar sums that are minimised; each is divided by its own global count. The first is the main term."""
+    """Scalar sums that are minimized, each divided by its own global count. The first is the main term."""
     metrics: Mapping[str, tuple[Tensor, int]] = field(default_factory=dict)
-    """name -> (detached sum, count): only reported."""
+    """``(detached sum, count)`` by name, only reported."""
 
 
 class LossEngine(Protocol):
-    """What ``Loss.prepare`` may use of an engine."""
+    """The methods of an engine that ``Loss.prepare`` may call."""
 
     def logps(self, microbatches: Sequence[Batch], *, reference: bool = False) -> list[Tensor] | None:
-        """``TokenStats.logps`` of each micro-batch without gradient; None off the last pipeline stage."""
+        """Return ``TokenStats.logps`` of each micro-batch, without gradient.
+
+        None means that this rank is not on the last pipeline stage.
+        """
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
-        """Adds up float64 ``values`` over data ranks; each pipeline stage and tensor rank for itself."""
+        """Sum float64 ``values`` over data ranks, separately on each pipeline stage and tensor rank."""
 
 
 class Loss(Protocol):
-    """A pure function of ``(stats, batch)``; a new loss works in every layout the day it is written."""
+    """A pure function of ``(stats, batch)``, which therefore works in every layout."""
 
     kind: SampleKind
     requires: frozenset[str]
-    """Statistics needed beside ``logps``: a subset of ``{"logsumexp", "mean_logp"}``."""
+    """Statistics needed besides ``logps``: a subset of ``{"logsumexp", "mean_logp"}``."""
     reference: ReferenceChoice
-    """Whose log-probabilities ``prepare`` attaches; ``none``: it attaches none, or zeros."""
+    """The reference model whose log-probabilities ``prepare`` attaches. With ``none`` it attaches none, or
+    zeros."""
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        """Per term, in the order of ``LossOutput.terms``, what its sum runs over; from labels alone."""
+        """Return the count of each term, in the order of ``LossOutput.terms``; it depends on labels only."""
 
     def weights(self, batch: Batch) -> Tensor | None:
-        """``w`` like ``labels`` if the loss is exactly ``-(w * logps).sum()``, else None.
+        """Return ``w`` like ``labels`` if the loss is exactly ``-(w * logps).sum()``, else None.
 
         Engines use it to form the gradient of the output head in the forward pass.
         """
 
     def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:
-        """Attaches what needs another forward pass or another rank. Every rank calls it together."""
+        """Attach inputs that need another forward pass or another rank; collective over all ranks."""
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput: ...

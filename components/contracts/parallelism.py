@@ -1,4 +1,4 @@
-"""The ``parallelism`` group: a layout, and how to build its engine."""
+"""The ``parallelism`` group."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
@@ -9,23 +9,24 @@ from components.contracts.engine import Engine, EngineOptions
 class ParallelismSpec(Protocol):
     """The ``parallelism`` group: a layout, and how to build its engine.
 
-    ``components.preflight`` forecasts the memory and the time of those that it knows by their type.
+    ``components.preflight`` estimates memory and time for the types that it knows.
     """
 
     computes_prefixes: ClassVar[bool]
-    """Whether its engine takes a ``Batch`` with ``prefix_lengths``."""
+    """Whether the engine supports a ``Batch`` with ``prefix_lengths``."""
 
     def world_size(self, environ: Mapping[str, str], num_gpus: int) -> int:
-        """Ranks of the run; ConfigError where they do not fit WORLD_SIZE."""
+        """Return the number of ranks, or raise ConfigError if it does not fit WORLD_SIZE."""
 
     def dp_size(self, world_size: int) -> int:
-        """Into how many shares a global batch is split."""
+        """Return the number of shares of a global batch."""
 
     def check(self, model: Any, optimizer: Any, options: EngineOptions, *, world_size: int) -> None:
-        """Raises ConfigError where the layout does not fit the run; called once, before any rank starts.
+        """Raise ConfigError if the layout does not fit the run.
 
-        ``model`` is the transformers model on the meta device, without its adapter.
+        It is called once, before any rank starts. ``model`` is the transformers model on the meta device,
+        without its adapter.
         """
 
     def build(self, model: Any, optimizer: Any, options: EngineOptions) -> Engine:
-        """Joins the process group and builds this rank's engine; every rank calls it."""
+        """Join the process group and build this rank's engine; collective over all ranks."""

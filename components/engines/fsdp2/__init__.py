@@ -1,4 +1,4 @@
-"""FSDP2 over any transformers causal language model."""
+"""The FSDP2 engine for any transformers causal language model."""
 
 from components.engines.fsdp2.config import FSDP2
 

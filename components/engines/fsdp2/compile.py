@@ -1,4 +1,4 @@
-"""Other ways to compute a block than operator by operator: torch.compile, or liger's fused kernels."""
+"""Faster computation of blocks: torch.compile, or liger's fused kernels."""
 
 import sys
 from importlib.util import find_spec
@@ -15,9 +15,10 @@ from components.engines.shared.torch_private import has_cpp_compiler
 def check(
     model: PreTrainedModel, device: Literal["cpu", "cuda"], *, compiled: bool, kernels: Kernels
 ) -> None:
-    """
+    """Check that this machine can compile or fuse ``model``, if requested.
+
     Raises:
-        ConfigError: this machine has no compiler, or no fused kernels for ``model``.
+        ConfigError: if it has no compiler, or no fused kernels for ``model``.
     """
     if compiled and device == "cpu":
         check_compiler()
@@ -46,7 +47,7 @@ def check_liger(model: PreTrainedModel, device: Literal["cpu", "cuda"]) -> None:
 
 
 def has_liger(model: PreTrainedModel) -> bool:
-    # By module too: code of the user's own may call itself llama.
+    # By module too, because custom code may use the model type llama.
     if find_spec("liger_kernel") is None or not type(model).__module__.startswith("transformers.models."):
         return False
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -57,17 +58,17 @@ def has_liger(model: PreTrainedModel) -> bool:
 def choose_kernels(
     asked: Kernels, model: PreTrainedModel, device: str, *, compiled: bool
 ) -> Literal["torch", "liger"]:
-    """``auto`` takes fused kernels on a GPU, where there are any and the compiler does not make its own."""
+    """Resolve ``auto``: fused kernels on a GPU, if they exist and torch.compile does not make its own."""
     if asked != "auto":
         return asked
     return "liger" if device == "cuda" and not compiled and has_liger(model) else "torch"
 
 
 def apply_liger(model: PreTrainedModel) -> None:
-    """Gives the norms and MLPs of ``model`` liger's forward; parameters and their names stay.
+    """Replace the forward of norms and MLPs of ``model`` by liger's; parameters and their names stay.
 
-    Attention and the head are ours. The rotary embedding is a function of transformers' module, not of
-    ``model``: other models of the process would change with it.
+    Attention and the head are our own. The rotary embedding is left out because it is a function of the
+    transformers module: replacing it would change other models of the process.
     """
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
@@ -76,7 +77,7 @@ def apply_liger(model: PreTrainedModel) -> None:
     off = dict.fromkeys(("rope", "cross_entropy", "fused_linear_cross_entropy"), False)
     on = dict.fromkeys(("rms_norm", "swiglu", "geglu", "layer_norm"), True)
     if grouped_experts(model):
-        on["swiglu"] = False  # it would look for transformers' experts, and they are ours
+        on["swiglu"] = False  # it expects transformers' experts, which are replaced by ours
     _apply_liger_kernel_to_instance(model=model, **on, **off)
-    # It also replaces the classes, for models that are built later.
+    # The call above also replaces the classes, which would change models built later.
     vars(module).update(before)

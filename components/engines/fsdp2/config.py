@@ -49,16 +49,17 @@ class FSDP2(FSDP2Layout):
     def check(
         self,
         model: PreTrainedModel,
-        optimizer: Optimizer,  # noqa: ARG002  every optimizer and dtype will do
+        optimizer: Optimizer,  # noqa: ARG002  every optimizer and dtype is supported
         options: EngineOptions,
         *,
         world_size: int,
     ) -> None:
-        """
+        """Check that the layout fits the model, the adapter and this machine.
+
         Raises:
-            ConfigError: the model has no blocks that could be sharded, no plan for ``tp`` parts, or no way to
-                share its rows among ``cp`` ranks or its experts among ``ep``; nothing here compiles or fuses
-                its blocks; or ``tp`` ranks cannot split the adapter.
+            ConfigError: if the model has no decoder block, no plan for tensor parallelism, or cannot be split
+                over ``cp``, ``tp`` or ``ep`` ranks; if this machine cannot compile or fuse its blocks; or if
+                ``tp`` ranks cannot split the adapter.
         """
         decoder_blocks(model)
         ranks = world_size // (self.dp_replicate * self.tp)
@@ -69,6 +70,6 @@ class FSDP2(FSDP2Layout):
         compile.check(model, options.device, compiled=options.compiled, kernels=options.kernels)
 
     def build(self, model: ModelSpec, optimizer: Optimizer, options: EngineOptions) -> FSDP2Engine:
-        """Joins the process group and builds this rank's engine; every rank calls it."""
+        """Join the process group and build this rank's engine; collective over all ranks."""
         with process_group.joined(options.device, options.timeout_s) as device:
             return FSDP2Engine(model, optimizer, self, options, device)

@@ -1,4 +1,4 @@
-"""Context parallelism: a rank holds one run of consecutive positions of every row, as long as the others'."""
+"""Context parallelism: every rank holds an equally long range of consecutive positions of every row."""
 
 from dataclasses import dataclass, replace
 from typing import overload
@@ -16,13 +16,14 @@ from components.engines.shared.ulysses import AllGatherShards, rank_slice
 from components.engines.shared.varlen_attention import attention_kwargs
 
 BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the largest position of a batch: no rank sees it."""
+"""Rotary embeddings whose frequencies depend on the largest position of a batch, which not every rank has."""
 
 
 def check(model: PreTrainedModel, cp: int, tp: int) -> None:
-    """
+    """Check that the heads and the rotary embedding of ``model`` allow ``cp`` ranks.
+
     Raises:
-        ConfigError: ``cp`` ranks cannot share the heads of ``model``, or need the whole of a row elsewhere.
+        ConfigError: if ``cp`` does not divide the heads, or the rotary embedding needs whole rows.
     """
     if cp == 1:
         return
@@ -41,8 +42,8 @@ def check(model: PreTrainedModel, cp: int, tp: int) -> None:
 class ContextParallel:
     """The ranks that share every row. All of them get the same batches and call every method together.
 
-    A row is padded at its end to a multiple of cp; where it is packed, padding is one sequence more. After
-    attention has traded positions for heads, rows are whole and in their own order.
+    Rows are padded at the end to a multiple of cp; in a packed row the padding is an additional sequence.
+    After the all-to-all of attention, rows are whole and in order.
     """
 
     group: dist.ProcessGroup
@@ -52,7 +53,7 @@ class ContextParallel:
         return self.group.size()
 
     def shard(self, values: Tensor, fill: float = 0) -> Tensor:
-        """``[B, T]`` to this rank's ``[B, ceil(T / cp)]``; ``fill`` on padding."""
+        """Return this rank's part ``[B, ceil(T / cp)]`` of ``[B, T]``, with ``fill`` on padding."""
         if self.cp == 1:
             return values
         padding = -values.shape[1] % self.cp
@@ -63,17 +64,17 @@ class ContextParallel:
     @overload
     def gather(self, values: None, length: int) -> None: ...
     def gather(self, values: Tensor | None, length: int) -> Tensor | None:
-        """``[B, L]`` of every rank to the ``[B, length]`` without padding, on every rank; None stays None.
+        """Gather ``[B, L]`` of every rank to ``[B, length]`` without padding, on every rank; None stays None.
 
-        Differentiable where every rank computes the same function of the result.
+        Differentiable if every rank computes the same function of the result.
         """
         if values is None or self.cp == 1:
             return values
         gathered: Tensor = AllGatherShards.apply(values, self.group)
-        return gathered[:, :length].clone()  # FSDP hangs hooks on it, which views may lose
+        return gathered[:, :length].clone()  # FSDP adds hooks to it, which views may lose
 
     def attention_kwargs(self, batch: Batch) -> Json:
-        """What to pass to the model beside this rank's positions: where sequences begin in whole rows."""
+        """Return the sequence boundaries in whole rows, as arguments of the model."""
         if self.cp == 1:
             return attention_kwargs(batch)
         padding = -batch.labels.shape[1] % self.cp
@@ -81,7 +82,7 @@ class ContextParallel:
 
 
 def with_padding(batch: Batch, padding: int) -> Batch:
-    """The boundaries of ``batch`` with ``padding`` positions more at the end of its rows."""
+    """Return ``batch`` with its boundaries extended by ``padding`` positions at the end of the rows."""
     if batch.cu_seqlens is None or not padding:
         return batch
     assert batch.max_seqlen is not None

@@ -1,4 +1,4 @@
-"""FSDP's own state between passes: what it has gathered, and what it has not reduced yet."""
+"""FSDP's state between passes: gathered weights and gradients that are not reduced yet."""
 
 from collections.abc import Iterator
 
@@ -13,13 +13,13 @@ def fsdp_modules(scorer: nn.Module) -> Iterator[FSDPModule]:
 
 
 def release(scorer: nn.Module) -> None:
-    """Frees the gathered weights that a forward without backward leaves: no update would reach them."""
+    """Free the gathered weights left by a forward without backward, which no update would change."""
     for module in fsdp_modules(scorer):
         module.reshard()
 
 
 def discard_iteration(scorer: nn.Module) -> None:
-    """Forgets a forward or backward that did not finish, and every gradient not reduced yet.
+    """Discard a forward or backward that did not finish, and all gradients not reduced yet.
 
     FSDP's own reset keeps what ``set_requires_gradient_sync(False)`` has accumulated in the unsharded
     parameters, which no public call can drop.

@@ -1,7 +1,7 @@
-"""The experts of a layer in two tensors, computed together; their tokens come from every rank of ``ep``.
+"""The experts of an MoE layer, stacked in two tensors and computed together, with expert parallelism.
 
-A rank of expert parallelism has E / ep whole experts, of which a rank of tensor parallelism has rows and
-columns, as of a dense MLP. FSDP shards what is left over the ranks that hold the same experts.
+An expert-parallel rank has E / ep experts. A tensor-parallel rank has rows and columns of their matrices, as
+of a dense MLP. FSDP shards these parts over the ranks that hold the same experts.
 """
 
 from collections.abc import Collection, Iterator
@@ -33,15 +33,16 @@ from components.engines.fsdp2.token_dispatcher import AllToAll, Permute, inverse
 from components.models.experts import BIAS, ExpertList, moe_blocks
 
 ALIGNED = 8
-"""What grouped matrix products of bf16 want sizes to be multiples of."""
+"""Sizes in grouped bf16 matrix products must be multiples of this."""
 KINDS = ("gate_proj", "up_proj", "down_proj")
 
 
 class GroupedExperts(nn.Module):
-    """Stands where ``ExpertList`` was, and is called as transformers calls its own.
+    """Replacement of ``ExpertList``, called in the same way as transformers' experts.
 
-    ``gate_up_proj`` ``[E / ep, 2 I / tp, H]`` (the gates' rows of this rank, then its others) and
-    ``down_proj`` ``[E / ep, H, I / tp]``; on the meta device until the sharded model is made real.
+    Its parameters are ``gate_up_proj`` ``[E / ep, 2 I / tp, H]`` (this rank's rows of gate_proj, then of
+    up_proj) and ``down_proj`` ``[E / ep, H, I / tp]``, on the meta device until the sharded model is
+    materialized.
     """
 
     def __init__(self, experts: ExpertList, mesh: DeviceMesh, name: str, activation: str) -> None:
@@ -65,27 +66,27 @@ class GroupedExperts(nn.Module):
 
     @property
     def parts(self) -> int:
-        """Into how many parts ep and tp cut each of the two."""
+        """Number of parts into which ep and tp split each of the two parameters."""
         return (1 if self.ep is None else self.ep.size()) * self.mesh[TENSOR].size()
 
     def hidden_dimensions(self) -> dict[nn.Parameter, int]:
-        """By parameter, the dimension that tensor parallelism leaves whole, beside that of experts."""
+        """Return, by parameter, the dimension (not of experts) that tensor parallelism does not split."""
         own = {self.gate_up_proj: 2, self.down_proj: 1}
         return own if self.adapter is None else own | self.adapter.outer_dimensions()
 
-    # Which experts get how many rows is known when it is computed: nothing to compile.
+    # The number of rows per expert is known only at run time, so that compiling is useless.
     @torch.compiler.disable
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """``[T, H]``: the sum over the ``[T, K]`` experts ``chosen`` of each token, times ``weights``.
+        """Return ``[T, H]``: the sum of the outputs of the ``[T, K]`` experts ``chosen``, times ``weights``.
 
-        Collective over the ranks of ep and of tp, which call it together; the tokens of the former differ.
+        Collective over ep and over tp ranks. Ranks of ep have different tokens.
         """
         copies, experts = chosen.shape[1], chosen.reshape(-1)
         order = experts.argsort(stable=True)
         inverse = inverse_permutation(order)
         rows = Permute.apply(hidden, order, inverse, copies)
         size = self.number if self.ep is None else self.number * self.ep.size()
-        # Not by bincount, which has the host wait for a GPU.
+        # Not with bincount, for which the host waits for a GPU.
         loads = experts.new_zeros(size).index_add(0, experts, torch.ones_like(experts))
         out = self._compute(rows, loads) if self.ep is None else self._compute_elsewhere(rows, loads, self.ep)
         each = Permute.apply(out, inverse, order, 1).view(-1, copies, hidden.shape[1])
@@ -93,12 +94,15 @@ class GroupedExperts(nn.Module):
         return total if self.tp is None else ReduceFromTP.apply(total, self.tp)
 
     def _compute_elsewhere(self, rows: Tensor, loads: Tensor, ep: dist.ProcessGroup) -> Tensor:
-        """``rows`` lie by expert, ``loads`` ``[E]`` of each; the answers lie as they do."""
+        """Apply the experts of all ep ranks to ``rows``, sorted by expert, ``loads[e]`` of each.
+
+        The result has the order of ``rows``.
+        """
         found = torch.empty_like(loads)
         dist.all_to_all_single(found, loads, group=ep)
         give, take = torch.stack([n.view(ep.size(), -1).sum(1) for n in (loads, found)]).tolist()
         received = AllToAll.apply(rows, give, take, ep)
-        # By sender, and of each by expert; all rows of an expert shall lie together.
+        # Rows are sorted by sender, then by expert; sort them by expert.
         own = torch.arange(self.number, device=found.device).repeat(ep.size())
         order = own.repeat_interleave(found, output_size=len(received)).argsort(stable=True)
         inverse = inverse_permutation(order)
@@ -107,7 +111,7 @@ class GroupedExperts(nn.Module):
         return answers
 
     def _compute(self, rows: Tensor, loads: Tensor) -> Tensor:
-        """``rows`` ``[N, H]`` through experts of this rank, the first ``loads[0]`` through the first."""
+        """Apply the experts of this rank to ``rows`` ``[N, H]``, sorted by expert, ``loads[e]`` of each."""
         product = grouped if pad_for_grouped(rows, self.rows) else per_expert
         gate, up = product(rows, self.gate_up_proj, loads).chunk(2, -1)
         gate, up = self._adapted(gate, rows, loads, "gate_proj"), self._adapted(up, rows, loads, "up_proj")
@@ -115,7 +119,7 @@ class GroupedExperts(nn.Module):
         return self._adapted(product(inner, self.down_proj, loads), inner, loads, "down_proj")
 
     def _adapted(self, out: Tensor, rows: Tensor, loads: Tensor, kind: str) -> Tensor:
-        """``out`` of the layer ``kind``, and that of its adapter for the same ``rows``."""
+        """Add to ``out`` of the layer ``kind`` the output of its adapter for the same ``rows``."""
         factors = None if self.adapter is None else self.adapter.factors(kind)
         if self.adapter is None or factors is None:
             return out
@@ -127,7 +131,7 @@ class GroupedExperts(nn.Module):
     # ---- names
 
     def members(self, leaf: str) -> Iterator[ParamView]:
-        """The weights of experts of which the parameter ``leaf``, sharded, has a part on this rank."""
+        """Yield the expert weights of which this rank has a shard in the parameter ``leaf``."""
         parameter = self.get_parameter(leaf)
         here = shard_slices(parameter)[0]
         by_hidden = parameter.placements[-1] != Shard(0) if isinstance(parameter, DTensor) else False
@@ -146,7 +150,7 @@ class GroupedExperts(nn.Module):
         return all(self.mesh.get_local_rank(name) == 0 for name in dims)
 
     def _cut(self, tensor: Tensor, *, by_hidden: bool, down: bool, at: tuple[int, slice]) -> Tensor:
-        """The matrix of one expert, of which FSDP may have cut the hidden side, tp the other."""
+        """Return the matrix of one expert. FSDP may have split its hidden dimension, tp the other one."""
         local = local_shard(tensor)[at]
         cuts: dict[str, Shard] = {}
         if by_hidden:
@@ -162,13 +166,13 @@ class GroupedExperts(nn.Module):
 
 
 def pad_for_grouped(rows: Tensor, size: int) -> bool:
-    """Whether torch multiplies groups of ``rows`` by matrices with sides ``H`` and ``size`` at once."""
+    """Return whether torch supports a grouped product of ``rows`` with matrices of ``H`` and ``size``."""
     fits = rows.shape[1] % ALIGNED == 0 and size % ALIGNED == 0 and len(rows) > 0
     return rows.is_cuda and rows.dtype == torch.bfloat16 and fits
 
 
 def grouped(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
-    """``rows`` ``[N, in]``, of which ``loads[e]`` belong to ``weight[e]`` ``[out, in]``, to ``[N, out]``.
+    """Multiply ``rows`` ``[N, in]``, ``loads[e]`` of them by ``weight[e]`` ``[out, in]``, to ``[N, out]``.
 
     The host does not wait for ``loads``.
     """
@@ -177,7 +181,10 @@ def grouped(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
 
 
 class UsedExpertsOnly(torch.autograd.Function):
-    """``weight`` unchanged; the gradient of what had no rows is 0: a kernel may leave what was there."""
+    """Identity on ``weight`` that zeros the gradient of experts without rows.
+
+    A kernel may leave it uninitialized.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, loads: Tensor) -> Tensor:
@@ -191,17 +198,17 @@ class UsedExpertsOnly(torch.autograd.Function):
 
 
 def per_expert(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
-    """As ``grouped``. An expert without rows is computed too: its gradient is 0, and not missing."""
-    # Unbound once: the gradient of every slice would be as large as the whole.
+    """Compute ``grouped`` in a loop, including experts without rows, so that they have a gradient of 0."""
+    # Unbound once, because the gradient of every slice would be as large as the whole tensor.
     parts = zip(rows.split(loads.tolist()), weight.unbind(0), strict=True)
     return torch.cat([F.linear(own, matrix) for own, matrix in parts])
 
 
 def group_experts(model: PreTrainedModel, mesh: DeviceMesh, adapter: LoRA | None) -> None:
-    """Puts ``GroupedExperts`` over ``mesh`` into ``model`` (on the meta device), with what ``adapter`` has
-    beside them.
+    """Replace the experts of ``model`` (on the meta device) by ``GroupedExperts`` over ``mesh``.
 
-    And makes buffers of the routers' biases: no optimizer sees them, nothing shards or casts them.
+    They include the layers that ``adapter`` adds to experts. Router biases become buffers, so that they are
+    not optimized, sharded or cast.
     """
     targets = frozenset() if adapter is None else frozenset(adapter.targets(model))
     for name, block in moe_blocks(model).items():
@@ -224,7 +231,7 @@ def group_experts(model: PreTrainedModel, mesh: DeviceMesh, adapter: LoRA | None
 
 
 def bias_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The routers' biases of a model after ``group_experts``, by their names on disk."""
+    """Return the router biases of a model after ``group_experts``, by their names on disk."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(f".{BIAS}")}
 
 
@@ -233,15 +240,19 @@ def grouped_experts(model: nn.Module) -> dict[str, GroupedExperts]:
 
 
 def adapted_kinds(experts: str, targets: Collection[str]) -> tuple[str, ...]:
-    """Which layers of the module called ``experts`` are adapted; ``LoRA.check`` has seen that its experts are
-    alike."""
+    """Return the layers of the module named ``experts`` that are adapted.
+
+    ``LoRA.check`` has ensured that all of its experts have the same ones.
+    """
     return tuple(kind for kind in KINDS if f"{experts}.0.{kind}" in targets)
 
 
 class ExpertAdapter(nn.Module):
-    """``lora_A_gate_proj`` ``[E / ep, r, in]`` and ``lora_B_gate_proj`` ``[E / ep, out, r]``, and the like.
+    """LoRA factors of the experts of a layer.
 
-    Sharded with the experts, which it is a part of; ``tp`` does not split it.
+    For each adapted projection, they are for example ``lora_A_gate_proj`` ``[E / ep, r, in]`` and
+    ``lora_B_gate_proj`` ``[E / ep, out, r]``. The module is a submodule of the experts and sharded with them.
+    ``tp`` does not split it.
     """
 
     def __init__(
@@ -254,15 +265,15 @@ class ExpertAdapter(nn.Module):
         first: int,
         down_shape: torch.Size,
     ) -> None:
-        """Adds to the experts called ``name``, of which ``first`` is this rank's first.
+        """Create the factors for the experts named ``name``.
 
-        ``down_shape`` is that of their ``down_proj``.
+        ``first`` is the index of this rank's first expert, and ``down_shape`` the shape of ``down_proj``.
         """
         super().__init__()
         self.kinds, self.scaling = kinds, adapter.scaling
         self.name, self.mesh, self.first = name, mesh, first
         self._disable_adapters = False
-        """As peft's layers have it: see ``adapter.without_adapter``."""
+        """Whether the adapter is switched off, as in peft's layers: see ``lora.without_adapter``."""
         number, hidden, rows = down_shape
         for kind in kinds:
             out, inside = (hidden, rows) if kind == "down_proj" else (rows, hidden)
@@ -271,17 +282,17 @@ class ExpertAdapter(nn.Module):
                 self.register_parameter(f"{name}_{kind}", parameter)
 
     def factors(self, kind: str) -> tuple[Tensor, Tensor] | None:
-        """A and B of every expert; None: there are none, or they are switched off."""
+        """Return A and B of all experts. None means that there are none, or that they are switched off."""
         if kind not in self.kinds or self._disable_adapters:
             return None
         return self.get_parameter(f"lora_A_{kind}"), self.get_parameter(f"lora_B_{kind}")
 
     def outer_dimensions(self) -> dict[nn.Parameter, int]:
-        """By parameter, the dimension that is not the rank's, beside that of experts."""
+        """Return, by parameter, the dimension besides that of experts which is not the LoRA rank."""
         return {p: 2 if name.startswith("lora_A") else 1 for name, p in self.named_parameters()}
 
     def members(self, leaf: str) -> Iterator[ParamView]:
-        """The factors of experts of which the parameter ``leaf``, sharded, has a part on this rank."""
+        """Yield the factors of experts of which this rank has a shard in the parameter ``leaf``."""
         parameter, (letter, kind) = self.get_parameter(leaf), (leaf[5], leaf[7:])
         whole = not isinstance(parameter, DTensor) or parameter.placements[-1] == Shard(0)
         writes = all(self.mesh.get_local_rank(dim) == 0 for dim in (REPLICATE, *(() if whole else (SHARD,))))
@@ -292,6 +303,6 @@ class ExpertAdapter(nn.Module):
             yield ParamView(name, parameter, partial(self._cut, place=place, side=side), writes)
 
     def _cut(self, tensor: Tensor, *, place: int, side: Shard | None) -> Tensor:
-        """The matrix of one expert, of which FSDP may have cut a side."""
+        """Return the matrix of one expert, one dimension of which FSDP may have split."""
         local = local_shard(tensor)[place]
         return local if side is None else from_local_shard(local, self.mesh[SHARD], [side])

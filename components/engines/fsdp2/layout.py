@@ -13,24 +13,26 @@ class FSDP2Layout:
     """
 
     dp: int | None
-    """Data-parallel ranks; None: WORLD_SIZE, else the visible GPUs, else ``default_dp``."""
+    """Number of data-parallel ranks. None means that it fills WORLD_SIZE, else the visible GPUs, else it is
+    ``default_dp``."""
     default_dp: int
-    """Where it is no multiple of ``dp_replicate``, the next one."""
+    """Default of ``dp``, rounded up to a multiple of ``dp_replicate``."""
     reshard_after_forward: bool
-    """Free the gathered weights of a block between its forward and its backward."""
+    """Whether the gathered weights of a block are freed between its forward and its backward."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """What the backward computes again: nothing, every block, or attention alone."""
+    """Recomputation in the backward: nothing, every block, or attention only."""
     dp_replicate: int = 1
-    """Groups of ranks that hold a copy of every parameter each: gradients alone cross between them."""
+    """Number of groups of ranks that each hold a copy of every parameter, and exchange only gradients."""
     cp: int = 1
-    """Ranks that split every row of a batch by position, and shard every parameter too."""
+    """Number of ranks that split every row of a batch by position. Parameters are sharded over them too."""
     tp: int = 1
-    """Ranks that split every matrix and the vocabulary, and work on the same rows of a batch."""
+    """Number of ranks that split every matrix and the vocabulary, and process the same rows of a batch."""
     cpu_offload: bool = False
-    """Shards, gradients and optimizer state live in host memory, and the optimizer runs there."""
+    """Whether shards, gradients and optimizer state are in host memory, where the optimizer runs too."""
     ep: int = 1
-    """Neighbours among the ``dp / dp_replicate * cp`` ranks of a copy that have other experts each."""
+    """Number of neighbouring ranks, among the ``dp / dp_replicate * cp`` ranks of a copy, that split the
+    experts."""
 
     def dp_size(self, world_size: int) -> int:
-        """Into how many shares a global batch is split."""
+        """Return the number of shares of a global batch."""
         return world_size // (self.cp * self.tp)

@@ -1,4 +1,4 @@
-"""peft's layers inside the engine's model: put there, named as on disk, and switched off."""
+"""Insertion of peft's layers into the model, their names on disk, and switching them off."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ADDED = (".modules_to_save.default", ".original_module", ".base_layer", ".default")
-"""What peft puts into the names of parameters; the magnitudes are a module to it, a tensor on disk."""
+"""Parts that peft adds to parameter names. Magnitudes are a module in peft, but a tensor on disk."""
 
 
 def check(adapter: LoRA | None, tp: int) -> None:
-    """
+    """Check that ``tp`` ranks can split ``adapter``.
+
     Raises:
-        ConfigError: ``adapter`` has a part that ``tp`` ranks cannot split.
+        ConfigError: if ``adapter`` has a part that they cannot split.
     """
     if adapter is None or tp == 1:
         return
@@ -41,7 +42,7 @@ def check(adapter: LoRA | None, tp: int) -> None:
 
 
 def describe_adapter(adapter: LoRA, model: PreTrainedModel) -> "LoraConfig":
-    """peft's description of what ``adapter`` adapts of ``model`` but for experts, whose layers are ours."""
+    """Return peft's configuration of ``adapter`` for ``model``, except experts, whose layers are our own."""
     config = peft_config(adapter, model)
     others = [name for name in linear_names(model) if not EXPERT_PARAM.match(name)]
     wanted = frozenset(adapter.targets(model))
@@ -50,19 +51,22 @@ def describe_adapter(adapter: LoRA, model: PreTrainedModel) -> "LoraConfig":
 
 
 def inject(model: PreTrainedModel, config: "LoraConfig") -> None:
-    """Puts the adapter beside the layers of ``model`` (on the meta device), which is frozen."""
+    """Add the adapter to the layers of ``model`` (on the meta device), and freeze the model."""
     from peft import inject_adapter_in_model  # here, because it takes seconds
 
     if config.target_modules:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
-    for name, parameter in model.named_parameters():  # peft leaves what is not its own frozen
+    for name, parameter in model.named_parameters():  # peft freezes all other parameters
         if not config.target_modules or name.rpartition(".")[0].endswith(".experts.adapter"):
             parameter.requires_grad_(".lora_" in name)
 
 
 def name_on_disk(name: str) -> str:
-    """``q_proj.base_layer.weight`` -> ``q_proj.weight``, ``q_proj.lora_A.default.weight`` ->
-    ``q_proj.lora_A.weight``; others as they are."""
+    """Return the name on disk of the parameter ``name``; names that peft did not change stay.
+
+    ``q_proj.base_layer.weight`` -> ``q_proj.weight``,
+    ``q_proj.lora_A.default.weight`` -> ``q_proj.lora_A.weight``.
+    """
     for part in ADDED:
         name = name.replace(part, "")
     return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
@@ -70,7 +74,7 @@ def name_on_disk(name: str) -> str:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """The frozen model alone, without dropout, while the context lasts; without an adapter, the model."""
+    """Switch off the adapter, if there is one, and dropout within the context."""
     training = model.training
     model.eval()
     try:

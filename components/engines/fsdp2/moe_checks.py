@@ -1,4 +1,4 @@
-"""Which layouts can share out the experts of a model, and what is refused."""
+"""Checks that a layout can split the experts of a model."""
 
 from typing import Any
 
@@ -11,11 +11,13 @@ from components.models.experts import ExpertList, moe_blocks
 
 
 def check(model: PreTrainedModel, *, ep: int, tp: int, ranks: int, adapter: LoRA | None) -> None:
-    """``ranks``: those that share out everything, dp / dp_replicate x cp.
+    """Check that the experts of ``model`` can be split over ``ep``, ``tp`` and ``ranks``.
+
+    ``ranks`` is the number of ranks that shard a copy of the parameters, dp / dp_replicate x cp.
 
     Raises:
-        ConfigError: ``ep`` or ``tp`` cannot share out the experts of ``model``, which may have none; what is
-            left of them cannot be sharded; or a part of them is trained.
+        ConfigError: if ``ep`` or ``tp`` cannot split the experts of ``model``, which may have none; if their
+            parts cannot be sharded; or if only some experts of a layer are trained.
     """
     found = [block.experts for block in moe_blocks(model).values()]
     if not found:
@@ -36,7 +38,10 @@ def check(model: PreTrainedModel, *, ep: int, tp: int, ranks: int, adapter: LoRA
 def check_expert_adapter(
     adapter: LoRA, model: PreTrainedModel, experts: Any, *, tp: int, ep: int, shards: int
 ) -> None:
-    """An adapter of experts, whose number on a rank may be no multiple of ``shards``."""
+    """Raise ConfigError if an adapter of experts cannot be split over ``tp`` or ``shards``.
+
+    ``shards`` need not divide the number of experts of a rank.
+    """
     if tp > 1:
         raise ConfigError(
             f"parallelism.tp: {tp} ranks would split the experts that adapter.target_modules has, which "
@@ -87,7 +92,10 @@ def check_expert_sizes(experts: ExpertList, *, ep: int, tp: int, ranks: int) -> 
 
 
 def check_trained(model: PreTrainedModel) -> None:
-    """Those of a layer are one tensor here, or two: the last projections, and the others."""
+    """Raise ConfigError if only some experts of a layer are trained.
+
+    They are stacked in two tensors: down projections, and gate and up projections.
+    """
     for name, block in moe_blocks(model).items():
         experts: Any = block.experts
         for leaves in (("gate_proj", "up_proj"), ("down_proj",)):

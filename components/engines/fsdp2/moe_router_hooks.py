@@ -1,4 +1,4 @@
-"""transformers' routers in the steps of the engine: they choose, and here their choices are balanced."""
+"""Hooks on transformers' routers that add the router losses and count the loads."""
 
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from components.models.moe_config import MoELossConfig
 
 
 class RouterHooks(RouterState):
-    """Hooks on the routers of a model with experts; only passes that keep a graph are counted."""
+    """Hooks on the routers of an MoE model. Only passes with gradients are counted."""
 
     def __init__(
         self, terms: MoELossConfig, lm: PreTrainedModel, ranks: DeviceMesh, device: torch.device
@@ -46,12 +46,12 @@ class RouterHooks(RouterState):
         super().__init__(routers, drops=False)
         self.tokens: RoutedTokens | None = None
         self.seen: dict[int, Tensor] = {}
-        """Of the micro-batch under way, what the first pass of a layer has returned: its load."""
+        """Load of each layer in the first pass over the current micro-batch."""
         for layer, gate in enumerate(self.gates):
             gate.register_forward_hook(partial(self._attach, layer))
 
     def see(self, batch: Batch) -> None:
-        """A micro-batch begins, on every rank that shares its rows."""
+        """Begin a micro-batch, on every rank that shares its rows."""
         sequences = self.context.shard(batch.real_sequence_ids(), -1)
         self.tokens, self.seen = RoutedTokens(sequences.reshape(-1), batch.seqlens), {}
 
@@ -60,7 +60,7 @@ class RouterHooks(RouterState):
 
     @torch.no_grad()
     def update_biases(self) -> None:
-        """After a step that was not skipped; the same on every rank."""
+        """Update the router biases after a step that was not skipped, equally on every rank."""
         for layer, gate in enumerate(self.gates):
             if (change := self.bias_change(layer)) is not None:
                 gate.get_buffer(BIAS).add_(change)
@@ -69,31 +69,34 @@ class RouterHooks(RouterState):
     def _attach(
         self, layer: int, gate: nn.Module, _: object, routed: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Of ``(logits, weights, chosen)``, as transformers' routers return them, other weights."""
+        """Replace the weights in the output ``(logits, weights, chosen)`` of a transformers router."""
         if not torch.is_grad_enabled():
             return None
         assert self.tokens is not None, "a pass that is trained begins with its tokens"
         logits, weights, chosen = routed
         found = RouterOutput(logits, router_scores(gate, logits), chosen)
-        # A second pass over a micro-batch is that of a layer which is computed again.
+        # A second pass of a layer over the same micro-batch is a recomputation.
         again = self.seen.get(layer)
         weights, self.seen[layer] = self.routers.attach(weights, layer, found, self.tokens, recomputed=again)
         return logits, weights, chosen
 
 
 def find_routers(lm: PreTrainedModel) -> list[nn.Module]:
-    """In the order of layers; none in a model without experts."""
+    """Return the routers in the order of layers, none for a model without experts."""
     names = (name.removesuffix("experts") + "gate" for name in grouped_experts(lm))
     return [lm.get_submodule(name) for name in names]
 
 
 def router_scores(gate: nn.Module, logits: Tensor) -> Tensor:
-    """float32 ``[T, E]``, 1 for each token; DeepSeek's routers, which have biases, use sigmoids."""
+    """Return the scores, float32 ``[T, E]``, with sum 1 for each token.
+
+    DeepSeek's routers, which have biases, use sigmoids.
+    """
     if not hasattr(gate, BIAS):
         return logits.softmax(-1, dtype=torch.float32)
     return normalized(logits.float().sigmoid())
 
 
 def make_batch_group(ranks: DeviceMesh) -> dist.ProcessGroup:
-    """Those that see other tokens of the same global batch; every rank makes the groups together."""
+    """Return the group of ranks with other tokens of the same global batch; collective over all ranks."""
     return flattened(ranks[REPLICATE, SHARD, CONTEXT], "dp_cp").get_group()

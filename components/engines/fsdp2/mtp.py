@@ -1,4 +1,4 @@
-"""Layers for further tokens around transformers' own decoder layers: see ``components.models.mtp``."""
+"""Multi-token prediction with transformers' decoder layers: see ``components.models.mtp``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,16 +12,16 @@ from components.models.mtp import mtp_layers
 
 
 class MTPHead:
-    """The layers of ``lm`` by depth; no module, as they are blocks of ``lm`` already.
+    """The MTP layers of ``lm`` by depth. This is not a module, because they are already blocks of ``lm``.
 
-    Made before anything wraps a block: it gives the layers their forward pass,
+    It must be made before anything wraps a block, because it sets the forward pass of the layers,
     ``layer(hidden, embedded, **others)``.
     """
 
     def __init__(self, lm: PreTrainedModel) -> None:
         self.layers = mtp_layers(lm)
         self.seen: Json = {}
-        """What the last of the other layers was called with beside hidden states: masks, positions."""
+        """Arguments of the last main layer besides hidden states: masks, positions."""
         base = lm.base_model
         for layer in self.layers:
             layer.forward = mtp_forward(layer)
@@ -32,11 +32,11 @@ class MTPHead:
     def __call__(
         self, hidden: Tensor, ids: Sequence[Tensor], embed: Callable[[Tensor], Tensor]
     ) -> Iterator[Tensor]:
-        """The normed hidden states ``[B, L, H]`` of every depth.
+        """Yield the normed hidden states ``[B, L, H]`` of every depth.
 
         Args:
-            hidden: of the last norm, from the pass that has just been.
-            ids: int64 ``[B, L]``, by depth: the tokens so much further on.
+            hidden: output of the last norm, from the preceding forward pass.
+            ids: int64 ``[B, L]`` by depth k: the tokens k positions later.
         """
         seen, self.seen = self.seen, {}
         for layer, tokens in zip(self.layers, ids, strict=True):
@@ -48,7 +48,7 @@ class MTPHead:
 
 
 def mtp_forward(layer: Any) -> Callable[..., Tensor]:
-    """A forward pass of ``layer`` that begins with the further tokens and ends with the norm."""
+    """Return a forward pass of ``layer`` that joins the embeddings of later tokens and ends with the norm."""
     own = layer.forward
 
     def forward(hidden: Tensor, embedded: Tensor, **others: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parameters and the tensors in them: a stacked one holds many, each with a name on disk of its own."""
+"""Views of the tensors in parameters: a stacked one holds many, each with its own name on disk."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ParamView:
-    """A named tensor in a parameter of this rank: all of it, or one of those that are stacked there."""
+    """A named tensor in a parameter of this rank: all of it, or one of several stacked tensors."""
 
     name: str
-    """On disk."""
+    """Name on disk."""
     parameter: nn.Parameter
     slices: Callable[[Tensor], Tensor]
-    """From the parameter, its gradient or a moment of it to the tensor of this name: a DTensor where other
-    ranks have other parts of it. Shares memory with what it is cut out of."""
+    """Function from the parameter, its gradient or a moment of it to the tensor of this name, which shares
+    its memory. The result is a DTensor if other ranks have other parts of it."""
     writes: bool
-    """Whether this rank is the first of all that get the tensor where its holders gather it."""
+    """Whether this rank is the first of those that get the whole tensor when it is gathered."""
 
 
 def full_view(name: str, parameter: nn.Parameter, *, first: bool) -> ParamView:
-    """Of a parameter that every rank has a part of."""
+    """Return the member of a parameter that is not stacked, of which every rank has a part."""
     return ParamView(name, parameter, lambda tensor: tensor, first)

@@ -1,4 +1,4 @@
-"""What a checkpoint of this engine holds: tensors under names that no layout changes."""
+"""The tensors of a checkpoint, under names that do not depend on the layout."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +11,10 @@ from components.engines.fsdp2.param_views import ParamView
 from components.optimizers import make_moments
 
 Weights = Sequence[ParamView]
-"""What this rank has of the weights that are trained."""
+"""This rank's shards of the trained weights."""
 
 STEP = "optimizer_step"
-"""Updates made so far: AdamW's bias correction counts them, and a skipped step is none."""
+"""Key of the number of updates for AdamW's bias correction. Skipped steps do not count."""
 
 
 def saved_tensors(
@@ -25,7 +25,7 @@ def saved_tensors(
     rank: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """This rank's shards themselves, no copies; without ``optimizer`` the weights alone."""
+    """Return this rank's shards, without copying. Without ``optimizer`` only the weights and biases."""
     tensors = weight_tensors(weights) | bias_tensors(biases)
     if optimizer is not None:
         make_moments(optimizer, moments)
@@ -44,9 +44,9 @@ def load(
     rank: int,
     device: torch.device,
 ) -> None:
-    """Restores in place what any number of ranks wrote.
+    """Restore in place a checkpoint written by any number of ranks.
 
-    A rank that had no twin when the checkpoint was written keeps its own random stream.
+    A rank whose number did not exist when the checkpoint was written keeps its own random stream.
     """
     make_moments(optimizer, moments)
     step, rng, keys = torch.zeros(1), rng_tensors(rank, device), saved_keys(path)
@@ -65,7 +65,7 @@ def weight_tensors(weights: Weights) -> dict[str, Tensor]:
 
 
 def bias_tensors(biases: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of routers: no gradient changes them, but training may."""
+    """Return the router biases, which have no gradient but may change in training, by key."""
     return {f"model/{name}": bias for name, bias in biases.items()}
 
 
@@ -81,7 +81,7 @@ def first_step(optimizer: torch.optim.Optimizer) -> Tensor:
 
 
 def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """This rank's random streams, as they are now."""
+    """Return the current states of this rank's random streams, by key."""
     streams = {f"rng/{rank}": torch.get_rng_state()}
     if device.type == "cuda":
         streams[f"rng_cuda/{rank}"] = torch.cuda.get_rng_state(device)

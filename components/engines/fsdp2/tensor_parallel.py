@@ -1,11 +1,10 @@
-"""Tensor parallelism of a transformers model: which matrix is cut how, and where its ranks add up.
+"""Tensor parallelism of a transformers model: how matrices are split, and where ranks all-reduce.
 
-After Shoeybi et al. (2019): the projections into attention heads and MLP columns are cut by output, those
-back by input, so that a rank computes whole heads and columns and one all-reduce follows each of the two
-parts of a block. The vocabulary is cut too. Norms are whole on every rank.
+After Shoeybi et al. (2019): the projections into attention heads and MLP columns are split by output, those
+back by input, so that a rank computes whole heads and columns, and one all-reduce follows attention and the
+MLP each. The vocabulary is split too. Norms are replicated.
 
-Parameters are DTensors for the sake of FSDP, checkpoints and sums, and are used as the plain tensors of
-this rank.
+Parameters are DTensors for FSDP, checkpoints and sums over ranks. The forward pass uses the local tensors.
 """
 
 import re
@@ -27,7 +26,7 @@ from components.engines.shared.torch_private import compute_local_shape_and_glob
 from components.engines.shared.vocab_parallel import VocabularyShard
 
 Layer = Any
-"""A module with a weight, which peft may have wrapped; torch does not know the types of attributes."""
+"""A module with a weight, possibly wrapped by peft. Any, because torch does not declare attribute types."""
 
 PRE_NORM = re.compile(r".*\.(input|post_attention)_layernorm|model\.norm|.*\.shared_head\.norm")
 FOUR_NORMS = re.compile(r".*\.(input|pre_feedforward)_layernorm|model\.norm|.*\.shared_head\.norm")
@@ -41,35 +40,36 @@ ARCHITECTURES = {
     "gemma3_text": FOUR_NORMS,
     "deepseek_v3": PRE_NORM,
 }
-"""By model_type, the norms whose output enters matrices that are cut by output, or the head. Others see, and
-pass on, what is the same on every rank."""
+"""By model_type, the norms whose output enters matrices that are split by output, or the head. The inputs and
+outputs of other norms, and their gradients, are the same on every rank."""
 
 COLWISE = re.compile(r".*\.self_attn\.([qkv]|q_b|kv_b)_proj|.*\.mlp\.(shared_experts\.)?(gate|up)_proj")
 ROWWISE = re.compile(r".*\.self_attn\.o_proj|.*\.mlp\.(shared_experts\.)?down_proj")
 VOCABULARY = re.compile(r"model\.embed_tokens|lm_head")
 JOINING = re.compile(r".*\.eh_proj")
-"""Cut by input; every rank has all of it, and takes its part."""
+"""Split by input. Every rank has the whole input and takes its part."""
 NORM = re.compile(
     r".*\.(input|post_attention|pre_feedforward|post_feedforward)_layernorm|model\.norm|.*\.shared_head\.norm"
 )
 HEAD_NORM = re.compile(r".*\.self_attn\.([qk]_norm|(q|kv)_a_layernorm)|.*\.[eh]norm")
-"""Of its result a rank uses a part alone (its heads, or its columns of ``JOINING``), or it is a latent that
-goes to such a part: the gradient is the sum over ranks."""
+"""Norms of which a rank uses only a part of the output (its heads, or its columns of ``JOINING``), or whose
+output is a latent that enters such a part. Replicated; their gradients are summed over tp ranks."""
 ROUTER = re.compile(r".*\.mlp\.gate")
-"""Every rank routes the same tokens to its parts of their experts."""
+"""Routers. Every rank routes the same tokens to its parts of the experts."""
 LATENT = re.compile(r".*\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)")
-"""To the latents that the heads of every rank are made of: whole, with such a gradient."""
+"""MLA down-projections. Replicated; their gradients are summed over tp ranks."""
 
 
 def check(model: PreTrainedModel, tp: int, shards: int) -> None:
-    """
+    """Check that ``model`` can be split into ``tp`` parts, and these into ``shards``.
+
     Raises:
-        ConfigError: ``model`` cannot be cut into ``tp`` parts, or these not into ``shards``.
+        ConfigError: if it cannot.
     """
     if tp == 1:
         return
     kind = model.config.model_type
-    # By module too: code of the user's own may call itself llama.
+    # By module too, because custom code may use the model type llama.
     if kind not in ARCHITECTURES or not type(model).__module__.startswith("transformers.models."):
         raise ConfigError(
             f"parallelism.tp: {kind} ({type(model).__name__}) has no plan for tensor "
@@ -87,7 +87,7 @@ def check(model: PreTrainedModel, tp: int, shards: int) -> None:
 
 
 def apply_tp(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Cuts ``model`` (on the meta device) over ``mesh``, one dimension; before ``fully_shard``."""
+    """Split ``model`` (on the meta device) over the 1-D ``mesh``, before ``fully_shard``."""
     group, entering = mesh.get_group(), ARCHITECTURES[model.config.model_type]
     for name, module in list(model.named_modules()):
         if COLWISE.fullmatch(name):
@@ -103,7 +103,7 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             if entering.fullmatch(name):
                 module.register_forward_hook(lambda _, __, output: CopyToTP.apply(output, group))
             if name.endswith(".shared_head.norm"):
-                # The end of a block, on which FSDP hangs hooks, and views may lose them.
+                # FSDP adds hooks to the output of a block, which views may lose.
                 module.register_forward_hook(lambda _, __, output: output.clone())
         elif HEAD_NORM.fullmatch(name) or ROUTER.fullmatch(name):
             replicate(module, mesh)
@@ -116,13 +116,16 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     embedding.forward = vocab_parallel_embedding(embedding, group)
     if model.config.tie_word_embeddings:
         head.weight = embedding.weight
-    cut = re.compile(r".*\.experts\.(gate_up|down)_proj")  # before, on ranks of their own
+    cut = re.compile(r".*\.experts\.(gate_up|down)_proj")  # already split, over their own mesh
     left = [n for n, p in model.named_parameters() if not isinstance(p, DTensor) and not cut.fullmatch(n)]
     assert not left, f"{left[0]}: no rule says how it is cut"
 
 
 def make_colwise(module: Any, mesh: DeviceMesh) -> None:
-    """A linear layer, or peft's with its two matrices: every rank needs all of the r products with A."""
+    """Split a linear layer, or peft's with its two matrices, by output.
+
+    A is replicated, because every rank needs all of its r outputs.
+    """
     linear = getattr(module, "base_layer", module)
     to_dtensors(linear, mesh, weight=Shard(0), bias=Shard(0))
     linear.forward = colwise(linear)
@@ -134,7 +137,10 @@ def make_colwise(module: Any, mesh: DeviceMesh) -> None:
 
 
 def make_rowwise(module: Any, mesh: DeviceMesh) -> None:
-    """As ``make_colwise``; here the r products are sums over the ranks, and B is the same on all."""
+    """Split a linear layer, or peft's with its two matrices, by input.
+
+    The r outputs of A are summed over ranks, and B is replicated.
+    """
     linear, group = getattr(module, "base_layer", module), mesh.get_group()
     to_dtensors(linear, mesh, weight=Shard(1), bias=Replicate())
     linear.forward = rowwise(linear, group)
@@ -146,20 +152,20 @@ def make_rowwise(module: Any, mesh: DeviceMesh) -> None:
 
 
 def replicate(module: Layer, mesh: DeviceMesh) -> None:
-    """A part of attention that no rank lacks anything of, though each has heads of its own behind it."""
+    """Replicate a module whose output feeds different parts on each rank; its gradients are summed."""
     to_dtensors(module, mesh, weight=Replicate(), bias=Replicate())
     module.forward = with_local_weight(module, Partial())
 
 
 def linears(module: Layer) -> list[nn.Module]:
-    """A linear layer, or those that peft's is made of."""
+    """Return ``module`` if it is a linear layer, or the linear layers in one of peft's."""
     if not hasattr(module, "base_layer"):
         return [module]
     return [module.base_layer, module.lora_A["default"], module.lora_B["default"]]
 
 
 def to_dtensors(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
-    """Replaces the parameters of ``module`` by DTensors without storage."""
+    """Replace the parameters of ``module`` by DTensors without storage."""
     for name, placement in placements.items():
         whole = getattr(module, name, None)
         if whole is None:
@@ -172,7 +178,10 @@ def to_dtensors(module: nn.Module, mesh: DeviceMesh, **placements: Placement) ->
 
 
 def local(parameter: Any, gradient: Placement | None = None) -> Any:
-    """This rank's part; ``gradient`` says how the ranks' gradients of it make the gradient (None: as cut)."""
+    """Return this rank's part of ``parameter`` as a plain tensor.
+
+    ``gradient`` is the placement of its gradients on the ranks. None means that of the parameter.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=None if gradient is None else [gradient])
@@ -191,13 +200,13 @@ def rowwise(linear: Layer, group: dist.ProcessGroup) -> Callable[[Tensor], Tenso
 
 
 def rowwise_local_input(linear: Layer, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """As ``rowwise``, of an input that every rank has all of."""
+    """Return the forward of ``rowwise`` for an input that every rank has in full."""
     forward = rowwise(linear, group)
     return lambda inputs: forward(inputs.chunk(group.size(), -1)[group.rank()])
 
 
 def with_local_weight(module: Layer, gradient: Placement | None = None) -> Callable[[Tensor], Tensor]:
-    """The module's own forward, on plain parameters; ``gradient`` as in ``local``."""
+    """Return the module's own forward with local parameters; ``gradient`` as in ``local``."""
     forward = module.forward
 
     def on_local(inputs: Tensor) -> Tensor:
@@ -213,7 +222,10 @@ def with_local_weight(module: Layer, gradient: Placement | None = None) -> Calla
 
 
 def vocab_parallel_embedding(embedding: Layer, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Each rank looks up the tokens among its rows, in the module's own way (Gemma scales); others are 0."""
+    """Return a forward of ``embedding`` that looks up tokens in this rank's rows and all-reduces.
+
+    The lookup is the module's own (Gemma scales the result). Tokens of other ranks are 0 before the sum.
+    """
     start, rows = first_row(embedding.num_embeddings, group), len(local(embedding.weight))
     if embedding.padding_idx is not None:
         own = embedding.padding_idx - start
@@ -230,7 +242,7 @@ def vocab_parallel_embedding(embedding: Layer, group: dist.ProcessGroup) -> Call
 
 
 def first_row(size: int, group: dist.ProcessGroup) -> int:
-    """As ``Shard(0)`` cuts: every rank has as many rows, and the last ones what is left."""
+    """Return this rank's first row under ``Shard(0)``: ceil(size / ranks) each, fewer on the last ranks."""
     return min(-(-size // group.size()) * group.rank(), size)
 
 
@@ -239,7 +251,7 @@ def vocabulary_shard(size: int, group: dist.ProcessGroup) -> VocabularyShard:
 
 
 class CopyToTP(torch.autograd.Function):
-    """The same on every rank, on its way into parts that differ: the backward adds their gradients up."""
+    """Identity before modules that are split over ranks; the backward sums the gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -252,7 +264,7 @@ class CopyToTP(torch.autograd.Function):
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """The sum of what the ranks computed, on each of them, each of which passes its gradient on."""
+    """All-reduce of the partial results of the ranks; the backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004

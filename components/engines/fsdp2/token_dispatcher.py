@@ -1,4 +1,4 @@
-"""Rows of tokens on their way to the ranks that have the experts they chose, and back."""
+"""Dispatch of token rows to the ranks of their experts, and back."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class Permute(torch.autograd.Function):
-    """``rows[order // copies]``, where ``order`` is a permutation of all copies of all rows.
+    """Compute ``rows[order // copies]``, with ``order`` a permutation of all copies of all rows.
 
-    ``inverse`` undoes it: the backward pass only reads, and its sums do not depend on chance.
+    With its ``inverse`` the backward pass only gathers, so that its sums are deterministic.
     """
 
     @staticmethod
@@ -27,9 +27,9 @@ class Permute(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """The first ``give[0]`` rows to rank 0 of ``group`` and so on, for ``take[0]`` of its own and so on.
+    """Send ``give[r]`` consecutive rows to each rank r of ``group``, and receive ``take[r]`` rows from it.
 
-    Collective, like its backward pass, which sends the gradients back.
+    Collective (all-to-all), like its backward pass, which sends the gradients back.
     """
 
     @staticmethod
@@ -49,7 +49,7 @@ def all_to_all(rows: Tensor, give: list[int], take: list[int], group: dist.Proce
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
-    """``[N]``: the permutation that undoes ``order``."""
+    """Return the inverse permutation of ``order``, ``[N]``."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse

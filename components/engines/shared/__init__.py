@@ -1,1 +1,1 @@
-"""Parts that both engines are made of."""
+"""Code that both engines share."""

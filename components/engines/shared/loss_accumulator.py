@@ -15,13 +15,16 @@ from components.contracts.loss import LossOutput
 def reduce_counts(
     counts: Mapping[str, int], group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, int]:
-    """Adds ``counts`` over the data ranks of ``group``; every rank passes the same keys in the same order."""
-    # Exact in float64: no run counts to 2 ** 53.
+    """Sum ``counts`` over the data ranks of ``group``.
+
+    Every rank passes the same keys in the same order.
+    """
+    # Float64 is exact up to 2 ** 53, which no count reaches.
     return dict(zip(counts, map(round, all_reduce_sum(list(counts.values()), group, device)), strict=True))
 
 
 def all_reduce_sum(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Adds float64 ``values`` over the ranks of ``group``, each of which passes as many."""
+    """Sum float64 ``values`` over the ranks of ``group``, which all pass the same number of them."""
     packed = torch.tensor(list(values), dtype=torch.float64, device=device)
     dist.all_reduce(packed, group=group)
     total: list[float] = packed.tolist()
@@ -29,7 +32,7 @@ def all_reduce_sum(values: Sequence[float], group: dist.ProcessGroup, device: to
 
 
 def all_reduce_max(value: float) -> float:
-    """The largest ``value`` that a rank of the run has passed: through host memory, no GPU waits for it."""
+    """Return the largest ``value`` of all ranks, reduced in host memory so that no GPU waits."""
     packed = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(packed, dist.ReduceOp.MAX)
     return packed.item()
@@ -37,19 +40,23 @@ def all_reduce_max(value: float) -> float:
 
 @dataclass
 class LossAccumulator:
-    """Un-normalised sums of this rank. They stay on the device: nothing is read back inside a step."""
+    """Unnormalized sums of this rank, kept on the device so that the host does not wait within a step."""
 
     counts: Mapping[str, int] | None = None
-    """Global counts by term, where they are known before the first forward."""
+    """Global counts by term. None means that they are not known before the first forward pass."""
     main_apart: bool = False
-    """Whether means tell the main term by itself: the model adds others to it, here or elsewhere."""
+    """Whether ``reduce`` reports the main term as ``lm_loss`` too, because the model adds terms to the
+    loss."""
     terms: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
     term_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     metrics: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
     metric_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def scaled_loss(self, output: LossOutput) -> Tensor:
-        """What enters the backward pass: each term times N_main / N_term; the first term is the main one."""
+        """Return the scalar for the backward pass: the sum of each term times N_main / N_term.
+
+        The first term is the main one.
+        """
         main, *others = output.terms.items()
         if not others:
             return main[1]
@@ -59,7 +66,7 @@ class LossAccumulator:
         return torch.stack([main[1], *scaled]).sum()
 
     def add(self, output: LossOutput, counts: Mapping[str, int]) -> None:
-        """Adds one micro-batch."""
+        """Add the sums and counts of one micro-batch."""
         for name, term in output.terms.items():
             self.terms[name] += term.detach().double()
             self.term_counts[name] += counts[name]
@@ -68,11 +75,12 @@ class LossAccumulator:
             self.metric_counts[name] += count
 
     def reduce(self, group: dist.ProcessGroup, device: torch.device) -> tuple[dict[str, float], int]:
-        """``(means, N_main)`` over all data ranks, in one all-reduce.
+        """Return ``(means, N_main)`` over all data ranks, in one all-reduce.
 
-        ``means["loss"]`` is the sum over terms of sum / count, NaN where the main term has no count; every
-        further term stands under its own name too, and with ``main_apart`` the main one as ``lm_loss``.
-        Every data rank holds the same names: a rank without rows has run an empty micro-batch.
+        ``means["loss"]`` is the sum over terms of sum / count, or NaN if the count of the main term is 0.
+        Every other term is also reported under its own name, and with ``main_apart`` the main one as
+        ``lm_loss``. Every data rank has the same names, because a rank without rows has run an empty
+        micro-batch.
         """
         tables = (self.terms, self.term_counts, self.metrics, self.metric_counts)
         values = [torch.as_tensor(v, dtype=torch.float64, device=device) for t in tables for v in t.values()]
@@ -91,9 +99,9 @@ class LossAccumulator:
 
 
 def global_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """L2 norm over the parts of all ranks of ``group``, float64 scalar; every rank of it calls this.
+    """Return the L2 norm over the shards of all ranks of ``group``, a float64 scalar; collective.
 
-    In float64, as a sum of 500,000 squares in float32 is good to 5e-5.
+    In float64, because a float32 sum of 500,000 squares is accurate to 5e-5 only.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:

@@ -1,4 +1,4 @@
-"""Packed micro-batches joined into larger ones, for a forward pass that keeps nothing."""
+"""Merging of packed micro-batches into larger ones, for a forward pass without gradient."""
 
 from collections.abc import Sequence
 
@@ -10,19 +10,21 @@ from torch import Tensor
 from components.contracts.batch import Batch
 
 MAX_TOKENS = {"cpu": 4096, "cuda": 32768}
-"""Of a bin. Only one block's activations are alive at a time, so on a GPU a bin takes less memory than a
-training micro-batch of a few thousand tokens: at hidden 4096 and intermediate 14336 about 130 kB a token in
-bf16, 4 GiB. A larger bin gathers weights less often and launches fewer kernels. A CPU is no faster with
-bins of 4,000 or 16,000 tokens than with micro-batches of 2,000."""
+"""Maximum number of tokens of a merged micro-batch. Only the activations of one block are alive at a time, so
+that on a GPU it takes less memory than a training micro-batch of a few thousand tokens: with hidden size 4096
+and intermediate size 14336 about 130 kB per token in bf16, 4 GiB. Larger micro-batches gather weights less
+often and launch fewer kernels. A CPU is not faster with 4,000 or 16,000 tokens than with micro-batches of
+2,000."""
 
 
 def group_microbatches(
     microbatches: Sequence[Batch], group: dist.ProcessGroup, device: torch.device
 ) -> list[list[Batch]]:
-    """Groups of equally many neighbours, with at most ``MAX_TOKENS`` tokens each: of one if any has more.
+    """Group consecutive micro-batches, each group with the same number and at most ``MAX_TOKENS`` tokens.
 
-    Every rank of ``group`` calls it with as many micro-batches and gets as many groups: with sharded weights
-    each forward is collective. Padded micro-batches stay alone.
+    If a micro-batch has more tokens, every group has one. Collective: every rank of ``group`` passes the same
+    number of micro-batches and gets the same number of groups, because with sharded weights each forward is
+    collective. Padded micro-batches are not merged.
     """
     if any(batch.cu_seqlens is None for batch in microbatches):
         return [[batch] for batch in microbatches]
@@ -34,7 +36,7 @@ def group_microbatches(
 
 
 def largest_number(sizes: Sequence[int], bound: int) -> int:
-    """How many neighbours can be added up, over and over, without a sum above ``bound``; at least 1."""
+    """Return the largest group size, at least 1, for which no group of ``sizes`` sums to above ``bound``."""
     for number in range(len(sizes), 1, -1):
         sums = (sum(sizes[i : i + number]) for i in range(0, len(sizes), number))
         if all(total <= bound for total in sums):
@@ -43,9 +45,9 @@ def largest_number(sizes: Sequence[int], bound: int) -> int:
 
 
 def merge(batches: Sequence[Batch]) -> Batch:
-    """One packed batch of all sequences, for their log-probabilities: what a loss reads is left out.
+    """Merge packed batches into one for computing log-probabilities, without the inputs of a loss.
 
-    Nothing is read back from a device.
+    The host does not wait for a device.
     """
     if len(batches) == 1:
         return batches[0]
@@ -73,5 +75,5 @@ def merge(batches: Sequence[Batch]) -> Batch:
 
 
 def unmerge(values: Tensor, batches: Sequence[Batch]) -> list[Tensor]:
-    """``values`` like the labels of ``join(batches)``, back to one tensor a batch."""
+    """Split ``values``, like the labels of ``join(batches)``, into one tensor per batch."""
     return list(values.split([batch.labels.shape[1] for batch in batches], dim=1))

@@ -1,4 +1,4 @@
-"""The losses of multi-token prediction beside the loss of a train step; both engines add them here."""
+"""The losses of multi-token prediction (MTP), which both engines add to the loss of a train step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from components.models.mtp import MTPConfig
 
 @dataclass(frozen=True)
 class TokenStatsWithMTP(TokenStats):
-    """Also of further tokens."""
+    """Token statistics with the log-probabilities of multi-token prediction."""
 
     mtp: tuple[Tensor, ...] = ()
-    """``logps`` by depth; none outside of training."""
+    """``logps`` by MTP depth, empty outside of training."""
 
 
 def add_mtp_losses(
@@ -26,14 +26,14 @@ def add_mtp_losses(
     batches: Sequence[Batch],
     logps: Sequence[Tensor],
 ) -> tuple[LossOutput, dict[str, int]]:
-    """``output`` with the term of every depth, and ``counts`` with theirs.
+    """Add the term of every MTP depth to ``output``, and its count to ``counts``.
 
     Args:
         batches: ``terms.batches`` of the micro-batch, in host memory.
-        logps: ``TokenStats.logps`` of each depth, of whole rows.
+        logps: ``TokenStats.logps`` of each depth, for whole rows.
 
     Returns:
-        In the terms each sum has its coefficient; in the metrics, under the same name, it has none.
+        The sums are multiplied by their coefficient in the terms, but not in the metrics of the same name.
     """
     if not terms.num_layers:
         return output, dict(counts)

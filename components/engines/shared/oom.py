@@ -1,4 +1,4 @@
-"""Out of memory: which micro-batch asked for too much, and what to change."""
+"""Error messages for running out of memory: the micro-batch, and what to change."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,11 +10,11 @@ from components.contracts.errors import TrainingError
 
 REMEDY = "lower run.micro_batch_size or data.max_length, or set parallelism.activation_checkpointing=full"
 HOST = ("not enough memory", "DefaultCPUAllocator", "Cannot allocate memory")
-"""What torch's allocator of host memory says, in an ordinary RuntimeError."""
+"""Messages of torch's host memory allocator, which raises an ordinary RuntimeError."""
 
 
 class MicrobatchOutOfMemory(TrainingError):
-    """Memory ended in a micro-batch; the message says in which."""
+    """A micro-batch ran out of memory; the message contains its number."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -27,12 +27,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 def naming_microbatch(
     microbatches: Sequence[Batch], *, before: int = 0, after: int = 0
 ) -> Iterator[Callable[[int], None]]:
-    """Around a pass over ``microbatches``; call what it yields with the number of each as it begins.
+    """Name the micro-batch in out-of-memory errors of a pass over ``microbatches``.
 
-    ``before`` and ``after``: how many others of the same step have a pass of their own.
+    The caller calls the yielded function with the index of each micro-batch as it begins. ``before`` and
+    ``after`` are the numbers of micro-batches of the same step in earlier and later passes.
 
     Raises:
-        MicrobatchTooLarge: memory ended; it names the last one begun.
+        MicrobatchTooLarge: if the pass runs out of memory, with the number of the last micro-batch begun.
     """
     at = 0
 
@@ -56,10 +57,10 @@ def naming_microbatch(
 
 @contextmanager
 def naming_step(step: str) -> Iterator[None]:
-    """Around all of ``step``: what runs out of memory in it, in a micro-batch or beside them, says so.
+    """Name ``step`` in out-of-memory errors, inside or outside of a micro-batch.
 
     Raises:
-        TrainingError: memory ended.
+        TrainingError: if the step runs out of memory.
     """
     try:
         yield

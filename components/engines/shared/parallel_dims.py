@@ -1,4 +1,4 @@
-"""How many ranks a layout takes, which sizes fit a model, and what to suggest instead."""
+"""The number of ranks of a layout, the sizes that fit a model, and suggestions for the others."""
 
 from collections.abc import Iterable, Mapping
 
@@ -11,12 +11,12 @@ from components.rank_info import RankInfo
 def world_size(
     *, dp: int | None, default_dp: int, model_ranks: int, environ: Mapping[str, str], num_gpus: int
 ) -> int:
-    """Ranks of the run: ``model_ranks`` (tp x pp x cp) times dp.
+    """Return the number of ranks of the run: ``model_ranks`` (tp x pp x cp) times dp.
 
-    Where dp is unset it fills WORLD_SIZE, else the visible GPUs, else it is ``default_dp``.
+    If dp is None, it is chosen to fill WORLD_SIZE, else the visible GPUs, else it is ``default_dp``.
 
     Raises:
-        ConfigError: the sizes do not fit WORLD_SIZE.
+        ConfigError: if the sizes do not fit WORLD_SIZE.
     """
     place = RankInfo.read(environ)
     joined = place.world_size if place.launched else None
@@ -39,7 +39,7 @@ RECOMPUTED_MORE: Mapping[str, tuple[str, ...]] = {
     "selective": ("full",),
     "full": (),
 }
-"""activation_checkpointing -> what has the backward pass compute more again."""
+"""For each value of activation_checkpointing, the values that recompute more."""
 
 
 def divisors(number: int) -> list[int]:
@@ -47,15 +47,18 @@ def divisors(number: int) -> list[int]:
 
 
 def suggest_sizes(size: int, fitting: Iterable[int]) -> str:
-    """The one or two of ``fitting`` that are nearest to ``size``, in words."""
+    """Return the one or two numbers of ``fitting`` that are nearest to ``size``, joined by "or"."""
     return " or ".join(str(other) for other in sorted(sorted(fitting, key=lambda n: abs(n - size))[:2]))
 
 
 def check_tp(tp: int, config: PreTrainedConfig) -> None:
-    """Tensor parallelism deals out heads, columns of the MLP and rows of the vocabulary; a rank gets some.
+    """Check that ``tp`` ranks can split the heads, the MLP and the vocabulary.
+
+    ``tp`` must divide the heads and the MLP width, and every rank must get at least one row of the
+    vocabulary.
 
     Raises:
-        ConfigError: ``tp`` does not fit the model.
+        ConfigError: if ``tp`` does not fit the model.
     """
     keys = ("num_key_value_heads", "num_attention_heads", "intermediate_size")
     counts = {key: getattr(config, key) for key in keys}
@@ -77,10 +80,10 @@ def check_tp(tp: int, config: PreTrainedConfig) -> None:
 
 
 def check_cp(cp: int, tp: int, config: PreTrainedConfig, *, instead: str = "") -> None:
-    """The all-to-all of context parallelism deals the heads of a tensor-parallel rank out over ``cp``.
+    """Check that the all-to-all of context parallelism can split the heads of a tensor-parallel rank.
 
     Raises:
-        ConfigError: ``cp`` does not divide them; ``instead`` is a remedy beside other sizes.
+        ConfigError: if ``cp`` does not divide them. ``instead`` is a remedy besides other sizes.
     """
     heads = config.num_attention_heads // tp
     if heads % cp:

@@ -14,17 +14,16 @@ from components.rank_info import RankInfo
 
 PATIENCE_S = 1800.0
 GRACE_S = 120.0
-"""By which a collective outlasts the run's own watchdog, which says more."""
+"""Seconds by which collectives time out later than the watchdog of the run, whose message says more."""
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
 def init_process_group(kind: Literal["cpu", "cuda"]) -> torch.device:
-    """Makes the default process group and returns this rank's device; every rank calls it.
+    """Create the default process group and return this rank's device; every rank calls it.
 
-    As a launched rank (one of the runner's own workers, or torchrun's) the ranks meet at
-    MASTER_ADDR:MASTER_PORT. The store counts the groups that each rank has joined, and every group uses keys
-    of its own: those of a group that was left are still there.
-    Otherwise this process is the only rank and needs no network.
+    Launched ranks (by the runner, torchrun or srun) meet at MASTER_ADDR:MASTER_PORT. The store counts the
+    groups that each rank has joined, and every group has its own key prefix, because the keys of groups that
+    were left remain in the store. A process that was not launched is the only rank and needs no network.
     """
     place, device = RankInfo.read(), torch.device("cpu")
     if kind == "cpu":
@@ -50,8 +49,10 @@ def init_process_group(kind: Literal["cpu", "cuda"]) -> torch.device:
 
 @contextmanager
 def joined(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[torch.device]:
-    """Joins, and gives the device to build an engine on; ``outlast`` when the context is left without an
-    error."""
+    """Join the process group and yield the device for building an engine.
+
+    Call ``outlast`` when the context exits without an error.
+    """
     device = init_process_group(kind)
     try:
         yield device
@@ -62,37 +63,37 @@ def joined(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[torch.dev
 
 
 def wait_for_peers(timeout_s: float) -> None:
-    """Collectives of every group of this process wait longer than ``timeout_s``, or half an hour.
+    """Set the timeout of every group to ``timeout_s`` plus ``GRACE_S``, at least half an hour.
 
-    Groups that libraries have made start with ten minutes on NCCL, whatever the default group has.
+    Groups created by libraries start with ten minutes on NCCL, whatever the default group has.
     """
     patience = timedelta(seconds=max(PATIENCE_S, timeout_s + GRACE_S))
     set_group_timeouts(patience)
 
 
 def exit_unsynchronized() -> None:
-    """After a failure: leaves where this is the only rank, so that a sweep can go on in this process.
+    """Leave the process group after a failure if this is the only rank, so that a sweep can continue.
 
-    With peers it does nothing: they may never join what leaving waits for, and the process ends anyway.
+    With other ranks it does nothing: leaving could wait for them forever, and the process ends anyway.
     """
     if dist.is_initialized() and dist.get_world_size() == 1:
         dist.destroy_process_group()
 
 
 def destroy_process_group() -> None:
-    """Destroys every process group, so that the next run in this process starts clean."""
+    """Destroy every process group, so that the next run in this process starts clean."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc's malloc reuse large blocks instead of returning each of them to the system at once.
+    """Make glibc's malloc reuse large blocks instead of returning each of them to the system.
 
-    A returned block is mapped and zeroed again page by page at its next use, which costs as much as the
-    arithmetic on a large activation. What a step has freed is kept for the next one, and for later runs of
-    this process; where lengths vary much, holes that fit nothing may add to the peak.
+    A returned block is mapped and zeroed page by page at its next use, which costs as much as the arithmetic
+    on a large activation. Memory freed in a step is kept for the next one, and for later runs of this
+    process. If lengths vary much, fragmentation may add to the peak.
 
-    Returns False where the C library has no such switch (musl, macOS); nothing else changes there.
+    Return False, without any effect, if the C library has no such option (musl, macOS).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -1,8 +1,8 @@
-"""Per-token statistics of the labels, in chunks: the full logits never exist, forward or backward.
+"""Per-token statistics of the labels, computed in chunks so that the full logits never exist.
 
 With logits ``z = h @ W.T + b``, label ``y`` and softmax ``p`` over a vocabulary of V, the gradients are
     d logp / dz = onehot(y) - p        d logsumexp / dz = p        d mean_logp / dz = 1 / V - p
-Given logsumexp, each column of ``dz`` stands alone: over a split vocabulary only the forward communicates.
+Given logsumexp, the columns of ``dz`` are independent: with a split vocabulary only the forward communicates.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,13 @@ from components.contracts.loss import TokenStats
 from components.engines.shared.vocab_parallel import FullVocabulary, Vocabulary, VocabularyShard
 
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
-"""Logits of one chunk, in fp32. Every chunk reads and writes the whole head gradient once, which is cheap
-beside the matmul only if the chunk has many rows; a GPU needs more of them. On a CPU at V 128k, 64, 128 and
-256 MiB took 3.3, 2.7 and 2.6 s in bf16, 4.6, 4.4 and 4.8 s in fp32."""
+"""Size of the fp32 logits of one chunk. Every chunk reads and writes the whole head gradient once, which is
+cheap compared to the matmul only if the chunk has many rows; a GPU needs more of them. On a CPU at V 128k,
+64, 128 and 256 MiB took 3.3, 2.7 and 2.6 s in bf16, 4.6, 4.4 and 4.8 s in fp32."""
 
 CPU_ROWS = 512
-"""Of one chunk at most. At V 16k, 2048 of them took as long in fp32, 8 % longer in bf16."""
+"""Maximum number of rows of one chunk. At V 16k, 2048 rows took the same time in fp32 and 8 % more in
+bf16."""
 
 
 def token_stats(
@@ -37,24 +38,26 @@ def token_stats(
     chunk_size: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> TokenStats:
-    """Statistics of every labelled position: float32 (float64 from float64) like ``labels``, 0 elsewhere.
+    """Compute the statistics of every labelled position, like ``labels`` and 0 elsewhere.
+
+    They are float32, or float64 if the inputs are.
 
     Args:
         hidden: ``[..., H]``, the output of the last norm. Logits are a matmul in its dtype, then upcast.
         head_weight: ``[V, H]`` in the dtype of ``hidden``, without padded rows.
         labels: int64 ``[...]``; only positions other than ``IGNORE`` are computed.
         head_bias: ``[V]``.
-        requires: statistics beside ``logps``: a subset of ``{"logsumexp", "mean_logp"}``.
+        requires: statistics besides ``logps``: a subset of ``{"logsumexp", "mean_logp"}``.
         weights: float32 like ``labels``, given only if the loss is ``-(weights * logps).sum()`` times a
-            number: the gradients are then made in the forward, which saves one matmul of four.
-        label_index: int64 ``[n]``, where ``labels.reshape(-1)`` is a label. None: looked up, for which the
-            host waits.
-        chunk_size: positions at a time; None: so many that their logits fill ``CHUNK_BYTES``.
-        shard: with a vocabulary split over ranks, which rows ``head_weight [n, H]`` and ``head_bias [n]``
-            are; n may differ by rank and be 0. Every rank of the group calls this together and passes the
-            same of everything else. The statistics are the same on every rank. The gradient of the head
-            is that of its n rows; the gradient of ``hidden`` is only the part that came through these
-            rows, and the caller adds it up over the group.
+            number. The gradients are then computed in the forward pass, which saves one matmul of four.
+        label_index: int64 ``[n]``, the positions of labels in ``labels.reshape(-1)``. None means that they
+            are computed here, for which the host waits.
+        chunk_size: number of positions per chunk. None means as many as ``CHUNK_BYTES`` of logits allow.
+        shard: with a vocabulary split over ranks, the rows that ``head_weight [n, H]`` and ``head_bias [n]``
+            hold; n may differ by rank and be 0. Collective over the ranks of the group, which pass the same
+            values for all other arguments and get the same statistics. The gradient of the head is that of
+            its n rows. The gradient of ``hidden`` is only the part from these rows, and the caller sums it
+            over the group.
 
     Without any label the result is zero but still connected to ``hidden`` and ``head_weight``.
     """
@@ -77,7 +80,8 @@ def token_stats(
     def spread(values: Tensor | None) -> Tensor | None:
         if values is None:
             return None
-        # Not through a view of a flat tensor: FSDP would lose its hooks with a view written in place.
+        # Not through a view of a flat tensor, because FSDP loses its hooks on a view that is written in
+        # place.
         return values.new_zeros(labels.shape).masked_scatter(labels != IGNORE, values)
 
     logps = spread(logps)
@@ -86,14 +90,17 @@ def token_stats(
 
 
 def default_chunk_size(vocabulary: Vocabulary, device: torch.device) -> int:
-    """The same on every rank that holds a part of the vocabulary: each chunk is reduced over all of them."""
+    """Return the number of positions per chunk.
+
+    It is the same on all ranks that share the vocabulary, because each chunk is reduced over them.
+    """
     rows = max(CHUNK_BYTES[device.type] // (4 * vocabulary.typical_rows), 1)
     return min(rows, CPU_ROWS) if device.type == "cpu" else rows
 
 
 @dataclass(frozen=True)
 class HeadChunking:
-    """How the head is run; the tensors stay arguments, because autograd must see them."""
+    """Options for computing the head. Tensors are separate arguments, because autograd must see them."""
 
     vocabulary: Vocabulary
     chunk_size: int
@@ -104,7 +111,7 @@ class HeadChunking:
 
 
 def chunk_logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A new tensor ``[n, V]`` that the caller may overwrite."""
+    """Compute the logits as a new tensor ``[n, V]`` that the caller may overwrite."""
     logits = (rows @ weight.T).to(stats_dtype(rows))
     return logits if bias is None else logits.add_(bias)
 
@@ -112,9 +119,9 @@ def chunk_logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def exponentiate(
     logits: Tensor, targets: Tensor, head: HeadChunking
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Turns ``logits`` into ``exp(logits - max)`` in place.
+    """Replace ``logits`` by ``exp(logits - max)`` in place.
 
-    Returns ``(sum, logsumexp, logps, mean_logp)``, all ``[n]``, the last only where it is asked for.
+    Return ``(sum, logsumexp, logps, mean_logp)``, all ``[n]``. The last is None unless ``head.with_mean``.
     """
     largest = head.vocabulary.row_max(logits)
     parts = [head.vocabulary.select_targets(logits, targets)]
@@ -132,7 +139,7 @@ def stats_dtype(tensor: Tensor) -> torch.dtype:
 
 
 class Gradients:
-    """Of hidden rows, weight and bias, for those that ask for it; the last two add up in fp32."""
+    """Gradients of hidden rows, weight and bias, if needed; the last two are accumulated in fp32."""
 
     def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
         self.rows_in, self.weight_in = rows, weight
@@ -158,7 +165,7 @@ class Gradients:
                 part.mul_(by)
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """In the dtype of the inputs."""
+        """Return the gradients in the dtype of the inputs."""
         dtype = self.rows_in.dtype
         parts = (self.rows, self.weight, self.bias)
         rows, weight, bias = (None if part is None else part.to(dtype) for part in parts)
@@ -166,7 +173,7 @@ class Gradients:
 
 
 class ChunkedStats(torch.autograd.Function):
-    """``(logps, logsumexp, mean_logp)`` of every row; the backward makes each chunk's logits again."""
+    """Compute ``(logps, logsumexp, mean_logp)`` of every row; the backward recomputes the logits by chunk."""
 
     @staticmethod
     def forward(
@@ -204,7 +211,10 @@ class ChunkedStats(torch.autograd.Function):
 
 
 class WeightedStats(torch.autograd.Function):
-    """``logps`` of a loss ``-c * (weights * logps).sum()``: the forward makes the gradients for c = 1."""
+    """Compute ``logps`` for a loss ``-c * (weights * logps).sum()``.
+
+    The forward computes the gradients for c = 1, and the backward multiplies them by c.
+    """
 
     @staticmethod
     def forward(
@@ -236,12 +246,12 @@ class WeightedStats(torch.autograd.Function):
 
 
 def scale_of(grad_logps: Tensor, weights: Tensor) -> Tensor:
-    """The c of ``grad_logps = -c * weights``, 0 where there is nothing to recover it from."""
+    """Return c of ``grad_logps = -c * weights``, or 0 if all weights are 0."""
     squares = weights.double().square().sum()
     scale = -(weights.double() * grad_logps).sum() / torch.where(squares > 0, squares, 1)
-    # Not checked on a GPU, where reading the answer would stall the step.
+    # Not checked on a GPU, because reading the result would stall the step.
     if grad_logps.device.type == "cpu":
         error = (grad_logps + scale * weights).abs().sum()
-        # A loss that is not finite passes: the engine skips it.
+        # A loss that is not finite passes, because the engine skips its step.
         assert not error > 1e-4 * grad_logps.abs().sum(), "the loss is not -(weights * logps).sum()"
     return scale

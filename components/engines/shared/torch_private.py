@@ -1,6 +1,6 @@
-"""The private API of torch that engines use: every name of it is in this file.
+"""The private API of torch that engines use, collected in one file.
 
-A release of torch may move any of these. ``tests/unit/test_private_api.py`` then fails, with the name.
+If a release of torch moves one of them, ``tests/unit/test_private_api.py`` fails and prints its name.
 """
 
 from datetime import timedelta
@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import (
 )
 
 CHECKED = ">=2.11,<2.14"
-"""The releases of torch that this file was checked on."""
+"""The releases of torch with which this file was checked."""
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -29,7 +29,7 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def set_group_timeouts(timeout: timedelta) -> None:
-    """Set the timeout of every process group of this process, those of libraries included."""
+    """Set the timeout of every process group of this process, including those of libraries."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -40,24 +40,24 @@ def assert_async(condition: Tensor, message: str) -> None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, which shares memory with ``tensor``; autograd does not see it."""
+    """Return this rank's shard, which shares memory with ``tensor``, outside of autograd."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def clear_dtensor_caches() -> None:
-    """Clear what torch keeps of operations on DTensors; where it keeps it differs between releases."""
+    """Clear torch's caches of DTensor operations, whose place differs between releases."""
     for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
         if hasattr(debug, name):
             getattr(debug, name)()
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the dict that holds the parameters of ``module``, in which a plain tensor may stand in."""
+    """Return the dict of the parameters of ``module``, in which a plain tensor may replace one."""
     return module._parameters
 
 
 def has_cpp_compiler() -> bool:
-    """Whether torch.compile finds a C++ compiler."""
+    """Return whether torch.compile finds a C++ compiler."""
     from torch._inductor import cpp_builder, exc  # here, because it takes seconds
 
     try:
@@ -68,7 +68,7 @@ def has_cpp_compiler() -> bool:
 
 
 def has_run(root: FSDPModule) -> bool:
-    """Whether a forward pass of ``root`` has begun: only then does FSDP know that it is the root."""
+    """Return whether a forward pass of ``root`` has begun, which is when FSDP makes it the root."""
     return root._get_fsdp_state()._is_root is not None
 
 
@@ -98,6 +98,6 @@ def drop_unreduced(module: FSDPModule) -> None:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """Return a list since torch 2.13; one or none before."""
+    """Return the parameter groups: a list since torch 2.13, one or none before."""
     groups = getattr(state, "_fsdp_param_groups", None)
     return [g for g in (state._fsdp_param_group,) if g] if groups is None else groups

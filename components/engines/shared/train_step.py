@@ -1,4 +1,4 @@
-"""Train steps and evaluations, the same for every engine: sums and gradients are divided once, at the end."""
+"""Train steps and evaluations for every engine. Sums and gradients are divided once, at the end."""
 
 import math
 from abc import abstractmethod
@@ -22,22 +22,22 @@ from components.models import ModelSpec
 
 
 class TrainStepEngine(Engine):
-    """Begins, finishes and aborts train steps, and evaluates.
+    """An engine that begins, finishes and aborts train steps, and evaluates.
 
-    A subclass sets the attributes, adds up sums and gradients in ``train_microbatches``, and implements the
-    abstract methods, which every rank calls together.
+    A subclass sets the attributes, accumulates sums and gradients in ``train_microbatches``, and implements
+    the abstract methods, which every rank calls together.
     """
 
     group: dist.ProcessGroup
-    """The data ranks, over which sums and counts are added up."""
+    """The data ranks, over which sums and counts are reduced."""
     spec: ModelSpec
     options: EngineOptions
     routing: RouterState | None
     """None for a model without experts."""
     sums: LossAccumulator | None = None
-    """Those of the step under way. None outside of a step."""
+    """Sums of the current step. None outside of a step."""
 
-    # ---- what an engine implements
+    # ---- implemented by engines
 
     def reduce_sums(self, sums: LossAccumulator) -> tuple[dict[str, float], int]:
         """Return the means and the count of the main term, on every rank."""
@@ -45,7 +45,7 @@ class TrainStepEngine(Engine):
 
     @abstractmethod
     def reduce_gradients(self) -> None:
-        """Add up the gradients over data ranks, if the last backward pass has not done so."""
+        """Sum the gradients over data ranks, if the last backward pass has not done so."""
 
     @abstractmethod
     def divide_gradients(self, count: int) -> None:
@@ -69,11 +69,11 @@ class TrainStepEngine(Engine):
 
     @abstractmethod
     def cancel_backward(self) -> None:
-        """Clear what an interrupted backward pass or reduction has left."""
+        """Clear the state left by an interrupted backward pass or reduction."""
 
     @abstractmethod
     def evaluating(self) -> AbstractContextManager[None]:
-        """Switch off what only training does, such as dropout, until the context is left."""
+        """Switch off training behaviour, such as dropout, within the context."""
 
     @abstractmethod
     def evaluate_microbatches(self, microbatches: Sequence[Batch], loss: Loss, sums: LossAccumulator) -> None:
@@ -102,7 +102,7 @@ class TrainStepEngine(Engine):
         if self.routing is not None:
             loss, added = self.routing.finish(loss)
             means |= added
-        if max_loss < math.inf:  # a last bit must not have groups of ranks decide differently
+        if max_loss < math.inf:  # so that rounding does not make ranks decide differently
             loss = self.max_over_ranks(loss)
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm) and loss <= max_loss)
         if not skipped:

@@ -1,7 +1,8 @@
-"""What context-parallel ranks, which hold a share of every row each, send each other.
+"""Communication between context-parallel ranks, each of which holds a share of every row.
 
-Attention needs whole rows: each rank trades its positions for a share of the heads, and back (DeepSpeed
-Ulysses, https://arxiv.org/abs/2309.14509). A loss needs them too: the shares of its inputs are gathered.
+Attention needs whole rows: an all-to-all exchanges positions for a share of the heads, and back (DeepSpeed
+Ulysses, https://arxiv.org/abs/2309.14509). A loss needs whole rows too: the shares of its inputs are
+gathered.
 """
 
 import math
@@ -16,14 +17,15 @@ from torch import Tensor
 def seq_to_heads(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, *, heads: int, positions: int
 ) -> tuple[Tensor, ...]:
-    """Own positions of all heads to all positions, in rank order, of the r-th share of heads on rank r.
+    """Exchange this rank's positions of all heads for all positions of its share of heads.
 
-    Key-value heads are repeated where cp does not divide them. One exchange for all three; collective over
-    ``group``, like its backward.
+    Rank r gets the r-th share of heads, with positions in rank order. Key-value heads are repeated if cp does
+    not divide them. One all-to-all for all three tensors; collective over ``group``, like its backward.
 
     Args:
-        query: cp must divide its ``heads``; key and value may have fewer heads.
-        heads: the dimension that is cut; ``positions``: the one that grows.
+        query: cp must divide its number of heads; key and value may have fewer heads.
+        heads: the dimension that is split.
+        positions: the dimension that grows.
     """
     cp = group.size()
     assert query.shape[heads] % cp == 0, f"{query.shape[heads]} heads a rank do not divide by cp {cp}"
@@ -35,13 +37,13 @@ def seq_to_heads(
 
 
 def heads_to_seq(out: Tensor, group: dist.ProcessGroup, *, heads: int, positions: int) -> Tensor:
-    """All positions of own heads back to own positions of all heads."""
+    """Exchange all positions of this rank's heads for its positions of all heads."""
     traded: tuple[Tensor, ...] = HeadSeqAllToAll.apply(group, positions, heads, out)
     return traded[0]
 
 
 class HeadSeqAllToAll(torch.autograd.Function):
-    """Cuts every tensor along the dimension ``give`` and joins what arrives along ``take``."""
+    """All-to-all that splits every tensor along ``give`` and joins the received parts along ``take``."""
 
     @staticmethod
     def forward(
@@ -71,12 +73,12 @@ def head_seq_all_to_all(
 
 
 class AllGatherShards(torch.autograd.Function):
-    """``[B, L]`` to ``[B, cp * L]`` in rank order.
+    """All-gather ``[B, L]`` to ``[B, cp * L]`` in rank order.
 
-    Every rank computes the same loss from the result, so each holds the whole gradient already. A rank takes
-    its own slice: a sum over ranks (the usual backward of a gather) would count the one loss ``cp`` times.
-    What the other slices do to the weights is added by the rank they belong to, when gradients are summed
-    over data and context ranks.
+    Every rank computes the same loss from the result, so each already has the whole gradient and takes its
+    own slice: a sum over ranks (the usual backward of an all-gather) would count the loss ``cp`` times. The
+    rank of each slice adds its contribution to the weight gradients, which are summed over data and context
+    ranks.
     """
 
     @staticmethod
@@ -93,5 +95,5 @@ class AllGatherShards(torch.autograd.Function):
 
 
 def rank_slice(whole: Tensor, cp: int, rank: int) -> Tensor:
-    """``[B, cp * L]`` in rank order to the ``[B, L]`` of ``rank``."""
+    """Return the part ``[B, L]`` of ``rank`` from ``[B, cp * L]`` in rank order."""
     return whole.chunk(cp, dim=1)[rank].contiguous()

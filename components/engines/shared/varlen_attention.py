@@ -1,8 +1,8 @@
 """Causal attention within every sequence of a batch, packed or padded, for any transformers model.
 
 The engines run models with ``attn_implementation=ATTENTION`` and pass ``attention_kwargs(batch)`` to them.
-Nothing is guessed: without sequence boundaries attention refuses to run, since a guess would let packed
-sequences see each other without a word.
+Attention raises an error without sequence boundaries, because a default would let packed sequences silently
+attend to each other.
 """
 
 import inspect
@@ -25,23 +25,23 @@ from components.engines.shared.sdpa import causal_sdpa, packed_sdpa
 from components.engines.shared.ulysses import heads_to_seq, seq_to_heads
 
 ATTENTION = "runner_varlen"
-"""The name to give transformers as ``attn_implementation``."""
+"""The value of ``attn_implementation`` for transformers."""
 
 ATTENTION_RECOMPUTED = "runner_varlen_recomputed"
-"""The same attention, computed again in the backward pass instead of kept."""
+"""The same attention, recomputed in the backward pass."""
 
 NO_MASK = torch.empty(1, 1, 0, 0)
-"""transformers hands a 4-D mask over as it is. Without any it would look for packed sequences in
-position_ids, once a forward pass, for which the host must wait for a GPU."""
+"""transformers passes a 4-D mask on unchanged. Without a mask it would search position_ids for packed
+sequences in every forward pass, for which the host must wait for a GPU."""
 
 HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
-"""What models pass down to every attention layer and what does not change causal attention."""
+"""Arguments that models pass to every attention layer and that do not change causal attention."""
 
 
 def attention_kwargs(batch: Batch) -> Json:
-    """What to pass to ``model(...)`` beside input_ids, position_ids and ``use_cache=False``.
+    """Return the arguments of ``model(...)`` besides input_ids, position_ids and ``use_cache=False``.
 
-    Where ranks hold a share of every row, ``context_group`` too, and ``batch`` has the whole rows.
+    With context parallelism, ``batch`` has the whole rows and the caller adds ``context_group``.
     """
     if batch.cu_seqlens is None:
         return {"attention_mask": NO_MASK, "padded": True}
@@ -57,11 +57,13 @@ def attention_kwargs(batch: Batch) -> Json:
 
 
 def keys_with_prefixes(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The keys of every sequence: the prefix that it sees in the sequence before, then its own.
+    """Return the keys of every sequence: its prefix in the preceding sequence, then its own tokens.
+
+    The host does not wait for the device.
 
     Returns:
-        int32 ``[S + 1]``, where those of every sequence begin once they lie end to end; and int64
-        ``[num_keys]``, where each of them lies in the row. Nothing is read back from the device.
+        int32 ``[S + 1]``, the boundaries of the concatenated keys of all sequences; and int64 ``[num_keys]``,
+        the position of each key in the row.
     """
     assert batch.cu_seqlens is not None
     assert batch.prefix_lengths is not None
@@ -92,24 +94,24 @@ def attention(
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface.
+    """Compute causal attention within sequences, through transformers' attention interface.
 
     Args:
         query: ``[B, heads, T, D]``; key and value may have fewer heads (each serves a group of them), and
             value another D, which is then that of the result.
-        attention_mask: must be None or ``NO_MASK``; padding is on the right, where no token can look.
-        scaling: of the scores; None is ``D ** -0.5``.
-        sliding_window: how many tokens, itself included, a token sees.
+        attention_mask: must be None or ``NO_MASK``; padding is on the right, so that no token attends to it.
+        scaling: factor of the scores. None means ``D ** -0.5``.
+        sliding_window: number of tokens, including itself, that a token attends to.
         cu_seq_lens_q: int32 ``[S + 1]`` with ``max_length_q``, for a packed batch (B = 1).
-        cu_seq_lens_k: with ``key_index``, where sequences have other keys than their own tokens; see
-            ``keys_with_prefixes``. ``max_length_q`` bounds them too.
-        padded: one sequence a row.
+        cu_seq_lens_k: with ``key_index``, if sequences attend to prefixes; see ``keys_with_prefixes``.
+            ``max_length_q`` bounds their lengths too.
+        padded: whether each row is one sequence.
 
     Returns:
         ``([B, T, heads, D], None)``
 
     Raises:
-        ConfigError: the model's attention is not causal, or has a feature that is not computed here.
+        ConfigError: if the attention of the model is not causal, or has an unsupported feature.
     """
     check_attention_arguments(module, is_causal, others)
     assert attention_mask is None or not attention_mask.numel(), (
@@ -134,13 +136,13 @@ def attention(
 
 
 def recomputed(module: nn.Module, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, None]:
-    """``attention`` that keeps query, key and value for the backward pass, and the state of dropout."""
+    """Compute ``attention``, saving only query, key, value and the dropout state for the backward pass."""
     if not torch.is_grad_enabled():
         return attention(module, *tensors, **options)  # type: ignore[arg-type]
     return checkpoint(attention, module, *tensors, use_reentrant=False, **options)
 
 
-# Sequences are told apart by numbers, of which every batch would be compiled anew.
+# Sequence lengths are Python numbers, for which every batch would be compiled anew.
 @torch.compiler.disable
 def ulysses_attention(
     attend: Callable[..., tuple[Tensor, None]],
@@ -152,10 +154,10 @@ def ulysses_attention(
     context_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """``attend``, which sees whole rows; with ``context_group`` each of its ranks passes and gets its share.
+    """Call ``attend`` on whole rows; with ``context_group`` each rank passes and gets its share of positions.
 
-    What ``attend`` keeps for the backward pass is then of whole rows and a share of the heads, so that
-    nothing is sent again to compute it again.
+    The activations that ``attend`` then saves have whole rows and a share of the heads, so that recomputing
+    it needs no communication.
     """
     if context_group is None:
         return attend(module, query, key, value, *others, **options)
@@ -165,7 +167,7 @@ def ulysses_attention(
 
 
 def check_attention_arguments(module: nn.Module, is_causal: bool | None, others: dict[str, object]) -> None:
-    """Raises where the model asks for something that would be left out of the result."""
+    """Raise ConfigError if the model passes an argument that would be ignored."""
     kind = type(module).__name__
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise ConfigError(f"model: {kind} attends to later tokens; choose a causal language model.")
@@ -177,7 +179,7 @@ def check_attention_arguments(module: nn.Module, is_causal: bool | None, others:
 
 
 def has_kernel(query: Tensor, dropout: float) -> bool:
-    """Whether ``varlen`` can be used: the CUDA kernel takes half precision only and has no dropout."""
+    """Return whether ``varlen`` can be used: its CUDA kernel needs half precision and has no dropout."""
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout
 
 
@@ -193,9 +195,9 @@ def varlen_kernel(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """All sequences in one CUDA kernel, with the meaning of ``packed_sdpa``.
+    """Compute ``packed_sdpa`` for all sequences in one CUDA kernel.
 
-    The kernel has one width of heads: narrower values get columns of zeros, whose results are cut off.
+    The kernel has one head dimension: narrower values are padded with zeros, whose results are cut off.
     """
     missing = key.shape[-1] - value.shape[-1]
     if missing:
@@ -213,12 +215,12 @@ def varlen_kernel(
 
 @cache
 def has_enable_gqa() -> bool:
-    """torch 2.11 groups heads without being told; 2.13 wants to be told."""
+    """Return whether torch has the option: 2.11 groups heads without it, 2.13 requires it."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> None:
-    """transformers' mask interface: without one of our own it drops the caller's mask without a word."""
+    """Refuse a mask: without this function transformers would silently drop that of the caller."""
     assert attention_mask is None, "pass no attention_mask: boundaries are cu_seq_lens_q or padded=True"
 
 

@@ -1,8 +1,8 @@
-"""Which part of the vocabulary the logits of a rank cover, and what must be added up over the ranks.
+"""The part of the vocabulary that the logits of a rank cover, and reductions over the ranks.
 
 Statistics over a whole vocabulary are a maximum, then sums: with shards ``z_r`` of the logits ``z``
     max z = max_r max z_r        sum exp(z - max z) = sum_r sum exp(z_r - max z)
-so a shard does what a whole vocabulary does, with an all-reduce after each of the two steps.
+so a shard computes the same as a whole vocabulary, with an all-reduce after each of the two steps.
 """
 
 import math
@@ -17,44 +17,44 @@ from components.engines.shared.torch_private import assert_async
 
 @dataclass(frozen=True)
 class FullVocabulary:
-    """Every row of the head is on this rank: nothing to reduce."""
+    """A vocabulary whose head is entirely on this rank, so that nothing is reduced."""
 
     size: int
 
     @property
     def typical_rows(self) -> int:
-        """Rows of the head to plan memory with: the same number on every rank."""
+        """Number of rows of the head for planning memory, the same on every rank."""
         return self.size
 
     def row_max(self, logits: Tensor) -> Tensor:
-        """The maximum over the vocabulary, ``[tokens]``."""
+        """Return the maximum over the vocabulary, ``[tokens]``."""
         return logits.amax(-1)
 
     def reduce(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Each ``[tokens]``, a sum over the rows of this rank: now over the vocabulary."""
+        """Turn sums over the rows of this rank, each ``[tokens]``, into sums over the vocabulary."""
         return parts
 
     def select_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """This rank's part of the logits of ``targets``, ``[tokens]``."""
+        """Return this rank's part of the logits of ``targets``, ``[tokens]``."""
         return logits.gather(1, targets[:, None])[:, 0]
 
     def add_to_targets_(self, logits: Tensor, targets: Tensor, values: Tensor) -> None:
-        """Adds ``values [tokens]`` to the logits of ``targets``, in place."""
+        """Add ``values [tokens]`` to the logits of ``targets``, in place."""
         logits.scatter_add_(1, targets[:, None], values[:, None])
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The rows of the head that this rank holds, of a vocabulary split over ``group``.
+    """This rank's rows of the head, with a vocabulary split over ``group``.
 
-    Together the ranks hold every row once, in any order and any split; a rank may hold none.
+    Together the ranks hold every row once, in any order and any split; a rank may hold no row.
     """
 
     group: dist.ProcessGroup
     start: int
     """The token id of the first row."""
     size: int
-    """The whole vocabulary, padded rows excluded."""
+    """Size of the whole vocabulary without padded rows."""
 
     @property
     def typical_rows(self) -> int:
@@ -73,7 +73,8 @@ class VocabularyShard:
     def select_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
         rows = logits.shape[1]
         assert not rows or self.start + rows <= self.size, "a padded row of the head takes part"
-        # No rank would have such a label, and its logit would pass for 0. On a GPU this does not wait.
+        # Otherwise no rank would have the label, and its logit would be taken as 0. The host does not wait
+        # here.
         assert_async(((targets >= 0) & (targets < self.size)).all(), "a label is not in the vocabulary")
         column, here = self.locate(logits, targets)
         return logits.gather(1, column).where(here, 0).sum(-1)
@@ -83,9 +84,9 @@ class VocabularyShard:
         logits.scatter_add_(1, column, values[:, None].where(here, 0))
 
     def locate(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """``(column, here)``, both ``[tokens, 1]``, or ``[tokens, 0]`` where this rank has no row.
+        """Return ``(column, here)``, both ``[tokens, 1]``, or ``[tokens, 0]`` if this rank has no row.
 
-        ``here`` says whether the target is a row of this rank; its column is some valid one otherwise.
+        ``here`` is whether the target is a row of this rank; otherwise ``column`` is an arbitrary valid one.
         """
         rows = logits.shape[1]
         local = (targets - self.start)[:, None][:, :rows]
