@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from components.data.packing import Plan, plan_epoch
+from components.data.packing import Plan, PlanOptions, plan_epoch
 from components.data.shared_prefix import shared_lengths
 from components.data.store.token_store import TokenStore
 from tests.unit.components.data.store.test_token_store import make_store
@@ -28,12 +28,8 @@ def make_pairs(path: Path) -> TokenStore:
 def plan_pairs(store: TokenStore, *, shared: bool, max_length: int) -> Plan:
     return plan_epoch(
         store.lengths,
-        sequences_per_sample=2,
-        repeats=None,
-        seed=0,
+        PlanOptions("bfd", max_length, shuffle=False),
         epoch=0,
-        max_length=max_length,
-        packing="bfd",
-        shuffle=False,
+        sequences_per_sample=2,
         shared=shared_lengths(store) if shared else None,
     )

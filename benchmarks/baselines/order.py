@@ -9,6 +9,7 @@ from rich.console import Console
 from benchmarks.baselines.programs import Work, overrides
 from benchmarks.compose import composed
 from components.contracts.batch import Batch
+from components.contracts.data import BatchShard
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
@@ -29,12 +30,7 @@ def write_order(work: Work, data: Path, steps: int, folder: Path) -> Path:
     loader = (
         build_experiment(config, ConfigSources())
         .data.restore(prepared)
-        .train_loader(
-            global_batch_size=run.global_batch_size,
-            micro_batch_size=run.micro_batch_size,
-            dp_rank=0,
-            dp_size=1,
-        )
+        .train_loader(BatchShard(run.global_batch_size, run.micro_batch_size))
     )
     order = [
         [ids for batch in loader.microbatches(step) for ids in sequences(batch)] for step in range(steps)

@@ -12,6 +12,7 @@ from unittest import mock
 from torch import Tensor
 
 from benchmarks.parity.parity_rows import Fault
+from components.contracts.data import BatchShard
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.run_dir import read_run_config
@@ -34,10 +35,7 @@ def first_gradients(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
     with silence(), broken(fault):
         engine = build_engine(unclipped, record.device)
         data = experiment.data.restore(record.data).train_loader(
-            global_batch_size=run.global_batch_size,
-            micro_batch_size=run.micro_batch_size,
-            dp_rank=engine.dp_rank,
-            dp_size=engine.dp_size,
+            BatchShard(run.global_batch_size, run.micro_batch_size, engine.dp_rank, engine.dp_size)
         )
         microbatches = loss.prepare(data.microbatches(0), engine)
         gradients = capture(engine)

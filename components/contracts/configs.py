@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from components.contracts.data import DataLoader, SampleKind
+from components.contracts.data import BatchShard, DataLoader, SampleKind
 from components.contracts.json_types import Json
 
 Foreign = Any
@@ -175,29 +175,13 @@ class Prepared(Protocol):
     def num_steps(self) -> int:
         """Number of optimizer steps of the run."""
 
-    def train_loader(
-        self,
-        *,
-        global_batch_size: int,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        reference: Path | None = None,
-    ) -> DataLoader:
-        """Return the loader of the training data for data rank ``data_rank`` of ``data_size``.
+    def train_loader(self, shard: BatchShard, reference: Path | None = None) -> DataLoader:
+        """Return the loader of the training data.
 
         ``reference`` is the folder of a reference model whose log-probabilities the batches shall carry.
         """
 
-    def eval_loader(
-        self,
-        *,
-        global_batch_size: int,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        reference: Path | None = None,
-    ) -> DataLoader | None: ...
+    def eval_loader(self, shard: BatchShard, reference: Path | None = None) -> DataLoader | None: ...
 
     def missing_reference_logps(self, folder: Path) -> bool:
         """Whether ``folder`` lacks log-probabilities of the reference model."""

@@ -26,6 +26,20 @@ class BatchStats:
     """For the cost of attention: a sequence of L tokens after a shared prefix of n adds (n + L)^2 - n^2."""
 
 
+@dataclass(frozen=True)
+class BatchShard:
+    """The part of every global batch that one data-parallel rank gets, in micro-batches."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.dp_rank < self.dp_size
+        assert self.global_batch_size % (self.dp_size * self.micro_batch_size) == 0
+
+
 class DataLoader(Protocol):
     """Global batches as a pure function of the step, so that resuming needs only the step."""
 

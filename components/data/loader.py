@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from components.contracts.batch import Batch
-from components.contracts.data import BatchStats
+from components.contracts.data import BatchShard, BatchStats
 from components.contracts.json_types import Json
 from components.data.audit import Audit
 from components.data.collators import collate_packed, collate_padded, prefix_lengths
@@ -46,20 +46,17 @@ def count_steps(plan: Plan, global_batch_size: int, *, drop_last: bool) -> int:
 class TokenDataLoader:
     """See ``components.contracts.data.DataLoader``.
 
-    A step has ``ceil(rows / (data_size * micro_batch_size))`` micro-batches on every rank. Micro-batch ``j``
+    A step has ``ceil(rows / (dp_size * micro_batch_size))`` micro-batches on every rank. Micro-batch ``j``
     of data-parallel rank ``r`` takes ``micro_batch_size`` rows, the first of which is row
-    ``(j * data_size + r) * micro_batch_size`` of the step. Rows beyond the end are empty.
+    ``(j * dp_size + r) * micro_batch_size`` of the step. Rows beyond the end are empty.
     """
 
     def __init__(
         self,
         store: TokenSequences,
         plans: Sequence[Plan],
+        shard: BatchShard,
         *,
-        global_batch_size: int,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
         packed: bool,
         pad_id: int,
         drop_last: bool,
@@ -67,14 +64,10 @@ class TokenDataLoader:
         reference: ReferenceLogps | None = None,
     ) -> None:
         """Create a loader. ``reference``, if given, has the ``ref_logps`` of the sequences of ``store``."""
-        assert 0 <= dp_rank < dp_size
-        assert global_batch_size % (dp_size * micro_batch_size) == 0
-        self._store, self._plans, self._pad_id = store, plans, pad_id
-        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
-        self._data_rank, self._data_size = dp_rank, dp_size
+        self._store, self._plans, self._shard, self._pad_id = store, plans, shard, pad_id
         self._collate = collate_packed if packed else collate_padded
         self._reference = reference
-        steps = (count_steps(plan, global_batch_size, drop_last=drop_last) for plan in plans)
+        steps = (count_steps(plan, shard.global_batch_size, drop_last=drop_last) for plan in plans)
         self._first_steps = [0, *accumulate(steps)]
         self._num_steps = min(self._first_steps[-1], max_steps or self._first_steps[-1])
 
@@ -95,10 +88,9 @@ class TokenDataLoader:
     def shares(self, step: int) -> list[list[Ints]]:
         """Return the rows of each micro-batch of this rank, a row as its segments, int64 ``[n, 3]``."""
         plan, start, stop = self._rows(step)
-        share = self._data_size * self._micro_batch_size
-        mine = self._data_rank * self._micro_batch_size
+        size = self._shard.micro_batch_size
+        share, mine = self._shard.dp_size * size, self._shard.dp_rank * size
         firsts = range(start + mine, start + mine + (stop - start + share - 1) // share * share, share)
-        size = self._micro_batch_size
         return [[_row(plan, row, stop) for row in range(first, first + size)] for first in firsts]
 
     def stats(self, step: int) -> BatchStats:
@@ -151,8 +143,8 @@ class TokenDataLoader:
         assert 0 <= step < self._num_steps, (step, self._num_steps)
         epoch = bisect_right(self._first_steps, step) - 1
         plan = self._plans[epoch]
-        start = (step - self._first_steps[epoch]) * self._global_batch_size
-        return plan, start, min(start + self._global_batch_size, plan.num_rows)
+        start = (step - self._first_steps[epoch]) * self._shard.global_batch_size
+        return plan, start, min(start + self._shard.global_batch_size, plan.num_rows)
 
 
 def _row(plan: Plan, row: int, stop: int) -> Ints:
@@ -227,51 +219,22 @@ class PreparedData:
         """The training split and, if there is one, the evaluation split."""
         return [self.train] if self.eval is None else [self.train, self.eval]
 
-    def train_loader(
-        self,
-        *,
-        global_batch_size: int,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        reference: Path | None = None,
-    ) -> TokenDataLoader:
+    def train_loader(self, shard: BatchShard, reference: Path | None = None) -> TokenDataLoader:
         """Return the loader of the training split.
 
         If given, ``reference`` is the folder of the reference model whose log-probabilities batches carry.
         """
-        assert global_batch_size == self.global_batch_size, "planned for another size"
-        return self.loader(self.train, global_batch_size, micro_batch_size, dp_rank, dp_size, reference)
+        return self.loader(self.train, shard, reference)
 
-    def eval_loader(
-        self,
-        *,
-        global_batch_size: int,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        reference: Path | None = None,
-    ) -> TokenDataLoader | None:
+    def eval_loader(self, shard: BatchShard, reference: Path | None = None) -> TokenDataLoader | None:
         """Return a loader for one pass in order, or None if there is no evaluation split."""
-        if self.eval is None:
-            return None
-        return self.loader(self.eval, global_batch_size, micro_batch_size, dp_rank, dp_size, reference)
+        return None if self.eval is None else self.loader(self.eval, shard, reference)
 
-    def loader(
-        self,
-        split: SplitFiles,
-        global_batch_size: int,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        reference: Path | None = None,
-    ) -> TokenDataLoader:
+    def loader(self, split: SplitFiles, shard: BatchShard, reference: Path | None = None) -> TokenDataLoader:
+        assert shard.global_batch_size == self.global_batch_size, "planned for another size"
         return TokenDataLoader(
             *split.open(),
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
+            shard,
             packed=self.packing != "none",
             pad_id=self.pad_id,
             drop_last=split.drop_last,
@@ -281,9 +244,8 @@ class PreparedData:
 
     def missing_reference_logps(self, folder: Path) -> bool:
         """Return whether ``folder``, of one reference model, lacks log-probabilities for this run."""
-        loaders = (
-            self.loader(split, self.global_batch_size, 1, 0, 1, reference=folder) for split in self.splits
-        )
+        whole = BatchShard(self.global_batch_size, micro_batch_size=1)
+        loaders = (self.loader(split, whole, folder) for split in self.splits)
         return any(loader.missing_reference_logps() for loader in loaders)
 
     def prompt(self) -> list[int]:

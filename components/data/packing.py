@@ -62,16 +62,23 @@ class Plan:
         return cls(*(np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names))
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options that all epochs of a run share."""
+
+    packing: Packing
+    max_length: int
+    shuffle: bool
+    seed: int = 0
+
+
 def plan_epoch(
     lengths: Ints,
-    *,
-    sequences_per_sample: int,
-    repeats: npt.NDArray[np.float64] | None,
-    seed: int,
+    options: PlanOptions,
     epoch: int,
-    max_length: int,
-    packing: Packing,
-    shuffle: bool,
+    *,
+    sequences_per_sample: int = 1,
+    repeats: npt.NDArray[np.float64] | None = None,
     shared: Ints | None = None,
 ) -> Plan:
     """Plan one pass over the data.
@@ -90,20 +97,23 @@ def plan_epoch(
         shared: int64 per pair, only with bfd: the leading tokens of the second sequence that the first one
             computes for both. None means that no pair shares tokens.
     """
-    assert shared is None or (packing == "bfd" and sequences_per_sample == 2), "only packed pairs share"
+    assert shared is None or (options.packing == "bfd" and sequences_per_sample == 2), (
+        "only packed pairs share"
+    )
     count = len(lengths) // sequences_per_sample
     starts = np.zeros((count, sequences_per_sample), np.int64)
     if shared is not None:
         starts[:, 1] = shared
-    order = _epoch_order(count, repeats, seed, epoch, shuffle)
-    if packing == "concat":
+    seed, max_length = options.seed, options.max_length
+    order = _epoch_order(count, repeats, seed, epoch, options.shuffle)
+    if options.packing == "concat":
         assert sequences_per_sample == 1, "a pair cannot be cut"
         return _cut(lengths, order, max_length)
-    if packing == "none":
+    if options.packing == "none":
         rows = np.arange(len(order) + 1)
     else:
         sizes = (lengths.reshape(starts.shape) - starts).sum(1)[order]
-        rng = _generator(seed, epoch, "rows") if shuffle else None
+        rng = _generator(seed, epoch, "rows") if options.shuffle else None
         positions, rows = _pack(sizes, sequences_per_sample * max_length, rng)
         order = order[positions]
     sequences = order[:, None] * sequences_per_sample + np.arange(sequences_per_sample)

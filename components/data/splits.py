@@ -13,7 +13,7 @@ from components.data import packing as packing_module
 from components.data import shared_prefix as prompts_module
 from components.data.audit import SplitAudit, audit_source, audit_split
 from components.data.loader import SplitFiles, StoreFiles, count_steps, epoch_name
-from components.data.packing import Packing, Plan, plan_epoch
+from components.data.packing import Packing, Plan, PlanOptions, plan_epoch
 from components.data.store.concat_store import ConcatTokens
 from components.data.store.indexed import IndexedTokens
 from components.data.store.token_store import Bools, FilterResult, Ints, TokenSequences, digest, file_digest
@@ -108,13 +108,10 @@ class Split:
         repeats = [1.0 if self.shuffle is None else part.repeats for part in self.parts]
         return plan_epoch(
             self.tokens.lengths,
+            PlanOptions(self.packing, self.max_length, bool(self.shuffle), self.seed),
+            epoch,
             sequences_per_sample=self.tokens.sequences_per_sample,
             repeats=np.repeat(repeats, counts) * self.selected,
-            seed=self.seed,
-            epoch=epoch,
-            max_length=self.max_length,
-            packing=self.packing,
-            shuffle=bool(self.shuffle),
             shared=self._shared,
         )
 

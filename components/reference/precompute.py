@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from components.contracts.configs import Prepared
+from components.contracts.data import BatchShard
 from components.contracts.engine import Engine
 from components.data.audit import show_progress
 from components.data.loader import PreparedData, TokenDataLoader
@@ -42,10 +43,10 @@ def precompute(
     if writes:
         shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was killed here
     engine.barrier()
+    shard = BatchShard(data.global_batch_size, micro_batch_size, engine.dp_rank, engine.dp_size)
     for number, split in enumerate(data.splits):
-        sizes = data.global_batch_size, micro_batch_size, engine.dp_rank, engine.dp_size
         target, parts = split.reference(folder), scratch / str(number)
-        score(engine, data.loader(split, *sizes), target, parts, visible=writes, beat=beat)
+        score(engine, data.loader(split, shard), target, parts, visible=writes, beat=beat)
         engine.barrier()  # all ranks have written their parts
         if merges:
             target.merge(sorted(parts.glob("part_*")))

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,25 +35,19 @@ if TYPE_CHECKING:
 PRUNER = "hydra_plugins.runner_sweeps.optuna_study:TrialPruner"
 
 
+@dataclass(eq=False)
 class OptunaSweeper(Sweeper):
     """A sweeper in which trial n is job n; conf/hydra/sweeper/optuna.yaml describes every option."""
 
-    def __init__(
-        self,
-        n_trials: int,
-        n_jobs: int,
-        sampler: str,
-        sampler_options: Mapping[str, object] | None,
-        pruner: str,
-        pruner_options: Mapping[str, object] | None,
-        seed: int,
-        study_name: str,
-        params: Mapping[str, str] | None,
-    ) -> None:
-        self.n_trials, self.n_jobs, self.seed = n_trials, n_jobs, seed
-        self.sampler, self.sampler_options = sampler, sampler_options
-        self.pruner, self.pruner_options = pruner, pruner_options
-        self.study_name, self.params = study_name, params or {}
+    n_trials: int
+    n_jobs: int
+    sampler: str
+    sampler_options: Mapping[str, object] | None
+    pruner: str
+    pruner_options: Mapping[str, object] | None
+    seed: int
+    study_name: str
+    params: Mapping[str, str] | None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Check the options and instantiate the launcher.
@@ -80,7 +75,7 @@ class OptunaSweeper(Sweeper):
             ConfigError: if the command differs from that of the study that it resumes, or sweeps nothing.
         """
         sweep = Path(os.environ[SWEEP_FOLDER])
-        given = [f"{key}={value}" for key, value in self.params.items()]
+        given = [f"{key}={value}" for key, value in (self.params or {}).items()]
         parser = OverridesParser.create(config_loader=self.loader)
         space = SearchSpace.of(parser.parse_overrides([*given, *arguments]))
         with only_command(sweep):

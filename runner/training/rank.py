@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from components.checkpoint import CheckpointManager, RunIdentity, read_meta
-from components.contracts.data import BatchStats
+from components.contracts.data import BatchShard, BatchStats
 from components.contracts.engine import Engine, EngineOptions
 from components.contracts.errors import TrainingError
 from components.contracts.json_types import Config
@@ -170,13 +170,10 @@ def build_loop(
 ) -> TrainContext:
     """Build the loop's arguments, for a new run or from ``record.checkpoint``; every rank calls it."""
     run, saving, place = experiment.run, experiment.checkpoint, RankInfo.read()
-    share = {"dp_rank": engine.dp_rank, "dp_size": engine.dp_size}
     cache = None if record.reference is None else Path(record.reference.folder)
     data = experiment.data.restore(record.data)
-    rows = {"global_batch_size": run.global_batch_size, "micro_batch_size": run.micro_batch_size}
-    train_data = Prefetched(
-        data.train_loader(**rows, **share, reference=cache), pin=engine.device.type == "cuda"
-    )
+    shard = BatchShard(run.global_batch_size, run.micro_batch_size, engine.dp_rank, engine.dp_size)
+    train_data = Prefetched(data.train_loader(shard, cache), pin=engine.device.type == "cuda")
     state = TrainState()
     point = record.checkpoint
     if point is not None:
@@ -189,7 +186,7 @@ def build_loop(
         engine=engine,
         loss=experiment.stage,
         train_data=train_data,
-        eval_data=data.eval_loader(**rows, **share, reference=cache),
+        eval_data=data.eval_loader(shard, cache),
         lr=partial(experiment.scheduler.lr, peak=experiment.optimizer.lr, total_steps=train_data.num_steps),
         checkpoints=CheckpointManager(
             folder / "checkpoints",

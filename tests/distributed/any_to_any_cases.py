@@ -21,6 +21,7 @@ from benchmarks.parity.parity_ranks import silence
 from benchmarks.parity.parity_rows import EXPERIMENT, OVERLAPPED
 from components.checkpoint.dcp import load_tensors, save_tensors
 from components.contracts.batch import Batch
+from components.contracts.data import BatchShard
 from components.contracts.loss import LossOutput, TokenStats
 from components.losses import NextToken
 from runner.config.instantiate import build_experiment
@@ -159,7 +160,7 @@ class Matrix:
         launch = self.launch("full", "single")
         record = RunRecord.read(prepare(launch))
         data = build_experiment(launch.config, ConfigSources()).data.restore(record.data)
-        loader = data.train_loader(global_batch_size=8, micro_batch_size=2, dp_rank=0, dp_size=1)
+        loader = data.train_loader(BatchShard(global_batch_size=8, micro_batch_size=2))
         return int(loader.microbatches(step)[0].input_ids.sum())
 
 

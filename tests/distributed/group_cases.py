@@ -16,6 +16,7 @@ def engine_groups(on: FSDP2 | Megatron) -> tuple[dict[str, list[int]], dict[str,
     engine = make_engine("qwen3" if on.ep == 1 else "qwen3_moe", on=on)
     found = fsdp2_groups(engine) if isinstance(engine, FSDP2Engine) else megatron_groups(on)
     mesh = engine.describe()["mesh"]
+    dist.barrier()  # a rank that destroys its groups breaks the connections of one that still makes them
     engine.close()
     return {name: ranks for name, ranks in found.items() if len(ranks) > 1}, mesh
 

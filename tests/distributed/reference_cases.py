@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from components.contracts.batch import IGNORE
+from components.contracts.data import BatchShard
 from components.contracts.engine import EngineOptions
 from components.data.loader import PreparedData, SplitFiles, StoreFiles, count_steps, epoch_name
 from components.engines.fsdp2 import FSDP2
@@ -90,7 +91,7 @@ def difference(
 ) -> tuple[float, float]:
     """Of what the loader attaches from what a frozen model says: the largest, and the largest value."""
     engine = make_engine(family, on=on, reference="frozen")
-    loader = data.loader(data.train, 4, 1, engine.dp_rank, engine.dp_size, folder)
+    loader = data.loader(data.train, BatchShard(4, 1, engine.dp_rank, engine.dp_size), folder)
     errors, sizes = [0.0], [0.0]
     for number in range(loader.num_steps):
         batches = loader.microbatches(number)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from components.contracts.batch import IGNORE, Batch
+from components.contracts.data import BatchShard
 from components.data.loader import TokenDataLoader
 from components.data.store.token_store import TokenStore
 from components.engines.fsdp2 import FSDP2
@@ -36,10 +37,7 @@ def dpo_step(on: FSDP2, path: Path, bound: int) -> tuple[Step, Logps]:
     loader = TokenDataLoader(
         store,
         [plan_pairs(store, shared=True, max_length=20)],
-        global_batch_size=4,
-        micro_batch_size=1,
-        dp_rank=engine.dp_rank,
-        dp_size=engine.dp_size,
+        BatchShard(4, 1, engine.dp_rank, engine.dp_size),
         packed=True,
         pad_id=0,
         drop_last=False,

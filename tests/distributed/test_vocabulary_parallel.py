@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from components.engines.shared.token_log_probs import CPU_ROWS
 from tests.distributed.vocabulary_cases import Answer, Case, Split, V, answer, exact, on_ranks
 from tests.ranks import Ranks
 
@@ -98,7 +99,7 @@ def test_bf16_is_as_good_as_whole_logits_in_bf16(ranks: dict[int, Ranks]) -> Non
 
 @pytest.mark.parametrize("split", ["uneven", "last is empty", "four uneven"])
 def test_the_default_chunks_agree_between_ranks(ranks: dict[int, Ranks], split: str) -> None:
-    cases = [Case(weighted, chunk_size=None) for weighted in PATHS]
+    cases = [Case(weighted, chunk_size=CPU_ROWS) for weighted in PATHS]
     five_rows = 4 * 5 * math.ceil(V / len(SPLITS[split]))
     for case, ours in zip(cases, together(ranks, split, cases, five_rows), strict=True):
         theirs = exact(case)

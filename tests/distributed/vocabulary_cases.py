@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from components.contracts.batch import IGNORE
 from components.contracts.loss import TokenStats
 from components.engines.shared import token_log_probs
-from components.engines.shared.token_log_probs import token_stats
 from components.engines.shared.vocab_parallel import VocabularyShard
+from tests.chunked_stats import chunked_stats
 
 V = 53
 ALL = frozenset({"logsumexp", "mean_logp"})
@@ -26,7 +26,7 @@ class Case:
     weighted: bool = False
     """The gradients are made in the forward, for a loss ``-0.37 * (weights * logps).sum()``."""
     bias: bool = False
-    chunk_size: int | None = 7
+    chunk_size: int = 7
     dtype: torch.dtype = torch.float32
     tokens: int = 33
     width: int = 16
@@ -83,7 +83,7 @@ def answer(case: Case, rows: slice = slice(None), shard: VocabularyShard | None 
     ]
     weights, requires = (case.weights(), frozenset()) if case.weighted else (None, ALL)
     with Watch() as watch:
-        stats = token_stats(
+        stats = chunked_stats(
             inputs[0],
             inputs[1],
             labels,

@@ -35,7 +35,6 @@ def token_stats(
     requires: frozenset[str] = frozenset(),
     weights: Tensor | None = None,
     label_index: Tensor | None = None,
-    chunk_size: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> TokenStats:
     """Compute the statistics of every labelled position, like ``labels`` and 0 elsewhere.
@@ -52,7 +51,6 @@ def token_stats(
             number. The gradients are then computed in the forward pass, which saves one matmul of four.
         label_index: int64 ``[n]``, the positions of labels in ``labels.reshape(-1)``. None means that they
             are computed here, for which the host waits.
-        chunk_size: number of positions per chunk. None means as many as ``CHUNK_BYTES`` of logits allow.
         shard: with a vocabulary split over ranks, the rows that ``head_weight [n, H]`` and ``head_bias [n]``
             hold; n may differ by rank and be 0. Collective over the ranks of the group, which pass the same
             values for all other arguments and get the same statistics. The gradient of the head is that of
@@ -66,8 +64,7 @@ def token_stats(
     index = (flat != IGNORE).nonzero()[:, 0] if label_index is None else label_index
     rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
     vocabulary = shard or FullVocabulary(len(head_weight))
-    chunk_size = chunk_size or default_chunk_size(vocabulary, hidden.device)
-    head = HeadChunking(vocabulary, chunk_size, "mean_logp" in requires)
+    head = HeadChunking(vocabulary, chunk_size(vocabulary, hidden.device), "mean_logp" in requires)
     inputs = (head, rows, head_weight, head_bias, flat.index_select(0, index))
     differentiable = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
     logsumexp = mean_logp = None
@@ -89,7 +86,7 @@ def token_stats(
     return TokenStats(logps, spread(logsumexp) if "logsumexp" in requires else None, spread(mean_logp))
 
 
-def default_chunk_size(vocabulary: Vocabulary, device: torch.device) -> int:
+def chunk_size(vocabulary: Vocabulary, device: torch.device) -> int:
     """Return the number of positions per chunk.
 
     It is the same on all ranks that share the vocabulary, because each chunk is reduced over them.

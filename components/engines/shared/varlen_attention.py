@@ -130,7 +130,7 @@ def attention(
         key, value = key.index_select(2, key_index), value.index_select(2, key_index)
     ends = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
     if has_kernel(query, dropout):
-        return varlen_kernel(query, key, value, ends[0], max_length_q, ends[1], **options), None
+        return varlen_kernel(query, key, value, ends, (max_length_q, max_length_q), **options), None
     spans = [boundaries.diff().tolist() for boundaries in ends]
     return packed_sdpa(query, key, value, *spans, dropout=dropout, **options), None
 
@@ -187,16 +187,15 @@ def varlen_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_k: int | None = None,
+    cu_seqlens: tuple[Tensor, Tensor],
+    max_seqlens: tuple[int, int],
     *,
     scale: float | None,
     window: int | None,
 ) -> Tensor:
     """Compute ``packed_sdpa`` for all sequences in one CUDA kernel.
 
+    ``cu_seqlens`` and ``max_seqlens`` are those of the queries and those of the keys.
     The kernel has one head dimension: narrower values are padded with zeros, whose results are cut off.
     """
     missing = key.shape[-1] - value.shape[-1]
@@ -206,9 +205,7 @@ def varlen_kernel(
     options: Json = {"enable_gqa": True} if has_enable_gqa() and q.shape[1] != k.shape[1] else {}
     # Window (left, right) around every token: (-1, 0) is plain causal.
     size = (-1 if window is None else window - 1, 0)
-    ends = (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
-    longest = (max_seqlen, max_seqlen_k or max_seqlen)
-    out = varlen_attn(q, k, v, *ends, *longest, scale=scale, window_size=size, **options)
+    out = varlen_attn(q, k, v, *cu_seqlens, *max_seqlens, scale=scale, window_size=size, **options)
     assert isinstance(out, Tensor)
     return out.unsqueeze(0)[..., :-missing] if missing else out.unsqueeze(0)
 

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 
 from components.engines.shared.sdpa import CPU_ROWS
-from components.engines.shared.token_log_probs import default_chunk_size
+from components.engines.shared.token_log_probs import chunk_size
 from components.engines.shared.vocab_parallel import FullVocabulary
 
 Recompute = Literal["none", "full", "selective"]
@@ -142,7 +142,7 @@ def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape) -
     Of the fp32 logits two chunks meet: the next one, and the one before it until then. Rows of the hidden
     state are copied, and have a gradient.
     """
-    chunk = min(default_chunk_size(FullVocabulary(vocabulary), torch.device(run.device)), labels)
+    chunk = min(chunk_size(FullVocabulary(vocabulary), torch.device(run.device)), labels)
     cast = 0 if run.dtype == torch.float32 else chunk * vocabulary * run.size
     return {
         "logits": min(2 * chunk, labels) * vocabulary * FP32 + cast,

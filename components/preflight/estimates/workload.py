@@ -5,7 +5,7 @@ from functools import lru_cache
 import numpy as np
 
 from components.contracts.configs import Prepared
-from components.contracts.data import BatchStats
+from components.contracts.data import BatchShard, BatchStats
 from components.data.loader import PreparedData
 from components.preflight.estimates.quantities import MicrobatchShape
 
@@ -45,7 +45,5 @@ def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> M
 @lru_cache(maxsize=4)
 def first_steps(data: Prepared, count: int = 8) -> tuple[BatchStats, ...]:
     """The global batches of the first ``count`` steps, or of as many as there are."""
-    loader = data.train_loader(
-        global_batch_size=data.global_batch_size, micro_batch_size=1, dp_rank=0, dp_size=1
-    )
+    loader = data.train_loader(BatchShard(data.global_batch_size, micro_batch_size=1))
     return tuple(loader.stats(step) for step in range(min(count, loader.num_steps)))

@@ -140,8 +140,8 @@ class CoreAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         options: Json = {"scale": self.scale, "window": self.window}
         if len(q) == 1 and has_kernel(q, dropout):
-            lengths = (pieces.cu_queries, max(pieces.queries), pieces.cu_keys, max(pieces.keys))
-            out = varlen_kernel(q, k, v, *lengths, **options)
+            ends, longest = (pieces.cu_queries, pieces.cu_keys), (max(pieces.queries), max(pieces.keys))
+            out = varlen_kernel(q, k, v, ends, longest, **options)
         else:
             with self.rng(dropout):
                 out = packed_sdpa(q, k, v, pieces.queries, pieces.keys, dropout=dropout, **options)

@@ -8,7 +8,7 @@ import torch
 
 from components.contracts.batch import IGNORE
 from components.data.collators import collate_packed, collate_padded, read_segment
-from components.data.packing import plan_epoch
+from components.data.packing import PlanOptions, plan_epoch
 from components.data.store.token_store import TokenStore
 from tests.unit.components.data.store.test_token_store import make_store
 
@@ -103,16 +103,7 @@ def test_concat_trains_on_every_target_once(tmp_path: Path, max_length: int) -> 
     """Every token but the first of its document; all tokens are distinct here."""
     documents = [list(range(10 * i, 10 * i + length)) for i, length in enumerate([2, 9, 3, 10, 7])]
     store = make_store(tmp_path / "s", documents)
-    plan = plan_epoch(
-        store.lengths,
-        sequences_per_sample=1,
-        repeats=None,
-        seed=0,
-        epoch=0,
-        max_length=max_length,
-        packing="concat",
-        shuffle=True,
-    )
+    plan = plan_epoch(store.lengths, PlanOptions("concat", max_length, shuffle=True), epoch=0)
     seen = []
     for row in range(plan.num_rows):
         batch = collate_packed(store, [plan.row(row)], PAD)

@@ -11,6 +11,7 @@ from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from components.contracts.batch import IGNORE
+from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError
 from components.data import FilesData, PreparedData, StdlibData
 from components.data import config as spec_module
@@ -19,7 +20,7 @@ from components.data.tokenizer import PATH
 from tests.unit.components.data.store.test_indexed import write_indexed
 
 SHARED = Path(__file__).parents[5] / "shared" / "data"
-ONE_RANK = {"global_batch_size": 4, "micro_batch_size": 2, "dp_rank": 0, "dp_size": 1}
+ONE_RANK = BatchShard(global_batch_size=4, micro_batch_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def documents(
     prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, *, evaluate: bool = False
 ) -> list[str]:
     """The texts of the run (unpacked), in order."""
-    loader = prepared.eval_loader(**ONE_RANK) if evaluate else prepared.train_loader(**ONE_RANK)
+    loader = prepared.eval_loader(ONE_RANK) if evaluate else prepared.train_loader(ONE_RANK)
     assert loader is not None
     batches = [batch for step in range(loader.num_steps) for batch in loader.microbatches(step)]
     return [
@@ -82,7 +83,7 @@ def test_real_files(tokenizer: PreTrainedTokenizerBase, file: str, kind: Any, fo
     data = FilesData(train=str(SHARED / file), max_length=512, eval_fraction=0.05)
     prepared = prepare(data, tokenizer, kind, max_steps=20, epochs=None)
     assert prepared.num_steps == 20
-    loader = prepared.train_loader(**ONE_RANK)
+    loader = prepared.train_loader(ONE_RANK)
     capacity = 512 * (2 if kind == "preference" else 1)
     for step in range(20):
         batches, stats = loader.microbatches(step), loader.stats(step)
@@ -109,7 +110,7 @@ def test_the_embedded_data(
         lambda *which: (r for r, _ in zip(records(*which), range(90), strict=False)),
     )
     prepared = prepare(StdlibData(), tokenizer, kind)
-    loader, evaluation = prepared.train_loader(**ONE_RANK), prepared.eval_loader(**ONE_RANK)
+    loader, evaluation = prepared.train_loader(ONE_RANK), prepared.eval_loader(ONE_RANK)
     assert evaluation is not None
     assert prepared.packing == ("concat" if kind == "text" else "bfd")
     assert loader.num_steps == prepared.num_steps
@@ -197,7 +198,7 @@ def test_an_eval_file_is_read_in_order_to_its_end(
 
 def test_no_evaluation(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
     prepared = prepare(FilesData(train=texts), tokenizer)
-    assert prepared.eval_loader(**ONE_RANK) is None
+    assert prepared.eval_loader(ONE_RANK) is None
     assert prepared.audit.eval is None
 
 
@@ -225,7 +226,7 @@ def test_steps_and_epochs(
     data = FilesData(train=train, packing="none", drop_last=drop_last)
     prepared = prepare(data, tokenizer, max_steps=max_steps, epochs=epochs)
     assert (prepared.num_steps, prepared.train.epochs) == (steps, planned)
-    assert prepared.train_loader(**ONE_RANK).num_steps == steps
+    assert prepared.train_loader(ONE_RANK).num_steps == steps
 
 
 @pytest.mark.parametrize("packing", ["concat", "none"])
@@ -246,7 +247,7 @@ def test_an_indexed_data_set(tmp_path: Path, tokenizer: PreTrainedTokenizerBase,
     assert indexed.tokens == (71 if packing == "concat" else 5 + 16 + 16 + 9)
     assert indexed.stop_token_trained is None
     assert text.samples == 5
-    loader = prepared.train_loader(**ONE_RANK)
+    loader = prepared.train_loader(ONE_RANK)
     labels = sum(loader.stats(step).num_labels for step in range(loader.num_steps))
     assert labels == 2 * indexed.supervised + text.supervised
     first = loader.microbatches(0)[0].input_ids[0, :5].tolist()
@@ -405,7 +406,7 @@ def test_shared_prompts_make_another_plan(tmp_path: Path, tokenizer: PreTrainedT
     )
     assert whole.identity != shared.identity
     for loader in (shared.train_loader, shared.eval_loader):
-        opened = loader(**ONE_RANK | {"global_batch_size": 2})
+        opened = loader(replace(ONE_RANK, global_batch_size=2))
         assert opened is not None
         assert all(batch.prefix_lengths is not None for batch in opened.microbatches(0))
     assert whole.audit.train.sources == shared.audit.train.sources
@@ -420,12 +421,12 @@ def test_samples_are_named_by_their_record(tokenizer: PreTrainedTokenizerBase, t
         pairs[1]["rejected"] = pairs[1]["chosen"]  # left out
         path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     data = FilesData(sources=[{"path": str(path)} for path in paths], max_length=64)
-    loader = prepare(data, tokenizer, "preference").train_loader(**ONE_RANK)
+    loader = prepare(data, tokenizer, "preference").train_loader(ONE_RANK)
     named = [name for step in range(loader.num_steps) for name in loader.sample_ids(step)]
     assert sorted(named) == [f"data.sources[{s}]:{n}" for s in (0, 1) for n in (1, 3, 4, 5)]
     write_indexed(tmp_path / "corpus", [[1, 2, 3], [4], [5, 6]])
     loader = prepare(FilesData(train=str(tmp_path / "corpus"), max_length=2), tokenizer).train_loader(
-        **ONE_RANK
+        ONE_RANK
     )
     assert sorted(loader.sample_ids(0)) == ["data.train:1", "data.train:3"]
 
@@ -435,6 +436,6 @@ def test_records_are_counted_over_chunks(tokenizer: PreTrainedTokenizerBase, tmp
     texts = ["word " * (200 if n % 7 == 0 else 3) for n in range(500)]
     path.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
     data = FilesData(train=str(path), max_length=16, packing="none", long_samples="drop", shuffle=False)
-    loader = prepare(data, tokenizer).train_loader(**ONE_RANK)
+    loader = prepare(data, tokenizer).train_loader(ONE_RANK)
     named = [name for step in range(loader.num_steps) for name in loader.sample_ids(step)]
     assert named == [f"data.train:{n + 1}" for n in range(500) if n % 7]

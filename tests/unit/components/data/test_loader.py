@@ -1,6 +1,7 @@
 """Global batches: the same whatever the number of ranks, shared out without loss, a function of the step."""
 
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 
 from components.contracts.batch import IGNORE, Batch
+from components.contracts.data import BatchShard
 from components.data.loader import TokenDataLoader
-from components.data.packing import Plan, plan_epoch
+from components.data.packing import Plan, PlanOptions, plan_epoch
 from components.data.store.token_store import TokenStore
 from tests.unit.components.data.store.test_token_store import make_store
 
 MAX_LENGTH = 16
+SHARD = {field.name for field in fields(BatchShard)}
 
 
 def random_store(path: Path, per_sample: int) -> TokenStore:
@@ -31,29 +34,19 @@ def make_plans(store: TokenStore, packing: Any, epochs: int = 2) -> list[Plan]:
     return [
         plan_epoch(
             store.lengths,
+            PlanOptions(packing, MAX_LENGTH, shuffle=True),
+            epoch,
             sequences_per_sample=store.sequences_per_sample,
-            repeats=None,
-            seed=0,
-            epoch=epoch,
-            max_length=MAX_LENGTH,
-            packing=packing,
-            shuffle=True,
         )
         for epoch in range(epochs)
     ]
 
 
 def make_loader(store: TokenStore, plans: list[Plan], packing: str, **changes: Any) -> TokenDataLoader:
-    settings: dict[str, Any] = {
-        "global_batch_size": 8,
-        "micro_batch_size": 2,
-        "dp_rank": 0,
-        "dp_size": 1,
-        "packed": packing != "none",
-        "pad_id": 0,
-        "drop_last": False,
-    }
-    return TokenDataLoader(store, plans, **settings | changes)
+    settings: dict[str, Any] = {"packed": packing != "none", "pad_id": 0, "drop_last": False}
+    sizes = {"global_batch_size": 8, "micro_batch_size": 2}
+    sizes |= {name: changes.pop(name) for name in SHARD & changes.keys()}
+    return TokenDataLoader(store, plans, BatchShard(**sizes), **settings | changes)
 
 
 def sequences(batch: Batch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -8,6 +8,7 @@ import pytest
 from components.data.packing import (
     WINDOW,
     Plan,
+    PlanOptions,
     best_fit_decreasing,
     hold_out,
     plan_epoch,
@@ -19,16 +20,10 @@ def lengths_of(count: int, longest: int = 64) -> np.ndarray:
 
 
 def plan(lengths: Any, **changes: Any) -> Plan:
-    settings: dict[str, Any] = {
-        "sequences_per_sample": 1,
-        "repeats": None,
-        "seed": 3,
-        "epoch": 0,
-        "max_length": 64,
-        "packing": "bfd",
-        "shuffle": True,
-    }
-    return plan_epoch(np.asarray(lengths, dtype=np.int64), **settings | changes)
+    options: dict[str, Any] = {"packing": "bfd", "max_length": 64, "shuffle": True, "seed": 3}
+    options |= {name: changes.pop(name) for name in options.keys() & changes.keys()}
+    epoch = changes.pop("epoch", 0)
+    return plan_epoch(np.asarray(lengths, dtype=np.int64), PlanOptions(**options), epoch, **changes)
 
 
 def sizes(one: Plan) -> np.ndarray:

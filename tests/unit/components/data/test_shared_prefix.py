@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from components.contracts.batch import IGNORE, Batch
+from components.contracts.data import BatchShard
 from components.data.collators import collate_packed
 from components.data.loader import TokenDataLoader
-from components.data.packing import plan_epoch
+from components.data.packing import PlanOptions, plan_epoch
 from components.data.shared_prefix import shared_lengths
 from components.data.store.token_store import TokenStore
 from components.engines.shared.varlen_attention import ATTENTION, attention, attention_kwargs
@@ -100,8 +100,7 @@ def test_stats_are_of_the_samples_and_the_cost_is_of_the_work(store: TokenStore)
     found = {}
     for shared in (False, True):
         plans = [plan_pairs(store, shared=shared, max_length=512)]
-        rows = {"global_batch_size": 1, "micro_batch_size": 1, "dp_rank": 0, "dp_size": 1}
-        loader = TokenDataLoader(store, plans, **rows, packed=True, pad_id=0, drop_last=False)
+        loader = TokenDataLoader(store, plans, BatchShard(1, 1), packed=True, pad_id=0, drop_last=False)
         stats, [batch] = loader.stats(0), loader.microbatches(0)
         assert stats.num_computed_tokens == batch.labels.numel()
         # A token at position p is a query for p + 1 keys; twice that, less one, adds up to the square.
@@ -114,11 +113,11 @@ def test_stats_are_of_the_samples_and_the_cost_is_of_the_work(store: TokenStore)
 def test_rows_are_filled_with_what_is_computed(store: TokenStore) -> None:
     """The pair of 14 + 3 and 14 + 1 tokens fits into a row of 2 x 10 as its prompt is there once."""
     lengths, shared = store.lengths[8:], shared_lengths(store)[4:]
-    options: dict[str, Any] = {"sequences_per_sample": 2, "repeats": None, "seed": 0, "epoch": 0}
-    options |= {"max_length": 10, "packing": "bfd", "shuffle": False}
-    assert plan_epoch(lengths, shared=shared, **options).segments.tolist() == [[0, 0, 17], [1, 13, 15]]
+    options = PlanOptions("bfd", max_length=10, shuffle=False)
+    plan = plan_epoch(lengths, options, epoch=0, sequences_per_sample=2, shared=shared)
+    assert plan.segments.tolist() == [[0, 0, 17], [1, 13, 15]]
     with pytest.raises(AssertionError):
-        plan_epoch(lengths, **options)
+        plan_epoch(lengths, options, epoch=0, sequences_per_sample=2)
 
 
 @pytest.mark.parametrize(

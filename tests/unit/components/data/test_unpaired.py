@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from components.contracts.batch import DESIRABLE, IGNORE, KL_COMPLETION, UNDESIRABLE, Batch
+from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError
 from components.data import FilesData, PreparedData, StdlibData
 from components.data.records.formats import detect, normalize
@@ -44,7 +45,7 @@ def unpaired(folder: Path, **options: Any) -> PreparedData:
 
 
 def microbatches(prepared: PreparedData, step: int, rank: int = 0, size: int = 1) -> list[Batch]:
-    loader = prepared.train_loader(global_batch_size=4, micro_batch_size=2, dp_rank=rank, dp_size=size)
+    loader = prepared.train_loader(BatchShard(4, 2, rank, size))
     return loader.microbatches(step)
 
 
@@ -81,7 +82,7 @@ def test_an_answer_is_followed_by_that_of_the_next_sample(
 def test_what_is_not_trained_on_is_not_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     prepared = unpaired(tmp_path, packing="none")
     [source] = prepared.audit.train.sources
-    loader = prepared.train_loader(global_batch_size=4, micro_batch_size=2, dp_rank=0, dp_size=1)
+    loader = prepared.train_loader(BatchShard(4, 2))
     stats = [loader.stats(step) for step in range(2)]
     answers = [b.select(b.sequence_labels != KL_COMPLETION) for s in range(2) for b in loader.microbatches(s)]  # type: ignore[arg-type]
     assert [one.num_samples for one in stats] == [4, 1]

@@ -11,6 +11,7 @@ from components.contracts.batch import IGNORE, Batch
 from components.contracts.errors import ConfigError
 from components.engines.shared.token_log_probs import token_stats
 from components.losses import NextToken
+from tests.chunked_stats import chunked_stats
 
 V, H = 31, 8
 LENGTHS = (6, 1, 9, 4)
@@ -62,7 +63,7 @@ def run(loss: NextToken, batch: Batch) -> tuple[Tensor, int, list[Tensor]]:
     """``(sum, count, gradients)``."""
     embedding, head = table()
     hidden = embedding[batch.input_ids]
-    stats = token_stats(
+    stats = chunked_stats(
         hidden, head, batch.labels, requires=loss.requires, weights=loss.weights(batch), chunk_size=5
     )
     total = loss(stats, batch).terms["loss"]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from components.contracts.batch import IGNORE, Batch
+from components.contracts.data import BatchShard
 from components.contracts.errors import TrainingError
 from components.data.loader import PreparedData, SplitFiles, StoreFiles, epoch_name
-from components.data.packing import Plan, plan_epoch
+from components.data.packing import Plan, PlanOptions, plan_epoch
 from components.data.shared_prefix import shared_lengths
 from components.data.store.token_store import TokenStore
 from components.reference.precompute import precompute
@@ -54,13 +55,9 @@ def prepare(
     for epoch in range(epochs):
         plan = plan_epoch(
             store.lengths,
+            PlanOptions(packing, MAX_LENGTH, shuffle=True),
+            epoch,
             sequences_per_sample=2,
-            repeats=None,
-            seed=0,
-            epoch=epoch,
-            max_length=MAX_LENGTH,
-            packing=packing,
-            shuffle=True,
             shared=shared_lengths(store) if shared else None,
         )
         plan.save(folder / epoch_name(epoch))
@@ -93,7 +90,7 @@ def fill(data: PreparedData, tmp_path: Path, *engines: Scores, micro_batch_size:
 
 
 def batches(data: PreparedData, folder: Path | None, micro_batch_size: int = 1) -> list[Batch]:
-    loader = data.loader(data.train, 2, micro_batch_size, 0, 1, reference=folder)
+    loader = data.loader(data.train, BatchShard(2, micro_batch_size), folder)
     return [batch for step in range(loader.num_steps) for batch in loader.microbatches(step)]
 
 

@@ -8,6 +8,7 @@ from components.contracts.batch import IGNORE
 from components.contracts.loss import TokenStats
 from components.engines.shared import token_log_probs
 from components.engines.shared.token_log_probs import token_stats
+from tests.chunked_stats import chunked_stats
 
 H, V = 16, 53
 ALL = frozenset({"logsumexp", "mean_logp"})
@@ -58,7 +59,7 @@ def assert_close(ours: list[Tensor], theirs: list[Tensor], relative: float) -> N
 @pytest.mark.parametrize("bias", [False, True])
 def test_statistics_and_gradients_equal_those_of_full_logits(chunk_size: int, bias: bool) -> None:
     hidden, weight, labels, vector = make(bias=bias)
-    ours = token_stats(hidden, weight, labels, head_bias=vector, requires=ALL, chunk_size=chunk_size)
+    ours = chunked_stats(hidden, weight, labels, head_bias=vector, requires=ALL, chunk_size=chunk_size)
     theirs = full(hidden, weight, labels, vector)
     for name in ("logps", "logsumexp", "mean_logp"):
         assert getattr(ours, name).dtype == torch.float32
@@ -70,7 +71,7 @@ def test_statistics_and_gradients_equal_those_of_full_logits(chunk_size: int, bi
 @pytest.mark.parametrize("requires", [frozenset(), frozenset({"logsumexp"}), frozenset({"mean_logp"})])
 def test_only_what_is_required_is_returned(requires: frozenset[str]) -> None:
     hidden, weight, labels, _ = make()
-    ours = token_stats(hidden, weight, labels, requires=requires, chunk_size=5)
+    ours = chunked_stats(hidden, weight, labels, requires=requires, chunk_size=5)
     theirs = full(hidden, weight, labels, None)
     theirs = TokenStats(theirs.logps, *(getattr(theirs, n) if n in requires else None for n in sorted(ALL)))
     assert {n for n in ALL if getattr(ours, n) is not None} == requires
@@ -85,7 +86,7 @@ def test_gradients_made_in_the_forward_equal_those_of_full_logits(
 ) -> None:
     hidden, weight, labels, vector = make(bias=bias)
     weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(2)) * (labels != IGNORE)
-    ours = token_stats(hidden, weight, labels, head_bias=vector, weights=weights, chunk_size=chunk_size)
+    ours = chunked_stats(hidden, weight, labels, head_bias=vector, weights=weights, chunk_size=chunk_size)
     theirs = full(hidden, weight, labels, vector)
     torch.testing.assert_close(ours.logps, theirs.logps, rtol=1e-5, atol=1e-5)
     inputs = (hidden, weight, vector)
@@ -97,7 +98,7 @@ def test_gradients_made_in_the_forward_equal_those_of_full_logits(
 def test_bf16_is_as_good_as_full_logits_in_bf16(weighted: bool) -> None:
     hidden, weight, labels, vector = make(dtype=torch.bfloat16, bias=True)
     weights = (labels != IGNORE).float()
-    ours = token_stats(
+    ours = chunked_stats(
         hidden, weight, labels, head_bias=vector, weights=weights if weighted else None, chunk_size=7
     )
     assert ours.logps.dtype == torch.float32
@@ -117,7 +118,7 @@ def test_gradcheck() -> None:
     hidden, weight, labels, vector = make(dtype=torch.float64, bias=True)
 
     def stats(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor | None, ...]:
-        s = token_stats(h, w, labels, head_bias=b, requires=ALL, chunk_size=4)
+        s = chunked_stats(h, w, labels, head_bias=b, requires=ALL, chunk_size=4)
         return s.logps, s.logsumexp, s.mean_logp
 
     assert torch.autograd.gradcheck(stats, (hidden, weight, vector))
@@ -128,7 +129,7 @@ def test_tied_weights_receive_both_gradients(weighted: bool) -> None:
     _, table, labels, _ = make()
     ids = torch.randint(0, V, labels.shape, generator=torch.Generator().manual_seed(3))
     weights = (labels != IGNORE).float() if weighted else None
-    ours = token_stats(table[ids].tanh(), table, labels, weights=weights, chunk_size=7)
+    ours = chunked_stats(table[ids].tanh(), table, labels, weights=weights, chunk_size=7)
     theirs = full(table[ids].tanh(), table, labels, None)
     assert_close(gradients(-ours.logps.sum(), table), gradients(-theirs.logps.sum(), table), 1e-5)
 
@@ -146,7 +147,7 @@ def test_no_label_gives_connected_zeros(weighted: bool) -> None:
 
 def test_extreme_logits_stay_finite() -> None:
     hidden, weight, labels, _ = make(scale=1e4)
-    stats = token_stats(hidden, weight, labels, requires=ALL, chunk_size=7)
+    stats = chunked_stats(hidden, weight, labels, requires=ALL, chunk_size=7)
     assert all(torch.isfinite(t).all() for t in (stats.logps, stats.logsumexp, stats.mean_logp))
     assert all(torch.isfinite(g).all() for g in gradients(mixed(stats), hidden, weight))
 
