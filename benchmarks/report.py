@@ -29,7 +29,7 @@ def make_sweep(folder: Path, *, runs: int, steps: int) -> Path:
         run = folder / "pt_tiny" / f"stamp_{number:04d}"
         make_run(run, steps=steps, lr=lr, seed=seed)
         overrides = (f"optimizer.lr={lr:.2e}", f"run.seed={seed}", "stage=pt")
-        record = {"number": number, "overrides": overrides, "status": "done", "folder": str(run)}
+        record = {"number": number, "overrides": overrides, "status": "completed", "folder": str(run)}
         (sweep / "jobs" / f"{number}.json").write_text(json.dumps(record | {"loss": None, "seconds": 60.0}))
     return sweep
 
@@ -58,7 +58,7 @@ def make_run(folder: Path, *, steps: int, lr: float, seed: int) -> None:
                 file.write(json.dumps({"step": at, "eval/loss": loss + 0.1}) + "\n")
     config = {"optimizer": {"lr": lr}, "run": {"seed": seed, "max_steps": steps}, "stage": {"kind": "text"}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    (folder / "run.json").write_text(json.dumps({"command": ["runner"], "ended": "done", "stopped": None}))
+    (folder / "run.json").write_text(json.dumps({"command": ["runner"], "ended": "completed"}))
 
 
 def main() -> None:

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
+from components.contracts.status import RunStatus
 
 Row = Mapping[str, float | int | None]
 """Metric -> value. None means that the metric has no value at this step. ``step`` is always present."""
@@ -28,8 +29,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class RunResult:
-    status: Literal["done", "stopped", "failed"]
-    """``stopped`` means by a signal or ``run.max_time``; such a run can be resumed."""
+    status: RunStatus
     summary: Row = field(default_factory=dict)
     """The last value of each metric, and the step of the last training row with a loss."""
     reason: str | None = None

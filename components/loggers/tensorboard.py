@@ -31,7 +31,7 @@ class TensorboardLogger:
 
     def finish(self, ending: RunResult) -> None:
         """Write the hyperparameters if the run is done; TensorBoard shows any run with them as successful."""
-        if ending.status == "done":
+        if ending.status == "completed":
             final = {f"final/{key}": value for key, value in ending.summary.items() if key != "step"}
             step = ending.summary.get("step")
             self._writer.add_hparams(

@@ -11,7 +11,7 @@ from components.loggers.base import Row, RunInfo, RunResult, require
 
 DOCUMENTS = ("config.yaml", "run.json", "audit.json", "preflight.json", "code.diff")
 """Files of the run folder that, if present, are logged as one artifact."""
-EXIT_CODES = {"done": 0, "stopped": 1, "failed": 1}
+EXIT_CODES = {"completed": 0, "interrupted": 1, "failed": 1}
 
 
 class WandbLogger:
@@ -48,7 +48,7 @@ class WandbLogger:
             {key: value for key, value in ending.summary.items() if key != "step"}
             | {"status": ending.status, "reason": ending.reason}
         )
-        if ending.status == "stopped":
+        if ending.status == "interrupted":
             self._run.mark_preempting()
         self._run.finish(exit_code=EXIT_CODES[ending.status])
 

@@ -75,10 +75,10 @@ function byLoss() {
   return [...state.drawn.keys()].sort((a, b) => compare(data.runs[a].loss, data.runs[b].loss, 1));
 }
 
-/** Return the runs that are done, because only these have a final loss; all runs if none is done. */
+/** Return the completed runs, because only these have a final loss; all runs if none is completed. */
 function finished() {
-  const done = byLoss().filter((run) => data.runs[run].status === "done");
-  return done.length ? done : byLoss();
+  const completed = byLoss().filter((run) => data.runs[run].status === "completed");
+  return completed.length ? completed : byLoss();
 }
 
 function tile(title, value, below = "", kind = "tile") {
@@ -113,7 +113,7 @@ function title(words, more = "") {
 }
 
 function failures() {
-  const bad = ["failed", "refused", "unfinished"].flatMap((status) =>
+  const bad = ["failed", "invalid", "unfinished"].flatMap((status) =>
     data.runs.map((run, index) => ({ run, index })).filter(({ run }) => run.status === status));
   if (!bad.length) return;
   const shown = bad.map(({ run, index }, place) => {

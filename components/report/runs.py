@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from components.contracts.json_types import Json
+from components.contracts.status import RENAMED
 from components.report.curves import Curve, current_name, read_curves
 
 LAST_LINES = 20
@@ -50,13 +51,13 @@ class RunPage:
     preflight: Json | None = None
     curves: dict[str, Curve] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)
-    """File -> last lines, if the run is not done."""
+    """File -> last lines, if the run is not completed."""
     missing: list[str] = field(default_factory=list)
 
     @property
     def status(self) -> str:
         status = self.entry.status or self.facts.get("ended") or "unfinished"
-        return "unfinished" if status == "running" else str(status)
+        return "unfinished" if status == "running" else RENAMED.get(status, status)
 
     @property
     def error(self) -> str | None:
@@ -111,7 +112,7 @@ def read_run(entry: Entry, points: int) -> RunPage:
     run.audit = part("audit.json", read_optional_json)
     run.preflight = part("preflight.json", read_optional_json)
     run.curves = part("metrics.jsonl", partial(read_curves, count=points)) or {}
-    if run.status != "done":
+    if run.status != "completed":
         run.logs = failure_excerpt(folder)
     return run
 

@@ -122,7 +122,7 @@ class RunTable {
       return th;
     });
     const best = new Map(this.columns.filter((column) => column.best).map((column) => {
-      const values = this.data.runs.filter((run) => run.status === "done").map(column.value)
+      const values = this.data.runs.filter((run) => run.status === "completed").map(column.value)
         .filter((value) => typeof value === "number");
       return [column, values.length > 1 ? column.best(...values) : null];
     }));

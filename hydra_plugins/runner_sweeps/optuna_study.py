@@ -23,7 +23,7 @@ JOURNAL, NAME = "study.journal", "sweep"
 SEARCHES = "searches"
 """The attribute of a study that holds the overrides of its command."""
 
-FINISHED = ("done", "pruned", "refused", "failed")
+FINISHED = ("completed", "pruned", "invalid", "failed")
 """Statuses that end a trial. A job with any other status runs again."""
 
 
@@ -74,7 +74,7 @@ def tell_trial(study: "Study", trial: "FrozenTrial", record: JobRecord | None) -
         return False
     if record.status == "pruned":
         study.tell(trial.number, state=TrialState.PRUNED)
-    elif record.status == "done" and record.loss is not None:
+    elif record.status == "completed" and record.loss is not None:
         study.tell(trial.number, record.loss)
     else:
         study.tell(trial.number, state=TrialState.FAIL)

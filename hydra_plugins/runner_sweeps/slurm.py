@@ -95,7 +95,7 @@ def accepted(config: DictConfig, allocation: "SbatchOptions") -> "SlurmJob | Non
             explained(error)
             assert where.sweep_job is not None
             where.sweep_job.mark_running()
-            where.sweep_job.finish("refused", error=str(error), seconds=0.0)
+            where.sweep_job.finish("invalid", error=str(error), seconds=0.0)
             return None
     return job
 
@@ -135,7 +135,7 @@ def returned(config: DictConfig, sweep: Path) -> JobReturn:
     """Return a completed job for any outcome: Hydra would raise for a failed job and hide the others."""
     path = sweep / "jobs" / f"{config.hydra.job.num}.json"
     record = read_job_record(path) if path.exists() else None
-    ended = record is not None and record.status in {"done", "pruned"}
+    ended = record is not None and record.status in {"completed", "pruned"}
     loss = record.loss if record is not None and ended else None
     answer = JobReturn(
         overrides=list(config.hydra.overrides.task), cfg=without_hydra(config), status=JobStatus.COMPLETED

@@ -77,6 +77,9 @@ def build_experiment(config: Config, where: ConfigSources) -> Experiment:
     for group in (*GROUPS, *NODES, "logger"):
         if group not in config:
             raise ConfigError(f"{group} (the command line): is missing; choose one of its options.")
+    if "initial_checkpoint" in config["model"]:
+        name = "model.initial_checkpoint"
+        raise ConfigError(f"{name} ({where.of(name)}): is set from checkpoint.init_from; use that key.")
     parts: Json = {group: build_component(group, config[group], where) for group in GROUPS}
     parts["logger"] = build_loggers(config["logger"], where)
     nodes: Json = {name: construct(kind, name, config[name], where) for name, kind in NODES.items()}

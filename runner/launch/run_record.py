@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from components.atomic_write import write_atomic
+from components.contracts.status import RENAMED, RunStatus
 from runner.launch.slurm_env import JobFacts
 from runner.training.run_summary import Results
 
@@ -52,7 +53,7 @@ class RunRecord:
     began: float = 0.0
     """Seconds since the epoch; ``run.max_time`` counts from there."""
     stopped: Stopped | None = None
-    ended: Literal["done", "failed", "stopped"] | None = None
+    ended: RunStatus | None = None
     """None means that the run is under way, or was killed."""
     restarts: int = 0
     world_size: int = 1
@@ -85,6 +86,7 @@ class RunRecord:
         for name, kind in nested.items():
             if own.get(name) is not None:
                 own[name] = kind(**own[name])
+        own["ended"] = RENAMED.get(own.get("ended", ""), own.get("ended"))
         own["results"] = Results(**own.get("results") or {})
         return cls(**own, engine_facts={name: content[name] for name in content if name not in own})
 
@@ -112,8 +114,8 @@ def recording_end(folder: Path) -> Iterator[None]:
     except BaseException as error:
         failed = isinstance(error, Exception)
         with suppress(OSError):  # the failure may be that this disk is full
-            ended: Literal["failed", "stopped"] = "failed" if failed else "stopped"
+            ended: RunStatus = "failed" if failed else "interrupted"
             replace(RunRecord.read(folder), ended=ended, error=str(error) if failed else None).write(folder)
         raise
     record = RunRecord.read(folder)
-    replace(record, ended="stopped" if record.stopped else "done", error=None).write(folder)
+    replace(record, ended="interrupted" if record.stopped else "completed", error=None).write(folder)

@@ -4,15 +4,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from components.atomic_write import write_atomic
+from components.contracts.status import RENAMED, JobStatus
 
 SWEEP_FOLDER = "RUNNER_SWEEP"
 """Environment variable with the sweep folder, for every job of a sweep on any machine."""
-
-Status = Literal["running", "done", "refused", "failed", "stopped", "pruned"]
-"""``refused``: a mistake was found before the run started. ``stopped``: by a signal or ``run.max_time``."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +17,7 @@ class JobRecord:
     number: int
     overrides: tuple[str, ...]
     """All overrides of the job, including those that every job of the sweep has."""
-    status: Status
+    status: JobStatus
     folder: str | None = None
     """The run folder. None means that the job has none, for example because it was refused."""
     loss: float | None = None
@@ -51,7 +48,7 @@ class SweepJob:
         self.write(JobRecord(self.number, self.overrides, "running", folder=at))
 
     def finish(
-        self, status: Status, *, loss: float | None = None, error: str | None = None, seconds: float
+        self, status: JobStatus, *, loss: float | None = None, error: str | None = None, seconds: float
     ) -> None:
         known = read_job_record(self.path)
         self.write(replace(known, status=status, loss=loss, error=error, seconds=seconds))
@@ -59,7 +56,8 @@ class SweepJob:
 
 def read_job_record(path: Path) -> JobRecord:
     fields = json.loads(path.read_text())
-    return JobRecord(**fields | {"overrides": tuple(fields["overrides"])})
+    status = RENAMED.get(fields["status"], fields["status"])
+    return JobRecord(**fields | {"overrides": tuple(fields["overrides"]), "status": status})
 
 
 def read_job_records(sweep: Path) -> list[JobRecord]:
@@ -76,5 +74,5 @@ def varied_overrides(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
 
 def best(records: Sequence[JobRecord]) -> JobRecord | None:
     """Return the completed run with the lowest loss. None means that there is none."""
-    done = [record for record in records if record.status == "done" and record.loss is not None]
+    done = [record for record in records if record.status == "completed" and record.loss is not None]
     return min(done, key=lambda record: record.loss or 0.0, default=None)

@@ -139,7 +139,7 @@ def close_job(running: RunningJob, *, stopping: bool) -> None:
     if read_job_record(job.sweep_job.path).status == "running":  # it could not say so itself
         error = f"the job {describe_exit(code)}; the end of {job.log}:{read_last_lines(job.log)}"
         job.sweep_job.finish(
-            "stopped" if stopping else "failed", error=None if stopping else error, seconds=seconds
+            "interrupted" if stopping else "failed", error=None if stopping else error, seconds=seconds
         )
     record = read_job_record(job.sweep_job.path)
     loss = "" if record.loss is None else f", loss {record.loss:.4f}"

@@ -20,9 +20,10 @@ from rich.console import Console
 from components.atomic_write import write_atomic
 from components.contracts.errors import DONE, FAILED, MISTAKE
 from components.contracts.json_types import Json
+from components.contracts.status import JobStatus
 from runner.config.command_line import single_job_overrides
 from runner.launch.run_record import RunRecord
-from runner.sweeps.job_record import JobRecord, Status, SweepJob, best, read_job_record, read_job_records
+from runner.sweeps.job_record import JobRecord, SweepJob, best, read_job_record, read_job_records
 from runner.sweeps.table import print_table
 from runner.training.stop import PRUNED
 
@@ -38,7 +39,7 @@ def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[E
     point.mark_running()
     began, loss = time.monotonic(), math.nan
 
-    def ended(status: Status, error: str | None = None) -> None:
+    def ended(status: JobStatus, error: str | None = None) -> None:
         known = None if math.isnan(loss) else loss
         point.finish(status, loss=known, error=error, seconds=time.monotonic() - began)
 
@@ -47,24 +48,24 @@ def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[E
     except Exception as error:  # noqa: BLE001  all of it is printed and written down
         mistake = explained(error) == MISTAKE
         words = str(error) if mistake else f"{type(error).__name__}: {error}"
-        ended("refused" if mistake else "failed", words)
+        ended("invalid" if mistake else "failed", words)
     except (KeyboardInterrupt, SystemExit):
-        ended("stopped")
+        ended("interrupted")
         raise
     else:
         ended(job_status(point))
     return loss
 
 
-def job_status(point: SweepJob) -> Status:
+def job_status(point: SweepJob) -> JobStatus:
     """Of a job that raised nothing: ``stopped`` where its time was up (``run.max_time``)."""
     folder = read_job_record(point.path).folder
     if folder is None or not Path(folder, "run.json").is_file():  # a forecast has none
-        return "done"
+        return "completed"
     stopped = RunRecord.read(Path(folder)).stopped
     if stopped is None:
-        return "done"
-    return "pruned" if stopped.reason == PRUNED else "stopped"
+        return "completed"
+    return "pruned" if stopped.reason == PRUNED else "interrupted"
 
 
 def create_sweep(folder: Path, overrides: Sequence[str]) -> None:
@@ -86,7 +87,7 @@ def finish_sweep(folder: Path, code: int) -> int:
     counts = Counter(record.status for record in records)
     if code == DONE and (counts["failed"] or counts["running"]):
         code = FAILED
-    elif code == DONE and set(counts) == {"refused"}:
+    elif code == DONE and set(counts) == {"invalid"}:
         code = MISTAKE
     winner = best(records)
     facts = {"ended": now(), "exit_code": code, "jobs": len(records), "counts": counts}

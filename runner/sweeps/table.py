@@ -13,7 +13,7 @@ from rich.text import Text
 
 from runner.sweeps.job_record import JobRecord, best, varied_overrides
 
-STYLES = {"failed": "red", "refused": "yellow", "pruned": "dim", "stopped": "dim"}
+STYLES = {"failed": "red", "invalid": "yellow", "pruned": "dim", "interrupted": "dim"}
 
 
 def print_table(records: Sequence[JobRecord], console: Console) -> None:

@@ -131,13 +131,13 @@ class MetricsReporter:
     def _ending(self, error: BaseException | None) -> RunResult:
         last = self.results.last
         if isinstance(error, KeyboardInterrupt):
-            return RunResult("stopped", last, "interrupted")
+            return RunResult("interrupted", last, "interrupted")
         if error is not None:
             return RunResult("failed", last, f"{type(error).__name__}: {error}")
         if self.stopped is not None:
             pruned = self.stopped.reason == PRUNED  # it will not be resumed
-            return RunResult("done" if pruned else "stopped", last, self.stopped.reason)
-        return RunResult("done", last)
+            return RunResult("completed" if pruned else "interrupted", last, self.stopped.reason)
+        return RunResult("completed", last)
 
 
 def train_row(state: TrainState, stats: BatchStats, result: StepResult, lr: float, epoch: float) -> Row:

@@ -105,6 +105,7 @@ def test_a_layout_has_the_sizes_of_its_name(name: str) -> None:
         ({}, {}, 0, 4),
         ({"dp": 6, "dp_replicate": 3}, {}, 8, 6),
         ({"dp_replicate": 3}, {}, 0, 6),
+        ({"dp_replicate": 3, "dp_shard": 4}, {}, 8, 12),
         ({}, {"WORLD_SIZE": "8"}, 0, 8),
         ({}, {}, 5, 4),
         ({}, {}, 1, 2),

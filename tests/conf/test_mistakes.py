@@ -102,6 +102,15 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["parallelism=hsdp", "parallelism.dp=6", "parallelism.dp_replicate=4"],
         ["parallelism.dp_replicate: 4", "parallelism.dp = 6", "use 2 or 3"],
     ),
+    "copies and their ranks": (
+        ["parallelism=hsdp", "parallelism.dp=6", "parallelism.dp_shard=2"],
+        ["parallelism.dp: 6 is not 4", "leave out parallelism.dp"],
+    ),
+    "ranks of a copy": (["parallelism=fsdp2", "parallelism.dp_shard=0"], ["parallelism.dp_shard"]),
+    "initial checkpoint": (
+        ["+model.initial_checkpoint=/x"],
+        ["model.initial_checkpoint", "checkpoint.init_from"],
+    ),
     # ---- arithmetic and fit
     "global batch": (["run.global_batch_size=5"], ["run.global_batch_size", "use 4 or 6"]),
     "global batch on ranks": (

@@ -41,7 +41,7 @@ def test_a_signal_has_the_jobs_that_run_save_and_no_other_begin(tmp_path: Path) 
     assert "SIGTERM: no other job begins" in said
     assert "2 jobs have not begun" in said
     found = outcomes(tmp_path)
-    assert [outcome.status for outcome in found] == ["stopped", "stopped"]
+    assert [outcome.status for outcome in found] == ["interrupted", "interrupted"]
     for outcome in found:
         run = Path(str(outcome.folder))
         step = json.loads((run / "run.json").read_text())["stopped"]["step"]
@@ -57,7 +57,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     started.process.send_signal(signal.SIGINT)
     answer = started.finish()
     assert answer.returncode == 130
-    assert [outcome.status for outcome in outcomes(tmp_path)] == ["stopped"]
+    assert [outcome.status for outcome in outcomes(tmp_path)] == ["interrupted"]
     assert re.search(r"^ +0 +stopped", answer.stdout + answer.stderr, re.MULTILINE), "there is a table"
     assert not left(processes)
 

@@ -130,7 +130,7 @@ def test_runs_that_are_worse_than_others_end_early(tmp_path: Path) -> None:
     assert search(tmp_path, *arguments) == 0
     *better, worst = outcomes(tmp_path)
     assert "optimizer.lr=1e-05" in worst.overrides
-    assert [outcome.status for outcome in better] == ["done", "done"]
+    assert [outcome.status for outcome in better] == ["completed", "completed"]
     assert worst.status == "pruned"
     facts = json.loads((Path(str(worst.folder)) / "run.json").read_text())
     assert facts["stopped"] == {"step": 2, "of": 4, "reason": "pruned"}

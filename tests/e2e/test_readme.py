@@ -108,7 +108,7 @@ def test_a_sweep_on_slurm_would_be_submitted(
 def pretend(job: LocalJob, numbers: list[int]) -> None:
     numbers.append(job.sweep_job.number)
     job.sweep_job.mark_running()
-    job.sweep_job.finish("done", loss=1.0, seconds=0.0)
+    job.sweep_job.finish("completed", loss=1.0, seconds=0.0)
 
 
 def test_reports_are_written_as_shown(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_point_that_does_not_fit_takes_no_place_in_the_queue(
     shown = capsys.readouterr()
     assert "nothing was submitted (hydra.launcher.dry_run=true); jobs: 1" in shown.out
     outcomes = read_job_records(next((tmp_path / "sweeps").iterdir()))
-    assert [(outcome.number, outcome.status) for outcome in outcomes] == [(1, "refused"), (2, "refused")]
+    assert [(outcome.number, outcome.status) for outcome in outcomes] == [(1, "invalid"), (2, "invalid")]
     assert "WORLD_SIZE=2" in shown.err
     assert "parallelism.tp: 2 does not divide num_key_value_heads = 1" in shown.err
 

@@ -60,8 +60,8 @@ def test_a_refused_point_is_listed_and_fails_nothing(
     shown = capsys.readouterr()
     assert "run.global_batch_size: 5 does not divide" in shown.err
     refused, done = read_job_records(next((tmp_path / "sweeps").iterdir()))
-    assert (refused.status, refused.folder, refused.loss) == ("refused", None, None)
-    assert (done.status, done.error) == ("done", None)
+    assert (refused.status, refused.folder, refused.loss) == ("invalid", None, None)
+    assert (done.status, done.error) == ("completed", None)
     assert done.loss == rows(Path(str(done.folder)), "eval/loss")[-1]["eval/loss"]
     assert json.loads((Path(str(done.folder)) / "run.json").read_text())["sweep"]["number"] == 1
 
@@ -93,7 +93,7 @@ def test_a_failed_job_does_not_stop_the_others(
     assert call_here("-m", *SMALL, "run.export=false", "run.seed=0,1,2", f"run.output_dir={tmp_path}") == 1
     assert "error: the second of them" in capsys.readouterr().err
     outcomes = read_job_records(next((tmp_path / "sweeps").iterdir()))
-    assert [outcome.status for outcome in outcomes] == ["done", "failed", "done"]
+    assert [outcome.status for outcome in outcomes] == ["completed", "failed", "completed"]
     assert outcomes[1].error == "TrainingError: the second of them"
 
 
@@ -120,7 +120,7 @@ def test_ranks_end_together_where_a_sweep_has_seen_enough(tmp_path: Path) -> Non
     GlobalHydra.instance().clear()
     assert call_here("-m", f"hydra.sweep.dir={sweep}", *arguments) == 0
     done, pruned = read_job_records(sweep)
-    assert (done.status, pruned.status) == ("done", "pruned")
+    assert (done.status, pruned.status) == ("completed", "pruned")
     run = Path(str(pruned.folder))
     assert json.loads((run / "run.json").read_text())["stopped"] == {"step": 2, "of": 4, "reason": "pruned"}
     assert (run / "checkpoints/step_00000002/complete").exists()
@@ -144,5 +144,5 @@ def test_a_job_whose_time_is_up_is_no_finished_one(tmp_path: Path) -> None:
     sweep = ("-m", *SMALL, f"run.output_dir={tmp_path}", "run.export=false", "run.seed=0")
     assert call_here(*sweep, "run.max_steps=10000", "run.max_time=1") == 0
     (outcome,) = read_job_records(next((tmp_path / "sweeps").iterdir()))
-    assert outcome.status == "stopped"
+    assert outcome.status == "interrupted"
     assert outcome.loss is not None

@@ -81,7 +81,7 @@ def test_tensorboard_has_what_jsonl_has(run: Path) -> None:
 
 def test_run_json_has_the_results(run: Path) -> None:
     record = RunRecord.read(run)
-    assert record.ended == "done"
+    assert record.ended == "completed"
     assert record.error is None
     assert record.results.last.items() >= finite(rows(run, "train/loss")[-1]).items()
     assert record.results.last["eval/loss"] == rows(run, "eval/loss")[-1]["eval/loss"]

@@ -22,7 +22,7 @@ def test_twelve_jobs(tmp_path: Path, capfd: pytest.CaptureFixture[str], launcher
     check_table(shown.out)
     assert "RuntimeError: this rank does not like 3e-3" in shown.err
     facts = json.loads((sweep / "sweep.json").read_text())
-    assert facts["counts"] == {"done": 9, "refused": 2, "failed": 1}
+    assert facts["counts"] == {"completed": 9, "invalid": 2, "failed": 1}
     assert (facts["jobs"], facts["exit_code"]) == (12, 1)
     if not launcher:  # in one process, in which Megatron has run meanwhile
         alone = run_here(tmp_path / "alone", *(word for word in SWEEP if word not in SWEPT), *POINTS[6])

@@ -23,7 +23,7 @@ POINTS = [
 ]
 REFUSED = [number for number, point in enumerate(POINTS) if "pp2" in point[1] and "=3" in point[2]]
 FAILED = [POINTS.index(("optimizer.lr=0.003", "parallelism=pp2", "model.architecture.num_hidden_layers=2"))]
-STATUSES = ["refused" if n in REFUSED else "failed" if n in FAILED else "done" for n in range(12)]
+STATUSES = ["invalid" if n in REFUSED else "failed" if n in FAILED else "completed" for n in range(12)]
 
 SWEPT = (
     f"optimizer.lr={','.join(RATES)}",
@@ -70,7 +70,7 @@ def check_outcomes(sweep: Path) -> list[JobRecord]:
         assert facts["sweep"] == {"folder": str(sweep), "number": record.number}
     for rate in range(2):
         two_layers = records[6 * rate : 6 * rate + 6 : 2]
-        first, *others = (record.loss for record in two_layers if record.status == "done")
+        first, *others = (record.loss for record in two_layers if record.status == "completed")
         assert others == pytest.approx([first] * len(others), rel=1e-5)
     return records
 
@@ -85,4 +85,4 @@ def check_table(shown: str) -> None:
     assert sum(" * " in row for row in rows) == 1, "one of them is the best"
     assert shown.count("refused: parallelism.pp: 2 does not divide") == 2
     assert shown.count("failed: RuntimeError: this rank does not like 3e-3") == 1
-    assert "9 done, 2 refused, 1 failed" in shown
+    assert "9 completed, 2 invalid, 1 failed" in shown

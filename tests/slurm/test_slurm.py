@@ -103,7 +103,7 @@ def test_an_array(faults: Sweep) -> None:
     """Four jobs of 1 x 2 ranks are one array, and each has its outcome."""
     assert {faults.id_of(number).split("_")[1] for number in range(4)} == {"0", "1", "2", "3"}
     assert len({faults.id_of(number).split("_")[0] for number in range(4)}) == 1
-    assert [outcome.status for outcome in faults.outcomes()] == ["done", "failed", "failed", "failed"]
+    assert [outcome.status for outcome in faults.outcomes()] == ["completed", "failed", "failed", "failed"]
     well = outcome_of(faults, 0)
     assert well.loss is not None
     facts = json.loads((Path(str(well.folder)) / "run.json").read_text())
@@ -145,7 +145,7 @@ def test_a_preempted_job_goes_on_in_its_folder(
         assert Path(facts["resumed_from"]).parent.parent == preempted
         assert facts["mesh"]["ranks"] == [[[[0]], [[1]], [[2]], [[3]]]]
         assert curve(preempted) == curve(straight)
-        assert [outcome.status for outcome in sweep.outcomes()] == ["done", "done"]
+        assert [outcome.status for outcome in sweep.outcomes()] == ["completed", "completed"]
 
 
 def test_the_script_for_sbatch(cluster: Cluster, short: Words, faults: Sweep, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_ctrl_c_cancels(cluster: Cluster, short: Words, limited: Sweep, tmp_path
         sweep.process.send_signal(signal.SIGINT)
         assert sweep.end() == 130
         assert not {*jobs} & {*cluster.run("squeue", "--noheader", "--array", "--format=%i").split()}
-        assert [outcome.status for outcome in sweep.outcomes()] == ["stopped", "stopped"]
+        assert [outcome.status for outcome in sweep.outcomes()] == ["interrupted", "interrupted"]
 
 
 def test_what_sbatch_refuses_is_a_mistake(

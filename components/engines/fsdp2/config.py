@@ -26,10 +26,19 @@ class FSDP2(FSDP2Layout):
     computes_prefixes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for key in ("dp", "default_dp", "dp_replicate", "cp", "tp", "ep"):
+        for key in ("dp", "default_dp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
             size = getattr(self, key)
             if size is not None and size < 1:
                 raise ConfigError(f"parallelism.{key}: must be at least 1, got {size}.")
+        if self.dp_shard is not None:
+            dp = self.dp_shard * self.dp_replicate
+            if self.dp not in (None, dp):
+                raise ConfigError(
+                    f"parallelism.dp: {self.dp} is not {dp}, the product of parallelism.dp_shard and "
+                    "parallelism.dp_replicate; leave out parallelism.dp."
+                )
+            object.__setattr__(self, "dp", dp)
+            object.__setattr__(self, "dp_shard", None)  # one name is enough for what varies dp
         if self.dp is not None and self.dp % self.dp_replicate:
             fitting = [size for size in range(1, self.dp + 1) if self.dp % size == 0]
             raise ConfigError(

@@ -1,6 +1,6 @@
 """The sizes of ``parallelism=fsdp2``: how ranks share the model and the data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -13,8 +13,8 @@ class FSDP2Layout:
     """
 
     dp: int | None
-    """Number of data-parallel ranks. None means that it fills WORLD_SIZE, else the visible GPUs, else it is
-    ``default_dp``."""
+    """Number of data-parallel ranks. None means ``dp_shard * dp_replicate`` if ``dp_shard`` is given, else
+    that it fills WORLD_SIZE, else the visible GPUs, else ``default_dp``."""
     default_dp: int
     """Default of ``dp``, rounded up to a multiple of ``dp_replicate``."""
     reshard_after_forward: bool
@@ -32,6 +32,9 @@ class FSDP2Layout:
     ep: int = 1
     """Number of neighbouring ranks, among the ``dp / dp_replicate * cp`` ranks of a copy, that split the
     experts."""
+    dp_shard: int | None = field(default=None, repr=False)
+    """Number of data-parallel ranks that share one copy of every parameter. None means ``dp / dp_replicate``;
+    ``dp`` is set from it."""
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of shares of a global batch."""

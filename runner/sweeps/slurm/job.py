@@ -17,7 +17,7 @@ from runner.search_path import program_first
 from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob, read_job_record
 from runner.sweeps.sweep import run_point
 
-CODES = {"done": DONE, "pruned": DONE, "stopped": DONE, "refused": MISTAKE}
+CODES = {"completed": DONE, "pruned": DONE, "interrupted": DONE, "invalid": MISTAKE}
 
 
 @dataclass(frozen=True)

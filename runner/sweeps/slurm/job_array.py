@@ -136,11 +136,12 @@ def finalize_job(job: SubmittedJob, state: str, reason: str, *, cancelled: bool)
     """
     known = read_final_record(job, expected=state == "COMPLETED")
     healthy = state in {"COMPLETED", NOT_IN_QUEUE}
-    in_time = known.status == "done" or (known.status == "stopped" and known.loss is not None)  # run.max_time
-    if known.status in {"refused", "pruned"} or (in_time and healthy):
+    out_of_time = known.status == "interrupted" and known.loss is not None  # run.max_time
+    ended_well = healthy and (known.status == "completed" or out_of_time)
+    if known.status in {"invalid", "pruned"} or ended_well:
         return
     if cancelled and known.status != "failed":
-        job.sweep_job.write(replace(known, status="stopped", error=known.error or "cancelled"))
+        job.sweep_job.write(replace(known, status="interrupted", error=known.error or "cancelled"))
         return
     ended = f"SLURM job {job.id}: {state}" + ("" if reason in {"", "None"} else f" ({reason})")
     error = describe_end(job, known, ended)
@@ -168,7 +169,7 @@ def describe_end(job: SubmittedJob, known: JobRecord, ended: str) -> str:
         return f"TrainingError: {root_cause(folder, ())}"
     if known.status == "failed":
         return str(known.error)
-    if known.status == "stopped":
+    if known.status == "interrupted":
         onward = "nothing is saved" if folder is None else f"it goes on with checkpoint.resume={folder}"
         return f"{ended}\nit was stopped, and is not queued again; {onward}"
     return f"the end of {job.log}:{read_last_lines(job.log)}\n{ended}"

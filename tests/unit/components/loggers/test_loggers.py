@@ -33,7 +33,7 @@ ROWS: list[dict[str, float | int | None]] = [
     {"step": 2, "eval/loss": 2.125},
 ]
 CONFIG: dict[str, Any] = {"run": {"seed": 0}, "model": {"path": None}}
-DONE = RunResult("done", {"step": 2, "train/loss": 2.25, "eval/loss": 2.125})
+DONE = RunResult("completed", {"step": 2, "train/loss": 2.25, "eval/loss": 2.125})
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ folder, (rows, config) = Path(sys.argv[1]), json.loads(sys.argv[2])
 (folder / "audit.json").write_text("{}")
 (folder / "code.diff").write_text("+ a line")
 facts = {"sweep": {"folder": "/outputs/sweeps/lr", "number": 7}, "git_commit": "abc"}
-for step, ending in ((0, "failed"), (1, "stopped"), (1, "done")):
+for step, ending in ((0, "failed"), (1, "interrupted"), (1, "completed")):
     logger = CompositeLogger({"wandb": wandb}, RunInfo(folder, config, facts, step))
     for row in rows:
         if row["step"] > step:
@@ -209,7 +209,7 @@ def test_wandb_offline_reads_what_was_logged(wandb_files: list[Any]) -> None:
 def test_wandb_is_told_how_a_run_ends(wandb_files: list[Any]) -> None:
     failed, _, done = wandb_files
     assert [run.exit_code for run in wandb_files] == [1, 1, 0]
-    assert [run.summary["status"] for run in wandb_files] == ["failed", "stopped", "done"]
+    assert [run.summary["status"] for run in wandb_files] == ["failed", "interrupted", "completed"]
     assert [run.preempting for run in wandb_files] == [False, True, False]
     assert failed.summary["reason"] == "because failed"
     assert done.summary["eval/loss"] == 2.125

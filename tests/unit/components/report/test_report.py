@@ -80,6 +80,11 @@ def test_names_of_older_runs_are_those_of_today(tmp_path: Path) -> None:
     assert first.keys() == second.keys() == {*new}
 
 
+def test_statuses_of_older_runs_are_those_of_today(tmp_path: Path) -> None:
+    (run,) = write_page("t", [Entry(0, tmp_path, status="stopped")], tmp_path / "page.html")
+    assert run.status == "interrupted"
+
+
 def test_rows_in_the_wrong_order_are_put_in_order(tmp_path: Path) -> None:
     rows = ({"step": step, "x": 10 * step} for step in (3, 1, 2))
     assert read_curves(write_rows(tmp_path / "m.jsonl", *rows), 9)["x"].means.tolist() == [10, 20, 30]
@@ -123,7 +128,7 @@ def finished(folder: Path, *, lr: float, **facts: Any) -> Path:
     source = {"name": "stdlib", "samples": 7, "stop_token_trained": None}
     (folder / "audit.json").write_text(json.dumps({"train": {"sources": [source], "rows": 3}, "eval": None}))
     (folder / "run.json").write_text(
-        json.dumps({"overrides": [f"optimizer.lr={lr}"], "ended": "done"} | facts)
+        json.dumps({"overrides": [f"optimizer.lr={lr}"], "ended": "completed"} | facts)
     )
     return folder
 
@@ -139,12 +144,12 @@ def a_sweep(folder: Path) -> Path:
         record["folder"] = None if run is None else str(run)
         (sweep / "jobs" / f"{number}.json").write_text(json.dumps(record | known))
 
-    job(0, "done", finished(folder / "sft" / "a", lr=0.5), loss=4.5, seconds=3)
-    job(1, "done", finished(folder / "sft" / "b", lr=1.0), loss=4.0, seconds=4)
+    job(0, "completed", finished(folder / "sft" / "a", lr=0.5), loss=4.5, seconds=3)
+    job(1, "completed", finished(folder / "sft" / "b", lr=1.0), loss=4.0, seconds=4)
     (folder / "sft" / "b" / "preflight.json").write_text(
         '{"memory": [{"part": "weights", "GiB": 1.5}], "x": {"y": NaN}}'
     )
-    job(2, "refused", None, error=f"optimizer.lr: is 2\n{HOSTILE}")
+    job(2, "invalid", None, error=f"optimizer.lr: is 2\n{HOSTILE}")
     broken = finished(folder / "sft" / "d", lr=3.0)
     (broken / "logs").mkdir()
     (broken / "logs" / "rank_1.log").write_text("line\n" * 99 + f"\x1b[31mthe last {HOSTILE}\x1b[0m\n")
@@ -161,7 +166,7 @@ def a_sweep(folder: Path) -> Path:
 def test_a_page_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = a_sweep(tmp_path)
     report([str(sweep)])
-    assert "5 run(s): 2 done, 1 refused, 1 failed, 1 unfinished" in capsys.readouterr().out
+    assert "5 run(s): 2 completed, 1 invalid, 1 failed, 1 unfinished" in capsys.readouterr().out
     data = Page(sweep / "report.html").data
     assert data["columns"] == ["optimizer.lr"]
     assert [run["loss"] for run in data["runs"]] == [4.5, 4.0, None, 2.0, None]
@@ -222,7 +227,7 @@ def test_a_run_and_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
     finished(tmp_path / "sft" / "2026-01-01", lr=2.0)
     report([str(tmp_path / "sft" / "2026-01-01"), f"output={tmp_path}/one.html"])
     one = Page(tmp_path / "one.html").data
-    assert (one["title"], len(one["runs"]), one["runs"][0]["status"]) == ("sft / 2026-01-01", 1, "done")
+    assert (one["title"], len(one["runs"]), one["runs"][0]["status"]) == ("sft / 2026-01-01", 1, "completed")
     assert one["common"]["optimizer.lr"] == 2.0
     assert one["runs"][0]["command"] == "python -m runner optimizer.lr=2.0"
     stamps = [entry.folder.name for entry in entries(tmp_path) if entry.folder]
@@ -247,7 +252,7 @@ def test_without_metrics_jsonl_there_are_the_last_values(tmp_path: Path) -> None
 
 
 def test_a_run_that_has_gone_is_told(tmp_path: Path) -> None:
-    (run,) = write_page("t", [Entry(0, tmp_path / "gone", status="done")], tmp_path / "page.html")
+    (run,) = write_page("t", [Entry(0, tmp_path / "gone", status="completed")], tmp_path / "page.html")
     assert run.missing == [f"{tmp_path}/gone is not there any more"]
 
 

@@ -18,7 +18,7 @@ from runner.sweeps.job_record import SweepJob
 began = time.time()
 assert sys.stdin.read() == "given"
 time.sleep(0.3)
-SweepJob(Path(sys.argv[1]), int(sys.argv[2]), ()).finish("done", loss=0.5, seconds=1.0)
+SweepJob(Path(sys.argv[1]), int(sys.argv[2]), ()).finish("completed", loss=0.5, seconds=1.0)
 print(began, time.time())
 """
 KILLED = "import os, signal; print('last words', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
@@ -34,7 +34,13 @@ def test_no_more_than_so_many_at_once_and_one_that_is_killed_stops_no_other(
 ) -> None:
     run_jobs([job(tmp_path, n, KILLED if n == 1 else WELL) for n in range(5)], at_once=2)
     outcomes = read_job_records(tmp_path)
-    assert [outcome.status for outcome in outcomes] == ["done", "failed", "done", "done", "done"]
+    assert [outcome.status for outcome in outcomes] == [
+        "completed",
+        "failed",
+        "completed",
+        "completed",
+        "completed",
+    ]
     assert str(outcomes[1].error).startswith("the job was killed by SIGKILL")
     assert str(outcomes[1].error).endswith("\n  last words")
     told = capfd.readouterr().err

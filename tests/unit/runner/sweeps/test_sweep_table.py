@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from runner.config.command_line import single_job_overrides
-from runner.sweeps.job_record import JobRecord, SweepJob
+from runner.launch.run_record import RunRecord
+from runner.sweeps.job_record import JobRecord, SweepJob, read_job_record
 from runner.sweeps.sweep import create_sweep, finish_sweep
 from runner.sweeps.table import print_table
 
@@ -20,9 +21,11 @@ LAYOUTS = ("single", "fsdp2_tp2cp2", "tp2pp2dp2")
 def outcome(number: int) -> JobRecord:
     """Every seventh is refused, and job 150 is the best."""
     own = (f"optimizer.lr={1e-4 * (number + 1) / 3}", f"parallelism={LAYOUTS[number % 3]}")
-    done = JobRecord(number, ("stage=sft", *own), "done", loss=5 + abs(number - 150) / 1000, seconds=61.4)
+    done = JobRecord(
+        number, ("stage=sft", *own), "completed", loss=5 + abs(number - 150) / 1000, seconds=61.4
+    )
     folder = f"/data/outputs/sft_tiny/2026-11-22_08-14-{number:03d}"
-    refused = replace(done, status="refused", loss=None, error="run.seed: is wrong; use 1.")
+    refused = replace(done, status="invalid", loss=None, error="run.seed: is wrong; use 1.")
     return refused if number % 7 == 0 else replace(done, folder=folder)
 
 
@@ -36,7 +39,7 @@ def test_two_hundred_jobs_in_eighty_columns() -> None:
     lines = shown([outcome(number) for number in range(200)], 80)
     rows = [line.split() for line in lines if re.match(r" *\d+  ", line)]
     assert [int(row[0]) for row in rows] == list(range(200))
-    assert rows[1] == ["1", "6.667e-05", "fsdp2_tp2cp2", "done", "5.1490", "61"]
+    assert rows[1] == ["1", "6.667e-05", "fsdp2_tp2cp2", "completed", "5.1490", "61"]
     assert [row[0] for row in rows if "*" in row] == ["150"]
     assert lines[0].split() == ["job", "lr", "parallelism", "result", "loss", "seconds"]
     assert sum("refused: run.seed: is wrong; use 1." in line for line in lines) == 29
@@ -51,7 +54,7 @@ def test_a_wide_terminal_shows_folders() -> None:
 
 def test_keys_that_end_alike_keep_their_names() -> None:
     words = [("a.name=1", "b.name=1"), ("a.name=2", "b.name=2")]
-    lines = shown([JobRecord(n, own, "stopped") for n, own in enumerate(words)], 80)
+    lines = shown([JobRecord(n, own, "interrupted") for n, own in enumerate(words)], 80)
     assert lines[0].split()[:3] == ["job", "a.name", "b.name"]
 
 
@@ -65,14 +68,14 @@ def test_what_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert facts | began == facts
     assert facts["overrides"] == ["stage=sft", "run.seed=1,2"]
     assert (facts["jobs"], facts["best"]) == (9, 8)
-    assert facts["counts"] == {"refused": 2, "done": 7}
-    assert "2 refused, 7 done\nbest: job 8, loss 5.1420" in capsys.readouterr().out
+    assert facts["counts"] == {"invalid": 2, "completed": 7}
+    assert "2 invalid, 7 completed\nbest: job 8, loss 5.1420" in capsys.readouterr().out
     create_sweep(tmp_path, ["stage=sft", "run.seed=1,2"])
     assert json.loads((tmp_path / "sweep.json").read_text())["began"] == began["began"]
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [("failed", 1), ("running", 1), ("refused", 0), ("stopped", 0), ("pruned", 0)]
+    ("status", "code"), [("failed", 1), ("running", 1), ("invalid", 0), ("interrupted", 0), ("pruned", 0)]
 )
 def test_exit_codes(tmp_path: Path, status: str, code: int) -> None:
     create_sweep(tmp_path, [])
@@ -80,6 +83,17 @@ def test_exit_codes(tmp_path: Path, status: str, code: int) -> None:
     SweepJob(tmp_path, 1, ()).write(replace(outcome(2), number=1, status=status))  # type: ignore[arg-type]
     assert finish_sweep(tmp_path, 0) == code
     assert finish_sweep(tmp_path, 130) == 130
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("done", "completed"), ("refused", "invalid"), ("stopped", "interrupted"), ("pruned",) * 2],
+)
+def test_records_of_older_sweeps_and_runs_are_read(tmp_path: Path, old: str, new: str) -> None:
+    job = SweepJob(tmp_path, 0, ())
+    job.write(replace(outcome(1), status=old))  # type: ignore[arg-type]
+    assert read_job_record(job.path).status == new
+    assert RunRecord.from_json({"ended": old}).ended == new
 
 
 def test_a_job_alone_is_no_sweep() -> None:

@@ -41,9 +41,9 @@ def ending_of(stopped: Stopped | None = None, error: BaseException | None = None
 
 def test_loggers_are_told_how_it_ended() -> None:
     last = {"eval/loss": 2.5}
-    assert ending_of() == RunResult("done", last)
-    assert ending_of(Stopped(7, 9, "SIGTERM")) == RunResult("stopped", last, "SIGTERM")
-    assert ending_of(error=KeyboardInterrupt()) == RunResult("stopped", last, "interrupted")
+    assert ending_of() == RunResult("completed", last)
+    assert ending_of(Stopped(7, 9, "SIGTERM")) == RunResult("interrupted", last, "SIGTERM")
+    assert ending_of(error=KeyboardInterrupt()) == RunResult("interrupted", last, "interrupted")
     assert ending_of(error=RuntimeError("4711")) == RunResult("failed", last, "RuntimeError: 4711")
 
 

@@ -32,13 +32,13 @@ def settled(job: SubmittedJob, state: str, *, cancelled: bool = False, **left: A
     return read_job_record(job.sweep_job.path)
 
 
-@pytest.mark.parametrize("status", ["done", "pruned", "refused"])
+@pytest.mark.parametrize("status", ["completed", "pruned", "invalid"])
 def test_what_ended_well_stays(job: SubmittedJob, status: str) -> None:
     assert settled(job, "COMPLETED", status=status, loss=2.0).status == status
 
 
 @pytest.mark.parametrize("state", ["FAILED", "NODE_FAIL", "TIMEOUT", "CANCELLED"])
-@pytest.mark.parametrize("status", ["done", "stopped", "running"])
+@pytest.mark.parametrize("status", ["completed", "interrupted", "running"])
 def test_slurm_has_the_last_word(job: SubmittedJob, run: Path, state: str, status: str) -> None:
     outcome = settled(job, state, status=status, folder=str(run))
     assert outcome.status == "failed"
@@ -63,7 +63,7 @@ def test_the_rank_that_failed_first_is_blamed(job: SubmittedJob, run: Path) -> N
 
 
 def test_what_we_cancelled_has_stopped(job: SubmittedJob) -> None:
-    assert settled(job, "CANCELLED", cancelled=True).status == "stopped"
+    assert settled(job, "CANCELLED", cancelled=True).status == "interrupted"
 
 
 @pytest.mark.parametrize(

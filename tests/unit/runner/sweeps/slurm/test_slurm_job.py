@@ -17,11 +17,11 @@ from runner.sweeps.slurm.job import SlurmJob
 @pytest.mark.parametrize(
     ("end", "code", "status"),
     [
-        (None, 0, "done"),
+        (None, 0, "completed"),
         (TrainingError("no"), 1, "failed"),
-        (ConfigError("run.x: no"), 2, "refused"),
-        (SystemExit(0), 0, "stopped"),
-        (KeyboardInterrupt("SIGTERM"), 130, "stopped"),
+        (ConfigError("run.x: no"), 2, "invalid"),
+        (SystemExit(0), 0, "interrupted"),
+        (KeyboardInterrupt("SIGTERM"), 130, "interrupted"),
     ],
 )
 def test_a_job(

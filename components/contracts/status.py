@@ -1,0 +1,10 @@
+"""How a run, or a job of a sweep, has ended."""
+
+from typing import Literal
+
+RunStatus = Literal["completed", "interrupted", "failed"]
+"""``interrupted`` means by a signal or ``run.max_time``; such a run can be resumed."""
+JobStatus = Literal["running", "completed", "invalid", "failed", "interrupted", "pruned"]
+"""``invalid`` means that the job's configuration was refused before its run started."""
+RENAMED: dict[str, str] = {"done": "completed", "refused": "invalid", "stopped": "interrupted"}
+"""Names in files written before version 0.2."""
