@@ -83,6 +83,6 @@ def check_table(shown: str) -> None:
         for number, point in enumerate(POINTS)
     ]
     assert sum(" * " in row for row in rows) == 1, "one of them is the best"
-    assert shown.count("refused: parallelism.pp: 2 does not divide") == 2
+    assert shown.count("invalid: parallelism.pp: 2 does not divide") == 2
     assert shown.count("failed: RuntimeError: this rank does not like 3e-3") == 1
     assert "9 completed, 2 invalid, 1 failed" in shown

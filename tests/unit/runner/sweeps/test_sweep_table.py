@@ -42,7 +42,7 @@ def test_two_hundred_jobs_in_eighty_columns() -> None:
     assert rows[1] == ["1", "6.667e-05", "fsdp2_tp2cp2", "completed", "5.1490", "61"]
     assert [row[0] for row in rows if "*" in row] == ["150"]
     assert lines[0].split() == ["job", "lr", "parallelism", "result", "loss", "seconds"]
-    assert sum("refused: run.seed: is wrong; use 1." in line for line in lines) == 29
+    assert sum("invalid: run.seed: is wrong; use 1." in line for line in lines) == 29
     assert max(map(len, lines)) <= 80
 
 
@@ -87,7 +87,7 @@ def test_exit_codes(tmp_path: Path, status: str, code: int) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("done", "completed"), ("refused", "invalid"), ("stopped", "interrupted"), ("pruned",) * 2],
+    [("done", "completed"), ("refused", "invalid"), ("stopped", "interrupted"), ("pruned", "pruned")],
 )
 def test_records_of_older_sweeps_and_runs_are_read(tmp_path: Path, old: str, new: str) -> None:
     job = SweepJob(tmp_path, 0, ())
