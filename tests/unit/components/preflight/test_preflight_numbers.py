@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.compose import composed
+from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
@@ -113,8 +114,8 @@ def test_padded_rows(folder: Path) -> None:
 def test_the_arithmetic_of_a_step(folder: Path) -> None:
     found = case(folder, "data.packing=none", "run.max_steps=3")
     work, loader = step_work(found), found.data.train_loader
-    sizes = {"global_batch_size": 4, "micro_batch_size": 1, "dp_rank": 0, "dp_size": 1}
-    squares = sum(loader(**sizes).stats(step).sum_squared_seqlens for step in range(3)) / 3
+    whole = BatchShard(global_batch_size=4, micro_batch_size=1)
+    squares = sum(loader(whole).stats(step).sum_squared_seqlens for step in range(3)) / 3
     scores = 4 * QUERY * LAYERS * squares / 2  # causal: half of all pairs
     forward = 2 * MATRICES * work.tokens + 2 * WORDS * HIDDEN * work.labels + scores
     assert work.flops == pytest.approx(3 * forward)
