@@ -165,7 +165,7 @@ def watched_metric(
     """Return the metric that checkpoints and early stopping watch, or None if they watch none.
 
     Raises:
-        ConfigError: if they watch different metrics or modes, a metric is not of the evaluation, or
+        ConfigError: if they watch different metrics or modes, a metric is not an evaluation metric, or
             ``run.eval_every`` is 0.
     """
     watched = {

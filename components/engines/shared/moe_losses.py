@@ -1,6 +1,6 @@
 """Load balancing loss, router z-loss and load statistics of MoE routers, for both engines.
 
-Every MoE layer calls ``MoELosses.attach`` once in its forward pass. The terms are sums over real tokens. Their
+Each MoE layer calls ``MoELosses.attach`` once in its forward pass. The terms are sums over real tokens; their
 gradients enter through the weights of the chosen experts, scaled such that the engine's division of all
 gradients by the main count turns them into means. The host does not wait for the device before the step ends.
 """
