@@ -23,13 +23,13 @@ def check_modes(mode: str, devices: int | None, device_name: str | None, *, join
     """Raise ConfigError if ``preflight.mode`` does not fit the other keys of preflight or the launcher."""
     if devices is not None and mode != "plan":
         raise ConfigError(
-            f"preflight.devices: is {devices}, which preflight.mode=plan alone reads; set that, or leave it "
+            f"preflight.devices: is {devices}, which only preflight.mode=plan reads; set that, or leave it "
             "out (parallelism says how many ranks there are)."
         )
     if device_name is not None and mode == "check":
         raise ConfigError(
-            f"preflight.device_name: is {device_name}, but this run takes the device that is here; leave it "
-            "out, or set preflight.mode=only or plan."
+            f"preflight.device_name: is {device_name}, but this run uses the device of this machine; leave "
+            "it out, or set preflight.mode=only or plan."
         )
     if joined and mode != "check":
         raise ConfigError(
@@ -98,7 +98,7 @@ def check_shared_name(resume: str, *, of_sweep: bool, named: bool) -> None:
     """Raise ConfigError if jobs of a sweep would resume from each other's checkpoints."""
     if resume == "auto" and of_sweep and not named:
         raise ConfigError(
-            "checkpoint.resume: is auto, and the jobs of a sweep share run.name: one would go on in the "
+            "checkpoint.resume: is auto, and the jobs of a sweep share run.name: one would resume in the "
             "folder of another; give each a name, such as 'run.name=lr_${optimizer.lr}', or use "
             "checkpoint.resume=never."
         )
@@ -111,7 +111,7 @@ def check_batch(global_batch_size: int, micro_batch_size: int, dp_size: int) -> 
         below, above = global_batch_size // unit * unit, next_batch(global_batch_size, unit)
         near = f"{below} or {above}" if below else str(above)
         raise ConfigError(
-            f"run.global_batch_size: {global_batch_size} does not divide by dp x run.micro_batch_size = "
+            f"run.global_batch_size: {global_batch_size} is not divisible by dp x run.micro_batch_size = "
             f"{dp_size} x {micro_batch_size}; use {near}."
         )
 
@@ -187,7 +187,7 @@ def check_start(init_from: str | None, resume: Path | None) -> None:
     began = nodes.get("checkpoint", nodes.get("run", {})).get("init_from")  # before 0.2.0 it was a key of run
     if began != init_from:
         raise ConfigError(
-            f"checkpoint.init_from: {resume} goes on with its own weights, and its run began with {began}; "
+            f"checkpoint.init_from: {resume} resumes with its own weights, and its run began with {began}; "
             "leave checkpoint.init_from out, or use checkpoint.resume=never."
         )
 
@@ -203,7 +203,7 @@ def check_profile(last_step: int, ranks: Sequence[int], steps_left: int, world_s
         raise ConfigError("profiler.ranks: is empty, and nothing would be recorded; use [0].")
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise ConfigError(
-            f"profiler.ranks: there is no rank {wrong[0]}; the run has {world_size}, choose from 0 on."
+            f"profiler.ranks: there is no rank {wrong[0]}; the run has {world_size} ranks, numbered from 0."
         )
 
 
@@ -217,7 +217,7 @@ def check_shared_prompt(share_prompt: bool, layout: ParallelismSpec) -> None:
     """Raise ConfigError if the engine does not support shared prompts."""
     if share_prompt and not layout.computes_prefixes:
         raise ConfigError(
-            f"data.share_prompt: is not computed by {type(layout).__name__}; use parallelism=fsdp2 or "
+            f"data.share_prompt: is not supported by {type(layout).__name__}; use parallelism=fsdp2 or "
             "parallelism=single, or data.share_prompt=false."
         )
 

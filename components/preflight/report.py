@@ -47,7 +47,7 @@ class Report:
         return Group(*(tabulate(name, self.sections[name]) for name in whole), short)
 
 
-NO_FORECAST = "none of memory and time, which take a layout of FSDP2 or Megatron"
+NO_FORECAST = "none of memory and time, which need a layout of FSDP2 or Megatron"
 
 IN_A_LINE = ("groups", "keys", "plan")
 
@@ -167,7 +167,7 @@ def lines(case: Candidate, work: StepWork, sections: Mapping[str, Section]) -> d
             f"{as_count(work.flops)}FLOP, {as_seconds(time.total)} where {device.mfu:.0%} of "
             f"{as_count(device.flops)}FLOP/s a rank is reached"
         ),
-        "keys": f"{len(sections['keys'])}, each read by the class that preflight.json names",
+        "keys": f"{len(sections['keys'])}, listed in preflight.json with the class that reads each",
     }
     return {name: line for name, line in found.items() if line}
 

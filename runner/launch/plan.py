@@ -102,6 +102,6 @@ def print_forecast(
         preflight.check_fits(case)
     elif ahead.mode == "only" and not case.fits():
         console.print(
-            "It does not fit this machine; preflight.device_name=H100 tells of another.", highlight=False
+            "It does not fit this machine; preflight.device_name=H100 estimates another.", highlight=False
         )
     return math.nan

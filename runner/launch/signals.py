@@ -33,7 +33,7 @@ def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
 def announce(number: int) -> None:
     """Print the request, unbuffered: a signal handler may have interrupted a write to the buffers."""
     name = signal.Signals(number).name
-    os.write(2, f"{name}: the run ends when what it is doing is whole; once more: at once\n".encode())
+    os.write(2, f"{name}: the run ends at the next safe point; a second one ends it now\n".encode())
 
 
 class SignalHandler:

@@ -95,7 +95,9 @@ class LocalJobPool:
 
     def forward_signal(self, number: int) -> None:
         name = signal.Signals(number).name
-        write_stderr(f"{name}: no other job begins, and those that run save and end; once more: at once")
+        write_stderr(
+            f"{name}: no other job begins, and running jobs save and end; a second signal ends them now"
+        )
         for running in self.running.values():
             running.process.send_signal(number)
 

@@ -174,7 +174,7 @@ def check_attention_arguments(module: nn.Module, is_causal: bool | None, others:
     for name, argument in others.items():
         if name not in HARMLESS and argument is not None:
             raise ConfigError(
-                f"model: {kind} needs {name} in its attention, which our engines do not compute."
+                f"model: {kind} needs {name} in its attention, which the engines do not support."
             )
 
 

@@ -138,7 +138,7 @@ def parse_size(text: str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if found is None or found[2].upper() not in UNITS or float(found[1]) == 0:
-        raise ConfigError(f"preflight.device_memory: {text!r} is no size; write 80GiB, 512MiB or 80GB.")
+        raise ConfigError(f"preflight.device_memory: {text!r} is not a size; write 80GiB, 512MiB or 80GB.")
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 

@@ -45,14 +45,14 @@ def check_fits(case: Candidate) -> None:
     remedies = "; ".join(describe(change, case, work) for change in cheapest_fixes(case, work))
     raise ConfigError(
         f"preflight.device_memory: {where} needs {as_size(most.total)} and has {as_size(case.device.memory)} "
-        f"({case.device.name}); most of it are {part} ({as_size(most.parts[part])}). "
+        f"({case.device.name}); the largest part is {part} ({as_size(most.parts[part])}). "
         + (f"What fits, the cheapest first: {remedies}; or set {REALLY}." if remedies else NOTHING)
     )
 
 
-REALLY = "preflight.device_memory to what there really is (fused kernels keep less than is estimated)"
+REALLY = "preflight.device_memory to the actual memory (fused kernels need less than is estimated)"
 NOTHING = (
-    "No few changes of micro-batch, recomputation or layout make it fit; find a layout with "
+    "No few changes of micro-batch, recomputation or layout suffice; find a layout with "
     f"preflight.mode=plan preflight.devices=N, use a smaller model, or set {REALLY}."
 )
 
@@ -63,7 +63,7 @@ def describe(change: Variation, case: Candidate, work: StepWork) -> str:
     facts = [as_size(change.candidate.peak.total)]
     if change.candidate.world_size != case.world_size:
         facts.append(f"{change.candidate.world_size} ranks")
-    facts.append("learns otherwise" if change.alters else f"device time {as_share(after / before - 1)}")
+    facts.append("training differs" if change.alters else f"device time {as_share(after / before - 1)}")
     typed = " ".join(f"{key}={value}" for key, value in change.overrides.items())
     return f"{typed} ({', '.join(facts)})"
 
