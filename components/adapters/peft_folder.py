@@ -56,7 +56,7 @@ def read_settings(path: str) -> Json:
     """Read the settings of the adapter at ``path``: the fields of ``LoRA`` that its weights depend on.
 
     Raises:
-        ConfigError: if it is not a LoRA, or of a variant that our engines do not compute.
+        ConfigError: if it is not a LoRA, or a variant that the engines do not support.
     """
     config = read_json(adapter_file(path, CONFIG))
     if config.get("peft_type") != "LORA":

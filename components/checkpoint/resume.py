@@ -35,7 +35,7 @@ class RunIdentity:
     trained: str | None = None
     """Hash of the trained parameters' names and shapes, if only a part or an adapter is trained."""
     base: str | None = None
-    """In that case, hash of the source of the frozen weights, which checkpoints do not contain."""
+    """Hash of the source of the frozen weights, which checkpoints do not contain. None if all are trained."""
 
 
 REMEDIES = {

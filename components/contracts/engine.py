@@ -116,7 +116,7 @@ class EngineOptions:
     reference_model: Any = None
     """The model of a ``frozen`` reference. None means the trained model with its initial weights."""
     adapter: Any = None
-    """None means that the model itself is trained."""
+    """The adapter to train. None means that the model itself is trained."""
     compiled: bool = False
     kernels: Kernels = "auto"
     count_zeros: bool = False

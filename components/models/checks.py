@@ -19,7 +19,7 @@ CHANGES_LOGITS = (
     "logits_soft_cap",
     "output_multiplier",
 )
-"""Fields that change attention scores or logits in a way our engines do not compute, unless None or 1."""
+"""Fields that change attention scores or logits in a way that engines do not support, unless None or 1."""
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 ROUTED = ("deepseek_v3", "mixtral", "qwen3_moe")

@@ -54,7 +54,7 @@ class Experiment:
     preflight: PreflightConfig
     model: ModelConfig
     adapter: AdapterConfig | None
-    """None means that the model itself is trained."""
+    """The adapter to train. None means that the model itself is trained."""
     parallelism: ParallelismSpec
     optimizer: OptimizerConfig
     scheduler: SchedulerSpec

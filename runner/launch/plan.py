@@ -31,7 +31,7 @@ class PreparedRun:
     previous_run_dir: Path | None
     """The run folder of an earlier start of this run, if SLURM has started it again."""
     candidate: preflight.Candidate | None
-    """None means that the layout has no forecast."""
+    """Inputs of the forecast. None means that the layout has no forecast."""
 
 
 def make_candidate(

@@ -39,8 +39,8 @@ def announce(number: int) -> None:
 class SignalHandler:
     """A handler that records stop signals: after the first, the run continues to the end of its step.
 
-    A second Ctrl-C or SIGTERM raises KeyboardInterrupt, but not with ``patient``: a rank with a parent is
-    ended by its parent, and may get a signal twice, from the parent and from a batch system.
+    A second Ctrl-C or SIGTERM raises KeyboardInterrupt, except with ``ignore_second``: a rank with a parent
+    is ended by its parent, and may get a signal twice, from the parent and from a batch system.
     """
 
     def __init__(self, on_signal: Callable[[int], object], *, ignore_second: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Checks of what the Megatron engine supports, before a process starts and without importing megatron."""
+"""Checks of the limits of the Megatron engine, before a process starts and without importing megatron."""
 
 import math
 from importlib.util import find_spec
@@ -113,7 +113,7 @@ def check_run(
     """Check the layout against the rest of the run; ``model`` may be on the meta device.
 
     Raises:
-        ConfigError: if Megatron, or our engine on top of it, cannot do this or would do it wrongly.
+        ConfigError: if Megatron or its engine here does not support the run or would compute it wrongly.
     """
     check_device(layout, options.device)
     check_optimizer(layout, optimizer)

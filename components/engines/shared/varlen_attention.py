@@ -28,7 +28,7 @@ ATTENTION = "runner_varlen"
 """The value of ``attn_implementation`` for transformers."""
 
 ATTENTION_RECOMPUTED = "runner_varlen_recomputed"
-"""The same attention, recomputed in the backward pass."""
+"""``attn_implementation`` of the same attention, recomputed in the backward pass."""
 
 NO_MASK = torch.empty(1, 1, 0, 0)
 """transformers passes a 4-D mask on unchanged. Without a mask it would search position_ids for packed

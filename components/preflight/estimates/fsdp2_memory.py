@@ -43,7 +43,7 @@ class BlockParameters:
     """Trained and frozen, on one tensor-parallel rank with its own experts, before FSDP shards them."""
     trained: int
     unsharded: int
-    """Number over all ranks that shard parameters, with the experts of all of them."""
+    """``numel`` with the experts of all ep ranks."""
     unsharded_trained: int
 
 

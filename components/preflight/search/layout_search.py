@@ -22,7 +22,7 @@ DEFAULTS: Mapping[str, EngineLayout] = {
     "fsdp2": FSDP2(dp=None, default_dp=2, reshard_after_forward=True),
     "megatron": Megatron(),
 }
-"""``parallelism=NAME`` without further keys: the start of the search, and the keys to leave out."""
+"""Layout of ``parallelism=NAME`` without further keys, which the search varies and overrides omit."""
 
 SHOWN = 6
 
