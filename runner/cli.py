@@ -127,7 +127,7 @@ def explained(error: Exception) -> int:
     """Print one or two lines for a user's mistake, a traceback for any other error; return the exit code."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        error = ConfigError(f"{mark.name}:{mark.line + 1}: malformed YAML: {error.problem}; mend the file.")
+        error = ConfigError(f"{mark.name}:{mark.line + 1}: malformed YAML: {error.problem}; correct it.")
     if type(error) is ValueError and "Config group override must be" in str(error):
         error = ConfigError(nothing_chosen())
     if isinstance(error, HydraException | OmegaConfBaseException):
@@ -183,7 +183,7 @@ def short_message(error: Exception) -> str:
         return f"{key[1]} (the command line): nothing reads this key; {did_you_mean(key[1], known_keys())}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, OverrideParseException):
-        return f"{error.override} (the command line): is no KEY=VALUE: {lines[0]}; mend it, or quote it."
+        return f"{error.override} (the command line): is not KEY=VALUE: {lines[0]}; correct it, or quote it."
     return " ".join(lines[:2])
 
 
@@ -191,7 +191,7 @@ def nothing_chosen() -> str:
     """Return the message for ``group=null``, which Hydra refuses with a bare ValueError."""
     groups = [word.partition("=")[0] for word in sys.argv[1:] if word.lower().endswith("=null")]
     group = next(filter(group_options, groups), "a group")
-    return f"{group} (the command line): null is no option; {did_you_mean('null', group_options(group))}"
+    return f"{group} (the command line): null is not an option; {did_you_mean('null', group_options(group))}"
 
 
 def config_dirs() -> list[Path]:

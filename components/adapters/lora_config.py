@@ -83,7 +83,7 @@ class LoRA:
             )
         if mtp_layers(model):
             raise ConfigError(
-                "model.mtp.num_layers: predict further tokens where the whole model is trained; use 0 with "
+                "model.mtp.num_layers: MTP layers are only trained with the whole model; use 0 with "
                 "an adapter, or adapter=none."
             )
         shapes = self.shapes(model)

@@ -56,12 +56,12 @@ def read_settings(path: str) -> Json:
     """Read the settings of the adapter at ``path``: the fields of ``LoRA`` that its weights depend on.
 
     Raises:
-        ConfigError: if it is not a LoRA, or of a variant that our engines do not compute.
+        ConfigError: if it is not a LoRA, or a variant that the engines do not support.
     """
     config = read_json(adapter_file(path, CONFIG))
     if config.get("peft_type") != "LORA":
         raise ConfigError(
-            f"adapter.path: {path} is a {config.get('peft_type')} adapter; only LORA ones are trained."
+            f"adapter.path: {path} is a {config.get('peft_type')} adapter; only LORA adapters are supported."
         )
     if config.get("init_lora_weights", True) not in WHOLE_BASE:
         raise ConfigError(
@@ -70,7 +70,7 @@ def read_settings(path: str) -> Json:
         )
     for key, value in config.items():
         if key not in HARMLESS and value not in (None, False, {}, [], "none"):
-            raise ConfigError(f"adapter.path: {path}: {key}={value} is not computed by our engines.")
+            raise ConfigError(f"adapter.path: {path}: {key}={value} is not supported by the engines.")
     target = config.get("target_modules")
     if not isinstance(target, list):
         raise ConfigError(f"adapter.path: {path}: target_modules must be a list of names, got {target!r}.")
@@ -91,7 +91,7 @@ def check_tensors(path: str, shapes: Mapping[str, torch.Size], rename: Rename) -
     missing = [name for name in shapes if PREFIX + rename(name) not in stored]
     extra = sorted(stored.keys() - {PREFIX + rename(name) for name in shapes})
     if missing or extra:
-        what = f"lacks {PREFIX + missing[0]}" if missing else f"has {extra[0]}, for which there is no place"
+        what = f"lacks {PREFIX + missing[0]}" if missing else f"has the unexpected {extra[0]}"
         raise ConfigError(
             f"adapter.path: {path} {what} ({len(missing)} missing, {len(extra)} too many); it is an adapter "
             "of another model."
@@ -100,7 +100,7 @@ def check_tensors(path: str, shapes: Mapping[str, torch.Size], rename: Rename) -
         found = stored[PREFIX + rename(name)]
         if tuple(found) != tuple(shape):
             raise ConfigError(
-                f"adapter.path: {path}: {name} is {found}, but the model asks for "
+                f"adapter.path: {path}: {name} is {found}, but the model needs "
                 f"{list(shape)}; it is an adapter of another model."
             )
 

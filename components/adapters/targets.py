@@ -79,8 +79,8 @@ def without_experts(found: Sequence[str], words: Sequence[str], beside: frozense
     """
     if named := [word for word in words if word in beside]:
         raise ConfigError(
-            f"adapter.target_modules: {named[0]} is of no expert, and in a model with experts peft adapts "
-            "only those by such a name; leave it out."
+            f"adapter.target_modules: {named[0]} is not in an expert, and in a model with experts peft "
+            "adapts only those by such a name; leave it out."
         )
     return [name for name in found if name not in beside]
 
@@ -133,8 +133,8 @@ def saved_modules(model: PreTrainedModel, wanted: Sequence[str], targets: Sequen
     for name in found:
         if name in routers or EXPERT_PARAM.match(name):
             raise ConfigError(
-                f"adapter.modules_to_save: {name} is of a router or an expert, which are not trained whole "
-                "beside an adapter; leave it out."
+                f"adapter.modules_to_save: {name} belongs to a router or an expert, which "
+                "an adapter cannot train in full; leave it out."
             )
         module = model.get_submodule(name)
         if name in shared:
@@ -143,7 +143,7 @@ def saved_modules(model: PreTrainedModel, wanted: Sequence[str], targets: Sequen
                 "a model with tie_word_embeddings=false, or leave it out."
             )
         if name in targets or any(module.children()) or not any(True for _ in module.parameters()):
-            why = "is adapted too" if name in targets else "is no single module with parameters"
+            why = "is adapted too" if name in targets else "is not a single module with parameters"
             raise ConfigError(
                 f"adapter.modules_to_save: {name} {why}; name a norm, an embedding, the head or a linear "
                 "layer that adapter.target_modules leaves out."
@@ -163,8 +163,8 @@ def check_expert_targets(
     for key, value in {"dropout": dropout, "dora": dora}.items():
         if value:
             raise ConfigError(
-                f"adapter.{key}: is {value}, and peft has none for the experts that adapter.target_modules "
-                "has; leave it out, or use adapter.target_modules=attention."
+                f"adapter.{key}: is {value}, which peft does not support for the experts in "
+                "adapter.target_modules; leave it out, or use adapter.target_modules=attention."
             )
     if lacking := adapted_and_not(model, targets):
         raise ConfigError(

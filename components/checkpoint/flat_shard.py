@@ -1,4 +1,4 @@
-"""A rank's range of a flattened tensor, which is saved as it lies in memory, without an all-gather."""
+"""A rank's range of a flattened tensor, which is saved as it is in memory, without an all-gather."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ class FlatShard(Tensor):
         return made
 
     def like(self, flat: Tensor) -> "FlatShard":
-        """Return the same part of the whole with the values of ``flat``."""
+        """Return a shard of the same positions with the values of ``flat``."""
         return FlatShard.of(flat, self.whole, self.chunks)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:

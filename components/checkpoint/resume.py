@@ -35,7 +35,7 @@ class RunIdentity:
     trained: str | None = None
     """Hash of the trained parameters' names and shapes, if only a part or an adapter is trained."""
     base: str | None = None
-    """In that case, hash of the source of the frozen weights, which checkpoints do not contain."""
+    """Hash of the source of the frozen weights, which checkpoints do not contain. None if all are trained."""
 
 
 REMEDIES = {
@@ -138,7 +138,7 @@ def verify_checkpoint(point: Path, *, checksums: bool, option: str = "checkpoint
         folder for folder in reversed(earlier) if inspect_checkpoint(folder, checksums=checksums)[1] is None
     )
     offer = next(offers, None)
-    remedy = "no earlier one of its run is whole" if offer is None else f"take {option}={offer}"
+    remedy = "no earlier checkpoint of its run is intact" if offer is None else f"take {option}={offer}"
     raise ConfigError(f"{option}: {point}: {wrong}; {remedy}.")
 
 
@@ -166,7 +166,7 @@ def inspect_checkpoint(point: Path, *, checksums: bool) -> tuple[CheckpointMeta 
 def check_same_run(point: Path, meta: CheckpointMeta, identity: RunIdentity, *, force: bool) -> None:
     if meta.model_only:
         raise ConfigError(
-            f"checkpoint.resume: {point} holds weights alone (checkpoint.model_only=true); nothing can "
+            f"checkpoint.resume: {point} holds only weights (checkpoint.model_only=true); nothing can "
             "resume from it."
         )
     ours = asdict(identity)
@@ -181,11 +181,10 @@ def check_same_run(point: Path, meta: CheckpointMeta, identity: RunIdentity, *, 
             raise ConfigError(f"checkpoint.resume: {point}: {remedy}.")
         if not force:
             raise ConfigError(
-                f"checkpoint.resume: {point}: {remedy}, or checkpoint.allow_mismatch=true to go on all the "
-                "same."
+                f"checkpoint.resume: {point}: {remedy}, or checkpoint.allow_mismatch=true to resume anyway."
             )
         log.warning(
-            "checkpoint.allow_mismatch: %s of %s differs and is let pass: %s",
+            "checkpoint.allow_mismatch: %s of %s differs and is ignored: %s",
             key,
             point,
             changed(key, theirs, ours),

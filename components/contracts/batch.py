@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100
-"""The label of a position that carries no loss."""
+"""The label of a position without loss."""
 
 UNDESIRABLE, DESIRABLE, KL_COMPLETION = 0, 1, 2
 """The values of ``Batch.sequence_labels``, besides -1."""
@@ -48,8 +48,8 @@ class Batch:
     """int64 ``[S]``, preference data: ``2 * pair`` for chosen, ``2 * pair + 1`` for rejected, -1 without a
     pair."""
     sequence_labels: Tensor | None = None
-    """int64 ``[S]``, unpaired data: DESIRABLE or UNDESIRABLE; MISMATCHED for the prompt of a sample with
-    the completion of another one, placed after its sample; -1 without a label."""
+    """int64 ``[S]``, unpaired data: DESIRABLE or UNDESIRABLE; KL_COMPLETION for the prompt of a sample
+    with the completion of another one, placed after its sample; -1 without a label."""
     ref_logps: Tensor | None = None
     """float32, like ``labels``: the log-probabilities of the reference model, 0 at positions without a
     label."""

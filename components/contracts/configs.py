@@ -75,7 +75,7 @@ class ModelConfig(Protocol):
 
     @property
     def describe_init(self) -> str:
-        """The source of the initial weights, in words."""
+        """Description of the source of the initial weights, for messages."""
 
     @property
     def meta_model(self) -> Foreign:
@@ -91,10 +91,10 @@ class ModelConfig(Protocol):
         """Return a hash of everything that determines the initial weights, except the seed."""
 
     def shape_hash(self, model: nn.Module) -> str:
-        """Return the signature: two models with the same one can read each other's checkpoints."""
+        """Return a hash that is equal for models that can read each other's checkpoints."""
 
     def trained_shape_hash(self, model: nn.Module) -> str:
-        """Return the signature of the trained parameters."""
+        """Return the ``shape_hash`` of only the trained parameters."""
 
     def load_tokenizer(self) -> Foreign: ...
 
@@ -122,7 +122,7 @@ class AdapterConfig(Protocol):
         """Raise ConfigError if the adapter does not fit ``model`` (on any device)."""
 
     def shape_hash(self, model: Foreign) -> str:
-        """Return the signature; equal ones mean the same function of the same parameters."""
+        """Return a hash that is equal for adapters that compute the same function of the same parameters."""
 
     def finish_export(self, model: Any, export: Path, base: Path, seed: int, dtype: torch.dtype) -> Foreign:
         """Complete an exported folder and return the tokenizer."""
@@ -146,7 +146,7 @@ class DataAudit(Protocol):
     def to_json(self) -> str: ...
 
     def render(self) -> object:
-        """Return an object that rich prints."""
+        """Return a renderable of the library rich."""
 
 
 class Prepared(Protocol):
@@ -178,16 +178,16 @@ class Prepared(Protocol):
     def train_loader(self, shard: BatchShard, reference: Path | None = None) -> DataLoader:
         """Return the loader of the training data.
 
-        ``reference`` is the folder of a reference model whose log-probabilities the batches shall carry.
+        ``reference`` is the folder of the reference log-probabilities to attach to batches. None means none.
         """
 
     def eval_loader(self, shard: BatchShard, reference: Path | None = None) -> DataLoader | None: ...
 
     def missing_reference_logps(self, folder: Path) -> bool:
-        """Whether ``folder`` lacks log-probabilities of the reference model."""
+        """Return whether ``folder`` lacks log-probabilities of the reference model."""
 
     def prompt(self) -> list[int]:
-        """Return the token ids of a sample that the model shall complete."""
+        """Return the token ids of a prompt from the data for a sample generation."""
 
     def to_json(self) -> Json: ...
 

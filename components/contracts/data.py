@@ -6,8 +6,8 @@ from typing import Literal, Protocol
 from components.contracts.batch import Batch
 
 SampleKind = Literal["text", "chat", "preference", "unpaired"]
-"""One sample is a document, a conversation, a pair of conversations that share a prompt, or a prompt with one
-answer and whether it is desirable."""
+"""Kind of a sample: a document, a conversation, a pair of conversations with a common prompt, or a prompt
+with one answer that is labelled desirable or undesirable."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class BatchStats:
     num_tokens: int
     """Non-padding input tokens of the samples."""
     num_computed_tokens: int
-    """The same, but tokens that several sequences share are counted once."""
+    """Non-padding input tokens, with tokens shared by several sequences counted once."""
     num_samples: int
     num_labels: int
     seqlen_mean: float
@@ -56,7 +56,7 @@ class DataLoader(Protocol):
     def stats(self, step: int) -> BatchStats: ...
 
     def sample_ids(self, step: int) -> list[str]:
-        """Return the places in the data of the samples of global batch ``step``: ``data.train:17``."""
+        """Return the ids of the samples of global batch ``step``, such as ``data.train:17``."""
 
     def epoch(self, step: int) -> float:
         """Return the number of passes over the data after ``step`` global batches."""

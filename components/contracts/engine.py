@@ -37,7 +37,7 @@ class StepResult:
 
 
 class Engine(LossEngine, Protocol):
-    """Holds the model and the optimizer. Every method is collective: all ranks call it, in the same order.
+    """Holder of the model and the optimizer. All methods are collective and called in the same order.
 
     A train step is ``begin``, any number of ``train_microbatches``, then ``finish`` or ``abort``; a second
     begin or a stray finish is an error.
@@ -53,11 +53,11 @@ class Engine(LossEngine, Protocol):
         """Compute the global counts of all terms of the loss and of the model.
 
         They are all-reduced over data-parallel ranks. Without arguments (losses of one term, models that add
-        no terms) the counts add up during the step.
+        no terms) the counts are summed during the step.
         """
 
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:
-        """Run forward and backward; gradients add up without normalization.
+        """Run forward and backward, and accumulate gradients without normalization.
 
         ``last``: these are the last micro-batches of the step, so gradients may be reduced during the
         backward pass.
@@ -71,7 +71,7 @@ class Engine(LossEngine, Protocol):
         """
 
     def abort_train_step(self) -> None:
-        """Drop gradients and sums, such that weights and optimizer are as before ``begin``.
+        """Discard gradients and sums, so that weights and optimizer are as before ``begin``.
 
         A second call does nothing.
         """
@@ -116,7 +116,7 @@ class EngineOptions:
     reference_model: Any = None
     """The model of a ``frozen`` reference. None means the trained model with its initial weights."""
     adapter: Any = None
-    """None means that the model itself is trained."""
+    """The adapter to train. None means that the model itself is trained."""
     compiled: bool = False
     kernels: Kernels = "auto"
     count_zeros: bool = False

@@ -1,10 +1,10 @@
 """Errors that are reported to the user, and the exit codes of every process."""
 
 DONE, FAILED, MISTAKE = 0, 1, 2
-"""Done, or stopped with its state saved; failed while running; refused because of a mistake before the
-start."""
+"""Exit codes: done, or stopped with its state saved; failed while running; rejected before the start because
+of a mistake."""
 INTERRUPTED = 130
-"""Stopped by a signal without a saved state; shells use the same code for Ctrl-C."""
+"""Exit code: stopped by a signal without a saved state. Shells use the same code for Ctrl-C."""
 
 
 class ConfigError(ValueError):

@@ -52,7 +52,7 @@ class Data(ABC):
         if self.max_length < 2:
             raise ConfigError(
                 f"data.max_length: must be at least 2, got {self.max_length}; "
-                "a token is trained on only after another."
+                "the first token of a sample is not trained on."
             )
         if self.num_workers is not None and self.num_workers < 1:
             raise ConfigError(f"data.num_workers: must be at least 1 (or null), got {self.num_workers}.")
@@ -78,8 +78,8 @@ class Data(ABC):
             return "concat" if kind == "text" else "bfd"
         if self.packing == "concat" and kind != "text":
             raise ConfigError(
-                f"data.packing: concat cuts samples across rows, which those of stage={STAGES[kind]} do not "
-                "bear; use data.packing=bfd."
+                f"data.packing: concat cuts samples across rows, which stage={STAGES[kind]} does not "
+                "support; use data.packing=bfd."
             )
         return self.packing
 
@@ -141,8 +141,8 @@ class Data(ABC):
             )
         if packing == "none":
             raise ConfigError(
-                "data.share_prompt: data.packing=none gives every sequence a row of its own, where it sees "
-                "no other; use data.packing=bfd, or data.share_prompt=false."
+                "data.share_prompt: data.packing=none gives every sequence its own row, so that none "
+                "attends to another; use data.packing=bfd, or data.share_prompt=false."
             )
         if self.train_on_prompt:
             raise ConfigError(
@@ -253,7 +253,7 @@ class FilesData(Data):
                 f"data.eval_fraction: must be at least 0 and below 1, got {self.eval_fraction}."
             )
         if self.eval is not None and self.eval_fraction:
-            raise ConfigError("data.eval_fraction: is not read where data.eval names a file; remove one.")
+            raise ConfigError("data.eval_fraction: is not read if data.eval names a file; remove one.")
         if self.sources == []:
             raise ConfigError("data.sources: is empty; give at least one {path: FILE}.")
         for index, source in enumerate(self.sources or []):
@@ -289,7 +289,7 @@ def _check_source(where: str, source: Json) -> None:
         raise ConfigError(f"{where}.repeats: must be a number above 0 (1: once per epoch), got {repeats!r}.")
     known = ("auto", *get_args(Format))
     if source.get("format", "auto") not in known:
-        raise ConfigError(f"{where}.format: {source['format']!r} is none of {', '.join(known)}.")
+        raise ConfigError(f"{where}.format: {source['format']!r} is not one of {', '.join(known)}.")
 
 
 def _no_step(num_rows: int, epoch: int, global_batch_size: int) -> ConfigError:

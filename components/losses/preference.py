@@ -83,12 +83,12 @@ class DPO(ReferencedLoss):
         kind, coefficient = self.f_divergence, self.alpha_divergence_coef
         if kind != "reverse_kl" and self.loss not in OF_THE_DIFFERENCE:
             raise ConfigError(
-                f"stage.f_divergence: {kind} fits losses of the difference of two scores, and "
+                f"stage.f_divergence: {kind} needs a loss of the difference of two scores, but "
                 f"stage.loss={self.loss} is none; use one of {', '.join(sorted(OF_THE_DIFFERENCE))}."
             )
         if kind != "reverse_kl" and self.reference == "none":
             raise ConfigError(
-                f"stage.f_divergence: {kind} is from a reference, and stage.reference=none; leave one out."
+                f"stage.f_divergence: {kind} needs a reference, but stage.reference=none; leave one out."
             )
         if coefficient is None:
             return

@@ -26,7 +26,7 @@ class Pairs:
     rejected_tokens: Tensor
 
     def per_token(self) -> "Pairs":
-        """Return the same with every score divided by the number of labels of its answer."""
+        """Return these pairs with every score divided by the number of labels of its answer."""
         return replace(
             self, chosen=self.chosen / self.chosen_tokens, rejected=self.rejected / self.rejected_tokens
         )

@@ -69,7 +69,7 @@ def check_shapes(
             "model, or a smaller one; use model.path=RUN/export, or the model options of its run."
         )
     if missing or extra:
-        what = f"lacks {missing[0]}" if missing else f"has {extra[0]}, for which there is no place"
+        what = f"lacks {missing[0]}" if missing else f"has the unexpected {extra[0]}"
         raise ConfigError(
             f"{option}: {folder} {what} ({len(missing)} missing, {len(extra)} too many); it is of another "
             "model: use the model options of its run."
@@ -77,6 +77,6 @@ def check_shapes(
     for name, shape in wanted.items():
         if stored[name] != shape:
             raise ConfigError(
-                f"{option}: {folder}: {name} is {list(stored[name])}, but the model asks for {list(shape)}; "
+                f"{option}: {folder}: {name} is {list(stored[name])}, but the model needs {list(shape)}; "
                 "use the model options of its run."
             )

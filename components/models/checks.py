@@ -19,7 +19,7 @@ CHANGES_LOGITS = (
     "logits_soft_cap",
     "output_multiplier",
 )
-"""Fields that change attention scores or logits in a way our engines do not compute, unless None or 1."""
+"""Fields that change attention scores or logits in a way that engines do not support, unless None or 1."""
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 ROUTED = ("deepseek_v3", "mixtral", "qwen3_moe")
@@ -34,7 +34,7 @@ def check_heads(config: PreTrainedConfig) -> None:
     shared = getattr(config, "num_key_value_heads", None) or heads
     if heads < 1 or getattr(config, "num_key_value_heads", 1) == 0 or heads % shared:
         raise ConfigError(
-            f"model.architecture.num_attention_heads: {heads} does not divide by num_key_value_heads = "
+            f"model.architecture.num_attention_heads: {heads} is not divisible by num_key_value_heads = "
             f"{config.num_key_value_heads}; choose a multiple of it."
         )
 
@@ -71,8 +71,8 @@ def check_config(config: PreTrainedConfig) -> None:
     for key in CHANGES_LOGITS:
         if getattr(text, key, None) not in (None, 1):
             raise ConfigError(
-                f"model: {key}={getattr(text, key)} of {kind} is not computed by our engines; choose a model "
-                "without it."
+                f"model: {key}={getattr(text, key)} of {kind} is not supported by the engines; choose a "
+                "model without it."
             )
     for key in EXPERTS:
         if getattr(text, key, None) and kind not in ROUTED:
@@ -84,8 +84,8 @@ def check_config(config: PreTrainedConfig) -> None:
         check_chosen(text)
     if getattr(text, "router_jitter_noise", 0):
         raise ConfigError(
-            f"model: router_jitter_noise={text.router_jitter_noise} of {kind} is not computed by our "
-            "engines; set it to 0."
+            f"model: router_jitter_noise={text.router_jitter_noise} of {kind} is not supported by "
+            "the engines; set it to 0."
         )
 
 
@@ -106,10 +106,12 @@ def check_model(model: PreTrainedModel) -> None:
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in sorted(model.state_dict().keys() - parameters.keys()):
-        raise ConfigError(f"model: {kind} keeps {name} outside its parameters; nothing would train it.")
+        raise ConfigError(f"model: {kind} keeps {name} outside its parameters; it would not be trained.")
     for name, parameter in parameters.items():
         if not parameter.is_meta:
-            raise ConfigError(f"model: {kind} cannot be built without its data: {name} insists on memory.")
+            raise ConfigError(
+                f"model: {kind} cannot be built without its data: {name} does not support the meta device."
+            )
 
 
 def check_chosen(config: PreTrainedConfig) -> None:

@@ -102,7 +102,7 @@ class ModelSpec:
         """Return a new configuration for training (``use_cache`` is off).
 
         Raises:
-            ConfigError: if it cannot be read or made, or describes a model that our engines do not compute.
+            ConfigError: if it cannot be read or made, or describes a model that the engines do not support.
         """
         if self._reads_path:
             config = read_hf_config(self.folder(), trust_remote_code=self.trust_remote_code)

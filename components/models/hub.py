@@ -24,7 +24,7 @@ REASONS: tuple[tuple[type[Exception], str], ...] = (
     (RepositoryNotFoundError, "the hub has no such model, or it is private"),
     (RevisionNotFoundError, "it has no such model.revision"),
     (LocalEntryNotFoundError, "the hub cannot be reached, and there is no copy in its cache"),
-    (HFValidationError, "not a folder, and no name the hub could have"),
+    (HFValidationError, "neither a folder nor a valid name of a model on the hub"),
 )
 
 

@@ -87,8 +87,8 @@ def append_mtp_layers(model: PreTrainedModel) -> None:
         return
     if kind not in FAMILIES:
         raise ConfigError(
-            f"model.mtp.num_layers: is {count}, but {kind} is not among the families with layers for further "
-            f"tokens: {', '.join(FAMILIES)}; use 0."
+            f"model.mtp.num_layers: is {count}, but {kind} is not among the families with MTP "
+            f"layers: {', '.join(FAMILIES)}; use 0."
         )
     base = model.base_model
     first, hidden = len(base.layers), model.config.hidden_size

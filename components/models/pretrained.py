@@ -74,7 +74,7 @@ def pretrained_weights(
 def completed(weights: WeightSource, drawn: WeightSource, lacking: set[str], folder: Path) -> WeightSource:
     """Return a source of ``weights`` that takes the names ``lacking`` in ``folder`` from ``drawn``."""
     log.warning(
-        "%s: has no %s (%d lacking): these weights of the layers of model.mtp.num_layers begin at random.",
+        "%s: has no %s (%d lacking): these weights of MTP layers (model.mtp.num_layers) begin at random.",
         folder,
         min(lacking),
         len(lacking),
@@ -189,7 +189,7 @@ def converted_weights(folder: Path, model: PreTrainedModel, trust_remote_code: b
         )
     if info["unexpected_keys"]:
         extra = sorted(info["unexpected_keys"])
-        log.warning("%s: %d tensors that the model has no place for, like %s.", folder, len(extra), extra[0])
+        log.warning("%s: %d tensors that the model does not have, such as %s.", folder, len(extra), extra[0])
     tensors = [*loaded.named_parameters(), *persistent_buffers(loaded)]
     return {name: tensor.detach() for name, tensor in unstack_experts(tensors)}
 

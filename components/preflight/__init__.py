@@ -1,4 +1,4 @@
-"""What can be known of a run before a process is spawned or a group is made: checks, sizes, a forecast."""
+"""Checks and estimates of a run before a process is spawned or a process group is created."""
 
 from components.preflight.checks import (
     check_adapter,

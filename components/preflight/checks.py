@@ -1,4 +1,4 @@
-"""Checks in the parent, before a process is spawned or a group is made."""
+"""Checks in the parent process, before ranks are spawned."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,20 +16,20 @@ from components.preflight.engine_layouts import EngineLayout
 from components.preflight.estimates.device_specs import PROGRAM, machine_memory
 
 FIRST_LENGTH = "original_max_position_embeddings"
-"""Up to where longrope has one set of frequencies for all."""
+"""Config key of longrope: the length up to which all sequences have the same frequencies."""
 
 
 def check_modes(mode: str, devices: int | None, device_name: str | None, *, joined: bool) -> None:
-    """``preflight.mode`` and the keys that some of its values alone read."""
+    """Raise ConfigError if ``preflight.mode`` does not fit the other keys of preflight or the launcher."""
     if devices is not None and mode != "plan":
         raise ConfigError(
-            f"preflight.devices: is {devices}, which preflight.mode=plan alone reads; set that, or leave it "
+            f"preflight.devices: is {devices}, which only preflight.mode=plan reads; set that, or leave it "
             "out (parallelism says how many ranks there are)."
         )
     if device_name is not None and mode == "check":
         raise ConfigError(
-            f"preflight.device_name: is {device_name}, but this run takes the device that is here; leave it "
-            "out, or set preflight.mode=only or plan."
+            f"preflight.device_name: is {device_name}, but this run uses the device of this machine; leave "
+            "it out, or set preflight.mode=only or plan."
         )
     if joined and mode != "check":
         raise ConfigError(
@@ -39,7 +39,7 @@ def check_modes(mode: str, devices: int | None, device_name: str | None, *, join
 
 
 def check_forecast(mode: str, layout: ParallelismSpec) -> None:
-    """What replaces a run with its forecast needs a layout that has one."""
+    """Raise ConfigError if only a forecast is wanted but the layout has none."""
     if mode != "check" and not isinstance(layout, EngineLayout):
         raise ConfigError(
             f"preflight.mode: is {mode}, but only layouts of FSDP2 and Megatron have a forecast, and "
@@ -48,10 +48,12 @@ def check_forecast(mode: str, layout: ParallelismSpec) -> None:
 
 
 def resolve_device(device: Literal["auto", "cpu", "cuda"], name: str | None = None) -> Literal["cpu", "cuda"]:
-    """``auto`` -> ``cuda`` where there is one, or where a GPU is meant that need not be here: ``name``.
+    """Resolve ``auto`` to ``cuda`` if a GPU is visible or ``name`` is given, else to ``cpu``.
+
+    ``name`` is the GPU of a forecast, which need not be in this machine.
 
     Raises:
-        ConfigError: CUDA asked for where there is none, or a CPU where a GPU is named.
+        ConfigError: if CUDA is wanted but not available, or ``device`` is ``cpu`` although a GPU is named.
     """
     if name is not None:
         if device == "cpu":
@@ -67,7 +69,7 @@ def resolve_device(device: Literal["auto", "cpu", "cuda"], name: str | None = No
 
 
 def check_ranks(world_size: int, device: str, local_ranks: int) -> None:
-    """Every rank of this machine needs a GPU of its own, or at least room for a process."""
+    """Raise ConfigError if this machine has too few GPUs, or on CPU too little memory, for its ranks."""
     bearable = machine_memory() // PROGRAM
     if device == "cpu" and local_ranks > bearable:
         raise ConfigError(
@@ -84,7 +86,7 @@ def check_ranks(world_size: int, device: str, local_ranks: int) -> None:
 
 
 def check_restarts(max_restarts: int, joined: bool) -> None:
-    """Only who starts the ranks can start them again."""
+    """Raise ConfigError if the runner is to restart ranks that another launcher has started."""
     if max_restarts and joined:
         raise ConfigError(
             f"run.max_restarts: is {max_restarts}, but a launcher has started these ranks; use its option "
@@ -93,36 +95,36 @@ def check_restarts(max_restarts: int, joined: bool) -> None:
 
 
 def check_shared_name(resume: str, *, of_sweep: bool, named: bool) -> None:
-    """Jobs of a sweep whose runs have one name would take each other's newest checkpoint for their own."""
+    """Raise ConfigError if jobs of a sweep would resume from each other's checkpoints."""
     if resume == "auto" and of_sweep and not named:
         raise ConfigError(
-            "checkpoint.resume: is auto, and the jobs of a sweep share run.name: one would go on in the "
+            "checkpoint.resume: is auto, and the jobs of a sweep share run.name: one would resume in the "
             "folder of another; give each a name, such as 'run.name=lr_${optimizer.lr}', or use "
             "checkpoint.resume=never."
         )
 
 
 def check_batch(global_batch_size: int, micro_batch_size: int, dp_size: int) -> None:
-    """A global batch is whole micro-batches on every data rank."""
+    """Raise ConfigError if data-parallel ranks cannot split the global batch into whole micro-batches."""
     unit = dp_size * micro_batch_size
     if global_batch_size % unit:
         below, above = global_batch_size // unit * unit, next_batch(global_batch_size, unit)
         near = f"{below} or {above}" if below else str(above)
         raise ConfigError(
-            f"run.global_batch_size: {global_batch_size} does not divide by dp x run.micro_batch_size = "
+            f"run.global_batch_size: {global_batch_size} is not divisible by dp x run.micro_batch_size = "
             f"{dp_size} x {micro_batch_size}; use {near}."
         )
 
 
 def next_batch(global_batch_size: int, unit: int) -> int:
-    """The smallest multiple of ``unit`` that is no less."""
+    """Return the smallest multiple of ``unit`` that is not below ``global_batch_size``."""
     return -(-global_batch_size // unit) * unit
 
 
 def check_model_fits_data(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> None:
-    """Positions and vocabulary of the model against the data's."""
+    """Raise ConfigError if sequences or the tokenizer exceed the positions or vocabulary of the model."""
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
         raise ConfigError(
@@ -144,7 +146,7 @@ def check_model_fits_data(
 
 
 def check_length(eval_every: int, has_eval: bool, num_steps: int, resume: Path | None) -> None:
-    """Something to evaluate on where that is asked for, and steps left to take."""
+    """Raise ConfigError if evaluation has no data or the resumed run has no steps left."""
     if eval_every and not has_eval:
         raise ConfigError(
             f"run.eval_every: is {eval_every}, but there is no evaluation data; "
@@ -159,12 +161,12 @@ def check_length(eval_every: int, has_eval: bool, num_steps: int, resume: Path |
 
 
 def owes_evaluation(resume: Path) -> bool:
-    """Whether a stop has cut short the evaluation at the checkpoint's step; then the export is owed too."""
+    """Return whether a stop interrupted the evaluation of this step, so that it and the export are due."""
     return bool(read_meta(resume).state.get("owes_evaluation"))
 
 
 def check_early_stop(metric: str | None, mode: str, patience: int, resume: Path | None) -> None:
-    """Whether the run that is continued had not been stopped already."""
+    """Raise ConfigError if early stopping has already ended the resumed run."""
     if metric is None or resume is None:
         return
     state = read_meta(resume).state
@@ -177,7 +179,7 @@ def check_early_stop(metric: str | None, mode: str, patience: int, resume: Path 
 
 
 def check_start(init_from: str | None, resume: Path | None) -> None:
-    """A run that goes on has weights; those that it began with can only be what they were."""
+    """Raise ConfigError if a resumed run has another ``init_from`` than at its start."""
     if init_from is None or resume is None:
         return
     config = resume.absolute().parent.parent / "config.yaml"
@@ -185,13 +187,13 @@ def check_start(init_from: str | None, resume: Path | None) -> None:
     began = nodes.get("checkpoint", nodes.get("run", {})).get("init_from")  # before 0.2.0 it was a key of run
     if began != init_from:
         raise ConfigError(
-            f"checkpoint.init_from: {resume} goes on with its own weights, and its run began with {began}; "
+            f"checkpoint.init_from: {resume} resumes with its own weights, and its run began with {began}; "
             "leave checkpoint.init_from out, or use checkpoint.resume=never."
         )
 
 
 def check_profile(last_step: int, ranks: Sequence[int], steps_left: int, world_size: int) -> None:
-    """Whether there will be such steps and such ranks to record."""
+    """Raise ConfigError if the profiler is to record steps or ranks that the run does not have."""
     if last_step > steps_left:
         raise ConfigError(
             f"profiler.steps: the last is {last_step}, and this run takes {steps_left} steps; "
@@ -201,27 +203,27 @@ def check_profile(last_step: int, ranks: Sequence[int], steps_left: int, world_s
         raise ConfigError("profiler.ranks: is empty, and nothing would be recorded; use [0].")
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise ConfigError(
-            f"profiler.ranks: there is no rank {wrong[0]}; the run has {world_size}, choose from 0 on."
+            f"profiler.ranks: there is no rank {wrong[0]}; the run has {world_size} ranks, numbered from 0."
         )
 
 
 def steps_done(resume: Path | None) -> int:
-    """Of the run that is continued."""
+    """Return the number of steps in the checkpoint, 0 without one."""
     done: int = 0 if resume is None else read_meta(resume).state["step"]
     return done
 
 
 def check_shared_prompt(share_prompt: bool, layout: ParallelismSpec) -> None:
-    """Whether the engine lets a sequence see a part of another."""
+    """Raise ConfigError if the engine does not support shared prompts."""
     if share_prompt and not layout.computes_prefixes:
         raise ConfigError(
-            f"data.share_prompt: is not computed by {type(layout).__name__}; use parallelism=fsdp2 or "
+            f"data.share_prompt: is not supported by {type(layout).__name__}; use parallelism=fsdp2 or "
             "parallelism=single, or data.share_prompt=false."
         )
 
 
 def check_mtp_stage(layers: int, kind: str) -> None:
-    """``layers``: of the model, for further tokens; ``kind``: of a sample."""
+    """Raise ConfigError if MTP layers are combined with a ``kind`` of samples for comparing answers."""
     if layers and kind not in ("text", "chat"):
         raise ConfigError(
             f"model.mtp.num_layers: is {layers}, but this stage compares answers and predicts no next token; "
@@ -230,7 +232,7 @@ def check_mtp_stage(layers: int, kind: str) -> None:
 
 
 def check_normalisation(normalize: str | None, packing: str) -> None:
-    """A document that is cut across rows is no sample whose tokens could be averaged."""
+    """Raise ConfigError for averages per sequence if packing splits documents across rows."""
     if normalize == "sequence" and packing == "concat":
         raise ConfigError(
             "stage.normalize: is sequence, but data.packing=concat cuts samples across rows; "
@@ -239,7 +241,7 @@ def check_normalisation(normalize: str | None, packing: str) -> None:
 
 
 def check_adapter(adapter: AdapterConfig | None, model: PreTrainedModel, bias_update_rate: float) -> None:
-    """Under an adapter, if there is one, the model stays what it is, the biases of its routers too."""
+    """Raise ConfigError if the adapter does not fit the model or router biases would be updated with it."""
     if adapter is None:
         return
     if bias_update_rate:

@@ -1,4 +1,4 @@
-"""Every key of the composed config and who reads it."""
+"""A table of the keys of the composed config and the classes that read them."""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,8 +8,11 @@ RUN = "runner.config.run_config.RunConfig"
 
 
 def key_rows(config: Config) -> list[Json]:
-    """A row a key: whatever is below a ``_target_`` is an argument of that class (a key that it does not take
-    has been refused), and the rest is read by the runner itself."""
+    """Return one row per key with the class that reads it.
+
+    Keys below a ``_target_`` are arguments of that class (unknown ones have been rejected); the runner reads
+    all others.
+    """
     return [
         {"key": key, "value": value, "reader": reader} for key, value, reader in flatten_rows("", config, RUN)
     ]

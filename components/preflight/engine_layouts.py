@@ -1,4 +1,4 @@
-"""What the forecast of a run takes from its layout, which it knows by its type: that of an engine of ours."""
+"""Functions of the forecast that differ between the layouts of FSDP2 and Megatron."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,13 +19,13 @@ from components.preflight.search import fsdp2_layouts as fsdp2_layouts
 from components.preflight.search import megatron_layouts as megatron_layouts
 
 EngineLayout = FSDP2 | Megatron
-"""A parallelism of neither type has no forecast."""
+"""Layouts that have a forecast."""
 
 
 def known_parts(
     layout: ParallelismSpec, optimizer: OptimizerConfig, adapter: AdapterConfig | None
 ) -> tuple[EngineLayout, Optimizer, LoRA | None] | None:
-    """Return the arguments if a forecast knows them all, or None if one is of the user's own."""
+    """Return the arguments if all have the types that a forecast supports, otherwise None."""
     if (
         isinstance(layout, EngineLayout)
         and isinstance(optimizer, Optimizer)
@@ -36,7 +36,7 @@ def known_parts(
 
 
 def mesh_info(layout: EngineLayout, world_size: int) -> dict[str, Any]:
-    """Sizes by dimension, and the global rank at every place, as ``Engine.describe`` will tell them."""
+    """Return the mesh of ``Engine.describe``: size by dimension, and the global rank at every coordinate."""
     if isinstance(layout, FSDP2):
         return fsdp2_layouts.mesh_info(layout, world_size)
     return megatron_layouts.mesh_info(layout, world_size)
@@ -45,7 +45,7 @@ def mesh_info(layout: EngineLayout, world_size: int) -> dict[str, Any]:
 def memory(
     layout: EngineLayout, model: PreTrainedModel, optimizer: Optimizer, step: MemoryInputs
 ) -> list[RankMemory]:
-    """What a rank of every pipeline stage will need, in the order of the stages; builds nothing.
+    """Estimate the peak memory of one rank of each pipeline stage, without building the model.
 
     ``model`` is the transformers model on the meta device, without its adapter.
     """
@@ -63,7 +63,7 @@ def comm_cost(
     tokens: float,
     num_microbatches: int,
 ) -> StepCost:
-    """``tokens``: of one data rank in one step, which takes them in so many micro-batches."""
+    """Estimate the communication of a step with ``tokens`` in ``num_microbatches`` per data-parallel rank."""
     step: dict[str, Any] = {
         "world_size": world_size,
         "dtype": dtype,
@@ -76,7 +76,7 @@ def comm_cost(
 
 
 def memory_savers(layout: EngineLayout, world_size: int) -> Sequence[Mapping[str, Any]]:
-    """Changes of keys, each of which may have a rank hold less; not all of them fit every model."""
+    """Return changes of keys that may reduce the memory of a rank; some may not be valid for a model."""
     if isinstance(layout, FSDP2):
         return fsdp2_layouts.memory_savers(layout, world_size)
     return megatron_layouts.memory_savers(layout, world_size)

@@ -1,15 +1,15 @@
-"""Numbers for people."""
+"""Human-readable numbers."""
 
 
 def as_size(num_bytes: float) -> str:
-    """``1.5 GiB``, ``310 MiB``"""
+    """Format bytes as ``1.5 GiB`` or ``310 MiB``."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:,.1f} GiB"
     return f"{num_bytes / 2**20:,.0f} MiB"
 
 
 def as_count(number: float) -> str:
-    """``70.6 G``, ``4.72 M``: three digits."""
+    """Format a number with three significant digits, as ``70.6 G`` or ``4.72 M``."""
     number = float(f"{number:.3g}")
     for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
@@ -24,5 +24,5 @@ def as_seconds(seconds: float) -> str:
 
 
 def as_share(share: float) -> str:
-    """``+33 %``"""
+    """Format a change as ``+33 %``."""
     return f"{share:+.0%}".replace("%", " %")

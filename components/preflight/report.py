@@ -1,4 +1,4 @@
-"""What preflight found, as tables for a terminal and as preflight.json."""
+"""The results of preflight as tables for a terminal and as preflight.json."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ Section = Scalars | Sequence[Scalars]
 
 @dataclass(frozen=True)
 class Report:
-    """Sections by name: an object of scalars, or a table of such; and the same in a line each."""
+    """Sections by name, each an object of scalars or a table of them, and a one-line summary of each."""
 
     sections: Mapping[str, Section]
     lines: Mapping[str, str]
@@ -31,14 +31,14 @@ class Report:
         return json.dumps(self.sections, indent=2) + "\n"
 
     def render(self) -> Table:
-        """In a few lines."""
+        """Return the summaries, one line each."""
         table = Table.grid(padding=(0, 2))
         for name, line in self.lines.items():
             table.add_row(name, line)
         return table
 
     def render_all(self) -> RenderableType:
-        """A table for every section; of groups and keys, which may be thousands, and of layouts a text."""
+        """Return a table per section, but only the summaries of groups and keys (long tables) and of plan."""
         whole = [name for name in self.sections if name not in IN_A_LINE]
         short = Table.grid(padding=(0, 2))
         for name in IN_A_LINE:
@@ -47,15 +47,15 @@ class Report:
         return Group(*(tabulate(name, self.sections[name]) for name in whole), short)
 
 
-NO_FORECAST = "none of memory and time, which take a layout of FSDP2 or Megatron"
+NO_FORECAST = "none of memory and time, which need a layout of FSDP2 or Megatron"
 
 IN_A_LINE = ("groups", "keys", "plan")
 
 
 def survey(case: Candidate | None, config: Config) -> Report:
-    """Everything that is known of ``case`` before it runs, and who reads each key of ``config``.
+    """Return all estimates for ``case``, and the reader of each key of ``config``.
 
-    None: a layout of neither engine, of which only the keys are known.
+    None means that the layout belongs to neither engine; the report then has only the keys.
     """
     if case is None:
         return Report({"keys": key_rows(config)}, {"forecast": NO_FORECAST})
@@ -76,13 +76,13 @@ def survey(case: Candidate | None, config: Config) -> Report:
 
 
 def layout_section(case: Candidate) -> Scalars:
-    """Ranks, and the sizes of the mesh, outermost first."""
+    """Return the number of ranks and the sizes of the mesh, outermost first."""
     dims = mesh_info(case.layout, case.world_size)["dims"]
     return {"ranks": case.world_size, "parallelism": type(case.layout).__name__, **dims}
 
 
 def batch_section(case: Candidate, work: StepWork) -> Scalars:
-    """What a step is made of; sequences, tokens and labels are means over the first steps."""
+    """Return the sizes of a step; sequences, tokens and labels are means over the first steps."""
     workload = case.microbatch
     return {
         "rows": case.data.global_batch_size,
@@ -99,7 +99,7 @@ def batch_section(case: Candidate, work: StepWork) -> Scalars:
 
 
 def memory_section(case: Candidate) -> list[Scalars]:
-    """Bytes of a rank of every pipeline stage, a column a part; in host memory what is marked so."""
+    """Return the bytes of each part on a rank of each pipeline stage; "(host)" marks host memory."""
     ranks = case.memory
     names = list(dict.fromkeys(name for rank in ranks for name in rank.parts))
     hosts = list(dict.fromkeys(name for rank in ranks for name in rank.host))
@@ -115,7 +115,7 @@ def memory_section(case: Candidate) -> list[Scalars]:
 
 
 def device_section(case: Candidate) -> Scalars:
-    """What the forecast assumes of a rank's device; speeds are those of one rank."""
+    """Return what the forecast assumes about the device; speeds are per rank."""
     device = case.device
     return {
         "name": device.name,
@@ -141,7 +141,7 @@ def step_section(case: Candidate, work: StepWork) -> Scalars:
 
 
 def lines(case: Candidate, work: StepWork, sections: Mapping[str, Section]) -> dict[str, str]:
-    """The same for people, a line a section."""
+    """Return a one-line summary of each section."""
     time, workload, device = step_time(case, work), case.microbatch, case.device
     counts, most = parameter_counts(case), case.peak
     dims = mesh_info(case.layout, case.world_size)["dims"]
@@ -167,13 +167,13 @@ def lines(case: Candidate, work: StepWork, sections: Mapping[str, Section]) -> d
             f"{as_count(work.flops)}FLOP, {as_seconds(time.total)} where {device.mfu:.0%} of "
             f"{as_count(device.flops)}FLOP/s a rank is reached"
         ),
-        "keys": f"{len(sections['keys'])}, each read by the class that preflight.json names",
+        "keys": f"{len(sections['keys'])}, listed in preflight.json with the class that reads each",
     }
     return {name: line for name, line in found.items() if line}
 
 
 def tabulate(name: str, section: Section) -> Table:
-    """A row a key, or of a table a row an object; of memory a column a stage, as it has many parts."""
+    """Render an object as a row per key, a table as a row per object, memory as a column per stage."""
     table = Table(title=name.capitalize(), title_justify="left", show_header=not isinstance(section, Mapping))
     objects = [section] if isinstance(section, Mapping) else section
     if isinstance(section, Mapping) or name == "memory":
@@ -200,7 +200,7 @@ UNITS: Mapping[str, Callable[[float], str]] = {
     "per_s": lambda value: f"{value:,.0f}",
     "_s": as_seconds,
 }
-"""How a key ends, and how its value is shown."""
+"""Suffix of a key -> format of its value."""
 
 
 def cell(section: str, key: str, value: Any) -> str:

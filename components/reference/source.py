@@ -83,7 +83,7 @@ class ReferenceSource:
         wrong = sorted(word for word, token in tokenizer.get_vocab().items() if words.get(word) != token)
         if wrong:
             raise ConfigError(
-                f"{OPTION}={self.model.path}: its tokenizer numbers tokens otherwise ({len(wrong)} of them, "
+                f"{OPTION}={self.model.path}: its tokenizer gives tokens other ids ({len(wrong)} of them, "
                 f"like {wrong[0]!r}); choose a reference with the tokenizer of the trained model."
             )
 
@@ -101,7 +101,7 @@ def resolve_reference(
     choice = stage.reference
     if choice == "auto" and path is None and getattr(adapter, "path", None) is not None:
         raise ConfigError(
-            "stage.reference: is auto, but adapter.path continues an adapter; use adapter_off where the "
+            "stage.reference: is auto, but adapter.path continues an adapter; use adapter_off if the "
             "reference is the model without it, or merge it (python -m runner.export) and set "
             "stage.reference_path."
         )
@@ -109,8 +109,8 @@ def resolve_reference(
         choice = "frozen" if adapter is None or saved or path is not None else "adapter_off"
     if choice == "adapter_off" and adapter is None:
         raise ConfigError(
-            "stage.reference: is adapter_off, but adapter=none: the trained model is no reference; "
-            "use stage.reference=frozen, or train an adapter (adapter=lora)."
+            "stage.reference: is adapter_off, but adapter=none: the trained model cannot be its own "
+            "reference; use stage.reference=frozen, or train an adapter (adapter=lora)."
         )
     if choice == "adapter_off" and saved:
         raise ConfigError(

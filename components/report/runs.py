@@ -29,11 +29,11 @@ class Entry:
 
     number: int
     folder: Path | None
-    """None means that the run was rejected before it had a folder."""
+    """The run folder. None means that the run was rejected before it had one."""
     overrides: tuple[str, ...] | None = None
-    """None means those in run.json."""
+    """Overrides of the run. None means those in run.json."""
     status: str | None = None
-    """None means that in run.json."""
+    """Status of the run. None means that in run.json."""
     loss: float | None = None
     error: str | None = None
     seconds: float | None = None

@@ -94,8 +94,8 @@ class OptunaSweeper(Sweeper):
         first, *_ = [self.loader.load_sweep_config(self.config, example) for example in examples]
         if make_pruner(self.pruner, self.pruner_options) is not None and not first.run.eval_every:
             raise ConfigError(
-                f"hydra.sweeper.pruner: {self.pruner} looks at evaluations, and there is but one, at the end "
-                "(run.eval_every=0); set run.eval_every, or hydra.sweeper.pruner=none."
+                f"hydra.sweeper.pruner: {self.pruner} needs evaluations during the run, and the only one "
+                "is at the end (run.eval_every=0); set run.eval_every, or hydra.sweeper.pruner=none."
             )
 
     def leave_pruner(self, sweep: Path) -> None:

@@ -105,15 +105,13 @@ def distribution(override: Override) -> "BaseDistribution":
     sweep, words = override.value(), str(override.input_line)
     tags = sweep.tags if isinstance(sweep, Sweep) else set()
     if tags - {"log"} or (tags and not isinstance(sweep, IntervalSweep)):
-        raise ConfigError(
-            f"{words}: of tags there is one, log, and it is for an interval(...); leave it out."
-        )
+        raise ConfigError(f"{words}: the only tag is log, for an interval(...); leave it out.")
     if override.is_choice_sweep():
         return CategoricalDistribution(choices_of(override))
     if override.is_range_sweep():
         numbers = numbers_of(override)
         if not numbers:
-            raise ConfigError(f"{words}: is empty; a range(first, end, step) comes to its end before `end`.")
+            raise ConfigError(f"{words}: is empty; a range(first, end, step) stops before `end`.")
         whole = all(isinstance(number, int) for number in numbers)
         kind: Callable[..., BaseDistribution] = IntDistribution if whole else FloatDistribution
         step = abs(sweep.step)

@@ -37,7 +37,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if key not in KEYS or not equals:
-            raise ConfigError(f"{argument}: is none of the keys, as KEY=VALUE; {did_you_mean(key, KEYS)}")
+            raise ConfigError(f"{argument}: is not KEY=VALUE with a known key; {did_you_mean(key, KEYS)}")
         allowed = KEYS[key]
         if allowed is not None and value not in allowed:
             raise ConfigError(f"{argument}: must be {' or '.join(allowed)}.")
@@ -52,9 +52,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
             "merge: must be true with adapter; without, the adapter's own folder is the export."
         )
     if "base" in given and "adapter" not in given:
-        raise ConfigError(
-            "base: is not read with checkpoint, whose run says what its model is; leave it out."
-        )
+        raise ConfigError("base: is not read with checkpoint, whose run determines the model; leave it out.")
     return given
 
 
@@ -87,7 +85,7 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
     run = point.parent.parent
     if not (run / "config.yaml").is_file():
         raise ConfigError(
-            f"checkpoint: {run} has no config.yaml, which says what the model is; give one in a run's folder."
+            f"checkpoint: {run} has no config.yaml, which describes the model; give one in a run's folder."
         )
     config, target = read_run_config(run), new_folder(given["output"])
     model, adapter = (

@@ -22,7 +22,7 @@ def report(arguments: Sequence[str]) -> None:
         runs = write_page(f"{folder.parent.name} / {folder.name}", entries(folder), output)
     except OSError as error:
         raise ConfigError(
-            f"output: cannot write {output}: {error.strerror}; give output=FILE, one that you may write."
+            f"output: cannot write {output}: {error.strerror}; give output=FILE with a writable file."
         ) from error
     counts = Counter(run.status for run in runs)
     print(f"{len(runs)} run(s): {', '.join(f'{count} {status}' for status, count in counts.items())}")
@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str]) -> tuple[Path, Path]:
     options = dict(argument.split("=", maxsplit=1) for argument in arguments if "=" in argument)
     for key in options:
         if key != "output":
-            raise ConfigError(f"{key}: is no option; there is output=FILE alone. {usage}")
+            raise ConfigError(f"{key}: is not an option; the only one is output=FILE. {usage}")
     if len(folders) != 1:
         raise ConfigError(f"FOLDER: {len(folders)} are given; give one. {usage}")
     folder = Path(folders[0]).absolute()

@@ -1,1 +1,1 @@
-"""From a composed config to checked objects."""
+"""Conversion of a composed config into checked objects."""

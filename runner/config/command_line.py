@@ -1,4 +1,4 @@
-"""The command line as the user typed it, and how to run one job of a sweep by itself."""
+"""Parsing of the command line, and the command of a single job of a sweep."""
 
 from collections.abc import Sequence
 from itertools import pairwise

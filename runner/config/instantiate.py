@@ -1,4 +1,4 @@
-"""From a composed config to components: every key is checked against the signature that will read it."""
+"""Building of components from a composed config, with every key checked against their signatures."""
 
 import inspect
 import json
@@ -45,7 +45,7 @@ NODES: Mapping[str, type] = {
 
 @dataclass(frozen=True)
 class Experiment:
-    """The checked description of every component; no model or data has been built."""
+    """The checked configuration of every component, before any model or data is built."""
 
     run: RunConfig
     checkpoint: CheckpointConfig
@@ -54,7 +54,7 @@ class Experiment:
     preflight: PreflightConfig
     model: ModelConfig
     adapter: AdapterConfig | None
-    """None means that the model itself is trained."""
+    """The adapter to train. None means that the model itself is trained."""
     parallelism: ParallelismSpec
     optimizer: OptimizerConfig
     scheduler: SchedulerSpec
@@ -65,10 +65,10 @@ class Experiment:
 
 
 def build_experiment(config: Config, where: ConfigSources) -> Experiment:
-    """Build the descriptions of all groups.
+    """Build the configuration objects of all groups and nodes.
 
     Raises:
-        ConfigError: if a key is unknown, a value is missing or of the wrong type, or a component refuses it.
+        ConfigError: if a key is unknown, a value is missing or invalid, or a component rejects it.
     """
     known = {field.name for field in fields(Experiment)}
     for key in config:

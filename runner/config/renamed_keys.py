@@ -51,7 +51,7 @@ RENAMED: Mapping[str, str] = {
 
 
 def check_renamed(key: str, source: str) -> None:
-    """Raise ConfigError if ``key``, which nothing reads, is an old name; ``source`` is where it was given."""
+    """Raise ConfigError if the unknown ``key`` is an old name; ``source`` is where it was given."""
     if key in RENAMED:
         raise ConfigError(f"{key} ({source}): is {RENAMED[key]} now; use that name.")
 

@@ -165,7 +165,7 @@ def watched_metric(
     """Return the metric that checkpoints and early stopping watch, or None if they watch none.
 
     Raises:
-        ConfigError: if they watch different metrics or modes, a metric is not of the evaluation, or
+        ConfigError: if they watch different metrics or modes, a metric is not an evaluation metric, or
             ``run.eval_every`` is 0.
     """
     watched = {
@@ -178,7 +178,7 @@ def watched_metric(
             raise ConfigError(f"{key}: {metric.name!r} is not a metric of the evaluation; use eval/loss.")
         if not run.eval_every:
             raise ConfigError(
-                f"{key}: {metric.name} is looked at after every evaluation, and the only one is at the end "
+                f"{key}: {metric.name} is read after every evaluation, and the only one is at the end "
                 "(run.eval_every=0); set run.eval_every."
             )
     if len(set(given.values())) > 1:
@@ -193,7 +193,7 @@ def watched_metric(
 def check_restarts(run: RunConfig, checkpoint: CheckpointConfig) -> None:
     if run.max_restarts and checkpoint.model_only:
         raise ConfigError(
-            "run.max_restarts: nothing starts again from weights only; set checkpoint.model_only=false or "
+            "run.max_restarts: a run cannot restart from weights only; set checkpoint.model_only=false or "
             "run.max_restarts=0."
         )
 
@@ -213,5 +213,5 @@ def seconds(value: float | str) -> float:
     else:
         total = float(text) if re.fullmatch(r"\d+(\.\d*)?", text) else 0.0
     if total <= 0:
-        raise ConfigError(f"run.max_time: {text!r} is no time; give seconds, HH:MM:SS, or 3h30m.")
+        raise ConfigError(f"run.max_time: {text!r} is not a duration; give seconds, HH:MM:SS, or 3h30m.")
     return total

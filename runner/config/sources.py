@@ -39,7 +39,7 @@ class ConfigSources:
         return display(group_file) if group_file else CONFIG
 
     def given(self, key: str) -> bool:
-        """Return whether the value of ``key`` comes from anywhere but conf/config.yaml."""
+        """Return whether the value of ``key`` was set outside of conf/config.yaml."""
         return self.of(key) != CONFIG
 
     def _file(self, group: str, option: str | None) -> Path | None:

@@ -84,7 +84,7 @@ def print_stopped(
         print(f"{words}, the last one, before its export; checkpoint: {checkpoint}")
         return False
     if config.model_only:
-        print(f"{words}; weights alone, from which nothing can resume: {checkpoint}")
+        print(f"{words}; only weights, from which no run can resume: {checkpoint}")
         return False
     print(f"{words}; resume with: {resume_command(command, overrides, checkpoint)}")
     return True

@@ -31,7 +31,7 @@ class PreparedRun:
     previous_run_dir: Path | None
     """The run folder of an earlier start of this run, if SLURM has started it again."""
     candidate: preflight.Candidate | None
-    """None means that the layout has no forecast."""
+    """Inputs of the forecast. None means that the layout has no forecast."""
 
 
 def make_candidate(
@@ -102,6 +102,6 @@ def print_forecast(
         preflight.check_fits(case)
     elif ahead.mode == "only" and not case.fits():
         console.print(
-            "It does not fit this machine; preflight.device_name=H100 tells of another.", highlight=False
+            "It does not fit this machine; preflight.device_name=H100 estimates another.", highlight=False
         )
     return math.nan

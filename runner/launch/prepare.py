@@ -1,4 +1,4 @@
-"""Second part of a launch: the folder of a run that nothing speaks against."""
+"""Second part of a launch: create and fill the folder of a run that passed all checks."""
 
 import os
 from dataclasses import replace
@@ -63,7 +63,7 @@ def prepare(launch: RunPreparation) -> Path:
 
 
 def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRecord]:
-    """Create the run folder, or open that of the run that goes on; return it with its record."""
+    """Create the run folder, or open that of the resumed run; return it with its record."""
     run, own = launch.experiment.run, found.previous_run_dir
     if own is None and launch.experiment.checkpoint.resume == "auto" and found.resume is not None:
         own = found.resume.parent.parent

@@ -22,7 +22,7 @@ def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> None:
     """Call ``run_workers``, and again after each failure, at most ``max_restarts`` times.
 
     Raises:
-        TrainingError: if the last start fails, or any start with a FinalError, which a restart cannot fix.
+        TrainingError: if the last start fails, or any start with a NonRetryableError.
     """
     for number in range(1, max_restarts + 1):
         try:

@@ -38,7 +38,7 @@ class ReferenceCache:
 
     folder: str
     compute: bool
-    """Whether ranks have to compute some of them first."""
+    """Whether ranks must compute missing log-probabilities first."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RunRecord:
     """Seconds since the epoch; ``run.max_time`` counts from there."""
     stopped: Stopped | None = None
     ended: RunStatus | None = None
-    """None means that the run is under way, or was killed."""
+    """Outcome of the run. None means that it has not ended, or was killed."""
     restarts: int = 0
     world_size: int = 1
     device: Literal["cpu", "cuda"] = "cpu"

@@ -33,14 +33,14 @@ def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
 def announce(number: int) -> None:
     """Print the request, unbuffered: a signal handler may have interrupted a write to the buffers."""
     name = signal.Signals(number).name
-    os.write(2, f"{name}: the run ends when what it is doing is whole; once more: at once\n".encode())
+    os.write(2, f"{name}: the run ends at the next safe point; a second one ends it now\n".encode())
 
 
 class SignalHandler:
     """A handler that records stop signals: after the first, the run continues to the end of its step.
 
-    A second Ctrl-C or SIGTERM raises KeyboardInterrupt, but not with ``patient``: a rank with a parent is
-    ended by its parent, and may get a signal twice, from the parent and from a batch system.
+    A second Ctrl-C or SIGTERM raises KeyboardInterrupt, except with ``ignore_second``: a rank with a parent
+    is ended by its parent, and may get a signal twice, from the parent and from a batch system.
     """
 
     def __init__(self, on_signal: Callable[[int], object], *, ignore_second: bool = False) -> None:

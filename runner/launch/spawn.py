@@ -32,7 +32,7 @@ def run_workers(folder: Path, world_size: int) -> None:
 
     Raises:
         TrainingError: if a rank failed; all other ranks are ended first, and the message has its traceback.
-            It is a FinalError if the rank would fail again, or had been requested to stop.
+            It is a NonRetryableError if the rank would fail again, or had been requested to stop.
         KeyboardInterrupt: if a signal came before the ranks could handle it, or came twice.
     """
     clear_failure_reports(folder)

@@ -1,4 +1,4 @@
-"""Jobs of a sweep side by side on this machine, each in a process of its own."""
+"""Parallel jobs of a sweep on this machine, each in its own process."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from runner.sweeps.job_record import SweepJob, read_job_record
 
 POLL_S = 0.1
 GRACE_S = 5.0
-"""For jobs to end their ranks, once a second signal has come."""
+"""Seconds for jobs to end their ranks after a second signal."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LocalJob:
     sweep_job: SweepJob
     command: Sequence[str]
     given: bytes
-    """What it reads from its standard input."""
+    """Standard input of the process."""
 
     @property
     def log(self) -> Path:
@@ -43,19 +43,19 @@ class RunningJob:
 
 
 def run_jobs(jobs: Sequence[LocalJob], at_once: int) -> None:
-    """Runs all of ``jobs``, ``at_once`` of them at a time; each that has begun leaves an outcome.
+    """Run all ``jobs``, ``at_once`` of them at a time; each job that has begun leaves an outcome.
 
-    The first signal is passed on to those that run, which save and end, and no other begins.
+    The first signal is forwarded to the running jobs, which save and end, and no further job begins.
 
     Raises:
-        SystemExit: a signal came. Its code is DONE, or INTERRUPTED where a job had nothing to save.
-        KeyboardInterrupt: it came twice; no job is left running.
+        SystemExit: after a signal. Its code is DONE, or INTERRUPTED if a job could not save its state.
+        KeyboardInterrupt: after a second signal; no job is left running.
     """
     LocalJobPool(jobs, min(at_once, len(jobs))).run()
 
 
 class LocalJobPool:
-    """The jobs of one launch: those that wait, and those that run, by the place that they run in."""
+    """The waiting jobs of one launch, and the running ones by the slot that they occupy."""
 
     def __init__(self, jobs: Sequence[LocalJob], places: int) -> None:
         self.waiting, self.running = deque(jobs), dict[int, RunningJob]()
@@ -81,11 +81,11 @@ class LocalJobPool:
         for place, environ in enumerate(self.shares):
             if place not in self.running and self.waiting and not self.request.number:
                 self.running[place] = start_job(self.waiting.popleft(), environ)
-                if self.request.number:  # it came meanwhile
+                if self.request.number:  # a signal arrived meanwhile
                     self.running[place].process.send_signal(self.request.number)
 
     def collect(self) -> None:
-        """Takes note of the jobs that have ended."""
+        """Remove the jobs that have ended from the running ones and report them."""
         for place, running in list(self.running.items()):
             if running.process.poll() is not None:
                 del self.running[place]
@@ -95,12 +95,14 @@ class LocalJobPool:
 
     def forward_signal(self, number: int) -> None:
         name = signal.Signals(number).name
-        write_stderr(f"{name}: no other job begins, and those that run save and end; once more: at once")
+        write_stderr(
+            f"{name}: no other job begins, and running jobs save and end; a second signal ends them now"
+        )
         for running in self.running.values():
             running.process.send_signal(number)
 
     def terminate(self) -> None:
-        """Whatever runs has been asked once already, or is not wanted any more."""
+        """End all running jobs, by force after GRACE_S seconds."""
         with handling(lambda *_: None):
             processes = [running.process for running in self.running.values()]
             for process in processes:
@@ -117,7 +119,7 @@ class LocalJobPool:
 
 
 def start_job(job: LocalJob, environ: dict[str, str]) -> RunningJob:
-    """A process in a session of its own, such that a terminal's Ctrl-C comes to this process alone."""
+    """Start a job in a new session, so that Ctrl-C in a terminal reaches only this process."""
     job.sweep_job.mark_running()
     with tempfile.TemporaryFile() as given, job.log.open("wb") as log:
         given.write(job.given)
@@ -134,9 +136,9 @@ def start_job(job: LocalJob, environ: dict[str, str]) -> RunningJob:
 
 
 def close_job(running: RunningJob, *, stopping: bool) -> None:
-    """Sees to it that an ended job has an outcome, and says what it is."""
+    """Print the outcome of a job that has ended, after recording it if the job could not."""
     job, code, seconds = running.job, running.process.returncode, time.monotonic() - running.began
-    if read_job_record(job.sweep_job.path).status == "running":  # it could not say so itself
+    if read_job_record(job.sweep_job.path).status == "running":  # the job could not record its end
         error = f"the job {describe_exit(code)}; the end of {job.log}:{read_last_lines(job.log)}"
         job.sweep_job.finish(
             "interrupted" if stopping else "failed", error=None if stopping else error, seconds=seconds
@@ -151,14 +153,14 @@ def close_job(running: RunningJob, *, stopping: bool) -> None:
 
 
 def write_stderr(words: str) -> None:
-    """From a signal handler too, so without the buffers that it may have interrupted."""
+    """Write a line to stderr without its buffers, which a signal handler may have interrupted."""
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{words}\n".encode())
 
 
 def gpu_share(place: int, places: int, gpus: Sequence[str]) -> dict[str, str]:
-    """What the job in ``place`` finds in its environment: its part of the cores and GPUs of this machine.
+    """Return the environment variables that give slot ``place`` its part of the cores and GPUs.
 
-    Where jobs are more than GPUs, several share one. ``OMP_NUM_THREADS`` stays what the user has set.
+    If there are more slots than GPUs, several share one. ``OMP_NUM_THREADS`` of the user is kept.
     """
     environ: dict[str, str] = {}
     if "OMP_NUM_THREADS" not in os.environ:
@@ -174,6 +176,6 @@ def visible_gpus() -> list[str]:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return [gpu for gpu in listed.split(",") if gpu]
-    import torch  # here, since most commands never come this far
+    import torch  # here, because most commands do not need it
 
     return [str(number) for number in range(torch.cuda.device_count())]

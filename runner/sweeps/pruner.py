@@ -12,7 +12,7 @@ FILE = "pruner.json"
 
 
 def leave_pruner(sweep: Path, target: str, options: Config) -> None:
-    """Write the jobs' pruner: ``target`` (module:class), called with the job's number and ``options``."""
+    """Write the file from which jobs build their pruner: ``target`` (module:class) with ``options``."""
     (sweep / FILE).write_text(json.dumps({"target": target, "options": dict(options)}) + "\n")
 
 

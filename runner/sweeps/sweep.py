@@ -1,7 +1,7 @@
-"""Sweeps: one job after another or side by side, a table at the end, and an exit code that tells of failures.
+"""Sweeps: outcomes of jobs, a table of them at the end, and an exit code that reflects failures.
 
-Hydra's sweepers and launchers raise the first failure and show no other; so a job never raises here: it
-writes its outcome, and who started the sweep reads them all.
+Hydra's sweepers and launchers raise the first failure and hide all others. Therefore a job never raises here:
+it records its outcome, and the process that started the sweep reads all outcomes.
 """
 
 import json
@@ -29,12 +29,12 @@ from runner.training.stop import PRUNED
 
 
 def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[Exception], int]) -> float:
-    """One job: its loss, NaN where there is none.
+    """Run one job and return its loss, NaN without one.
 
-    ``explained`` prints what a user should read of a failure and returns the exit code it deserves.
+    ``explained`` prints a failure for the user and returns its exit code.
 
     Raises:
-        KeyboardInterrupt, SystemExit: a signal; no other job of this process is to begin.
+        KeyboardInterrupt, SystemExit: after a signal; no other job of this process shall begin.
     """
     point.mark_running()
     began, loss = time.monotonic(), math.nan
@@ -45,7 +45,7 @@ def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[E
 
     try:
         loss = task()
-    except Exception as error:  # noqa: BLE001  all of it is printed and written down
+    except Exception as error:  # noqa: BLE001  every failure is printed and recorded
         mistake = explained(error) == MISTAKE
         words = str(error) if mistake else f"{type(error).__name__}: {error}"
         ended("invalid" if mistake else "failed", words)
@@ -58,9 +58,9 @@ def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[E
 
 
 def job_status(point: SweepJob) -> JobStatus:
-    """Of a job that raised nothing: ``stopped`` where its time was up (``run.max_time``)."""
+    """Return the status of a job that did not raise: ``interrupted`` if ``run.max_time`` ended it."""
     folder = read_job_record(point.path).folder
-    if folder is None or not Path(folder, "run.json").is_file():  # a forecast has none
+    if folder is None or not Path(folder, "run.json").is_file():  # a forecast writes none
         return "completed"
     stopped = RunRecord.read(Path(folder)).stopped
     if stopped is None:
@@ -69,7 +69,7 @@ def job_status(point: SweepJob) -> JobStatus:
 
 
 def create_sweep(folder: Path, overrides: Sequence[str]) -> None:
-    """Writes down what is swept; of a sweep that goes on, what it was begun with stays."""
+    """Write ``sweep.json`` with the command; a sweep that is resumed keeps its file."""
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     path = folder / "sweep.json"
     if not path.exists():
@@ -77,12 +77,12 @@ def create_sweep(folder: Path, overrides: Sequence[str]) -> None:
 
 
 def finish_sweep(folder: Path, code: int) -> int:
-    """Prints the table of a sweep whose command ends with ``code``; returns the code it should end with.
+    """Print the table of a sweep and return its exit code, given the ``code`` of its command.
 
-    A refused point is listed and fails nothing, as long as another was not refused.
+    A refused job is only listed, unless all jobs were refused.
     """
     records = read_job_records(folder)
-    if not records or code == MISTAKE:  # jobs never raise: it is the sweep itself that was refused
+    if not records or code == MISTAKE:  # jobs never raise, so the sweep itself was refused
         return code
     counts = Counter(record.status for record in records)
     if code == DONE and (counts["failed"] or counts["running"]):

@@ -83,7 +83,7 @@ def train(t: TrainContext) -> None:
 
 
 def should_stop(t: TrainContext) -> Stopped | None:
-    """Return the step and reason of the stop. None means that the run has come to its end."""
+    """Return the step and reason of the stop. None means that the run is complete."""
     if t.stop.reason is None:
         return None
     return Stopped(t.state.step, t.train_data.num_steps, t.stop.reason)

@@ -37,7 +37,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record the body, train step ``number`` of the whole run, counted from 1, if it is due."""
+        """Record train step ``number`` (from 1), which the body runs, if it is one of ``profiler.steps``."""
         self.steps += 1
         if self.recorder is not None and self.steps == self.first:
             self.recorder.start()

@@ -48,10 +48,10 @@ class TrainState:
         return spike_factor * self.loss_mean
 
     def evaluated(self, means: Mapping[str, float], metric: str, mode: str) -> bool:
-        """Record an evaluation; return whether its ``metric`` (with ``eval/``) is better than ever before.
+        """Record an evaluation; return whether its ``metric`` (with ``eval/``) is the best so far.
 
         Raises:
-            FinalError: if the evaluation has no such metric.
+            NonRetryableError: if the evaluation has no such metric.
         """
         named = {f"eval/{name}": value for name, value in means.items()}
         if metric not in named:

@@ -16,7 +16,7 @@ PRUNED = "pruned"
 """The reason if the pruner of a sweep's optimiser ends a run that is not promising."""
 
 TIME_LIMIT = 1000.0
-"""A code above every signal number, so that the maximum over ranks is one reason."""
+"""Code of the time limit among stop reasons. It is above all signal numbers, and ranks use the maximum."""
 RECENT = 20
 """Number of recent steps whose longest bounds the next. The first, which compiles, soon drops out."""
 MARGIN, EXIT_S = 1.5, 2.0

@@ -335,7 +335,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
             "adapter=lora",
             "adapter.target_modules=[model.layers.1.mlp.shared_experts.up_proj]",
         ],
-        ["adapter.target_modules", "of no expert"],
+        ["adapter.target_modules", "not in an expert"],
     ),
     "biases under an adapter": (
         ["model=deepseek_tiny", "adapter=lora"],

@@ -106,7 +106,7 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     "layout string and stages": (
         (ON + "pp2", "parallelism.pipeline_layout='Ett|ttL'", "parallelism.first_stage_layers=2"),
         "parallelism.pipeline_layout",
-        "give one of the two ways",
+        "use one of the two ways",
     ),
     # ---- context parallelism
     "cp 3": ((ON + "fsdp2_cp2", "parallelism.cp=3"), "parallelism.cp: 3", "parallelism.cp=2 or 4"),

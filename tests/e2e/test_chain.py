@@ -77,7 +77,7 @@ def test_weights_that_would_not_be_read_are_refused(
     ("options", "words"),
     [
         (("checkpoint.init_from={tmp}",), ["checkpoint.init_from: ", "holds no complete checkpoint"]),
-        (("checkpoint.init_from={pt}", "model.architecture.hidden_size=32"), ["model asks for [8192, 32]"]),
+        (("checkpoint.init_from={pt}", "model.architecture.hidden_size=32"), ["model needs [8192, 32]"]),
         (("checkpoint.init_from={pt}", "model.architecture.num_hidden_layers=3"), ["lacks model.layers.2"]),
     ],
 )

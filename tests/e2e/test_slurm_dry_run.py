@@ -85,7 +85,7 @@ def test_a_point_that_does_not_fit_takes_no_place_in_the_queue(
         ("nodes=two", "hydra.launcher.nodes "),
         ("max_requeues=-1", "hydra.launcher.max_requeues: must be 0 or more"),
         ("signal_delay_s=3600", "hydra.launcher.signal_delay_s: 3600 s before the time limit of 60 min"),
-        ("sbatch_args=[-x]", "hydra.launcher.sbatch_args: '-x' is no long option"),
+        ("sbatch_args=[-x]", "hydra.launcher.sbatch_args: '-x' is not a long option"),
         ("tasks=2", "hydra.launcher.tasks"),
     ],
 )
@@ -104,4 +104,4 @@ def test_no_slurm(
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert call(tmp_path, "run.seed=1,2") == 2
-    assert "hydra/launcher=slurm: there is no srun here" in capsys.readouterr().err
+    assert "hydra/launcher=slurm: srun is not installed here" in capsys.readouterr().err

@@ -58,7 +58,7 @@ def test_a_refused_point_is_listed_and_fails_nothing(
     GlobalHydra.instance().clear()
     assert call_here("-m", *SMALL, "run.global_batch_size=5,4", f"run.output_dir={tmp_path}") == 0
     shown = capsys.readouterr()
-    assert "run.global_batch_size: 5 does not divide" in shown.err
+    assert "run.global_batch_size: 5 is not divisible" in shown.err
     refused, done = read_job_records(next((tmp_path / "sweeps").iterdir()))
     assert (refused.status, refused.folder, refused.loss) == ("invalid", None, None)
     assert (done.status, done.error) == ("completed", None)

@@ -46,7 +46,7 @@ def test_a_failing_rank_ends_the_run_with_its_own_words(tmp_path: Path, how: str
 def test_a_second_signal_ends_what_a_hung_rank_holds_up(tmp_path: Path) -> None:
     started, ranks = start(tmp_path, "hang")
     started.process.send_signal(signal.SIGTERM)
-    started.until(lambda: "SIGTERM: the run ends when" in started.stderr())
+    started.until(lambda: "SIGTERM: the run ends at" in started.stderr())
     started.process.send_signal(signal.SIGINT)
     answer = started.finish()
     assert answer.returncode == 130

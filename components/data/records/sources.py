@@ -48,7 +48,7 @@ def _read_folder(folder: Path) -> Iterator[tuple[Record, str]]:
     files = sorted(path for path in found if not _is_hidden(path.relative_to(folder)))
     if not files:
         raise ConfigError(
-            f"{folder}: holds no {_EXTENSIONS} file, and is no saved dataset. Check the folder."
+            f"{folder}: holds no {_EXTENSIONS} file, and is not a saved dataset. Check the folder."
         )
     for file in files:
         yield from _not_empty(_read_file(file), file)
@@ -129,7 +129,9 @@ def _read_csv(path: Path) -> Iterator[tuple[Record, str]]:
         try:
             names = next(rows, [])
             if any(len(name) > _MAX_NAME or "\n" in name for name in names) or len(set(names)) < len(names):
-                raise ConfigError(f"{path}:1: is no header of distinct field names. Begin the csv with one.")
+                raise ConfigError(
+                    f"{path}:1: is not a header with distinct field names. Begin the csv with one."
+                )
             line = rows.line_num + 1
             for row in rows:
                 origin, line = f"{path}:{line}", rows.line_num + 1
@@ -153,7 +155,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[Record, str]]:
                     yield record, f"{path}:{row}"
     except pyarrow.ArrowException as error:
         reason, _, _ = str(error).partition("\n")
-        raise ConfigError(f"{path}: is no readable parquet file ({reason}). Write it again.") from error
+        raise ConfigError(f"{path}: is not a readable parquet file ({reason}). Write it again.") from error
 
 
 def _read_txt(path: Path) -> Iterator[tuple[Record, str]]:
@@ -174,7 +176,7 @@ def _read_saved_dataset(folder: Path) -> Iterator[tuple[Record, str]]:
         dataset = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         reason, _, _ = str(error).partition("\n")
-        raise ConfigError(f"{folder}: is no readable saved dataset ({reason}). Save it again.") from error
+        raise ConfigError(f"{folder}: is not a readable saved dataset ({reason}). Save it again.") from error
     for row, record in enumerate(dataset, start=1):
         yield record, f"{folder}:{row}"
 

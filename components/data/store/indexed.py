@@ -139,9 +139,9 @@ def _read_header(path: Path) -> tuple[int, int, int]:
     fields = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0, 0, 0)
     magic, version, code, count, _ = fields
     if magic != _MAGIC or version != 1:
-        _fail(path, "is no index of Megatron's IndexedDataset, version 1", "Check data.train.")
+        _fail(path, "is not an index of Megatron's IndexedDataset, version 1", "Check data.train.")
     if code not in _TYPES:
-        _fail(path, f"holds values of type code {code}, which are no tokens", "Write integers.")
+        _fail(path, f"holds values of type code {code}, which are not tokens", "Write integers.")
     if count == 0:
         _fail(path, "holds no sequence", "Give data.train a data set with at least one.")
     return code, count, _HEADER.size

@@ -59,7 +59,7 @@ class TokenChunk:
 
     tokens: npt.NDArray[np.uint32]
     mask: Bools
-    """Like ``tokens``: whether each is a target of the loss."""
+    """Whether each of ``tokens`` is a target of the loss."""
     lengths: Ints
     """Tokens per sequence."""
     truncated: Bools
@@ -87,7 +87,7 @@ class TokenChunk:
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """The content of meta.json, which lies next to the arrays and is written last."""
+    """The content of meta.json, which is next to the arrays and is written last."""
 
     token_type: str
     sequences_per_sample: int
@@ -229,7 +229,7 @@ class TokenStore:
         """Open the token store at ``path``.
 
         Raises:
-            TornStore: if there is none, or part of it is missing.
+            CorruptTokenStore: if there is none, or part of it is missing.
         """
         try:
             meta = StoreMeta(**json.loads((path / "meta.json").read_text()))

@@ -43,7 +43,7 @@ def check_liger(model: PreTrainedModel, device: Literal["cpu", "cuda"]) -> None:
         )
     if not has_liger(model):
         kind = f"{model.config.model_type} ({type(model).__name__})"
-        raise ConfigError(f"run.kernels: liger-kernel does not know {kind}; use run.kernels=torch.")
+        raise ConfigError(f"run.kernels: liger-kernel does not support {kind}; use run.kernels=torch.")
 
 
 def has_liger(model: PreTrainedModel) -> bool:

@@ -34,7 +34,7 @@ def check(model: PreTrainedModel, cp: int, tp: int) -> None:
         if kind := next((kind for kind in kinds if kind in BY_LENGTH), None):
             raise ConfigError(
                 f"parallelism.cp: rope_type={kind} of {model.config.model_type} depends on the longest "
-                "sequence of a batch, and a rank sees a part of it; use parallelism.cp=1."
+                "sequence of a batch, of which a rank has only a part; use parallelism.cp=1."
             )
 
 

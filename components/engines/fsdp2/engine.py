@@ -1,4 +1,4 @@
-"""The FSDP2 engine: sharded weights, one reduction a step, sums divided once."""
+"""The FSDP2 engine: sharded weights, with sums divided once per step."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -41,12 +41,12 @@ from components.optimizers import Optimizer, torch_optimizer
 
 
 class FSDP2Engine(TrainStepEngine):
-    """Implements ``components.contracts.engine.Engine`` over ``torch.distributed.fsdp.fully_shard``.
+    """Implementation of ``components.contracts.engine.Engine`` with ``torch.distributed.fsdp.fully_shard``.
 
-    Every rank builds it together, inside a process group. Weights come from ``model`` by their Hugging Face
-    names. A reference (``frozen``) is a second copy of the initial weights or ``reference_model``, or the
-    model without its adapter (``adapter_off``). ``weights`` are those that are trained: others take no
-    gradient and no moments, and are in no checkpoint.
+    All ranks build it together, inside a process group. Weights are read from ``model`` by their Hugging Face
+    names. The reference model is a second copy of the initial weights or ``reference_model`` (``frozen``), or
+    the model without its adapter (``adapter_off``). ``weights`` are the trained parameters. Frozen parameters
+    have no gradient and no moments, and are not in checkpoints.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class FSDP2Engine(TrainStepEngine):
                 weights = model.weights(options.seed)
             self.reference = build_model(model, weights, self.mesh, layout, options, device, trainable=False)
         self.max_grad_norm, self.moments = optimizer.max_grad_norm, optimizer.moments
-        # The shards, once: while a module is gathered it shows its whole parameters instead.
+        # Collected once, because a gathered module has its whole parameters instead of the shards.
         self.named_weights = list(self.scorer.named_weights())
         self.weights = {name: parameter for name, parameter in self.named_weights if parameter.requires_grad}
         self.sizes, self.routing = self.scorer.sizes(), self.scorer.routing
         self.members = [m for m in self.scorer.members() if m.parameter.requires_grad or adapter is None]
         self.trained = [m for m in self.members if m.parameter.requires_grad]
-        # Of a model that an adapter is trained for, they stay what they are.
+        # With an adapter, the router biases of the model do not change.
         self.biases = bias_buffers(self.scorer.lm) if adapter is None else {}
         self.optimizer = torch_optimizer(optimizer, list(self.weights.items()))
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        # Dropout: every rank draws its own stream from here on.
+        # For dropout, every rank has its own random stream from here on.
         torch.manual_seed(options.seed + dist.get_rank())
 
     # ---- the train step
@@ -100,13 +100,13 @@ class FSDP2Engine(TrainStepEngine):
         with naming_microbatch(microbatches) as begin:
             for index, here in enumerate(microbatches):
                 begin(index)
-                # Gradients of a call add up in place and are reduced with its last micro-batch.
+                # Gradients of a call are accumulated and reduced with its last micro-batch.
                 self._set_gradient_sync(index == len(microbatches) - 1)
                 batch, ahead = here.to(self.device), self.spec.mtp.batches(here)
                 stats, mtp = self._stats(self.scorer, batch, loss, ahead)
                 output, counts = add_mtp_losses(
                     loss(stats, batch),
-                    loss.counts(here),  # of what lies here: reading a GPU would wait
+                    loss.counts(here),  # of the copy in host memory: reading a GPU would wait
                     self.spec.mtp,
                     ahead,
                     mtp,
@@ -115,7 +115,7 @@ class FSDP2Engine(TrainStepEngine):
                 self.sums.add(output, counts)
 
     def reduce_gradients(self) -> None:
-        """The last micro-batch of every call has reduced them."""
+        """Do nothing: the last micro-batch of every call has reduced them."""
 
     def divide_gradients(self, count: int) -> None:
         torch._foreach_div_([local_shard(g) for g in self._gradients()], count)
@@ -132,7 +132,7 @@ class FSDP2Engine(TrainStepEngine):
     def apply_update(self, lr: float, grad_norm: float) -> None:
         grads = [local_shard(g) for g in self._gradients()]
         if self.max_grad_norm and grads:
-            # Not by torch's own function: experts may lie on another mesh than what is around them.
+            # Not with torch's own function, because experts may be on a different mesh than other parameters.
             torch._foreach_mul_(grads, min(self.max_grad_norm / (grad_norm + 1e-6), 1.0))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -225,7 +225,7 @@ class FSDP2Engine(TrainStepEngine):
     def close(self) -> None:
         del self.scorer, self.reference, self.optimizer, self.weights, self.named_weights
         del self.members, self.trained, self.biases, self.routing
-        gc.collect()  # FSDP's hooks are cycles, and the next run of this process needs the memory
+        gc.collect()  # FSDP's hooks are reference cycles, and the next run of this process needs the memory
         # Else torch would hand the next mesh of the same ranks and names results with these groups.
         clear_dtensor_caches()
         process_group.destroy_process_group()
@@ -235,7 +235,7 @@ class FSDP2Engine(TrainStepEngine):
     def _stats(
         self, model: LogProbModel, batch: Batch, loss: Loss, ahead: Sequence[Batch] = ()
     ) -> tuple[TokenStats, list[Tensor]]:
-        """What ``loss`` asks for, and the logps of every depth of ``ahead``."""
+        """Return the statistics that ``loss`` requires, and the logps of every MTP depth of ``ahead``."""
         moved = [mtp.to(self.device) for mtp in ahead]
         logps, logsumexp, mean, *mtp = model(batch, loss.requires, loss.weights(batch), moved)
         return TokenStats(logps, logsumexp, mean), mtp
@@ -249,5 +249,5 @@ class FSDP2Engine(TrainStepEngine):
         return [p.grad for p in self.weights.values() if p.grad is not None]
 
     def _counted(self) -> list[Tensor]:
-        """This rank's parts of gradients, each of which is counted on one rank only."""
+        """Return the gradient shards for sums over ranks, each of them on one rank only."""
         return [local_shard(g) for g in self._gradients() if is_primary_replica(g)]

@@ -288,7 +288,7 @@ class ExpertAdapter(nn.Module):
         return self.get_parameter(f"lora_A_{kind}"), self.get_parameter(f"lora_B_{kind}")
 
     def outer_dimensions(self) -> dict[nn.Parameter, int]:
-        """Return, by parameter, the dimension besides that of experts which is not the LoRA rank."""
+        """Return, by parameter, the dimension that is neither that of experts nor the LoRA rank."""
         return {p: 2 if name.startswith("lora_A") else 1 for name, p in self.named_parameters()}
 
     def members(self, leaf: str) -> Iterator[ParamView]:

@@ -1,4 +1,4 @@
-"""The ranks of a run as one mesh, and which of them holds what."""
+"""Device meshes of the ranks, and the shards that each of them holds."""
 
 from collections.abc import Sequence
 
@@ -20,23 +20,23 @@ REPLICATE, SHARD, CONTEXT, EXPERT, TENSOR = "dp_replicate", "dp_shard", "cp", "e
 
 
 def make_mesh(device: torch.device, *, dp_replicate: int, cp: int, tp: int) -> DeviceMesh:
-    """All ranks as ``(dp_replicate, dp_shard, cp, tp)``; neighbours share every matrix."""
+    """Return the mesh ``(dp_replicate, dp_shard, cp, tp)`` of all ranks; tp ranks are neighbours."""
     sizes = (dp_replicate, dist.get_world_size() // (dp_replicate * cp * tp), cp, tp)
     return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, CONTEXT, TENSOR))
 
 
 def weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks of ``mesh`` as parameters lie on them: those that share rows are shards like any others."""
+    """Return the mesh for parameters, which are sharded over dp_shard and cp ranks alike."""
     replicate, shard, cp, tp = mesh.shape
     if cp == 1:
         return mesh
-    # Of its own, because torch deprecates taking a flattened dimension out of a mesh together with others.
+    # A new mesh, because torch deprecates slicing a flattened dimension together with others.
     sizes = (replicate, shard * cp, tp)
     return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
 
 
 def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
-    """The ranks of ``mesh`` as experts lie on them: ``ep`` neighbours have other ones each."""
+    """Return the mesh for expert parameters, in which each group of ``ep`` neighbours splits the experts."""
     if ep == 1:
         return weight_mesh(mesh)
     replicate, shard, cp, tp = mesh.shape
@@ -45,23 +45,23 @@ def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
 
 
 def mesh_info(mesh: DeviceMesh) -> Json:
-    """The size of every dimension, and the global rank at every place."""
+    """Return the size of every dimension and the global rank at every coordinate."""
     dims = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     return {"dims": dims, "ranks": mesh.mesh.tolist()}
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What ``fully_shard`` takes: one dimension, or two where every shard has copies."""
+    """Return the mesh for ``fully_shard``: one dimension, or two if every shard has copies."""
     return mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh[REPLICATE, SHARD]
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard, which shares memory with ``tensor``; autograd does not see it."""
+    """Return this rank's shard, which shares memory with ``tensor``, outside of autograd."""
     return local_tensor(tensor)
 
 
 def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's shard lies in the whole tensor; empty slices where it has none."""
+    """Return the slices of this rank's shard in the whole tensor, empty if it has none."""
     shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
@@ -70,7 +70,7 @@ def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def is_primary_replica(tensor: Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same shard: sums over ranks count it once."""
+    """Return whether this rank is the first that holds the shard, so that sums over ranks count it once."""
     if not isinstance(tensor, DTensor):
         return dist.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()
@@ -80,19 +80,19 @@ def is_primary_replica(tensor: Tensor) -> bool:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank (a collective call)."""
+    """Gather the whole tensor on every rank; collective."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # One dimension after the other, the innermost last: torch warns where it must find that out itself.
+    # One dimension after the other, the innermost last, because torch warns if the order is not given.
     *outer, last = tensor.placements
     return tensor.redistribute(placements=[*(Replicate() for _ in outer), last]).full_tensor()
 
 
 def from_local_shard(local: Tensor, mesh: DeviceMesh, cuts: Sequence[Shard]) -> Tensor:
-    """``local`` as this rank's part of a matrix that is cut evenly over the dimensions of ``mesh``."""
+    """Return a DTensor with the shard ``local`` of a matrix that is split evenly over ``mesh``."""
     shape = list(local.shape)
     for size, placement in zip(mesh.shape, cuts, strict=True):
         shape[placement.dim] *= size
-    # Not by from_local, which moves what is offloaded to the device of the mesh: a copy that no one reads.
+    # Not with from_local, which copies offloaded tensors to the device of the mesh without need.
     meta = TensorMeta(torch.Size(shape), (shape[1], 1), local.dtype)
     return DTensor(local.detach(), DTensorSpec(mesh, tuple(cuts), tensor_meta=meta), requires_grad=False)

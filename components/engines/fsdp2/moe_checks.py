@@ -23,7 +23,7 @@ def check(model: PreTrainedModel, *, ep: int, tp: int, ranks: int, adapter: LoRA
     if not found:
         if ep > 1:
             raise ConfigError(
-                f"parallelism.ep: {ep} ranks would share out experts, and {model.config.model_type} has none;"
+                f"parallelism.ep: {ep} ranks would share out experts, but {model.config.model_type} has none;"
                 " use parallelism.ep=1, or model=moe_tiny."
             )
         return
@@ -44,14 +44,14 @@ def check_expert_adapter(
     """
     if tp > 1:
         raise ConfigError(
-            f"parallelism.tp: {tp} ranks would split the experts that adapter.target_modules has, which "
+            f"parallelism.tp: {tp} ranks would split the experts in adapter.target_modules, which "
             "parallelism=fsdp2 does not adapt; use parallelism.tp=1 (parallelism.ep shares them out), or "
             "adapter.target_modules=attention."
         )
     if adapter.modules_to_save and len(adapter.expert_targets(model)) == len(adapter.targets(model)):
         raise ConfigError(
-            "adapter.modules_to_save: is not read by parallelism=fsdp2 where adapter.target_modules has "
-            "experts alone; use adapter.target_modules=all-linear, or leave it out."
+            "adapter.modules_to_save: is not read by parallelism=fsdp2 if adapter.target_modules has "
+            "only experts; use adapter.target_modules=all-linear, or leave it out."
         )
     rows = len(experts[0].gate_proj.weight)
     if rows % shards and len(experts) // ep % shards:
@@ -68,8 +68,8 @@ def check_expert_sizes(experts: ExpertList, *, ep: int, tp: int, ranks: int) -> 
     fitting = [size for size in divisors(number) if ranks % size == 0]
     if ranks % ep:
         raise ConfigError(
-            f"parallelism.ep: {ep} does not divide the {ranks} ranks (dp / dp_replicate x cp) whose "
-            f"neighbours would share out experts; use {suggest_sizes(ep, fitting)}."
+            f"parallelism.ep: {ep} does not divide the {ranks} ranks (dp / dp_replicate x cp) that "
+            f"share out experts; use {suggest_sizes(ep, fitting)}."
         )
     if number % ep:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""From a description of a model to its sharded module, and back to whole tensors."""
+"""Building of the sharded model from its specification."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -52,9 +52,9 @@ from components.models.hf_private import block_names
 
 
 class LogProbModel(nn.Module):
-    """A causal language model that answers with per-token statistics of the labels, never with logits.
+    """A causal language model whose outputs are per-token statistics of the labels instead of logits.
 
-    It is the root of the sharding: the head's weight is read directly, so no module below may own it.
+    It is the root FSDP module: the weight of the head is read directly, so no FSDP module below may own it.
     """
 
     lm: PreTrainedModel
@@ -63,9 +63,9 @@ class LogProbModel(nn.Module):
         super().__init__()
         self.lm, self.context, self.further = lm, context, MTPHead(lm)
         self.routing: RouterHooks | None = None
-        """Of a model with experts that is trained."""
+        """Router hooks. None means that the model has no experts or is not trained."""
         self.vocabulary: VocabularyShard | None = None
-        """With tensor parallelism: which rows of the head are here."""
+        """This rank's rows of the head. None means that there is no tensor parallelism."""
         self.kernels: Literal["torch", "liger"] = "torch"
 
     def forward(
@@ -75,9 +75,10 @@ class LogProbModel(nn.Module):
         weights: Tensor | None,
         mtp: Sequence[Batch] = (),
     ) -> tuple[Tensor | None, ...]:
-        """The fields of ``TokenStats``, as a tuple because FSDP hooks the tensors of a tuple only.
+        """Return the fields of ``TokenStats``, as a tuple because FSDP adds hooks to tensors of a tuple only.
 
-        After them, for each of ``further`` (see ``MTPConfig``; none: its layers are left out) its logps.
+        They are followed by the logps of each batch of ``mtp``, one per MTP depth (see ``MTPConfig``). If it
+        is empty, the MTP layers are not computed.
         """
         own, length = self.context.shard, batch.labels.shape[1]
         if self.routing is not None and torch.is_grad_enabled():
@@ -100,7 +101,7 @@ class LogProbModel(nn.Module):
     def _stats(
         self, hidden: Tensor, batch: Batch, requires: frozenset[str], weights: Tensor | None
     ) -> TokenStats:
-        """Of this rank's positions."""
+        """Compute the statistics of this rank's positions."""
         head, own = self.lm.get_output_embeddings(), self.context.shard
         return token_stats(
             hidden,
@@ -109,13 +110,13 @@ class LogProbModel(nn.Module):
             head_bias=local(head.bias),
             requires=requires,
             weights=None if weights is None else own(weights),
-            # Of a share of the row the host does not know them.
+            # With cp > 1 the host does not know which local positions have labels.
             label_index=batch.labelled() if self.context.cp == 1 else None,
             shard=self.vocabulary,
         )
 
     def _mtp(self, hidden: Tensor, batches: Sequence[Batch]) -> Iterator[Tensor]:
-        """``logps`` of this rank's positions, by depth."""
+        """Yield the ``logps`` of this rank's positions by MTP depth."""
         if not batches:
             return
         states = self.further(hidden, [self.context.shard(batch.input_ids) for batch in batches], self._embed)
@@ -123,25 +124,25 @@ class LogProbModel(nn.Module):
             yield self._stats(state, batch, frozenset(), (batch.labels != IGNORE).float()).logps
 
     def _embed(self, ids: Tensor) -> Tensor:
-        """For a layer of further tokens, of which every tensor-parallel rank computes a part."""
+        """Embed ``ids`` for an MTP layer, of which every tensor-parallel rank computes a part."""
         embedded: Tensor = self.lm.get_input_embeddings()(ids)
         return embedded if self.vocabulary is None else CopyToTP.apply(embedded, self.vocabulary.group)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their names on disk, tied ones once.
+        """Yield the parameters with their names on disk, tied ones once.
 
-        A module that an adapter trains whole comes twice: frozen as it was, and as it is trained.
+        A module that an adapter trains in full occurs twice: the frozen original and the trained copy.
         """
         return ((name_on_disk(name), parameter) for name, parameter in self.lm.named_parameters())
 
     def sizes(self) -> dict[str, int]:
-        """By the names of ``named_weights``, how many numbers there are on all ranks together."""
+        """Return the number of elements over all ranks, by the names of ``named_weights``."""
         grouped = grouped_experts(self.lm).values()
         parts = {parameter: module.parts for module in grouped for parameter in module.parameters()}
         return {name: p.numel() * parts.get(p, 1) for name, p in self.named_weights()}
 
     def members(self) -> Iterator[ParamView]:
-        """What ``named_weights`` hold on this rank, in their order: experts one by one."""
+        """Yield the tensors in ``named_weights`` on this rank, in their order, with experts one by one."""
         first = dist.get_rank() == 0
         for name, parameter in self.lm.named_parameters():
             owner, _, leaf = name.rpartition(".")
@@ -161,15 +162,15 @@ def build_model(
     *,
     trainable: bool,
 ) -> LogProbModel:
-    """The model sharded over all ``ranks``, block by block, holding ``weights``.
+    """Build the model with ``weights``, sharded over all ``ranks`` block by block.
 
-    What is trained keeps fp32 shards (the master weights), is computed in ``dtype`` and has its gradients
-    reduced in fp32; what is frozen is stored in ``dtype``: the model itself where there is an ``adapter``,
-    whose own initial values may depend on the seed. Peak memory is the shard and this rank's part of one
-    tensor.
+    Trained parameters have fp32 shards (the master weights), are cast to ``dtype`` for computing, and have
+    their gradients reduced in fp32. Frozen parameters, which with an ``adapter`` are those of the model
+    itself, are stored in ``dtype``. The initial values of an adapter may depend on the seed. Peak memory is
+    the shard plus this rank's part of one tensor.
     """
     dtype, adapter = options.dtype, options.adapter if trainable else None
-    # A frozen model keeps nothing for a backward pass.
+    # A frozen model saves no activations.
     recompute = layout.activation_checkpointing if trainable else "none"
     attention = ATTENTION_RECOMPUTED if recompute == "selective" else ATTENTION
     scorer = LogProbModel(
@@ -179,13 +180,13 @@ def build_model(
     described = None if adapter is None else describe_adapter(adapter, scorer.lm)
     group_experts(scorer.lm, experts, adapter)
     if described is not None:
-        inject(scorer.lm, described)  # before anything is split
+        inject(scorer.lm, described)  # before any parameter is split
     scorer.kernels = choose_kernels(options.kernels, scorer.lm, device.type, compiled=options.compiled)
     if scorer.kernels == "liger":
         apply_liger(scorer.lm)
     for block in decoder_blocks(scorer.lm):
         if options.compiled:
-            # Inside the hooks of FSDP, which then run as they are; the blocks share their compiled code.
+            # Inside the hooks of FSDP, which are not compiled; the blocks share their compiled code.
             block.forward = torch.compile(block.forward)
         if recompute == "full":
             apply_ac(block)
@@ -215,8 +216,8 @@ def build_model(
 def apply_fsdp(
     scorer: LogProbModel, mesh: DeviceMesh, expert_mesh: DeviceMesh, layout: FSDP2Layout, dtype: torch.dtype
 ) -> None:
-    """``fully_shard`` on every block, then on the root, with gradients summed instead of averaged."""
-    # Inputs are ids, labels and fp32 weights of labels: casting those would round the loss.
+    """Apply ``fully_shard`` to every block, then to the root, with gradients summed instead of averaged."""
+    # Inputs are ids, labels and fp32 label weights, and casting the latter would round the loss.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options: Json = {"mesh": data_mesh(mesh), "mp_policy": policy}
     grouped = grouped_experts(scorer.lm).values()
@@ -224,7 +225,7 @@ def apply_fsdp(
     options["shard_placement_fn"] = partial(shard_dim, shards=mesh[SHARD].size(), whole=whole)
     if layout.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    if layout.ep > 1:  # on other ranks than what is around them
+    if layout.ep > 1:  # on a different mesh than other parameters
         there: Json = options | {"mesh": data_mesh(expert_mesh)}
         shards = expert_mesh[SHARD].size()
         there["shard_placement_fn"] = partial(shard_dim, shards=shards, whole=whole)
@@ -234,17 +235,17 @@ def apply_fsdp(
         fully_shard(block, reshard_after_forward=layout.reshard_after_forward, **options)
     fully_shard(scorer, **options)
     for module in fsdp_modules(scorer):
-        # The engine divides once, at the end of the step; a factor of 1 alone is not a plain sum on gloo.
+        # The engine divides once, at the end of the step. On gloo, factor 1 is not enough for a plain sum.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 def shard_dim(parameter: nn.Parameter, shards: int, whole: Mapping[nn.Parameter, int]) -> Shard | None:
-    """Which dimension FSDP cuts; None: rows, or whole experts.
+    """Return the dimension that FSDP shards. None means dimension 0: rows, or experts of a stacked tensor.
 
-    ``whole``: of stacked experts, what is cut where their number does not come out even.
-    Where tensor parallelism left its ranks unequal numbers of rows, columns: torch would be wrong about which
-    rows of the whole a shard of them holds.
+    ``whole`` has, by parameter of stacked experts, the dimension to shard if ``shards`` does not divide their
+    number. Columns are sharded if tensor-parallel ranks have unequal numbers of rows, because torch would
+    then compute wrong row offsets of the shards.
     """
     if parameter in whole:
         return Shard(whole[parameter]) if len(parameter) % shards else None
@@ -259,9 +260,9 @@ def shard_dim(parameter: nn.Parameter, shards: int, whole: Mapping[nn.Parameter,
 
 
 def apply_ac(block: nn.Module) -> None:
-    """Keeps a block's input alone; the backward pass computes the rest again, with the same dropout.
+    """Save only the input of a block; the backward pass recomputes the rest, with the same dropout.
 
-    Inside the hooks of FSDP, so that these run once; parameters keep their names.
+    Checkpointing is inside the hooks of FSDP, so that these run once. Parameters keep their names.
     """
     forward = block.forward
 
@@ -274,10 +275,10 @@ def apply_ac(block: nn.Module) -> None:
 
 
 def decoder_blocks(lm: PreTrainedModel) -> list[nn.Module]:
-    """The decoder blocks, as transformers itself names them (``_no_split_modules``).
+    """Return the decoder blocks, by transformers' own list of classes (``_no_split_modules``).
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: if the list is empty.
     """
     names = block_names(lm)
     found = [module for module in lm.modules() if type(module).__name__ in names]
@@ -291,7 +292,7 @@ def decoder_blocks(lm: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def copy_slice(parameter: Tensor, name: str, weights: WeightSource) -> None:
-    """Copies this rank's part of the weight ``name`` into ``parameter``; reads no other, sends nothing."""
+    """Copy only this rank's part of the weight ``name`` into ``parameter``, without communication."""
     index = shard_slices(parameter)
     if all(piece.stop > piece.start for piece in index):
         local_shard(parameter).copy_(weights(name, index))
@@ -299,7 +300,7 @@ def copy_slice(parameter: Tensor, name: str, weights: WeightSource) -> None:
 
 @torch.no_grad()
 def load_router_biases(lm: PreTrainedModel, weights: WeightSource, device: torch.device) -> None:
-    """Every rank has all of them, in fp32, where it computes."""
+    """Load all router biases on every rank, in fp32 on the compute device."""
     for name, lost in bias_buffers(lm).items():
         owner, _, leaf = name.rpartition(".")
         value = weights(name).to(device, torch.float32, copy=True)

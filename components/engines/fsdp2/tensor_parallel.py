@@ -72,8 +72,8 @@ def check(model: PreTrainedModel, tp: int, shards: int) -> None:
     # By module too, because custom code may use the model type llama.
     if kind not in ARCHITECTURES or not type(model).__module__.startswith("transformers.models."):
         raise ConfigError(
-            f"parallelism.tp: {kind} ({type(model).__name__}) has no plan for tensor "
-            f"parallelism, which knows {', '.join(ARCHITECTURES)}; use parallelism=fsdp2 or parallelism=hsdp."
+            f"parallelism.tp: {kind} ({type(model).__name__}) is not supported by "
+            f"tensor parallelism, only {', '.join(ARCHITECTURES)}; use parallelism=fsdp2 or parallelism=hsdp."
         )
     check_tp(tp, model.config)
     rows, columns = model.config.vocab_size, model.config.hidden_size

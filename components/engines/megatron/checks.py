@@ -1,4 +1,4 @@
-"""Checks of what the Megatron engine supports, before a process starts and without importing megatron."""
+"""Checks of the limits of the Megatron engine, before a process starts and without importing megatron."""
 
 import math
 from importlib.util import find_spec
@@ -96,7 +96,7 @@ def contradictions(layout: Layout) -> dict[str, str]:
         ),
     }
     return {key: needs for key, (lacking, needs) in found.items() if lacking} | (
-        {"pipeline_layout": "first_stage_layers or last_stage_layers says it too; give one of the two ways"}
+        {"pipeline_layout": "first_stage_layers or last_stage_layers is set too; use one of the two ways"}
         if told and layout.pipeline_layout is not None
         else {}
     )
@@ -113,7 +113,7 @@ def check_run(
     """Check the layout against the rest of the run; ``model`` may be on the meta device.
 
     Raises:
-        ConfigError: if Megatron, or our engine on top of it, cannot do this or would do it wrongly.
+        ConfigError: if Megatron or its engine here does not support the run or would compute it wrongly.
     """
     check_device(layout, options.device)
     check_optimizer(layout, optimizer)
@@ -142,7 +142,7 @@ def check_mtp(layout: Layout, config: PreTrainedConfig) -> None:
     if config.tie_word_embeddings:
         raise ConfigError(
             f"model.mtp.num_layers: is {count}, and this model ties embedding and head, which Megatron does "
-            "not do over stages; use parallelism.pp=1, or model.architecture.tie_word_embeddings=false."
+            "not support across stages; use parallelism.pp=1 or model.architecture.tie_word_embeddings=false."
         )
     if "t" not in chunk_layers(layout, config.num_hidden_layers)[-1][-1]:
         raise ConfigError(
@@ -154,7 +154,7 @@ def check_mtp(layout: Layout, config: PreTrainedConfig) -> None:
 def check_device(layout: Layout, device: Literal["cpu", "cuda"]) -> None:
     if device == "cpu" and torch.cuda.is_available():
         raise ConfigError(
-            "run.device: is cpu, but Megatron takes the GPU where it sees one; hide the GPUs with "
+            "run.device: is cpu, but Megatron uses the GPU if one is visible; hide the GPUs with "
             "CUDA_VISIBLE_DEVICES= (empty), or use run.device=cuda."
         )
     if layout.optimizer_cpu_offload and device == "cpu":
@@ -179,7 +179,8 @@ def check_optimizer(layout: Layout, optimizer: Optimizer) -> None:
         )
     if optimizer.nesterov:
         raise ConfigError(
-            "optimizer.nesterov: Megatron's SGD has none; use optimizer.nesterov=false or parallelism=fsdp2."
+            "optimizer.nesterov: Megatron's SGD does not support it; use optimizer.nesterov=false or "
+            "parallelism=fsdp2."
         )
 
 
@@ -190,7 +191,7 @@ def check_supported(model: PreTrainedModel) -> None:
     # Compare the module, because a user's own code may also have the model type llama.
     if type(model).__module__ not in {f"transformers.models.{a}.modeling_{a}" for a in ARCHITECTURES}:
         raise ConfigError(
-            f"model: {kind} ({type(model).__name__}) is not computed by the Megatron engine, which knows "
+            f"model: {kind} ({type(model).__name__}) is not supported by the Megatron engine, which supports "
             f"{', '.join(ARCHITECTURES)}; {instead}"
         )
     for key, value in COMPUTED.items():
@@ -211,7 +212,7 @@ def check_supported(model: PreTrainedModel) -> None:
             f"rotates whole heads only; {instead}"
         )
     if names := hf_names.unknown(name for name, _ in model.named_parameters()):
-        raise ConfigError(f"model: {names[0]} of {kind} has no place in the Megatron engine; {instead}")
+        raise ConfigError(f"model: {names[0]} of {kind} is not supported by the Megatron engine; {instead}")
 
 
 def has_latents(config: PreTrainedConfig) -> bool:
@@ -243,16 +244,16 @@ def check_frozen(model: PreTrainedModel) -> None:
 def check_lora(adapter: LoRA, model: PreTrainedModel, etp: int) -> None:
     if adapter.dora:
         raise ConfigError(
-            "adapter.dora: the Megatron engine has no layer for it; use adapter=lora, or parallelism=fsdp2."
+            "adapter.dora: the Megatron engine does not support it; use adapter=lora, or parallelism=fsdp2."
         )
     if adapter.modules_to_save:
         raise ConfigError(
-            "adapter.modules_to_save: the Megatron engine trains the adapter alone; leave it out, or use "
+            "adapter.modules_to_save: the Megatron engine trains only the adapter; leave it out, or use "
             "parallelism=fsdp2."
         )
     if etp > 1 and adapter.expert_targets(model):
         raise ConfigError(
-            f"parallelism.etp: {etp} ranks would split the experts that adapter.target_modules has; use "
+            f"parallelism.etp: {etp} ranks would split the experts in adapter.target_modules; use "
             "parallelism.etp=1, or adapter.target_modules=attention."
         )
 
@@ -292,8 +293,7 @@ def why_no_transformer_engine(
         "its linear layers hold the norm before them, where an adapter needs its output": adapter is not None,
         "its attention to packed sequences has no fp32 (run.dtype=bf16 has)": dtype == torch.float32,
         f"its attention to packed sequences has no cp_comm_type={layout.cp_comm_type}": layout.cp > 1,
-        "layers for further tokens (model.mtp.num_layers) are computed by local only": num_mtp_layers(config)
-        > 0,
+        "MTP layers (model.mtp.num_layers) are computed by local only": num_mtp_layers(config) > 0,
         f"this {config.model_type} has a sliding window, which is computed by local only": window is not None,
         latent: has_latents(config),
         f"experts of {config.model_type} are computed by local only": read_moe_config(config) is not None,

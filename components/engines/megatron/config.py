@@ -48,7 +48,7 @@ class Megatron(Layout):
         """Check that the engine can compute this run correctly.
 
         Raises:
-            ConfigError: if Megatron, or our engine on top of it, cannot do this or would do it wrongly.
+            ConfigError: if Megatron or its engine here does not support the run or would compute it wrongly.
         """
         if options.compiled:
             raise ConfigError(

@@ -130,7 +130,7 @@ def check_moe_sizes(layout: Layout, experts: MoEConfig, world_size: int) -> None
 def check_routing(layout: Layout, hf: PreTrainedConfig, experts: MoEConfig) -> None:
     if layout.tp > 1 and not layout.sequence_parallel:
         raise ConfigError(
-            "parallelism.sequence_parallel: is false, but ranks of tp would route every token once each; "
+            "parallelism.sequence_parallel: is false, but every tp rank would then route all tokens; "
             "set parallelism.sequence_parallel=true for a model with experts."
         )
     if layout.shared_expert_overlap and not experts.shared:

@@ -24,10 +24,10 @@ def check_stages(layout: Layout, num_layers: int) -> None:
 def check_even(pp: int, vpp: int, num_layers: int) -> None:
     if num_layers % pp:
         fitting = [size for size in range(1, num_layers + 1) if num_layers % (size * vpp) == 0]
-        other = f"use {suggest_sizes(pp, fitting)}, or say" if fitting else "say"
+        other = f"use {suggest_sizes(pp, fitting)}, or set" if fitting else "set"
         raise ConfigError(
             f"parallelism.pp: {pp} does not divide num_hidden_layers = {num_layers} of this model; {other} "
-            "what a stage holds with first_stage_layers, last_stage_layers or pipeline_layout."
+            "the layers of each stage with first_stage_layers, last_stage_layers or pipeline_layout."
         )
     if num_layers // pp % vpp:
         fitting = [size for size in range(1, num_layers + 1) if num_layers // pp % size == 0]
@@ -94,8 +94,8 @@ def parse_layout(text: str) -> list[str]:
         plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
     if strange := re.search(r"[^EtL|]", plain):
         raise ConfigError(
-            f"parallelism.pipeline_layout: {text!r}: {strange[0]!r} means nothing here; write E (embedding), "
-            "t (a layer), L (loss), | (the next chunk), x*n and (...)*n."
+            f"parallelism.pipeline_layout: {text!r}: {strange[0]!r} is not a known symbol; write E "
+            "(embedding), t (a layer), L (loss), | (the next chunk), x*n and (...)*n."
         )
     return plain.split("|")
 

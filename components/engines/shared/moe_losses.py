@@ -1,8 +1,8 @@
-"""What the routers of a rank add to the loss of a train step, and what they count. Both engines use it.
+"""Load balancing loss, router z-loss and load statistics of MoE routers, for both engines.
 
-Every layer of experts calls ``Routers.attach`` once in its forward pass. The terms are sums over real tokens;
-their gradients enter through the weights of the chosen experts, scaled such that the engine's one division by
-the main count makes means of them. Nothing is read back from the device before the step ends.
+Each MoE layer calls ``MoELosses.attach`` once in its forward pass. The terms are sums over real tokens; their
+gradients enter through the weights of the chosen experts, scaled such that the engine's division of all
+gradients by the main count turns them into means. The host does not wait for the device before the step ends.
 """
 
 from abc import ABC, abstractmethod
@@ -20,40 +20,40 @@ from components.models.moe_config import AUX, MoELossConfig, Z
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """The tokens of one micro-batch that a rank's routers see, in their order."""
+    """The tokens of one micro-batch that the routers of this rank process, in order."""
 
     sequences: Tensor
-    """int64 ``[T]`` on the device: which sequence of the micro-batch each belongs to; -1 is padding."""
+    """int64 ``[T]`` on the device: the sequence of each token in the micro-batch, -1 for padding."""
     lengths: Tensor
-    """``[S]`` on the device: real tokens of each sequence of the micro-batch, on whatever rank they are."""
+    """``[S]`` on the device: number of real tokens of each sequence, counted over all ranks that share it."""
 
     @classmethod
     def of(cls, batch: Batch) -> "RoutedTokens":
-        """All of ``batch``, flattened."""
+        """Return all tokens of ``batch``, flattened."""
         return cls(batch.real_sequence_ids().reshape(-1), batch.seqlens)
 
 
 @dataclass(frozen=True)
 class RouterOutput:
-    """What the router of one layer says of ``T`` tokens."""
+    """The output of the router of one layer for ``T`` tokens."""
 
     logits: Tensor
     """``[T, E]``"""
     scores: Tensor
     """float32 ``[T, E]``, differentiable: probabilities over all experts."""
     chosen: Tensor
-    """int64 ``[T, K]``: experts."""
+    """int64 ``[T, K]``: indices of the chosen experts."""
     dropped: Tensor | None = None
-    """bool ``[T, K]``: choices that a capacity has dropped. None: none."""
+    """bool ``[T, K]``: choices dropped by the capacity factor. None means that none are dropped."""
 
 
 class MoELosses:
-    """The routers of one rank in one train step after another.
+    """The losses and load counts of the routers of one rank.
 
-    ``layers``: how many layers of experts the whole model has; each rank has some. ``sharing``: the ranks
-    that see other tokens of the same micro-batches; ``data``: those that see other tokens of the same global
-    batch, the former among them. None: there is no other.
-    ``counted``: False on a rank whose tokens another one has too, in the same layers: that one counts them.
+    ``layers`` is the number of MoE layers of the whole model, of which each rank has some. ``sharing`` are
+    the ranks with other tokens of the same micro-batches, ``data`` the ranks with other tokens of the same
+    global batch, which include the former. None means that this rank has all of them. ``counted`` is False on
+    a rank whose tokens are counted, in the same layers, by another rank that has them too.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class MoELosses:
         self.terms, self.experts, self.top_k, self.device = terms, experts, top_k, device
         self.sharing, self.data, self.counted = sharing, data, counted
         self.table = torch.zeros(layers, experts + 3, dtype=torch.float64, device=device)
-        """Of every layer: tokens by expert, choices that were dropped, and the sums of the two terms."""
+        """For each layer: tokens per expert, number of dropped choices, and the sums of the two terms."""
         self.so_far = torch.zeros(layers, experts, dtype=torch.float64, device=device)
-        """Tokens by expert in the global batch up to now, of all data ranks, in the layers of this rank."""
+        """Tokens per expert in the global batch so far, over all data ranks, for the layers of this rank."""
         self.scales: Mapping[str, float] = {}
 
     def begin(self, counts: Mapping[str, int], n_main: int) -> None:
-        """A train step begins, with the global ``counts`` of the terms."""
+        """Begin a train step with the global ``counts`` of the terms."""
         strengths = self.terms.coefficients.items()
         self.scales = {name: value * n_main / max(counts[name], 1) for name, value in strengths}
         self.table.zero_()
@@ -92,17 +92,19 @@ class MoELosses:
         *,
         recomputed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``weights`` (any shape, of the chosen experts), through which the layer's terms get their gradient.
+        """Attach the terms of one layer to ``weights`` (any shape) of the chosen experts.
 
-        Collective over ``sharing``, or with global_batch over ``data``.
+        The gradients of the terms enter the backward pass through the returned weights. Collective over
+        ``sharing``, or with global_batch over ``data``.
 
         Args:
-            layer: counted among the layers of experts of the whole model.
-            recomputed: what the first pass over these tokens returned beside the weights, where a backward
-                pass computes the layer again: nothing is counted a second time.
+            layer: index among the MoE layers of the whole model.
+            recomputed: the load that the first pass over these tokens returned, if activation checkpointing
+                computes the layer again; nothing is counted a second time.
 
         Returns:
-            the weights, and the load (``f`` above, ``[E]`` or ``[S, E]``) that the balance loss was made of.
+            the weights, and the load (``f`` in ``MoELossConfig``, ``[E]`` or ``[S, E]``) used by the load
+            balancing loss.
         """
         real = (tokens.sequences >= 0).float()
         sums: dict[str, Tensor] = {}
@@ -119,11 +121,11 @@ class MoELosses:
         return AttachAuxLoss.apply(weights, objective), load
 
     def finish(self) -> tuple[dict[str, float], Tensor]:
-        """Collective over all ranks of the run.
+        """Reduce the counts and sums of the step; collective over all ranks of the run.
 
         Returns:
             ``(sums, loads)``: sums over layers of the terms, times their coefficients; and float64 ``[layers,
-            experts + 1]``, the tokens of every expert in the global batch, and the dropped choices.
+            experts + 1]``, the tokens of every expert in the global batch and the number of dropped choices.
         """
         dist.all_reduce(self.table)
         aux, z = self.table[:, -2:].sum(0).tolist()
@@ -134,9 +136,9 @@ class MoELosses:
     # ---- private
 
     def _load(self, layer: int, routed: RouterOutput, tokens: RoutedTokens, real: Tensor) -> Tensor:
-        """``f``: what share of K / E of the tokens every expert was chosen for, 1 where it is even.
+        """Return ``f``, the tokens of each expert relative to an even load of K / E of all tokens.
 
-        Empty where no term is made of it.
+        It is 1 if the load is even, and the tensor is empty if there is no load balancing loss.
         """
         if AUX not in self.scales:
             return real.new_empty(0)
@@ -155,7 +157,10 @@ class MoELosses:
         return counts * self.experts / counts.sum().clamp(min=1)
 
     def _balance(self, scores: Tensor, tokens: RoutedTokens, real: Tensor, load: Tensor) -> Tensor:
-        """The sum of ``load . score`` over real tokens, in ``sequence`` each by the length of its own."""
+        """Return the sum of ``load . score`` over real tokens.
+
+        With ``sequence``, each token is divided by the length of its sequence.
+        """
         if self.terms.aux_loss != "sequence":
             return ((scores * real[:, None]).sum(0) * load).sum()
         own = tokens.sequences.clamp(min=0)
@@ -163,12 +168,12 @@ class MoELosses:
         return ((scores * load[own]).sum(-1) * share).sum()
 
     def _chosen(self, routed: RouterOutput, real: Tensor) -> Tensor:
-        """float32 ``[E]``: real tokens of this rank that chose each expert."""
+        """Count the real tokens of this rank that chose each expert: float32 ``[E]``."""
         counts = real.new_zeros(self.experts)
         return counts.index_add(0, routed.chosen.reshape(-1), real.repeat_interleave(self.top_k))
 
     def _chosen_by_sequence(self, routed: RouterOutput, tokens: RoutedTokens, real: Tensor) -> Tensor:
-        """The same ``[S, E]``, of every sequence."""
+        """Count the same for each sequence: float32 ``[S, E]``."""
         counts = real.new_zeros(len(tokens.lengths) * self.experts)
         place = tokens.sequences.clamp(min=0)[:, None] * self.experts + routed.chosen
         return counts.index_add(0, place.reshape(-1), real.repeat_interleave(self.top_k)).view(
@@ -191,7 +196,7 @@ class MoELosses:
 
 
 class AttachAuxLoss(torch.autograd.Function):
-    """``values`` unchanged; the backward pass goes on into ``objective`` as if it were part of the loss."""
+    """Identity on ``values`` whose backward pass treats ``objective`` as a part of the loss."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, objective: Tensor) -> Tensor:
@@ -204,21 +209,22 @@ class AttachAuxLoss(torch.autograd.Function):
 
 
 def normalized(sigmoids: Tensor) -> Tensor:
-    """Scores ``[T, E]`` that add up to 1, of which balance losses are made (DeepSeek-V3, equation 19)."""
+    """Normalize scores ``[T, E]`` to sum 1 for the load balancing loss (DeepSeek-V3, equation 19)."""
     return sigmoids / (sigmoids.sum(-1, keepdim=True) + 1e-20)
 
 
 def bias_change(load: Tensor, rate: float) -> Tensor:
-    """What to add to the biases of experts with these loads ``[..., E]`` (Wang et al., 2024, algorithm 1)."""
+    """Return the update of router biases for loads ``[..., E]`` (Wang et al., 2024, algorithm 1)."""
     return rate * torch.sign(load.mean(-1, keepdim=True) - load).float()
 
 
 def expert_load_metrics(loads: Tensor, *, drops: bool) -> dict[str, float]:
-    """Of ``Routers.finish``: how uneven the layers of experts are, and what share of choices was dropped.
+    """Return metrics of the load imbalance and of dropped choices from the loads of ``MoELosses.finish``.
 
-    ``moe/load_max/<layer>`` and ``moe/load_min/<layer>`` are the tokens of the fullest and of the emptiest
-    expert over the mean; ``moe/max_violation`` is the largest of all layers' maxima, less 1 (Wang et al.,
-    2024, section 4.1). Layers are counted among those with experts.
+    ``moe/load_max/<layer>`` and ``moe/load_min/<layer>`` are the tokens of the most and of the least loaded
+    expert, divided by the mean. ``moe/max_violation`` is the maximum of the former over layers, minus 1 (Wang
+    et al., 2024, section 4.1). ``moe/dropped`` is the fraction of dropped choices. Layers are numbered among
+    MoE layers.
     """
     tokens, dropped = loads[:, :-1], loads[:, -1]
     even = tokens.mean(-1, keepdim=True).clamp(min=1e-9)
@@ -232,17 +238,20 @@ def expert_load_metrics(loads: Tensor, *, drops: bool) -> dict[str, float]:
 
 
 class RouterState(ABC):
-    """The routers of this rank in one train step after another. Every rank has one."""
+    """The routers of this rank within the train steps of an engine. Every rank has one."""
 
     def __init__(self, routers: MoELosses, *, drops: bool) -> None:
         self.routers, self.drops = routers, drops
         self.counts: Mapping[str, int] = {}
-        """Global counts of the terms in this step."""
+        """Global counts of the router terms in this step."""
         self.loads: Tensor | None = None
-        """Float64 ``[layers, E]`` of the step that was finished last."""
+        """Tokens per expert in the last finished step: float64 ``[layers, E]``."""
 
     def begin(self, counts: Mapping[str, int] | None) -> None:
-        """``counts``: global, of the loss, its main term first, and of the terms; None: no terms."""
+        """Begin a train step with the global counts of all loss terms, the main term first.
+
+        None means that the model adds no terms.
+        """
         strengths = self.routers.terms.coefficients
         if counts is None:
             assert not strengths, "terms of routers need their counts at begin_train_step"
@@ -251,14 +260,14 @@ class RouterState(ABC):
         self.routers.begin(self.counts, next(iter(counts.values())))
 
     def finish(self, loss: float) -> tuple[float, dict[str, float]]:
-        """``loss`` with the terms, and metrics; collective over all ranks of the run."""
+        """Return ``loss`` plus the router terms, and metrics; collective over all ranks of the run."""
         sums, loads = self.routers.finish()
         self.loads = loads[:, :-1]
         means = {name: total / max(self.counts[name], 1) for name, total in sums.items()}
         return loss + sum(means.values()), means | expert_load_metrics(loads, drops=self.drops)
 
     def bias_change(self, layer: int) -> Tensor | None:
-        """What a finished step that was not skipped adds to the biases ``[E]`` of a layer's router."""
+        """Return the update of the router biases ``[E]`` of a layer after a step that was not skipped."""
         assert self.loads is not None, "biases follow the loads of a finished step"
         rate = self.routers.terms.bias_update_rate
         return bias_change(self.loads[layer], rate) if rate else None
@@ -269,4 +278,4 @@ class RouterState(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Forget the micro-batch under way."""
+        """Forget the current micro-batch."""

@@ -33,7 +33,7 @@ def add_mtp_losses(
         logps: ``TokenStats.logps`` of each depth, for whole rows.
 
     Returns:
-        The sums are multiplied by their coefficient in the terms, but not in the metrics of the same name.
+        the extended output and counts. A term is multiplied by its coefficient, its metric is not.
     """
     if not terms.num_layers:
         return output, dict(counts)

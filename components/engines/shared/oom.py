@@ -1,4 +1,4 @@
-"""Error messages for running out of memory: the micro-batch, and what to change."""
+"""Error messages for running out of memory: with the micro-batch and a remedy."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def naming_microbatch(
     ``after`` are the numbers of micro-batches of the same step in earlier and later passes.
 
     Raises:
-        MicrobatchTooLarge: if the pass runs out of memory, with the number of the last micro-batch begun.
+        MicrobatchOutOfMemory: if the pass runs out of memory, with the number of the last micro-batch begun.
     """
     at = 0
 

@@ -29,7 +29,7 @@ def world_size(
         takes = f"{ranks} ranks" if dp is not None else f"a multiple of {model_ranks} ranks"
         raise ConfigError(
             f"parallelism.dp: this layout takes {takes} but the launcher started WORLD_SIZE={joined}; "
-            f"start so many processes, or choose sizes whose product tp x pp x cp x dp is {joined}."
+            f"start that many processes, or choose sizes whose product tp x pp x cp x dp is {joined}."
         )
     return ranks
 

@@ -51,7 +51,7 @@ def init_process_group(kind: Literal["cpu", "cuda"]) -> torch.device:
 def joined(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[torch.device]:
     """Join the process group and yield the device for building an engine.
 
-    Call ``outlast`` when the context exits without an error.
+    Apply ``wait_for_peers`` when the context exits without an error.
     """
     device = init_process_group(kind)
     try:

@@ -28,7 +28,7 @@ ATTENTION = "runner_varlen"
 """The value of ``attn_implementation`` for transformers."""
 
 ATTENTION_RECOMPUTED = "runner_varlen_recomputed"
-"""The same attention, recomputed in the backward pass."""
+"""``attn_implementation`` of the same attention, recomputed in the backward pass."""
 
 NO_MASK = torch.empty(1, 1, 0, 0)
 """transformers passes a 4-D mask on unchanged. Without a mask it would search position_ids for packed
@@ -174,7 +174,7 @@ def check_attention_arguments(module: nn.Module, is_causal: bool | None, others:
     for name, argument in others.items():
         if name not in HARMLESS and argument is not None:
             raise ConfigError(
-                f"model: {kind} needs {name} in its attention, which our engines do not compute."
+                f"model: {kind} needs {name} in its attention, which the engines do not support."
             )
 
 

@@ -1,21 +1,21 @@
-"""How much memory the parts of a model take on one rank: the arithmetic that both engines share.
+"""Activation memory of decoder blocks and of the head on one rank, for both engines.
 
-Nothing here is fitted. What a block keeps for its backward pass is what autograd saves of the operators that
-the engines run: per token, in elements, with hidden size H, query width Q (the heads of the rank), key-value
-width K and MLP width I,
+No number is fitted. The activation memory of a block is the set of tensors that autograd saves for the
+operators of the engines. Per token, in elements, with hidden size H, query width Q (the heads of the rank),
+key-value width K and MLP width I:
 
-    norms of the hidden state   what each computes from, and its result (``Block.norm``), and the 2H that the
-                                matrices after two of them keep
-    norms of heads              the same of Q and K, where the architecture has them
-    attention                   Q + 2K that it is given; its result, Q; logsumexp; and Q once more, which the
-                                matrix after it keeps, unless one kernel computes all sequences
-    latent attention            of the channels L that queries, keys and values are made of, what their norms
-                                keep, and L that the next matrix does
+    norms of the hidden state   input and result of each (``BlockActivations.norm``), and the 2H inputs of the
+                                matrices after two of them
+    norms of heads              the same for Q and K, if the architecture has them
+    attention                   its inputs, Q + 2K; its result, Q; logsumexp; and Q again, the input of the
+                                output projection, unless one kernel computes all sequences
+    latent attention            for the L latent channels of queries, keys and values: the tensors of their
+                                norms, and L inputs of the next matrix
     MLP                         gate, its activation, up, and the product of these: 4I
-    experts                     see ``shape.experts``
+    experts                     see ``model_shape.moe_activations``
 
-Compiled blocks, and the kernels of liger and transformer-engine, keep less. Packed rows are taken for one
-sequence each, whose masks are the largest (CPU). What allocators and libraries keep beside is left out.
+Compiled blocks and the kernels of liger and transformer-engine save less. A packed row is treated as one
+sequence, which has the largest masks (CPU). Memory of allocators and libraries is not included.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,7 +36,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class RunShape:
-    """What activations depend on beside the model."""
+    """Properties of the run that determine the activation memory of a given model."""
 
     dtype: torch.dtype
     device: Literal["cpu", "cuda"]
@@ -44,69 +44,69 @@ class RunShape:
 
     @property
     def size(self) -> int:
-        """Bytes of an element of an activation."""
+        """Bytes per element of an activation."""
         return self.dtype.itemsize
 
     @property
     def has_kernel(self) -> bool:
-        """Whether one kernel computes all sequences of a packed row, in place of one call a sequence."""
+        """Whether one kernel computes all sequences of a packed row, instead of one call per sequence."""
         return self.device == "cuda" and self.dtype == torch.bfloat16
 
 
 @dataclass(frozen=True)
 class MlpActivations:
-    """Widths, in elements of one token of the rank."""
+    """Activation widths of an MLP on one rank, in elements per token."""
 
     kept: float
-    """What it keeps for its backward pass."""
+    """Tensors saved for the backward pass."""
     gradients: float
-    """What that takes beside."""
+    """Gradients that the backward pass needs at the same time."""
     products: float
-    """What there is at once where nothing is kept."""
+    """Tensors that exist at the same time in a forward pass without gradient."""
 
 
 def mlp_activations(intermediate: int, kept: int = 4) -> MlpActivations:
-    """``kept``: tensors of its width that it keeps."""
+    """Return the widths of a dense MLP that saves ``kept`` tensors of width ``intermediate``."""
     return MlpActivations(kept * intermediate, 2 * intermediate, 3 * intermediate)
 
 
 @dataclass(frozen=True)
 class BlockActivations:
-    """A decoder block as one rank computes it; widths are elements of one of its tokens."""
+    """The part of a decoder block on one rank; widths are in elements per token of the rank."""
 
     run: RunShape
     hidden: int
     norms: int
-    """How many are over the hidden size."""
+    """Number of norms over the hidden size."""
     norm: int
-    """Bytes that a norm keeps of an element: what it computes from, in fp32, and its result before the weight
-    (if that is trained)."""
+    """Bytes that a norm saves per element: its input in fp32 and, if the weight is trained, its result before
+    the weight."""
     normed_heads: int
-    """Width of the queries and keys that have norms of their own; 0 where they have none."""
+    """Width of queries and keys with their own norms, 0 without any."""
     attended: int
-    """Width of queries, keys and values together, as attention keeps them."""
+    """Total width of the queries, keys and values that attention saves."""
     result: int
-    """Width of what the heads attend to."""
+    """Width of the result of attention."""
     heads: int
     mlp: MlpActivations
     latent: int
-    """Width of what queries, keys and values are made of, in latent attention."""
+    """Latent width of queries, keys and values in multi-head latent attention, else 0."""
     masks: int
-    """Bytes, of a micro-batch."""
+    """Bytes of the attention masks of a micro-batch."""
 
     def attention(self, tokens: int) -> int:
-        """What attention keeps beside its arguments; nothing of it where it is recomputed."""
+        """Return the bytes that attention saves besides its inputs, which selective recomputation avoids."""
         result = 0 if self.run.has_kernel else self.result * self.run.size
         return tokens * (result + self.heads * FP32) + self.masks
 
     def full_attention(self, tokens: int) -> int:
-        """What the backward pass needs."""
+        """Return the bytes saved without recomputation."""
         norms = (self.norms * self.hidden + self.normed_heads + self.latent) * self.norm
         matrices = 2 * self.hidden + self.latent + self.result + self.mlp.kept
         return int(tokens * (norms + (matrices + self.attended) * self.run.size)) + self.attention(tokens)
 
     def saved(self, tokens: int) -> int:
-        """What is kept of it from the forward pass to the backward pass."""
+        """Return the bytes saved from the forward pass to the backward pass."""
         if self.run.recompute == "full":
             return tokens * self.hidden * self.run.size
         return self.full_attention(tokens) - (
@@ -114,21 +114,21 @@ class BlockActivations:
         )
 
     def backward(self, tokens: int) -> int:
-        """What its backward pass takes beside: what is computed again, and gradients.
+        """Return the bytes that the backward pass needs in addition: recomputed activations and gradients.
 
-        Those are, at most, of the block's result and of its MLP's gate and up, when the product of these has
-        been let go, but for its own (``Mlp.gradients``).
+        The gradients peak with those of the block's result and of the MLP's gate and up, when the product of
+        these is already freed; see ``MlpActivations.gradients`` for other MLPs.
         """
         again = self.full_attention(tokens) - self.saved(tokens)
         return again + int(tokens * (self.hidden + self.mlp.gradients) * self.run.size)
 
     def forward(self, tokens: int) -> int:
-        """Where nothing is kept: the MLP's products beside the hidden state, before and after its norm."""
+        """Return the bytes of a pass without gradient: MLP products, and the hidden state around its norm."""
         return int(tokens * (3 * self.hidden + self.mlp.products)) * self.run.size
 
 
 def mask_bytes(longest: int, run: RunShape) -> int:
-    """Bytes, for one sequence: torch's CPU kernel is given some queries at a time, and a mask of the keys."""
+    """Return the bytes of the masks of one sequence, which torch's CPU kernel gets per chunk of queries."""
     if run.device == "cuda":
         return 0
     rows = CPU_ROWS[run.size]
@@ -137,10 +137,10 @@ def mask_bytes(longest: int, run: RunShape) -> int:
 
 
 def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape) -> Bytes:
-    """Log-probabilities of ``labels`` positions over ``vocabulary`` rows of the head, and their gradients.
+    """Return the bytes for log-probabilities of ``labels`` positions over ``vocabulary`` rows of the head.
 
-    Of the fp32 logits two chunks meet: the next one, and the one before it until then. Rows of the hidden
-    state are copied, and have a gradient.
+    At most two chunks of fp32 logits exist at once, the current and the previous one. Rows of the hidden
+    state are copied and have a gradient.
     """
     chunk = min(chunk_size(FullVocabulary(vocabulary), torch.device(run.device)), labels)
     cast = 0 if run.dtype == torch.float32 else chunk * vocabulary * run.size
@@ -151,12 +151,12 @@ def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape) -
 
 
 def peak(moments: Iterable[Mapping[str, int]]) -> Bytes:
-    """The one that takes most, without what takes nothing."""
+    """Return the moment with the largest total, without zero entries."""
     most = max(moments, key=lambda parts: sum(parts.values()))
     return {name: size for name, size in most.items() if size}
 
 
 def add_by_name(*parts: Mapping[str, int]) -> Bytes:
-    """Added up by name."""
+    """Return the sums of all parts by name."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0) for part in parts) for name in names}

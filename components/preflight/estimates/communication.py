@@ -1,7 +1,7 @@
-"""What ranks send each other in a step: the formulas both engines share, in bytes a rank sends.
+"""Communication volume of a step in bytes sent per rank, for both engines.
 
-Rings and pairwise exchanges: of a tensor of ``n`` bytes over ``p`` ranks, an all-reduce sends
-``2 (p - 1) / p * n``, a gather, a scatter and an all-to-all half of that (Thakur et al., 2005).
+For a tensor of ``n`` bytes over ``p`` ranks, a ring all-reduce sends ``2 (p - 1) / p * n``, and an
+all-gather, a reduce-scatter and a pairwise all-to-all send half of that (Thakur et al., 2005).
 """
 
 from components.preflight.estimates.quantities import CommVolume, ModelSize
@@ -10,7 +10,7 @@ FP32 = 4
 
 
 def all_gather_bytes(num_bytes: float, ranks: int) -> float:
-    """One all-gather of a tensor of ``num_bytes``, or one reduce-scatter."""
+    """Return the bytes that a rank sends in an all-gather or reduce-scatter of ``num_bytes`` in total."""
     return (ranks - 1) / ranks * num_bytes
 
 
@@ -19,10 +19,11 @@ def all_reduce_bytes(num_bytes: float, ranks: int) -> float:
 
 
 def tp_volume(size: ModelSize, tp: int, tokens: float, itemsize: int, *, recomputed: str) -> CommVolume:
-    """Two all-reduces of every block in the forward pass and two in the backward (Shoeybi et al., 2019), and
-    those of the forward pass again where blocks are recomputed.
+    """Return the volume of tensor parallelism (Shoeybi et al., 2019).
 
-    Sequence parallelism makes a gather and a scatter of each: as many bytes (Korthikanti et al., 2022).
+    Each block has two all-reduces in the forward pass, again if it is recomputed, and two in the backward
+    pass. Sequence parallelism replaces each by an all-gather and a reduce-scatter, which send the same number
+    of bytes (Korthikanti et al., 2022).
     """
     passes = 6 if recomputed == "full" else 4
     return CommVolume(
@@ -31,15 +32,18 @@ def tp_volume(size: ModelSize, tp: int, tokens: float, itemsize: int, *, recompu
 
 
 def ulysses_volume(size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int) -> CommVolume:
-    """Context parallelism that trades positions for heads: queries, keys, values and outputs, there in the
-    forward pass and back in the backward (Jacobs et al., 2023)."""
+    """Return the volume of Ulysses context parallelism (Jacobs et al., 2023).
+
+    It exchanges queries, keys, values and outputs in the forward pass, and their gradients in the backward
+    pass.
+    """
     width = (2 * size.q_width + 2 * size.kv_width) / tp
     share = tokens / cp * width * itemsize
     return CommVolume("cp", 2 * size.layers * all_gather_bytes(share, cp), when="within")
 
 
 def key_value_volume(size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int) -> CommVolume:
-    """Context parallelism that gathers keys and values, and scatters their gradients."""
+    """Return the volume of context parallelism that gathers keys and values and scatters their gradients."""
     return CommVolume(
         "cp",
         2 * size.layers * all_gather_bytes(2 * tokens * size.kv_width / tp * itemsize, cp),
@@ -50,10 +54,10 @@ def key_value_volume(size: ModelSize, cp: int, tp: int, tokens: float, itemsize:
 def token_dispatch_volume(
     size: ModelSize, ep: int, tokens: float, itemsize: int, *, recomputed: str, span: int
 ) -> CommVolume:
-    """Expert parallelism: tokens to their experts and back, a copy for each, in the forward pass and in the
-    backward (Lepikhin et al., 2020, section 3.2), with an even load; ``tokens`` are those that a rank sends.
+    """Return the volume of expert parallelism with an even load (Lepikhin et al., 2020, section 3.2).
 
-    The forward pass comes twice where blocks are recomputed.
+    A copy of each of the ``tokens`` of a rank is sent to each of its experts and back, in the forward pass,
+    again if blocks are recomputed, and in the backward pass.
     """
     passes = 6 if recomputed == "full" else 4
     copies = tokens * size.top_k * size.hidden * itemsize

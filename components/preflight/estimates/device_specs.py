@@ -1,4 +1,4 @@
-"""The device that a rank gets, of this machine or by name: its memory, its speed, its links."""
+"""Memory, speed and bandwidth of the device of a rank, from this machine or by name."""
 
 import difflib
 import re
@@ -30,45 +30,45 @@ GPUS = {
     "RTX 4090": (24, 32e9),
     "RTX A6000": (48, 32e9),
 }
-"""Memory in GB and bytes a second to another GPU of the node, one way (NVLink, else PCIe 4 x16), from
-NVIDIA's data sheets. A card reports a little more memory than its GB: that is left to CUDA and NCCL."""
+"""Memory in GB, and bytes/s to another GPU of the node in one direction (NVLink, else PCIe 4 x16), from
+NVIDIA's data sheets. A card reports slightly more memory than its GB: the rest is left to CUDA and NCCL."""
 
 GPU_MFU = 0.4
-"""Reached in large runs on H100: 0.38 to 0.43 (Llama Team, 2024, table 4)."""
+"""Assumed MFU on GPUs. Large runs on H100 reach 0.38 to 0.43 (Llama Team, 2024, table 4)."""
 CPU_MFU = 0.5
 NETWORK = 50e9
-"""Bytes a second between nodes: a 400 Gb/s adapter for every GPU."""
+"""Bytes/s between nodes, with a 400 Gb/s adapter per GPU."""
 HOST = 32e9
-"""Bytes a second between a GPU and its host: PCIe 4 x16."""
+"""Bytes/s between a GPU and its host (PCIe 4 x16)."""
 LOOPBACK = 1e9
-"""Bytes a second between two gloo ranks of one machine."""
+"""Bytes/s between two gloo ranks of one machine."""
 PER_NODE = 8
 PROGRAM = 600 * 2**20
-"""Bytes of a process on a CPU before its first tensor: Python, torch, transformers."""
+"""Bytes of a CPU process before its first tensor: Python, torch, transformers."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank has."""
+    """The device of one rank, or its part of a shared CPU."""
 
     name: str
     kind: Literal["cpu", "cuda"]
     memory: int
-    """Bytes that tensors may take."""
+    """Bytes available for tensors."""
     certain: bool
-    """Whether ``memory`` is this rank's alone: a GPU's, or as much as the user says."""
+    """Whether ``memory`` belongs to this rank only, as on a GPU, or was set by the user."""
     flops: float
-    """A second, at the best."""
+    """Peak FLOP/s."""
     mfu: float
-    """Assumed of a run: how much of ``flops`` it reaches."""
+    """Assumed fraction of ``flops`` that a run reaches."""
     link: float
-    """Bytes a second to another rank of the node ..."""
+    """Bytes/s to another rank of the node."""
     network: float
-    """... and of another node."""
+    """Bytes/s to a rank of another node."""
     per_node: int
 
     def shared_by(self, ranks: int) -> Self:
-        """Of a CPU, which ``per_node`` ranks share, the part of each of ``ranks``; of a GPU, all of it."""
+        """Return the part of a CPU for each of ``ranks`` instead of ``per_node`` ranks, or a whole GPU."""
         if self.kind == "cuda" or ranks == self.per_node:
             return self
         whole = (self.memory + PROGRAM) * self.per_node
@@ -84,10 +84,10 @@ def find_device(
     local_ranks: int,
     dtype: torch.dtype,
 ) -> Device:
-    """The device called ``name``, else what this machine has for each of ``local_ranks``.
+    """Return the device ``name``, or if it is None the part of this machine for each of ``local_ranks``.
 
     Raises:
-        ConfigError: there is no such device in the data sheets, or ``memory`` is no size.
+        ConfigError: if the data sheets do not have the device or ``memory`` is not a size.
     """
     budget = None if memory is None else parse_size(str(memory))
     if name is not None:
@@ -114,7 +114,7 @@ def find_device(
 
 
 def named(name: str, budget: int | None, dtype: torch.dtype) -> Device:
-    """A GPU that need not be here."""
+    """Return a GPU from the data sheets, which need not be in this machine."""
     if name not in GPUS:
         near = difflib.get_close_matches(name.upper(), GPUS, n=1)
         known = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(GPUS))}."
@@ -131,19 +131,19 @@ def by_length(names: dict[str, tuple[int, float]]) -> list[str]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes: ``80GiB``, ``512MiB``, ``80GB``.
+    """Parse ``80GiB``, ``512MiB`` or ``80GB`` into bytes.
 
     Raises:
-        ConfigError: (about preflight.device_memory) anything else.
+        ConfigError: (about preflight.device_memory) if the text has another form.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if found is None or found[2].upper() not in UNITS or float(found[1]) == 0:
-        raise ConfigError(f"preflight.device_memory: {text!r} is no size; write 80GiB, 512MiB or 80GB.")
+        raise ConfigError(f"preflight.device_memory: {text!r} is not a size; write 80GiB, 512MiB or 80GB.")
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
 def machine_memory() -> int:
-    """Bytes that this process and its children may take: the machine's, or what its control group allows."""
+    """Return the bytes available to this process and its children: memory of the machine or cgroup limit."""
     limits = [
         int(text)
         for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

@@ -1,4 +1,4 @@
-"""How much arithmetic a step needs, and how much the device could have done (MFU)."""
+"""FLOPs of a train step and peak FLOP/s of a device, for the MFU."""
 
 import time
 from dataclasses import dataclass
@@ -36,26 +36,25 @@ MEASURE_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class MatmulSizes:
-    """What a model multiplies its tokens with."""
+    """Sizes of the matrix products of a model."""
 
     linear: float
-    """Weights a token is multiplied with, of experts those of the chosen ones; embeddings are looked up and
-    norms are no matmuls."""
+    """Number of weights that a token is multiplied with, including its chosen experts only. Embeddings, which
+    are looked up, and norms do not count."""
     head: float
-    """Weights of the output head, which only labelled positions need."""
+    """Number of weights of the output head, which only labelled positions need."""
     attention: tuple[tuple[float, float], ...]
-    """Per layer: heads x head_dim (the mean of that of keys and that of values), and how many tokens back it
-    sees."""
+    """For each layer heads x head_dim (the mean of keys and values) and the attention window in tokens."""
     frozen_linear: float = 0.0
-    """How much of ``linear`` is not trained, and needs no gradient ..."""
+    """Part of ``linear`` that is frozen and needs no weight gradient."""
     frozen_head: float = 0.0
-    """... and of ``head``."""
+    """Part of ``head`` that is frozen."""
 
 
 def matmul_sizes(model: PreTrainedModel, *, adapted: bool = False) -> MatmulSizes:
-    """Counts on the shapes of ``model``, which may be on the meta device, with its experts one by one.
+    """Count the weights of ``model``, which may be on the meta device, with separate experts.
 
-    ``adapted``: all of it is frozen beside an adapter, whose own few products are left out.
+    ``adapted`` means that all weights are frozen. The few products of the adapter are not counted.
     """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings().weight
@@ -63,7 +62,7 @@ def matmul_sizes(model: PreTrainedModel, *, adapted: bool = False) -> MatmulSize
     chosen, passes = (
         share_of_experts(model),
         1 + num_mtp_layers(model.config),
-    )  # of the head, one more a depth
+    )  # the head is applied once more per MTP depth
     weights = [
         (p.numel() * (chosen if EXPERT_PARAM.match(name) else 1.0), adapted or not p.requires_grad)
         for name, p in model.named_parameters()
@@ -95,21 +94,21 @@ def train_flops(
     sum_squared_seqlens: float,
     forward_only_passes: int = 0,
 ) -> float:
-    """FLOPs that one training step needs (matmuls, forward and backward; nothing is counted twice).
+    """Return the FLOPs that the matrix products of one training step need, forward and backward.
 
-    The convention of PaLM (Chowdhery et al., 2022, appendix B), 6 x weights x tokens plus attention, with
-    two corrections that leave it a count of what is *needed*: attention is causal, so a sequence of T tokens
-    has T^2 / 2 pairs instead of T^2, and the head is applied where there is a label, which in pre-training is
-    everywhere. Recomputed activations and padding do not count, nor do gradients of frozen weights.
+    This is the convention of PaLM (Chowdhery et al., 2022, appendix B), 6 x weights x tokens plus attention,
+    with two corrections, so that only *needed* FLOPs count: attention is causal, so a sequence of T tokens
+    has T^2 / 2 pairs instead of T^2, and the head is applied only to labelled positions, which in
+    pre-training are all. Recomputed activations, padding and gradients of frozen weights do not count.
 
     Args:
-        sum_squared_seqlens: Over the sequences of the step, packed or not.
-        forward_only_passes: Passes without gradient over the same tokens: 1 for dpo's reference model.
+        sum_squared_seqlens: Sum of squared lengths over the sequences of the step, packed or not.
+        forward_only_passes: Number of passes without gradient over the same tokens, 1 for a reference model.
     """
     pairs = sum(
         width * min(sum_squared_seqlens / 2, window * num_tokens) for width, window in sizes.attention
     )
-    # Query times key, and weight times value: two matmuls of 2 FLOPs a pair and channel.
+    # Query times key and weight times value: two products with 2 FLOPs per pair and channel.
     forward = 2 * sizes.linear * num_tokens + 2 * sizes.head * num_labels + 4 * pairs
     unneeded = 2 * sizes.frozen_linear * num_tokens + 2 * sizes.frozen_head * num_labels
     return forward * (3 + forward_only_passes) - unneeded
@@ -117,10 +116,10 @@ def train_flops(
 
 @cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s that one rank can reach: a data sheet's for known GPUs, else measured here, once.
+    """Return the peak FLOP/s of one rank, from a data sheet for known GPUs, else measured once.
 
-    The measurement is a square matmul repeated for 0.2 s with the threads this process has, so on CPU the
-    MFU says how much of the time goes into matmuls at their best speed.
+    The measurement repeats a square matrix product for 0.2 s with the threads of this process, so on a CPU
+    the MFU is the fraction of time that matrix products need at their best speed.
     """
     if device.type == "cuda":
         known = data_sheet_peak(torch.cuda.get_device_name(device), dtype)
@@ -130,9 +129,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def data_sheet_peak(name: str, dtype: torch.dtype) -> float | None:
-    """The peak of the GPU ``name`` ("NVIDIA H100 80GB HBM3"); the longest entry that is part of it wins.
+    """Return the peak FLOP/s of the longest entry contained in ``name``, such as "NVIDIA H100 80GB HBM3".
 
-    Laptop parts share a name with desktop ones that are twice as fast, so they are left to be measured.
+    Laptop GPUs have the names of desktop GPUs that are twice as fast, so they are measured instead.
     """
     words = f" {name.replace('-', ' ')} "
     if " Laptop " in words:

@@ -1,4 +1,4 @@
-"""What a rank of FSDP2 holds at the peak of a train step, from the shapes of the model alone."""
+"""Peak memory of an FSDP2 rank in a train step, estimated from the shapes of the model."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,27 +37,27 @@ from components.preflight.estimates.quantities import MemoryInputs, MicrobatchSh
 
 @dataclass(frozen=True)
 class BlockParameters:
-    """Parameters of a block, or of all that is in none, in elements."""
+    """Parameters of a block, or of all modules outside of blocks, in elements."""
 
     numel: int
-    """Trained or not, of one tensor-parallel rank with its own experts, before they are sharded."""
+    """Trained and frozen, on one tensor-parallel rank with its own experts, before FSDP shards them."""
     trained: int
     unsharded: int
-    """What the ranks that shard parameters hold of it together: the experts of all of them."""
+    """``numel`` with the experts of all ep ranks."""
     unsharded_trained: int
 
 
 @dataclass(frozen=True)
 class ModelParameters:
-    """Parameters of a model."""
+    """Parameters of a model on one tensor-parallel rank."""
 
     blocks: tuple[BlockParameters, ...]
     root: BlockParameters
-    """Embedding, last norm and head."""
+    """Parameters outside of blocks: embedding, last norm and head."""
     embedding: int
-    """Of the embedding, if it is trained."""
+    """Elements of the embedding, 0 if it is frozen."""
     head: int
-    """Of the head, tied or not, if it is trained."""
+    """Elements of the head, tied or not, 0 if it is frozen."""
 
     @property
     def parts(self) -> tuple[BlockParameters, ...]:
@@ -79,7 +79,7 @@ class ModelParameters:
 def memory(
     layout: FSDP2Layout, model: PreTrainedModel, optimizer: Optimizer, step: MemoryInputs
 ) -> list[RankMemory]:
-    """Of the one pipeline stage that there is."""
+    """Estimate the peak memory of a rank; FSDP2 has one pipeline stage."""
     run = RunShape(step.dtype, step.device, layout.activation_checkpointing)
     tokens = step.microbatch.rows * -(-step.microbatch.length // layout.cp)
     held = StepMemory(
@@ -110,29 +110,29 @@ def memory(
 
 @dataclass(frozen=True)
 class StepMemory:
-    """A train step of one rank: what it holds at the moments that can be its peak.
+    """Memory of one rank at the moments of a train step that can be its peak.
 
-    They are those of the last micro-batch, whose backward pass reduces the gradients, block by block. The
-    gradients of the ones before it have added up in fp32, whole and not sharded.
+    They are in the last micro-batch, whose backward pass reduces the gradients block by block. Gradients of
+    earlier micro-batches are accumulated in fp32 and unsharded.
     """
 
     weights: ModelParameters
     blocks: tuple[BlockActivations, ...]
     vocabulary: int
-    """Rows of the head."""
+    """Rows of the head on this rank."""
     shards: int
-    """Ranks that share every parameter."""
+    """Number of ranks that shard a parameter."""
     reshards: bool
     offloads: bool
-    """To host memory, from a GPU."""
+    """Whether state of a GPU is offloaded to host memory."""
     num_microbatches: int
     tokens: int
-    """Of this rank's share of a micro-batch."""
+    """Tokens of a micro-batch on this rank."""
     labels: int
-    """In it: at most all there are, as a rank of cp may have the end of every sequence."""
+    """Labels on this rank, at most: a cp rank may have the end of every sequence of the micro-batch."""
 
     def between_steps(self, num_moments: int) -> Bytes:
-        """Between two steps: shards, trained ones in fp32."""
+        """Return the bytes between two steps: shards, in fp32 if they are trained."""
         trained = self.weights.unsharded_trained * FP32
         return {
             "weights": (trained + self.weights.unsharded_frozen * self.size) // self.shards,
@@ -146,7 +146,7 @@ class StepMemory:
         yield self.during_root_reduction()
 
     def during_head(self) -> Bytes:
-        """After the last block, of which what was sent of its weights is still there."""
+        """Return the bytes after the last block, whose all-gather buffer still exists."""
         kept = () if self.reshards else self.weights.blocks
         gradients = self.accumulated_grads(self.weights.parts) + self.weights.head * FP32
         return add_by_name(
@@ -161,9 +161,10 @@ class StepMemory:
         )
 
     def during_block(self, number: int) -> Bytes:
-        """In its backward pass, with the weights of the block before it on their way: gloo copies them.
+        """Return the bytes in the backward pass of a block, while weights of the previous one are prefetched.
 
-        The gradients of all blocks after it are reduced; those of the next one are just being sent.
+        Gloo copies these weights. The gradients of all later blocks are reduced, except that those of the
+        next block are being sent.
         """
         blocks, own = self.weights.blocks, self.weights.blocks[number]
         last = number == len(blocks) - 1
@@ -181,7 +182,7 @@ class StepMemory:
         }
 
     def during_embedding(self) -> Bytes:
-        """When its gradient is made, a whole matrix."""
+        """Return the bytes when the gradient of the embedding, a whole matrix, is computed."""
         new = (self.weights.head + self.weights.embedding) * self.size
         return {
             "gathered": self.gathered(()),
@@ -190,7 +191,7 @@ class StepMemory:
         }
 
     def during_root_reduction(self) -> Bytes:
-        """A rank alone divides a copy of the gradients by 1."""
+        """Return the bytes when gradients outside of blocks are reduced, which a single rank copies."""
         root = self.weights.root.trained * FP32
         return {
             "gradients": self.sharded_grads(0) + root // self.shards,
@@ -198,7 +199,7 @@ class StepMemory:
         }
 
     def during_reference(self, weights: ModelParameters) -> Bytes:
-        """While ``weights`` say how likely the labels of some micro-batches are; nothing is kept."""
+        """Return the bytes of a pass without gradient through ``weights``, which merges micro-batches."""
         joined = largest_number([self.tokens] * self.num_microbatches, MAX_TOKENS[self.run.device])
         chunks = head_activations(joined * self.labels, self.hidden, self.vocabulary, self.run)
         block = max(part.numel for part in weights.blocks)
@@ -211,15 +212,15 @@ class StepMemory:
         }
 
     def gathered(self, blocks: Iterable[BlockParameters]) -> int:
-        """Whole weights of these, and of what lies outside of blocks."""
+        """Return the bytes of the gathered weights of ``blocks`` and of all modules outside of blocks."""
         return (self.weights.root.numel + sum(part.numel for part in blocks)) * self.size
 
     def sent(self, number: int) -> int:
-        """A block's weights as its ranks send them to each other, from where they are copied."""
+        """Return the bytes of the buffer from which an all-gather copies the weights of a block."""
         return self.weights.blocks[number].numel * self.size if self.shards > 1 else 0
 
     def saved(self, num_blocks: int) -> int:
-        """Activations of so many blocks."""
+        """Return the bytes of activations of the first ``num_blocks`` blocks."""
         return sum(self.saved_by_block[:num_blocks])
 
     @cached_property
@@ -228,15 +229,15 @@ class StepMemory:
 
     @property
     def final_norm(self) -> int:
-        """What the last norm keeps."""
+        """Bytes that the last norm saves."""
         return self.tokens * self.hidden * self.blocks[-1].norm
 
     def accumulated_grads(self, parts: Iterable[BlockParameters]) -> int:
-        """Bytes of the gradients of ``parts`` that micro-batches before this one have left."""
+        """Return the bytes of unsharded fp32 gradients of ``parts`` accumulated by earlier micro-batches."""
         return sum(part.trained for part in parts) * FP32 if self.num_microbatches > 1 else 0
 
     def sharded_grads(self, first: int) -> int:
-        """Bytes of the shards of the gradients of the blocks from ``first`` on."""
+        """Return the bytes of the gradient shards of the blocks from ``first`` on."""
         trained = sum(part.unsharded_trained for part in self.weights.blocks[first:])
         return 0 if self.offloads else trained * FP32 // self.shards
 
@@ -256,7 +257,7 @@ class StepMemory:
 def count_parameters(
     model: PreTrainedModel, layout: FSDP2Layout, adapter: LoRA | None = None
 ) -> ModelParameters:
-    """Counts the parameters of one tensor-parallel rank."""
+    """Count the parameters of one tensor-parallel rank."""
     every = decoder_blocks(model)
     names = {id(module): f"{name}." for name, module in model.named_modules()}
     numbers = {names[id(block)]: number for number, block in enumerate(every)}
@@ -289,11 +290,11 @@ def block_activations(
     workload: MicrobatchShape,
     adapter: LoRA | None,
 ) -> tuple[BlockActivations, ...]:
-    """In the order of the model; those with experts are alike, and so are the others."""
+    """Return the activation widths of all blocks in order; all MoE blocks are equal, and all dense blocks."""
     config, of = model.config.get_text_config(), attention_shape(model.config)
     number, groups = of.number // layout.tp, of.shared // layout.tp
     query, key, value = number * of.key, groups * of.key, groups * of.value
-    repeats = layout.cp // gcd(groups, layout.cp)  # of key-value heads that cp ranks cannot share out
+    repeats = layout.cp // gcd(groups, layout.cp)  # of key-value heads, if cp does not divide their number
     plain = BlockActivations(
         run,
         hidden=config.hidden_size,

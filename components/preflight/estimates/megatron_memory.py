@@ -1,4 +1,4 @@
-"""What a rank of Megatron holds at the peak of a train step, from the shapes of the model alone.
+"""Peak memory of a Megatron rank in a train step, estimated from the shapes of the model.
 
 Megatron itself is not imported.
 """
@@ -38,7 +38,7 @@ from components.preflight.estimates.quantities import MemoryInputs, MicrobatchSh
 def memory(
     layout: Layout, model: PreTrainedModel, optimizer: Optimizer, step: MemoryInputs
 ) -> list[RankMemory]:
-    """Of every pipeline stage."""
+    """Estimate the peak memory of a rank of each pipeline stage."""
     run = RunShape(step.dtype, step.device, layout.activation_checkpointing)
     blocks = block_activations(model, layout, run, step.microbatch, step.adapter)
     shards = OptimizerShards.of(layout, step.world_size)
@@ -69,7 +69,7 @@ def memory(
 
 @dataclass(frozen=True)
 class OptimizerShards:
-    """Ranks that share what the optimizer keeps, of the experts and of everything else."""
+    """Numbers of ranks that shard the optimizer state of expert and of other parameters."""
 
     plain: int
     experts: int
@@ -84,39 +84,39 @@ class OptimizerShards:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters of one rank of a stage, in elements."""
+    """Parameters of one rank of a pipeline stage, in elements."""
 
     trained: int
     trained_experts: int
-    """Of them, those of experts."""
+    """Trained expert parameters."""
     frozen: int
     embedding: int
-    """Of one matrix of the vocabulary, if it is trained."""
+    """Size of an embedding or head matrix, 0 if it is frozen."""
     matrix: int
-    """Of the largest trained one in a layer."""
+    """Size of the largest trained matrix of a layer."""
     tied: bool
-    """Whether embedding and head are one matrix."""
+    """Whether embedding and head are tied."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """A train step of a rank of one pipeline stage."""
+    """Memory of a rank of one pipeline stage at the moments of a train step that can be its peak."""
 
     number: int
     chunks: list[str]
-    """What they hold, as ``stages.held`` says it."""
+    """Contents of each model chunk, in the letters of ``pipeline_split.chunk_layers``."""
     weights: RankParameters
     blocks: tuple[BlockActivations, ...]
-    """Its layers; one of the model's where it has none."""
+    """Layers of the stage, or any one layer if it has none."""
     vocabulary: int
     layout: Layout
     shards: OptimizerShards
     workload: MicrobatchShape
 
     def between_steps(self, num_moments: int) -> Bytes:
-        """Between two steps.
+        """Return the bytes between two steps.
 
-        Gradients lie in an fp32 buffer that is always there. Weights in fp32 are their own masters.
+        Gradients have a permanent fp32 buffer. Weights in fp32 have no separate master weights.
         """
         trained, experts = self.weights.trained, self.weights.trained_experts
         kept = (trained - experts) * FP32 // self.shards.plain + experts * FP32 // self.shards.experts
@@ -128,21 +128,21 @@ class StageMemory:
         }
 
     def moments(self) -> Iterator[Bytes]:
-        """Those that can be its peak, beside ``resting``."""
+        """Yield the bytes, in addition to those between steps, at the moments that can be the peak."""
         if self.holds("L"):
             yield self.during_head()
         yield self.during_last_layer()
         if self.holds("E"):
             yield self.during_embedding()
-        # The norm of the gradient is a sum of float64, of one matrix after the other.
+        # The norm of the gradient is summed in float64, one matrix after the other.
         yield {"buffers": 8 * max(self.weights.matrix, self.weights.embedding) // self.shards.plain}
         if (
             self.shards.plain > 1 and self.blocks[0].run.device == "cpu"
-        ):  # gloo gathers updated weights into a copy
+        ):  # gloo gathers the updated weights into a copy
             yield {"buffers": self.weights.trained * self.size}
 
     def during_head(self) -> Bytes:
-        """After the last layer of a micro-batch."""
+        """Return the bytes after the last layer of a micro-batch."""
         return add_by_name(
             head_activations(self.labels, self.hidden, self.vocabulary_rows, self.blocks[0].run),
             {
@@ -152,7 +152,7 @@ class StageMemory:
         )
 
     def during_last_layer(self) -> Bytes:
-        """In its backward pass; a matrix's gradient is added to the buffer when it is whole."""
+        """Return the bytes in a layer's backward pass, including one matrix gradient besides the buffer."""
         return {
             "activations": self.in_flight * self.saved
             + max(block.backward(self.tokens) for block in set(self.blocks)),
@@ -160,7 +160,10 @@ class StageMemory:
         }
 
     def during_embedding(self) -> Bytes:
-        """When its gradient is made, a whole matrix; other micro-batches are under way."""
+        """Return the bytes when the gradient of the embedding, a whole matrix, is computed.
+
+        The activations of other micro-batches exist at the same time.
+        """
         return {
             "activations": (self.in_flight - 1) * self.saved + self.tokens * self.hidden * self.size,
             "gradients": self.weights.embedding * self.size + self.between_microbatches,
@@ -168,16 +171,17 @@ class StageMemory:
 
     @property
     def between_microbatches(self) -> int:
-        """The gradient of a tied head, until that of the embedding is added to it."""
+        """Bytes of the gradient of a tied head until that of the embedding is added to it."""
         together = self.weights.tied and self.holds("E") and self.holds("L")
         return self.weights.embedding * self.size if together else 0
 
     @property
     def in_flight(self) -> int:
-        """How often a chunk has run forward and not yet backward, at most.
+        """Largest number of chunk activations that await their backward pass.
 
-        1F1B: a stage runs as many as there are stages behind it before its first backward pass. Interleaved,
-        twice as many, and all chunks but the last of as many micro-batches as there are stages.
+        With 1F1B, a stage runs as many forward passes as there are later stages before its first backward
+        pass. The interleaved schedule runs twice as many, plus ``pp`` micro-batches of all chunks except the
+        last.
         """
         pp, vpp, behind = self.layout.pp, self.layout.vpp, self.layout.pp - self.number - 1
         number = self.workload.num_microbatches
@@ -187,7 +191,7 @@ class StageMemory:
 
     @property
     def saved(self) -> int:
-        """Bytes of one chunk, for one micro-batch."""
+        """Bytes of activations of one chunk for one micro-batch."""
         layers = sum(b.saved(self.tokens) for b in self.blocks) if self.holds("t") else 0
         received = 0 if self.size == FP32 else self.tokens * self.blocks[0].hidden * self.size
         ends = (
@@ -196,7 +200,7 @@ class StageMemory:
         return layers // len(self.chunks) + received + ends
 
     def during_reference(self) -> Bytes:
-        """While the labels of a micro-batch are given log-probabilities; nothing is kept."""
+        """Return the bytes of a pass without gradient for one micro-batch."""
         chunks = head_activations(self.labels, self.hidden, self.vocabulary_rows, self.blocks[0].run)
         logits = chunks["logits"] if self.holds("L") else 0
         return {
@@ -217,12 +221,12 @@ class StageMemory:
 
     @property
     def tokens(self) -> int:
-        """Of this rank's share of a micro-batch."""
+        """Tokens of a micro-batch on this rank."""
         return self.workload.rows * -(-self.workload.length // self.layout.cp)
 
     @property
     def labels(self) -> int:
-        """Of them: at most all there are, as a rank of cp may have the end of every sequence."""
+        """Labels on this rank, at most: a cp rank may have the end of every sequence of the micro-batch."""
         return min(self.workload.labels, self.tokens)
 
     @property
@@ -231,14 +235,14 @@ class StageMemory:
 
 
 def stage_layers(layout: Layout, model: PreTrainedModel) -> list[list[int]]:
-    """By stage, the numbers of its layers."""
+    """Return the layer numbers of each stage."""
     return pipeline_split.numbered(layout, model.config.num_hidden_layers, mtp.num_mtp_layers(model.config))
 
 
 def count_parameters(
     model: PreTrainedModel, layout: Layout, chunks: str, layers: Sequence[int], adapter: LoRA | None
 ) -> RankParameters:
-    """Counts the parameters of a rank that holds ``chunks``, with these ``layers``."""
+    """Count the parameters of a rank with ``chunks``, which contain these ``layers``."""
     found = list(parameters(model, Cuts(layout.tp, layout.ep, layout.etp), adapter))
     tied = model.config.tie_word_embeddings
     ends = {"E": ("model.embed_tokens.",), "L": ("model.norm.", "lm_head.")}
@@ -264,11 +268,11 @@ def count(parameters: Sequence[Parameter], *, trained: bool) -> int:
 def block_activations(
     model: PreTrainedModel, layout: Layout, run: RunShape, workload: MicrobatchShape, adapter: LoRA | None
 ) -> list[BlockActivations]:
-    """Megatron's own layers around our attention, in the order of the model.
+    """Return the activation widths of Megatron's layers with this project's attention, in order.
 
-    Every layer has cosines and sines of its own, for queries and for keys. The MLP adds an offset, which is
-    0, to up, and keeps the sum as well. Norms are torch's: operator by operator on a CPU, in fp32; on a GPU
-    one kernel, which keeps its argument.
+    Every layer saves its own cosines and sines for queries and for keys. The MLP adds an offset of 0 to up
+    and saves the sum too. Norms are torch's: separate fp32 operators on a CPU, and on a GPU one kernel, which
+    saves its input.
     """
     config, of, tp = model.config, attention_shape(model.config), layout.tp
     number = of.number // tp
@@ -290,17 +294,18 @@ def block_activations(
     )
     if not (routed := moe_block_numbers(model)):
         return [plain] * len(model.base_model.layers)
-    # Ranks of tp have the same tokens, and pass on a part of them each, which ranks of etp gather again.
+    # tp ranks have the same tokens and send a part of them each, which etp ranks gather again.
     mlp = moe_activations(model, run, split=layout.etp, shared_split=tp, share=layout.etp / tp)
     other = replace(plain, mlp=mlp)
     return [other if layer in routed else plain for layer in range(len(model.base_model.layers))]
 
 
 def attended(layout: Layout, query: int, both: int, *, normed: bool) -> int:
-    """Width of what attention keeps, with the fused projection of which keys and values are views.
+    """Return the width of the tensors saved by attention. K and V are views of the fused QKV output.
 
-    ``both``: of keys and values. It is kept by the norm of the keys, or by values. Ranks of cp keep copies:
-    all keys and values that they have gathered, or what they have traded.
+    ``both`` is the width of keys and values together. The QKV output is saved through the norm of the keys,
+    or through the values. Ranks with cp > 1 save copies: all gathered keys and values, or the tensors of the
+    all-to-all.
     """
     fused = query + both
     if layout.cp == 1:
@@ -310,7 +315,10 @@ def attended(layout: Layout, query: int, both: int, *, normed: bool) -> int:
 
 
 def masks_of_a_row(layout: Layout, length: int, run: RunShape) -> int:
-    """Of ``cp`` ranks that gather keys each has two of ``2 cp`` chunks, which meet ``2 cp + 1`` of them."""
+    """Return the bytes of the masks of a row.
+
+    If cp ranks gather keys, each has two of ``2 cp`` chunks, which attend to ``2 cp + 1`` chunks together.
+    """
     if layout.cp == 1 or layout.cp_comm_type == "a2a" or run.has_kernel:
         return mask_bytes(length, run)
     chunk = -(-length // (2 * layout.cp))

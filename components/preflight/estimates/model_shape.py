@@ -1,4 +1,4 @@
-"""What the blocks of a model are made of, as estimates of memory ask for it."""
+"""Shapes of the blocks of a model, for estimates of memory."""
 
 import re
 from functools import lru_cache
@@ -15,30 +15,30 @@ OF_HEADS = ("q_norm", "k_norm")
 
 @lru_cache(maxsize=8)
 def norms_of_a_block(model: PreTrainedModel) -> tuple[str, ...]:
-    """The names of the first block's norms, without its own."""
+    """Return the names of the norms in the first block, without its prefix."""
     leaves = (name.rpartition(".") for name, _ in model.named_modules() if ".layers.0." in name)
     return tuple(leaf for _, _, leaf in leaves if leaf.endswith("norm"))
 
 
 def norms_of_hidden(model: PreTrainedModel) -> int:
-    """How many norms of a block are over the hidden size."""
+    """Return the number of norms of a block over the hidden size."""
     return sum(name not in (*LATENT, *OF_HEADS) for name in norms_of_a_block(model))
 
 
 def norms_heads(model: PreTrainedModel) -> bool:
-    """Whether queries and keys have norms of their own."""
+    """Return whether queries and keys have norms."""
     return any(name in OF_HEADS for name in norms_of_a_block(model))
 
 
 @lru_cache(maxsize=8)
 def moe_block_numbers(model: PreTrainedModel) -> frozenset[int]:
-    """The numbers of the blocks that have experts."""
+    """Return the numbers of the MoE blocks."""
     found = (re.search(r"\.(\d+)\.", name) for name in moe_blocks(model))
     return frozenset(int(number[1]) for number in found if number)
 
 
 def intermediate_size(config: PreTrainedConfig) -> int:
-    """Of the MLP, which older models name otherwise, or not: then it is four times the hidden size."""
+    """Return the MLP width, which older models name differently or leave at 4 x the hidden size."""
     names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     found = (getattr(config, name, None) for name in names)
     return next((size for size in found if isinstance(size, int)), 4 * config.hidden_size)
@@ -47,17 +47,20 @@ def intermediate_size(config: PreTrainedConfig) -> int:
 def moe_activations(
     model: PreTrainedModel, run: RunShape, *, split: int, shared_split: int, share: float = 1.0
 ) -> MlpActivations:
-    """Of a block with experts, where these get an even load: of ``K`` copies of every token
+    """Return the activation widths of an MoE block with a balanced load.
 
-        what they are given, after they have been put in order       H
+    Each of the K copies of a token saves
+
+        the sorted inputs of the experts                             H
         gate, its activation, up, and the product of these           4I
-        their result, which has the gradient of its weight           H
+        the result, for the gradient of the routing weight           H
 
-    and of the router logits and scores, in fp32. Shared experts are an MLP beside them.
+    and each token its router logits and scores, in fp32. Shared experts are an additional MLP.
 
     Args:
-        split: ranks that split an expert's matrices; ``shared_split``: a shared one's.
-        share: of the tokens of the rank, how many it passes on to experts, here or elsewhere.
+        split: number of ranks that split the matrices of an expert.
+        shared_split: number of ranks that split the matrices of a shared expert.
+        share: fraction of the rank's tokens that it sends to experts on any rank.
     """
     config = model.config.get_text_config()
     block: Any = next(iter(moe_blocks(model).values()))

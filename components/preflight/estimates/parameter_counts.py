@@ -1,4 +1,4 @@
-"""The parameters of a model, and how many elements of each a rank holds, for both engines' estimates."""
+"""The parameters of a model and their sizes on one rank, for the estimates of both engines."""
 
 import re
 from dataclasses import dataclass, replace
@@ -11,15 +11,15 @@ from components.adapters import LoRA
 from components.models.experts import EXPERT_PARAM
 
 CUT = re.compile(r"\.([qkvo]|q_b|kv_b|gate|up|down|eh)_proj\.|^model\.embed_tokens\.|^lm_head\.")
-"""What tensor parallelism splits, by names on disk; other parameters are whole on every rank."""
+"""Names on disk of parameters that tensor parallelism splits. Others are replicated."""
 
 CUT_ADAPTER = re.compile(r"\.([qkv]|q_b|kv_b|gate|up)_proj\.lora_B\.|\.(o|down)_proj\.lora_A\.")
-"""Of two small matrices, that on the side where the large one is cut."""
+"""Adapter matrices that tensor parallelism splits: those on the split side of the frozen matrix."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Of the model or of its adapter; of the experts of a layer all that have this name, as one."""
+    """A parameter of the model or its adapter. The experts of a layer count as one parameter per matrix."""
 
     name: str
     numel: int
@@ -27,7 +27,7 @@ class Parameter:
     cut: bool
     """Whether tensor parallelism splits it."""
     number: int = 0
-    """Of experts, how many there are; 0: it is of none."""
+    """Number of experts. 0 means that it is not an expert parameter."""
 
     @property
     def of_experts(self) -> bool:
@@ -36,16 +36,16 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Cuts:
-    """How many ranks split the matrices, share out the experts, and split the matrices of an expert."""
+    """Numbers of ranks that split matrices (tp), experts (ep), and the matrices of an expert (etp)."""
 
     tp: int = 1
     ep: int = 1
     etp: int = 1
 
 
-@lru_cache(maxsize=8)  # a model of experts has thousands, and a search asks for every layout
+@lru_cache(maxsize=8)  # MoE models have thousands of parameters, and a search calls this for every layout
 def census(model: PreTrainedModel, adapter: LoRA | None = None) -> tuple[Parameter, ...]:
-    """Those of ``model`` and of the adapter beside it, tied ones once."""
+    """Return the parameters of ``model`` and of its adapter, tied ones once."""
     found: dict[tuple[str, bool], Parameter] = {}
 
     def add(name: str, numel: int, *, trained: bool, cut: bool, beside: bool = False) -> None:
@@ -71,7 +71,7 @@ def census(model: PreTrainedModel, adapter: LoRA | None = None) -> tuple[Paramet
 
 @lru_cache(maxsize=32)
 def parameters(model: PreTrainedModel, cuts: Cuts, adapter: LoRA | None = None) -> tuple[Parameter, ...]:
-    """As one rank holds them, before data-parallel ranks share them."""
+    """Return the parameters with their sizes on one rank, before data-parallel sharding."""
 
     def cut(p: Parameter) -> Parameter:
         if p.of_experts:

@@ -1,4 +1,4 @@
-"""What is estimated of a run before it starts: its workload, and what a rank holds and sends."""
+"""Inputs and results of the estimates: workload, memory and communication."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,21 +12,21 @@ from components.contracts.loss import Loss
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """What the largest micro-batch of a run asks of a rank, known before any starts."""
+    """Shape of the largest micro-batch of a run."""
 
     rows: int
     """Rows of a micro-batch."""
     length: int
-    """Tokens of its longest row: those of a packed one, else of the longest sample."""
+    """Tokens of its longest row."""
     labels: int
-    """Labelled positions in it, at most."""
+    """Largest number of labelled positions in a micro-batch."""
     num_microbatches: int
-    """Of one step, on one data rank."""
+    """Micro-batches per step on one data-parallel rank."""
 
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """What the memory of a train step depends on, beside model, optimizer and layout."""
+    """Inputs of the memory estimate in addition to model, optimizer and layout."""
 
     world_size: int
     dtype: torch.dtype
@@ -35,69 +35,69 @@ class MemoryInputs:
     loss: Loss
     reference: Reference
     reference_model: Any = None
-    """Of ``frozen``, the model of the second copy, on the meta device; None: it is the same."""
+    """Model of a frozen reference, on the meta device. None means that it is the trained model."""
     adapter: Any = None
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What a rank of one pipeline stage holds at the peak of a train step, in bytes."""
+    """Peak memory in a train step of a rank of one pipeline stage, in bytes."""
 
     stage: int
-    """0 where there are no others."""
+    """Number of the pipeline stage, 0 without pipelining."""
     parts: Mapping[str, int]
-    """By what it is for: weights, gradients, moments, activations ..."""
+    """Bytes on the device by use: weights, gradients, moments, activations and others."""
     host: Mapping[str, int] = field(default_factory=dict)
-    """What lies in host memory beside the GPU's: offloaded state."""
+    """Bytes of offloaded state in host memory, by use."""
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Total bytes on the device."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the cost of a layout depends on, of a model."""
+    """Sizes of a model that determine the communication of a layout."""
 
     parameters: int
     trained: int
-    """Those that want a gradient; of an adapter, all of its own."""
+    """Number of trained parameters, with an adapter only those of the adapter."""
     layers: int
     hidden: int
     q_width: int
-    """Heads x head_dim: the width of queries and that of outputs, or the mean of the two."""
+    """Heads x head_dim, the mean of the widths of queries and outputs."""
     kv_width: int
-    """Key-value heads x head_dim: the width of keys and that of values, or the mean."""
+    """Key-value heads x head_dim, the mean of the widths of keys and values."""
     experts: int = 0
-    """Of ``parameters``, those of experts ..."""
+    """Number of expert parameters."""
     trained_experts: int = 0
-    """... and of ``trained``."""
+    """Number of trained expert parameters."""
     num_moe_layers: int = 0
-    """Layers that have experts."""
+    """Number of MoE layers."""
     top_k: int = 0
-    """Experts that a token passes in each of them."""
+    """Number of experts per token and MoE layer."""
 
 
 @dataclass(frozen=True)
 class CommVolume:
-    """What a rank sends to the others of one dimension of the mesh, in one step."""
+    """Bytes that a rank sends along one dimension of the mesh in one step."""
 
     dimension: str
-    """Of the mesh, ``host``: between a GPU and the memory of its host; or what ``span`` is given for."""
+    """Dimension of the mesh, ``host`` for copies between GPU and host memory, or any name with ``span``."""
     num_bytes: float
     when: Literal["within", "behind", "after"]
-    """While the computation waits for it, behind computation, or once it is over."""
+    """Whether the computation waits for it, overlaps with it, or is already over."""
     span: int | None = None
-    """How many neighbouring ranks take part, where that is no dimension of the mesh."""
+    """Number of neighbouring ranks that take part. None means the ranks of ``dimension``."""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a layout adds to the arithmetic of a step."""
+    """Costs that a layout adds to the FLOPs of a step."""
 
     volumes: Sequence[CommVolume]
     bubble: float
-    """Of the time of a pipeline stage, how much it waits for others; 0 where there is one."""
+    """Fraction of a stage's time idle in the pipeline bubble, 0 without pipelining."""
     recomputed: Literal["none", "full", "selective"]
-    """What the backward pass computes again: nothing, every block, or attention alone."""
+    """Whether the backward pass recomputes nothing, every block, or only attention."""

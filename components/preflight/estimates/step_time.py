@@ -1,4 +1,4 @@
-"""The parameters, the arithmetic and the estimated time of a step."""
+"""Parameter counts, FLOPs and estimated time of a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from components.preflight.search.candidate import Candidate
 
 
 def parameter_counts(case: Candidate) -> dict[str, int]:
-    """total, trainable, and active: those that take part in computing a token, all but for idle experts."""
+    """Return the total, trainable and active parameters; idle experts of a token are not active."""
     found = census(case.model, case.adapter)
     idle = (1 - share_of_experts(case.model)) * sum(p.numel for p in found if p.of_experts)
     total = sum(p.numel for p in found)
@@ -50,23 +50,23 @@ def model_size(case: Candidate) -> ModelSize:
 
 @dataclass(frozen=True)
 class StepWork:
-    """The arithmetic of a mean step, in any layout."""
+    """Means over steps of sizes and FLOPs, which do not depend on the layout."""
 
     size: ModelSize
     sequences: float
     tokens: float
     labels: float
     computed: float
-    """Tokens, those that several sequences share counted once."""
+    """Tokens, with prompts shared by several sequences counted once."""
     flops: float
     forward: float
-    """Of ``flops``, one forward pass ..."""
+    """FLOPs of one forward pass."""
     attention: float
-    """... and in that, queries times keys and weights times values."""
+    """FLOPs of attention (QK^T and weights times V) in one forward pass."""
 
 
 def step_work(case: Candidate) -> StepWork:
-    """A mean over the first steps: what ``perf/mfu`` of a run counts."""
+    """Return means over the first steps, with the FLOPs that ``perf/mfu`` counts."""
     sizes = matmul_sizes(case.model, adapted=case.adapter is not None)
     steps = first_steps(case.data)
     passes = 0 if case.reference == "none" else 1
@@ -96,16 +96,16 @@ def step_work(case: Candidate) -> StepWork:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Estimated seconds of a step, and what they are made of."""
+    """Estimated seconds of a step and their parts."""
 
     compute: float
-    """All ranks at the assumed MFU, recomputation included."""
+    """Seconds of computation at the assumed MFU, including recomputation."""
     waiting: float
-    """For what is sent within the step and after it."""
+    """Seconds of communication within the step or after it that does not overlap with computation."""
     idle: float
-    """In the bubble of a pipeline."""
+    """Seconds in the pipeline bubble."""
     behind: float
-    """What is sent behind computation; it counts where it takes longer than that."""
+    """Seconds of communication that overlaps with computation; the longer of the two counts."""
 
     @property
     def total(self) -> float:
@@ -113,7 +113,7 @@ class StepTime:
 
 
 def step_time(case: Candidate, work: StepWork) -> StepTime:
-    """``work`` over the ranks, and what ``case.layout`` adds: see ``StepCost``."""
+    """Estimate the time of ``work`` on all ranks plus the ``StepCost`` of the layout."""
     device = case.device
     cost = comm_cost(
         case.layout,
@@ -136,8 +136,10 @@ def step_time(case: Candidate, work: StepWork) -> StepTime:
 def bandwidth(
     device: Device, dims: Mapping[str, int], dimension: str, neighbours: int | None = None
 ) -> float:
-    """Bytes a second among the ranks of one ``dimension``, or among ``neighbours``: the slowest link between
-    two that follow each other counts."""
+    """Return the bytes/s between the ranks of ``dimension``, or between ``neighbours`` ranks.
+
+    The slowest link between adjacent ranks counts.
+    """
     if dimension == "host":
         return HOST
     if neighbours is not None:

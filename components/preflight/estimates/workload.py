@@ -1,4 +1,4 @@
-"""What the rows of a run ask of a rank, known from its plan."""
+"""Shapes of the batches of a run, from its packing plan."""
 
 from functools import lru_cache
 
@@ -10,15 +10,15 @@ from components.data.loader import PreparedData
 from components.preflight.estimates.quantities import MicrobatchShape
 
 LARGEST = 16
-"""Micro-batches whose labels are counted."""
+"""Number of micro-batches whose labels are counted."""
 
 
 @lru_cache(maxsize=64)
 def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> MicrobatchShape:
-    """The micro-batch with the most tokens of the first epoch.
+    """Return the shape of the largest micro-batch of the first epoch, by tokens.
 
-    Of padded rows a sample is as many lines as it has sequences. Labels are the most that one of the
-    ``LARGEST`` has.
+    Without packing, a sample has one row per sequence. The number of labels is the maximum over the
+    ``LARGEST`` largest micro-batches.
     """
     assert isinstance(data, PreparedData)
     tokens, plans = data.train.open()
@@ -44,6 +44,6 @@ def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> M
 
 @lru_cache(maxsize=4)
 def first_steps(data: Prepared, count: int = 8) -> tuple[BatchStats, ...]:
-    """The global batches of the first ``count`` steps, or of as many as there are."""
+    """Return the statistics of the first ``count`` global batches, or of all if there are fewer."""
     loader = data.train_loader(BatchShard(data.global_batch_size, micro_batch_size=1))
     return tuple(loader.stats(step) for step in range(min(count, loader.num_steps)))

@@ -1,4 +1,4 @@
-"""What is about to run, as far as its size, its time and its memory depend on it; and variations of it."""
+"""The inputs of all estimates of memory and time, and variations of them."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +25,7 @@ TOLERANCE = 0.15
 
 @dataclass(frozen=True)
 class Candidate:
-    """One experiment in one layout."""
+    """An experiment with one layout, as far as memory and step time depend on it."""
 
     layout: EngineLayout
     world_size: int
@@ -35,9 +35,9 @@ class Candidate:
     optimizer: Optimizer
     loss: Loss
     reference: Reference
-    """What the engine keeps for reference passes."""
+    """Source of the reference log-probabilities in the engine."""
     reference_model: PreTrainedModel | None
-    """On the meta device; None: of the same shape as ``model``."""
+    """The reference model on the meta device. None means that it has the shape of ``model``."""
     data: Prepared
     micro_batch_size: int
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Candidate:
     max_length: int
     """``data.max_length``"""
     cut: int = 1
-    """That is divided by so much, in a variation."""
+    """Divisor of ``max_length`` in a variation."""
 
     @property
     def dp_size(self) -> int:
@@ -56,16 +56,16 @@ class Candidate:
 
     @property
     def microbatch(self) -> MicrobatchShape:
-        """Of the largest micro-batch."""
+        """Shape of the largest micro-batch."""
         found = largest_microbatch(self.data, self.micro_batch_size, self.dp_size)
-        # Packed rows are as long as they may be, a padded one as its sample.
+        # Packed rows are filled up to the limit; a padded row is as long as its longest sample.
         packed = self.data.packing != "none"
         length = -(-found.length // self.cut) if packed else min(found.length, self.max_length // self.cut)
         return replace(found, length=length, labels=-(-found.labels * length // found.length))
 
     @cached_property
     def memory(self) -> list[RankMemory]:
-        """Of a rank of every pipeline stage, at the peak of a train step."""
+        """Peak memory in a train step of one rank of each pipeline stage."""
         step = MemoryInputs(
             world_size=self.world_size,
             dtype=self.dtype,
@@ -80,18 +80,21 @@ class Candidate:
 
     @property
     def peak(self) -> RankMemory:
-        """Of the stage whose ranks hold most."""
+        """Memory of the pipeline stage that needs the most."""
         return max(self.memory, key=lambda rank: rank.total)
 
     @property
     def memory_budget(self) -> int:
-        """Bytes that a rank may ask for. Of a machine that ranks share only clear misfits are refused: those
-        that are over by more than an estimate may be wrong."""
+        """Bytes that the estimate of a rank may reach.
+
+        If ranks share the memory of the machine, the tolerance of the estimate is added, so that only clear
+        misfits are rejected.
+        """
         return self.device.memory if self.device.certain else int(self.device.memory * (1 + TOLERANCE))
 
     @property
     def micro_batches(self) -> list[int]:
-        """Sizes that split the share of a data rank, up to sixteen rows; none where there are no shares."""
+        """Divisors up to 16 of the rows of a data-parallel rank; none if it has no whole number of rows."""
         share, rest = divmod(self.data.global_batch_size, self.dp_size)
         return [] if rest else [size for size in divisors(share) if size <= 16]
 
@@ -99,7 +102,7 @@ class Candidate:
         return self.peak.total <= self.memory_budget
 
     def check(self) -> None:
-        """Raises ConfigError where the layout, the batch and the model do not go together."""
+        """Raise ConfigError if the layout, the batch and the model are incompatible."""
         check_shared_prompt(self.shares_prompts, self.layout)
         check_batch(self.data.global_batch_size, self.micro_batch_size, self.dp_size)
         options = EngineOptions(
@@ -114,10 +117,10 @@ class Candidate:
             self.adapter.check(self.model)
 
     def with_layout(self, changes: Config) -> Self:
-        """With other keys of the layout, and as many ranks as it then takes.
+        """Return a copy with other keys of the layout and the number of ranks that results.
 
         Raises:
-            ConfigError: the keys contradict each other.
+            ConfigError: if the keys contradict each other.
         """
         layout = replace(self.layout, **changes)
         ranks = layout.world_size({}, 0) if "dp" in changes else self.world_size

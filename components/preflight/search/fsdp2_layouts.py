@@ -1,4 +1,4 @@
-"""Layouts of FSDP2 beside the one that was asked for: what they send, which hold less, all there are."""
+"""FSDP2 layouts for the forecast: communication costs, changes that save memory, enumeration."""
 
 from collections.abc import Iterator, Mapping
 from math import gcd
@@ -20,7 +20,7 @@ from components.preflight.estimates.quantities import CommVolume, ModelSize, Ste
 
 
 def mesh_info(layout: FSDP2Layout, world_size: int) -> dict[str, Any]:
-    """As ``components.engines.fsdp2.mesh.make_mesh`` cuts the ranks."""
+    """Return the mesh that ``components.engines.fsdp2.mesh.make_mesh`` creates."""
     replicate, cp, tp = layout.dp_replicate, layout.cp, layout.tp
     dims = {
         "dp_replicate": replicate,
@@ -50,15 +50,18 @@ def comm_cost(
     tokens: float,
     num_microbatches: int,
 ) -> StepCost:
-    """Every micro-batch gathers the weights, once more for its backward pass where a block lets go of them;
-    gradients are scattered once a step, in fp32 (Rajbhandari et al., 2020, section 7)."""
+    """Estimate the communication of a step (Rajbhandari et al., 2020, section 7).
+
+    Each micro-batch gathers the weights, and again for its backward pass if blocks are resharded. Gradients
+    are reduce-scattered once per step, in fp32.
+    """
     shards = world_size // (layout.dp_replicate * layout.tp)
     held, trained = size.parameters / layout.tp, size.trained / layout.tp
     experts, taught = size.experts / layout.tp, size.trained_experts / layout.tp
     gathers = num_microbatches * (2 if layout.reshard_after_forward else 1)
 
     def spread(whole: float, experts: float) -> float:
-        """Sent to gather ``whole``, of which the ``experts`` are dealt out first."""
+        """Return the elements sent to gather ``whole``, whose ``experts`` are split over ep ranks first."""
         return all_gather_bytes(whole - experts, shards) + all_gather_bytes(
             experts / layout.ep, shards // layout.ep
         )
@@ -92,7 +95,7 @@ def comm_cost(
 
 
 def memory_savers(layout: FSDP2Layout, world_size: int) -> list[dict[str, Any]]:
-    """On the same ranks; then on more."""
+    """Return changes of keys that may save memory, first those that keep the number of ranks."""
     dp = layout.dp_size(world_size)
     found: list[dict[str, Any]] = [
         {"activation_checkpointing": kind} for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
@@ -114,14 +117,14 @@ def memory_savers(layout: FSDP2Layout, world_size: int) -> list[dict[str, Any]]:
 
 
 def shares_experts(keys: Mapping[str, Any]) -> bool:
-    """Whether the ranks that shard a parameter are whole sets of those that have all experts between them."""
+    """Return whether ep divides the number of ranks that shard a parameter."""
     return bool((keys["dp"] // keys["dp_replicate"] * keys["cp"]) % keys["ep"] == 0)
 
 
 def enumerate_layouts(devices: int, per_node: int, *, experts: int = 0) -> Iterator[Mapping[str, Any]]:
-    """Every way to share ``devices`` ranks, as keys; matrices are split within a node of ``per_node``.
+    """Yield the keys of every layout of ``devices`` ranks, with tensor parallelism only within a node.
 
-    ``experts``: of every layer that has some, dealt out where there are any.
+    ``experts`` is the number of experts of a layer, 0 without any.
     """
     for tp in divisors(devices):
         if tp > per_node:

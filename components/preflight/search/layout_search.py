@@ -1,4 +1,4 @@
-"""``preflight.mode=plan``: layouts for a number of devices, by the time that a step is estimated to take."""
+"""``preflight.mode=plan``: a search for the layouts with the shortest estimated step time."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ DEFAULTS: Mapping[str, EngineLayout] = {
     "fsdp2": FSDP2(dp=None, default_dp=2, reshard_after_forward=True),
     "megatron": Megatron(),
 }
-"""``parallelism=NAME`` without further keys: what is varied here, and what need not be typed."""
+"""Layout of ``parallelism=NAME`` without further keys, which the search varies and overrides omit."""
 
 SHOWN = 6
 
@@ -37,13 +37,13 @@ class PlanResult:
 
 
 def search(case: Candidate, work: StepWork, devices: int) -> list[PlanResult]:
-    """The fastest ``SHOWN`` meshes of both engines, each in its fastest form that fits.
+    """Return the fastest ``SHOWN`` meshes of both engines, each with its fastest variant that fits.
 
-    Variants are asked whether the run bears them, and whether they fit, in the order of their times: these
-    questions cost more than times do.
+    Validity and memory are checked in the order of step times, because these checks cost more than an
+    estimate of the time.
 
     Raises:
-        ConfigError: none fits ``devices``.
+        ConfigError: if no layout of ``devices`` fits.
     """
     bases = {n: on for n, mesh in enumerate(meshes(case, devices)) if (on := candidate_on(mesh, case))}
     timed = [(step_time(variant, work), n, variant) for n in bases for variant in variants(bases[n][1])]
@@ -67,7 +67,7 @@ def search(case: Candidate, work: StepWork, devices: int) -> list[PlanResult]:
 
 
 def meshes(case: Candidate, devices: int) -> Iterator[tuple[str, Config]]:
-    """Engine and keys of every way to share the devices."""
+    """Yield the engine and the keys of every layout of the devices."""
     layers, per_node = case.model.config.get_text_config().num_hidden_layers, case.device.per_node
     sharded = not isinstance(case.optimizer, SGD)
     experts = number_of_experts(case.model)
@@ -79,7 +79,7 @@ def meshes(case: Candidate, devices: int) -> Iterator[tuple[str, Config]]:
 
 
 def candidate_on(mesh: tuple[str, Config], case: Candidate) -> tuple[str, Candidate] | None:
-    """``case`` on a mesh of an engine, with its smallest micro-batch; None: there is none."""
+    """Return engine and ``case`` on a mesh with its smallest micro-batch, or None if the mesh is invalid."""
     engine, keys = mesh
     try:
         base = replace(case, layout=DEFAULTS[engine]).with_layout(keys)
@@ -90,7 +90,7 @@ def candidate_on(mesh: tuple[str, Config], case: Candidate) -> tuple[str, Candid
 
 
 def variants(base: Candidate) -> list[Candidate]:
-    """Of one mesh, plainer ones first."""
+    """Return the variants of a mesh in checkpointing and micro-batch, the least checkpointing first."""
     return [
         replace(base.with_layout({"activation_checkpointing": kind}), micro_batch_size=size)
         for kind in RECOMPUTED_MORE
@@ -99,7 +99,7 @@ def variants(base: Candidate) -> list[Candidate]:
 
 
 def is_valid(base: Candidate) -> bool:
-    """Whether ``base`` fits in its leanest form, and its run is one that the engine takes."""
+    """Return whether ``base`` fits with full activation checkpointing and the engine supports the run."""
     if not base.with_layout({"activation_checkpointing": "full"}).fits():
         return False
     try:
@@ -110,22 +110,22 @@ def is_valid(base: Candidate) -> bool:
 
 
 def by_step_time(timed: tuple[StepTime, int, Candidate]) -> float:
-    """Sorted so, of equal times the one that comes first stays first."""
+    """Return the sort key; the stable sort keeps the order of equal times."""
     return timed[0].total
 
 
 def as_overrides(engine: str, case: Candidate) -> tuple[str, ...]:
-    """The overrides that lead to ``case``."""
+    """Return the command-line overrides that select ``case``."""
     usual, keys = vars(DEFAULTS[engine]), vars(case.layout)
     changed = [f"parallelism.{key}={str(keys[key]).lower()}" for key in keys if keys[key] != usual[key]]
     return (f"parallelism={engine}", *changed, f"run.micro_batch_size={case.micro_batch_size}")
 
 
 def plan(case: Candidate, devices: int) -> Report:
-    """The fastest layouts for ``devices``, for a terminal and for preflight.json.
+    """Return the report of the fastest layouts for ``devices``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: if there are none.
     """
     work = step_work(case)
     found = search(case, work, devices)

@@ -1,4 +1,4 @@
-"""Layouts of Megatron beside the one that was asked for: what they send, which hold less, all there are."""
+"""Megatron layouts for the forecast: communication costs, changes that save memory, enumeration."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import gcd
@@ -21,7 +21,7 @@ from components.preflight.estimates.quantities import CommVolume, ModelSize, Ste
 
 
 def mesh_info(layout: Layout, world_size: int) -> dict[str, Any]:
-    """As Megatron orders ranks: neighbours share matrices, then sequences, then the data, then the layers."""
+    """Return the mesh in the rank order of Megatron: tp ranks are neighbours, followed by cp, dp and pp."""
     dims = {
         "pp": layout.pp,
         "dp": world_size // layout.model_ranks,
@@ -46,8 +46,11 @@ def comm_cost(
     tokens: float,
     num_microbatches: int,
 ) -> StepCost:
-    """Of a pipeline of p stages, v chunks each and m micro-batches, a stage waits ``p - 1`` of every
-    ``m v + p - 1`` turns (Narayanan et al., 2021, section 2.2)."""
+    """Estimate the communication and the pipeline bubble of a step.
+
+    With p stages of v chunks each and m micro-batches, a stage is idle for ``p - 1`` of ``m v + p - 1`` time
+    slots (Narayanan et al., 2021, section 2.2).
+    """
     tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, world_size // layout.model_ranks
     sent = [gradients(layout, size, dp * cp, dtype)]
     own, recomputed = tokens / cp, layout.activation_checkpointing
@@ -59,7 +62,7 @@ def comm_cost(
     if tp > 1:
         sent.append(tp_volume(stage, tp, own, dtype.itemsize, recomputed=recomputed))
     if layout.ep > 1:
-        # Ranks of tp send a part each of the tokens that they share, which ranks of etp gather again.
+        # Each tp rank sends its part of the shared tokens, and etp ranks gather the parts again.
         passed, span = own * layout.etp / tp, layout.ep * layout.etp
         sent.append(
             token_dispatch_volume(stage, layout.ep, passed, dtype.itemsize, recomputed=recomputed, span=span)
@@ -75,9 +78,10 @@ def comm_cost(
 
 
 def gradients(layout: Layout, size: ModelSize, ranks: int, dtype: torch.dtype) -> CommVolume:
-    """In fp32, once a step; the distributed optimizer scatters them and gathers the new weights.
+    """Estimate the bytes of gradients in fp32, reduced once per step over ``ranks``.
 
-    ``ranks`` add them up, of experts those that have the same ones.
+    Expert gradients are reduced over the ranks with the same experts. The distributed optimizer uses a
+    reduce-scatter and gathers the updated weights.
     """
     alike = ranks * layout.tp // (layout.ep * layout.etp)
     split, dealt = layout.tp * layout.pp, layout.ep * layout.etp * layout.pp
@@ -96,7 +100,7 @@ def gradients(layout: Layout, size: ModelSize, ranks: int, dtype: torch.dtype) -
 
 
 def memory_savers(layout: Layout, world_size: int) -> list[dict[str, Any]]:
-    """On the same ranks; then on more."""
+    """Return changes of keys that may save memory, first those that keep the number of ranks."""
     dp = world_size // layout.model_ranks
     found: list[dict[str, Any]] = [
         {"activation_checkpointing": kind} for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
@@ -118,17 +122,17 @@ def memory_savers(layout: Layout, world_size: int) -> list[dict[str, Any]]:
 
 
 def shares_experts(keys: Mapping[str, Any]) -> bool:
-    """Whether the ranks of a stage are whole sets of those that have all experts between them."""
+    """Return whether ep x etp divides the number of ranks of a pipeline stage."""
     return bool((keys["tp"] * keys["cp"] * keys["dp"]) % (keys["ep"] * keys["etp"]) == 0)
 
 
 def enumerate_layouts(
     devices: int, per_node: int, num_layers: int, *, sharded: bool, experts: int = 0
 ) -> Iterator[Mapping[str, Any]]:
-    """Every way to share ``devices`` ranks, as keys; matrices are split within a node of ``per_node``.
+    """Yield the keys of every layout of ``devices`` ranks, with tensor parallelism only within a node.
 
-    ``sharded``: with the distributed optimizer. ``experts``: of every layer that has some, whole ones on a
-    rank.
+    ``sharded`` selects the distributed optimizer. ``experts`` is the number of experts of a layer, 0 without
+    any; their matrices are not split.
     """
     for tp in divisors(devices):
         if tp > per_node:

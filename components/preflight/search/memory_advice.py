@@ -1,4 +1,4 @@
-"""A run that will not fit is refused, with the cheapest changes that would have it fit."""
+"""Rejection of runs that do not fit in memory, with the cheapest changes that make them fit."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,30 +14,27 @@ from components.preflight.search.candidate import Candidate
 
 SHOWN, KEPT, DEPTH = 3, 4, 3
 SHORTEST = 256
-"""Tokens, to which ``data.max_length`` may be cut."""
+"""Smallest ``data.max_length`` that is advised, in tokens."""
 
 
 @dataclass(frozen=True)
 class Variation:
-    """A variation of a case."""
+    """A variation of a candidate."""
 
     candidate: Candidate
     overrides: Mapping[str, str]
-    """Key -> value, as they are typed."""
+    """Key -> value, as on the command line."""
     alters: bool = False
-    """Whether something else is learnt, or from other data."""
+    """Whether the training result changes, and not only memory and time."""
 
     def vary(self, case: Candidate, overrides: Mapping[str, object], *, alters: bool = False) -> "Variation":
-        """With further overrides, which lead to ``case``."""
+        """Return the variation ``case`` with further overrides."""
         texts = {key: str(value).lower() for key, value in overrides.items()}
         return Variation(case, {**self.overrides, **texts}, self.alters or alters)
 
 
 def check_fits(case: Candidate) -> None:
-    """
-    Raises:
-        ConfigError: a rank needs more than it has; names what takes most and the cheapest remedies.
-    """
+    """Raise ConfigError, with the largest part and the cheapest remedies, if a rank lacks memory."""
     most = case.peak
     if most.total <= case.memory_budget:
         return
@@ -48,34 +45,34 @@ def check_fits(case: Candidate) -> None:
     remedies = "; ".join(describe(change, case, work) for change in cheapest_fixes(case, work))
     raise ConfigError(
         f"preflight.device_memory: {where} needs {as_size(most.total)} and has {as_size(case.device.memory)} "
-        f"({case.device.name}); most of it are {part} ({as_size(most.parts[part])}). "
+        f"({case.device.name}); the largest part is {part} ({as_size(most.parts[part])}). "
         + (f"What fits, the cheapest first: {remedies}; or set {REALLY}." if remedies else NOTHING)
     )
 
 
-REALLY = "preflight.device_memory to what there really is (fused kernels keep less than is estimated)"
+REALLY = "preflight.device_memory to the actual memory (fused kernels need less than is estimated)"
 NOTHING = (
-    "No few changes of micro-batch, recomputation or layout make it fit; find a layout with "
+    "No few changes of micro-batch, recomputation or layout suffice; find a layout with "
     f"preflight.mode=plan preflight.devices=N, use a smaller model, or set {REALLY}."
 )
 
 
 def describe(change: Variation, case: Candidate, work: StepWork) -> str:
-    """``run.micro_batch_size=1 (61.2 GiB, time +3 %)``"""
+    """Format a change as ``run.micro_batch_size=1 (61.2 GiB, device time +3 %)``."""
     before, after = (step_time(each, work).total * each.world_size for each in (case, change.candidate))
     facts = [as_size(change.candidate.peak.total)]
     if change.candidate.world_size != case.world_size:
         facts.append(f"{change.candidate.world_size} ranks")
-    facts.append("learns otherwise" if change.alters else f"device time {as_share(after / before - 1)}")
+    facts.append("training differs" if change.alters else f"device time {as_share(after / before - 1)}")
     typed = " ".join(f"{key}={value}" for key, value in change.overrides.items())
     return f"{typed} ({', '.join(facts)})"
 
 
 def cheapest_fixes(case: Candidate, work: StepWork) -> list[Variation]:
-    """At most ``SHOWN`` that fit, of other keys each; of single keys where these are enough.
+    """Return at most ``SHOWN`` changes that fit, with different keys each and as few keys as possible.
 
-    Cheaper is what keeps the experiment, then what keeps the number of ranks, then what takes less time of
-    all of them together. Further keys are changed of the ``KEPT`` that come nearest to fitting.
+    They are ordered by whether they keep the experiment, then whether they keep the number of ranks, then by
+    device time. Changes of several keys are built from the ``KEPT`` changes that are nearest to fitting.
     """
 
     def cost(change: Variation) -> tuple[bool, bool, float]:
@@ -98,7 +95,7 @@ def cheapest_fixes(case: Candidate, work: StepWork) -> list[Variation]:
 
 
 def variations(change: Variation) -> Iterator[Variation]:
-    """One step further; those that the layout, the batch or the model do not bear are left out."""
+    """Yield ``change`` with one more key changed, without those that layout, batch or model do not allow."""
     for mtp in candidates(change):
         try:
             mtp.candidate.check()
@@ -109,7 +106,7 @@ def variations(change: Variation) -> Iterator[Variation]:
 
 def candidates(change: Variation) -> Iterator[Variation]:
     case = change.candidate
-    for size in case.micro_batches:  # larger ones too: with one a step, gradients need not be added up
+    for size in case.micro_batches:  # larger ones too: with one per step, gradients are not accumulated
         if size != case.micro_batch_size:
             yield change.vary(replace(case, micro_batch_size=size), {"run.micro_batch_size": size})
     for keys in memory_savers(case.layout, case.world_size):

@@ -1,4 +1,4 @@
-"""Which global ranks form each group of a layout."""
+"""The global ranks of each process group of a layout."""
 
 import itertools
 import math
@@ -11,10 +11,10 @@ from components.preflight.engine_layouts import EngineLayout, mesh_info
 
 
 def groups(layout: EngineLayout, world_size: int) -> dict[str, list[list[int]]]:
-    """dimension -> its groups, each its global ranks in order, for dimensions of more than one rank.
+    """Return the groups of each dimension with more than one rank, as lists of global ranks.
 
-    ``dp x cp``, ``dp_shard x cp``: where sequences are split, these add up gradients, share what is sharded.
-    ``ep``, ``etp``: the same ranks once more, as they share experts out and split them.
+    ``dp x cp`` and ``dp_shard x cp`` are the ranks that reduce gradients and shard parameters if sequences
+    are split. ``ep`` and ``etp`` group the same ranks by the experts that they hold.
     """
     mesh = mesh_info(layout, world_size)
     dims: Mapping[str, int] = mesh["dims"]
@@ -29,7 +29,7 @@ def groups(layout: EngineLayout, world_size: int) -> dict[str, list[list[int]]]:
 
 
 def along(mesh: Config, members: Sequence[str]) -> list[list[int]]:
-    """The ranks that differ in the dimensions ``members`` alone."""
+    """Return the groups of ranks that differ only in the dimensions ``members``."""
     dims: Mapping[str, int] = mesh["dims"]
     ranks, names = torch.tensor(mesh["ranks"]).view(*dims.values()), list(dims)
     last = [names.index(name) for name in members]
@@ -40,7 +40,7 @@ def along(mesh: Config, members: Sequence[str]) -> list[list[int]]:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """``0-7``, ``0 8 .. 56`` (every eighth), else all of them."""
+    """Format ranks as ``0-7``, as ``0 8 .. 56`` (every eighth), else as a full list."""
     steps = {b - a for a, b in itertools.pairwise(ranks)}
     if len(ranks) > 2 and steps == {1}:
         return f"{ranks[0]}-{ranks[-1]}"
@@ -50,7 +50,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def group_rows(layout: EngineLayout, world_size: int) -> list[Json]:
-    """A row a group, for preflight.json."""
+    """Return one row per group, for preflight.json."""
     return [
         {"dimension": label, "group": number, "size": len(ranks), "ranks": " ".join(map(str, ranks))}
         for label, members in groups(layout, world_size).items()
@@ -59,7 +59,7 @@ def group_rows(layout: EngineLayout, world_size: int) -> list[Json]:
 
 
 def group_lines(layout: EngineLayout, world_size: int) -> list[str]:
-    """``tp 8: 0-7, ..., 504-511``: a text a dimension, with its first and its last group."""
+    """Return a text per dimension with its first and last group: ``tp 8: 0-7, ..., 504-511``."""
     texts = []
     for label, members in groups(layout, world_size).items():
         shown = [format_ranks(ranks) for ranks in dict.fromkeys((tuple(members[0]), tuple(members[-1])))]

@@ -19,7 +19,7 @@ SECRET = re.compile("KEY|PASSWORD|SECRET|TOKEN")
 def print_dry_run(allocation: SbatchOptions, folder: Path, jobs: Sequence["SlurmJob"]) -> None:
     """Print the script, environment and jobs of the submission on stdout."""
     print(allocation.script(folder, len(jobs)))
-    print("# environment: that of this shell, as sbatch passes it on. Of it, what may concern a run:")
+    print("# environment: that of this shell, which sbatch passes on. Variables that may affect a run:")
     for line in slurm_variables(os.environ):
         print(line)
     if allocation.ranks is None:

@@ -170,6 +170,6 @@ def describe_end(job: SubmittedJob, known: JobRecord, ended: str) -> str:
     if known.status == "failed":
         return str(known.error)
     if known.status == "interrupted":
-        onward = "nothing is saved" if folder is None else f"it goes on with checkpoint.resume={folder}"
+        onward = "nothing is saved" if folder is None else f"resume it with checkpoint.resume={folder}"
         return f"{ended}\nit was stopped, and is not queued again; {onward}"
     return f"the end of {job.log}:{read_last_lines(job.log)}\n{ended}"

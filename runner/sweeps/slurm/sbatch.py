@@ -54,7 +54,7 @@ class SbatchOptions:
         for word in self.sbatch_args:
             if not re.fullmatch("--[a-z].*", word):
                 raise ConfigError(
-                    f"hydra.launcher.sbatch_args: {word!r} is no long option; use --NAME=VALUE."
+                    f"hydra.launcher.sbatch_args: {word!r} is not a long option; use --NAME=VALUE."
                 )
         if self.signal_delay_s >= 60 * self.timeout_min:
             raise ConfigError(
@@ -129,8 +129,8 @@ class SbatchOptions:
             executor = SlurmExecutor(folder=folder, python=shlex.join(PYTHON))
         except RuntimeError as error:
             raise ConfigError(
-                "hydra/launcher=slurm: there is no srun here; start the sweep where SLURM is, or look at its "
-                "script with hydra.launcher.dry_run=true."
+                "hydra/launcher=slurm: srun is not installed here; start the sweep on a machine with SLURM, "
+                "or look at its script with hydra.launcher.dry_run=true."
             ) from error
         executor.update_parameters(**self.parameters())
         try:
@@ -138,6 +138,6 @@ class SbatchOptions:
         except (FailedJobError, subprocess.CalledProcessError) as error:
             said = re.findall(r"(?:sbatch: )?error: (.*)", str(error)) or [str(error)]
             raise ConfigError(
-                f"hydra.launcher: sbatch refuses: {'; '.join(said)}. Mend the key it speaks of "
+                f"hydra.launcher: sbatch refuses: {'; '.join(said)}. Correct the key that it names "
                 "(hydra.launcher.dry_run=true shows the script)."
             ) from error

@@ -130,7 +130,7 @@ class AdaptedLinear(nn.Module):
         return torch.cat([*parts, rows[..., end:]], -1).flatten(-2)
 
     def _rng(self) -> AbstractContextManager[object]:
-        """Return a context in which tp ranks drop equal elements of a shared input, own ones of a split one.
+        """Return a context in which dropout is equal on all tp ranks, or different if the input is split.
 
         With sequence parallelism mcore has already switched to separate random streams for the whole block.
         """

@@ -150,7 +150,7 @@ def test_a_damaged_one_is_refused_and_the_one_before_offered(tmp_path: Path, mes
     with pytest.raises(ConfigError, match=rf"step_00000015: {message}.*; take checkpoint\.resume={offer}\."):
         Resume(asked, verify=True).resolve(tmp_path, "name", IDENTITY)
     DAMAGES[message](point(run, 5))
-    with pytest.raises(ConfigError, match="no earlier one of its run is whole"):
+    with pytest.raises(ConfigError, match="no earlier checkpoint of its run is intact"):
         Resume(asked, verify=True).resolve(tmp_path, "name", IDENTITY)
 
 

@@ -316,7 +316,7 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ({"train": "a", "eval_fraction": float("nan")}, "data.eval_fraction: .* got nan"),
         (
             {"train": "a", "eval": "b", "eval_fraction": 0.1},
-            "data.eval_fraction: is not read where data.eval",
+            "data.eval_fraction: is not read if data.eval",
         ),
         ({"sources": []}, "data.sources: is empty"),
         ({"sources": [{"path": "a", "repaets": 1}]}, r"data.sources\[0\].repaets: .*did you mean repeats"),
@@ -326,7 +326,7 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ({"sources": [{"path": "a", "repeats": float("inf")}]}, r"data.sources\[0\].repeats"),
         (
             {"sources": [{"path": "a", "format": "xml"}]},
-            r"data.sources\[0\].format: 'xml' is none of auto, text",
+            r"data.sources\[0\].format: 'xml' is not one of auto, text",
         ),
     ],
 )

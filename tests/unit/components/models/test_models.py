@@ -199,7 +199,7 @@ def test_a_hub_id_is_downloaded_at_its_revision(saved: Path, monkeypatch: pytest
     [
         (LocalEntryNotFoundError("essay"), "the hub cannot be reached, and there is no copy"),
         (OSError("disk on fire"), "disk on fire"),
-        (None, "no name the hub could have"),
+        (None, "neither a folder nor a valid name"),
     ],
     ids=str,
 )

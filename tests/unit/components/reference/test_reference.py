@@ -139,7 +139,7 @@ def test_a_reference_that_is_none_is_refused(tmp_path: Path) -> None:
         tmp_path / "absent": ["stage.reference_path=", "no such folder"],
         saved(tmp_path / "size", 16385): ["16385", "16384"],
         saved(tmp_path / "bare", tokenizer=None): ["stage.reference_path", "no tokenizer"],
-        saved(tmp_path / "other", tokenizer=renumbered(tmp_path / "words")): ["numbers tokens otherwise"],
+        saved(tmp_path / "other", tokenizer=renumbered(tmp_path / "words")): ["gives tokens other ids"],
     }
     for path, words in cases.items():
         with pytest.raises(ConfigError) as error:

@@ -262,7 +262,7 @@ def test_a_run_that_has_gone_is_told(tmp_path: Path) -> None:
         ([], "0 are given"),
         (["a", "b"], "2 are given"),
         (["/nowhere"], "no such folder"),
-        ([".", "outputs=x"], "outputs: is no option"),
+        ([".", "outputs=x"], "outputs: is not an option"),
         ([".", "output=/"], "output: / is a folder; name a file"),
     ],
 )

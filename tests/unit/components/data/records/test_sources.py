@@ -107,17 +107,17 @@ def test_jsonl_is_streamed(tmp_path: Path) -> None:
         ("a.json", b'[{"text": "x"}, 3]', "a.json:2: is a JSON int, not an object"),
         ("a.jsonl", b'{"text": "x"}\n["x"]', "a.jsonl:2: is a JSON list, not an object"),
         ("a.json", b'{"text": "x"}\n{"text": "x"', "a.json:2: malformed JSON"),
-        ("a.csv", b"a,a\n1,2", "a.csv:1: is no header of distinct field names"),
+        ("a.csv", b"a,a\n1,2", "a.csv:1: is not a header with distinct field names"),
         (
             "a.csv",
             b"I am a document of some length and there is no header before me to say so.\nx",
-            "no header",
+            "not a header",
         ),
         ("a.csv", b"text,label\nx,1\nonly one\n", "a.csv:3: has 1 cells under 2 names"),
         ("a.csv", b"text\nx,1\n", "a.csv:2: has 2 cells under 1 names"),
         ("a.csv", b'text\n"open', "a.csv:2: malformed csv"),
-        ("a.parquet", b"PAR1 no parquet", "a.parquet: is no readable parquet file"),
-        ("a.parquet", b"", "a.parquet: is no readable parquet file"),
+        ("a.parquet", b"PAR1 no parquet", "a.parquet: is not a readable parquet file"),
+        ("a.parquet", b"", "a.parquet: is not a readable parquet file"),
         ("a.txt", b"caf\xe9", "a.txt: is not UTF-8"),
         ("a.xlsx", b"x", "cannot read a file with '.xlsx'"),
         ("data", b"x", "cannot read a file with 'no extension'"),
@@ -173,7 +173,7 @@ def test_saved_dataset_of_several_splits_asks_for_one(tmp_path: Path) -> None:
 def test_torn_saved_dataset(tmp_path: Path) -> None:
     path = write(tmp_path / "saved")
     (path / "state.json").unlink()
-    with pytest.raises(ConfigError, match="is no readable saved dataset"):
+    with pytest.raises(ConfigError, match="is not a readable saved dataset"):
         list(read_records(str(path)))
 
 

@@ -94,8 +94,8 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
     [
         (lambda p: (p / "c.bin").unlink(), "c.bin: no such file"),
         (lambda p: (p / "c.idx").unlink(), "c.idx: no such file"),
-        (lambda p: (p / "c.idx").write_bytes(b"MMID"), "is no index"),
-        (lambda p: overwrite(p / "c.idx", 0, b"X"), "is no index"),
+        (lambda p: (p / "c.idx").write_bytes(b"MMID"), "is not an index"),
+        (lambda p: overwrite(p / "c.idx", 0, b"X"), "is not an index"),
         (lambda p: overwrite(p / "c.idx", 9, b"\2"), "version 1"),
         (lambda p: overwrite(p / "c.idx", 17, b"\7"), "type code 7"),
         (lambda p: overwrite(p / "c.idx", 18, b"\0"), "holds no sequence"),

@@ -58,7 +58,7 @@ def test_models_that_liger_does_not_know() -> None:
     known = model("qwen3")
     assert compile.has_liger(known)
     known.config.model_type = "gpt_neox"
-    with pytest.raises(ConfigError, match="does not know gpt_neox"):
+    with pytest.raises(ConfigError, match="does not support gpt_neox"):
         compile.check_liger(known, "cuda")
 
 
