@@ -10,15 +10,19 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FORCE_QUIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that end a run at once when they come a second time."""
 
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Send every stop signal to ``handler``, even one that the shell set to be ignored; main thread only."""
-    before = {number: signal.signal(number, handler) for number in REQUESTS}
+    """Send every stop signal to ``handler``; call it in the main thread only.
+
+    That includes signals that the shell set to be ignored, except SIGHUP, which ``nohup`` ignores on purpose.
+    """
+    wanted = [n for n in REQUESTS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in wanted}
     try:
         yield
     finally:
@@ -39,8 +43,8 @@ def announce(number: int) -> None:
 class SignalHandler:
     """A handler that records stop signals: after the first, the run continues to the end of its step.
 
-    A second Ctrl-C or SIGTERM raises KeyboardInterrupt, but not with ``patient``: a rank with a parent is
-    ended by its parent, and may get a signal twice, from the parent and from a batch system.
+    A second Ctrl-C or SIGTERM raises KeyboardInterrupt, but not with ``ignore_second``: a rank with a parent
+    is ended by its parent, and may get a signal twice, from the parent and from a batch system.
     """
 
     def __init__(self, on_signal: Callable[[int], object], *, ignore_second: bool = False) -> None:
