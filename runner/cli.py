@@ -28,6 +28,7 @@ from runner.distribution import distribution
 from runner.launch import slurm_env
 from runner.launch.signals import handling, interrupt
 from runner.search_path import program_first
+from runner.standard_streams import survive_closed_streams
 from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob
 from runner.sweeps.sweep import finish_sweep, run_point
 
@@ -94,6 +95,7 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     os.environ |= slurm_env.ranks(os.environ)
     program_first()
+    survive_closed_streams()
     place, code = RankInfo.read(), command()
     if place.launched:
         # A rank of torchrun or srun: see runner.launch.rank_main.main.

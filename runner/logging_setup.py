@@ -2,10 +2,14 @@
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+
+from runner.standard_streams import lossy_text
 
 log = logging.getLogger("runner")
 
@@ -21,6 +25,10 @@ class ConsoleHandler(logging.Handler):
         self.console.print(self.format(record), highlight=False, markup=False, soft_wrap=True)
 
 
+def report_lost(path: Path, error: OSError) -> None:
+    print(f"{path}: cannot be written: {error.strerror}; the run continues without it", file=sys.stderr)
+
+
 @contextlib.contextmanager
 def log_to(path: Path | None, console: Console | None) -> Iterator[None]:
     """Send the ``runner`` and ``components`` loggers to ``console`` and ``path``; restore them afterwards.
@@ -32,7 +40,7 @@ def log_to(path: Path | None, console: Console | None) -> Iterator[None]:
         handlers.append(ConsoleHandler(Console(stderr=True) if console.quiet else console))
         handlers[0].setLevel(logging.WARNING if console.quiet else logging.INFO)
     if path is not None:
-        handlers.append(logging.FileHandler(path))
+        handlers.append(logging.StreamHandler(lossy_text(str(path), "a", partial(report_lost, path))))
         handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     loggers = [log, logging.getLogger("components")]
     before = [(logger.level, logger.propagate) for logger in loggers]
@@ -51,3 +59,5 @@ def log_to(path: Path | None, console: Console | None) -> Iterator[None]:
                 logger.removeHandler(handler)
         for handler in handlers:
             handler.close()
+            if isinstance(handler, logging.StreamHandler):
+                handler.stream.close()

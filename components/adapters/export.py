@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.adapters.peft_folder import CONFIG, PREFIX, TENSORS
 from components.adapters.targets import leaf_names, linear_names, matches
 from components.models import ModelSpec, named_shapes, stream_folder
-from components.models.export.export import SHARD_BYTES, gather_objects, rank, write_shards
+from components.models.export.export import SHARD_BYTES, gather_objects, rank, write_safetensors, write_shards
 from components.models.export.hf_file_names import file_names, module_name
 from components.models.generate import amend
 
@@ -47,7 +47,7 @@ def export_adapter(
         merged: dict[str, Tensor] = {}
         for file in files:
             merged |= load_file(file)
-        save_file(merged, path / TENSORS, metadata={"format": "pt"})
+        write_safetensors(merged, path / TENSORS)
         for file in files:
             file.unlink()
         peft_config(adapter, model, spec).save_pretrained(str(path))

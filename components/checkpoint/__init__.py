@@ -7,6 +7,7 @@ from components.checkpoint.resume import (
     RunIdentity,
     newest_valid,
     resolve_checkpoint,
+    run_order,
     verify_checkpoint,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "newest_valid",
     "read_meta",
     "resolve_checkpoint",
+    "run_order",
     "verify_checkpoint",
 ]

@@ -145,24 +145,23 @@ def check_model_fits_data(
         )
 
 
-def check_length(eval_every: int, has_eval: bool, num_steps: int, resume: Path | None) -> None:
-    """Raise ConfigError if evaluation has no data or the resumed run has no steps left."""
+def check_evaluation(eval_every: int, has_eval: bool) -> None:
+    """Raise ConfigError if evaluations are due without data for them."""
     if eval_every and not has_eval:
         raise ConfigError(
             f"run.eval_every: is {eval_every}, but there is no evaluation data; "
             "set data.eval or data.eval_fraction, or run.eval_every=0."
         )
+
+
+def check_length(num_steps: int, resume: Path | None) -> None:
+    """Raise ConfigError if the resumed run has completed and has no steps left."""
     done = steps_done(resume)
-    if resume is not None and done >= num_steps and not owes_evaluation(resume):
+    if resume is not None and done >= num_steps:
         raise ConfigError(
             f"run.max_steps: {resume} has {done} steps already and the run ends at {num_steps}; "
             "raise run.max_steps or run.epochs, or take an earlier checkpoint."
         )
-
-
-def owes_evaluation(resume: Path) -> bool:
-    """Return whether a stop interrupted the evaluation of this step, so that it and the export are due."""
-    return bool(read_meta(resume).state.get("owes_evaluation"))
 
 
 def check_early_stop(metric: str | None, mode: str, patience: int, resume: Path | None) -> None:

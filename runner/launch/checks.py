@@ -3,7 +3,8 @@
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.plan import PreparedRun, make_candidate
 from runner.launch.restart import begun_by_this_job
+from runner.launch.run_record import has_completed
 from runner.logging_setup import log_to
 from runner.training.rank import engine_options
 
@@ -43,6 +45,8 @@ class RunPreparation:
     console: Console
     note: str | None = None
     """Values that a forecast (``preflight.mode=only``) assumes, as a sentence to print."""
+    resources: ExitStack = field(default_factory=ExitStack)
+    """Held until the run has ended: the lock of its folder."""
 
     def inspect(self) -> PreparedRun:
         """Run all checks that need no ranks, and prepare the data."""
@@ -127,16 +131,21 @@ class RunPreparation:
                 str(saved or checkpoint.resume), verify=checkpoint.verify, force=checkpoint.allow_mismatch
             )
             resume = asked.resolve(Path(run.output_dir), run.name, identity)
-        # The same run was checked at its first start; perhaps only its export is left to do.
+        # The same run was checked at its first start.
         if saved is not None:
             return resume
         if checkpoint.resume != "auto":  # "auto" uses init_from if there is no checkpoint to resume from
             preflight.check_start(self.config["checkpoint"]["init_from"], resume)
-        preflight.check_length(run.eval_every, data.eval is not None, data.num_steps, resume)
-        stopping, profiler = experiment.early_stopping, experiment.profiler
-        preflight.check_early_stop(stopping.metric, stopping.mode, stopping.patience, resume)
+        preflight.check_evaluation(run.eval_every, data.eval is not None)
+        left, profiler = data.num_steps - preflight.steps_done(resume), experiment.profiler
+        unfinished = resume is not None and not has_completed(resume)
+        if unfinished and left == 0:  # killed or stopped before its last evaluation, its export or its report
+            return resume
+        preflight.check_length(data.num_steps, resume)
+        if not unfinished:
+            stopping = experiment.early_stopping
+            preflight.check_early_stop(stopping.metric, stopping.mode, stopping.patience, resume)
         if profiler.enabled:
-            left = data.num_steps - preflight.steps_done(resume)
             preflight.check_profile(profiler.steps[1], profiler.ranks, left, self.world_size)
         return resume
 

@@ -1,6 +1,7 @@
 """Failure reports of ranks, and the search for the failure that came first."""
 
 import contextlib
+import errno
 import json
 import signal
 import time
@@ -12,6 +13,8 @@ from components.atomic_write import write_atomic
 from components.contracts.errors import DONE, ConfigError, NonRetryableError, TrainingError
 from components.contracts.json_types import Json
 from components.rank_info import RankInfo
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def report_failure(folder: Path, error: BaseException, *, stalled: bool = False) -> None:
@@ -26,6 +29,20 @@ def report_failure(folder: Path, error: BaseException, *, stalled: bool = False)
         "stalled": stalled,
     }
     write_atomic(folder / "logs" / f"error_{rank}.json", json.dumps(facts))
+
+
+@contextlib.contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Raise the error of a full or failing disk as TrainingError with the name of the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise TrainingError(
+            f"{error.filename or path}: could not be written: {error.strerror or error}; earlier checkpoints "
+            "are untouched. Free some space, and run the command again with checkpoint.resume=auto."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ from pathlib import Path
 from components.checkpoint import complete_checkpoints
 from components.checkpoint.folder import step_of
 from components.contracts.errors import TrainingError
-from components.preflight import owes_evaluation
 from runner.config.command_line import is_sweep, single_job_overrides
 from runner.config.instantiate import Experiment
 from runner.config.run_config import CheckpointConfig
@@ -18,8 +17,9 @@ from runner.training.run_summary import Results
 
 def print_summary(experiment: Experiment, folder: Path) -> None:
     """Finish the export by adding the tokenizer, and print paths, metrics and a completion on stdout."""
-    results = RunRecord.read(folder).results
-    facts = {"run folder": str(folder)} | checkpoint_facts(folder) | metric_facts(results)
+    record = RunRecord.read(folder)
+    saved = newest_checkpoint(folder, record)
+    facts = {"run folder": str(folder), "checkpoint": str(saved or "none")} | metric_facts(record.results)
     if (folder / "export").is_dir():
         facts |= export_facts(experiment, folder)
     print()
@@ -27,9 +27,21 @@ def print_summary(experiment: Experiment, folder: Path) -> None:
         print(f"{name:<12}{value}")
 
 
-def checkpoint_facts(folder: Path) -> dict[str, str]:
+def newest_checkpoint(folder: Path, record: RunRecord) -> Path | None:
+    """Return the newest complete checkpoint of the run, or the one that it resumed from, or None."""
     saved = complete_checkpoints(folder / "checkpoints")
-    return {"checkpoint": str(saved[-1])} if saved else {}
+    return saved[-1] if saved else record.checkpoint
+
+
+def check_saved(record: RunRecord, saved: Path | None) -> None:
+    """Raise TrainingError if the last checkpoint is missing, with ``checkpoint.on_error=continue``."""
+    if saved is None:
+        raise TrainingError("no checkpoint could be written, as the log says (checkpoint.on_error=continue).")
+    if step_of(saved) != record.final_step:
+        raise TrainingError(
+            f"the checkpoint of step {record.final_step} could not be written, as the log says "
+            f"(checkpoint.on_error=continue); the newest is {saved}."
+        )
 
 
 def metric_facts(results: Results) -> dict[str, str]:
@@ -63,26 +75,20 @@ def export_facts(experiment: Experiment, folder: Path) -> dict[str, str]:
 
 def print_stopped(
     config: CheckpointConfig,
-    folder: Path,
     stopped: Stopped,
+    saved: Path | None,
     command: Sequence[str],
     overrides: Sequence[str],
 ) -> bool:
-    """Print where a run stopped before its end and how to resume it; return whether it can resume.
+    """Print where a run stopped before its end and how to resume it from ``saved``, its newest checkpoint.
 
-    Raises:
-        TrainingError: if no checkpoint could be written (``checkpoint.on_error=continue``).
+    Return whether it can resume.
     """
     words = f"stopped at step {stopped.step} ({stopped.reason})"
-    saved = complete_checkpoints(folder / "checkpoints")
-    if not saved:
-        raise TrainingError(f"{words}, and no checkpoint could be written.")
-    checkpoint = str(saved[-1])
-    if step_of(saved[-1]) != stopped.step:
-        words += f", whose checkpoint could not be written: the newest is of step {step_of(saved[-1])}"
-    if stopped.step == stopped.of and not owes_evaluation(saved[-1]):
-        print(f"{words}, the last one, before its export; checkpoint: {checkpoint}")
+    if saved is None:
+        print(f"{words}, without a checkpoint")
         return False
+    checkpoint = str(saved)
     if config.model_only:
         print(f"{words}; only weights, from which no run can resume: {checkpoint}")
         return False

@@ -19,11 +19,15 @@ from runner.launch.run_dir import (
     write_code_diff,
     write_config,
 )
+from runner.launch.run_lock import locked
 from runner.launch.run_record import ReferenceCache, RunRecord, SweepPlace
 
 
 def prepare(launch: RunPreparation) -> Path:
-    """Check everything that can be checked here, prepare the data, and fill the run folder."""
+    """Check everything that can be checked here, prepare the data, and fill the run folder.
+
+    The lock of the folder is held until ``launch.resources`` is closed.
+    """
     found, point, console = launch.inspect(), launch.where.sweep_job, launch.console
     if found.candidate is not None:
         preflight.check_fits(found.candidate)
@@ -42,6 +46,7 @@ def prepare(launch: RunPreparation) -> Path:
         began=launch.began,
         stopped=None,
         ended=None,
+        final_step=None,
         restarts=0,
         world_size=launch.world_size,
         device=launch.device,
@@ -68,7 +73,10 @@ def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRe
     if own is None and launch.experiment.checkpoint.resume == "auto" and found.resume is not None:
         own = found.resume.parent.parent
     if own is None:
-        return create_run_folder(run.output_dir, run.name), RunRecord()
+        folder = create_run_folder(run.output_dir, run.name)
+        launch.resources.enter_context(locked(folder))
+        return folder, RunRecord()
+    launch.resources.enter_context(locked(own.absolute()))
     folder = reopen_run_folder(own.absolute(), preflight.steps_done(found.resume))
     clear_failure_reports(folder)
     recorded = (folder / "run.json").exists()  # perhaps only its checkpoints were copied

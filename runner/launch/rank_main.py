@@ -11,6 +11,7 @@ from typing import NoReturn
 from components.contracts.errors import DONE, FAILED, TrainingError
 from runner.launch.failures import report_failure
 from runner.launch.signals import REQUESTS
+from runner.standard_streams import survive_closed_streams
 
 PR_SET_PDEATHSIG = 1
 
@@ -38,6 +39,7 @@ def main() -> None:
     """
     die_with_parent()
     expect_signals()
+    survive_closed_streams()
     folder, code = Path(sys.argv[1]), DONE
 
     def give_up(error: TrainingError) -> None:
@@ -55,7 +57,10 @@ def main() -> None:
         try:
             report_failure(folder, error)
         except OSError:  # the failure may be that this disk is full
-            traceback.print_exception(error)
+            if isinstance(error, TrainingError):
+                print(f"error: {error}", file=sys.stderr)
+            else:
+                traceback.print_exception(error)
     exit_process(code)
 
 

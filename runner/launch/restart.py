@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from components import preflight
-from components.checkpoint import newest_valid
+from components.checkpoint import newest_valid, run_order
 from components.contracts.errors import NonRetryableError, TrainingError
 from runner.launch.run_dir import reopen_run_folder
 from runner.launch.run_record import RunRecord
@@ -60,7 +60,7 @@ def begun_by_this_job(runs: Path, command: Sequence[str], environ: Mapping[str, 
     job, requeues = job_facts(environ), max_requeues(environ)
     if job is None or not job.restarts or not requeues:
         return None
-    newest_first = sorted(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    newest_first = sorted(runs.glob("*/run.json"), key=lambda path: run_order(path.parent), reverse=True)
     for path in newest_first:
         record = RunRecord.read(path.parent)
         if record.slurm is not None and record.slurm.job == job.job and record.command == list(command):

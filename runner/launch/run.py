@@ -11,8 +11,8 @@ from components.rank_info import RankInfo
 from runner.config.sources import ConfigSources
 from runner.launch import rendezvous, slurm_env
 from runner.launch.checks import RunPreparation, check_launch
-from runner.launch.failures import report_failure, reporting_failures
-from runner.launch.final_report import print_stopped, print_summary
+from runner.launch.failures import naming_file, report_failure, reporting_failures
+from runner.launch.final_report import check_saved, newest_checkpoint, print_stopped, print_summary
 from runner.launch.plan import print_forecast
 from runner.launch.prepare import prepare
 from runner.launch.restart import run_with_restarts
@@ -41,14 +41,16 @@ def run(config: Config, where: ConfigSources, command: Sequence[str], began: flo
             launch.console.print(launch.note, highlight=False)
         return print_forecast(launch.inspect(), launch.config, launch.experiment, where.sweep_job)
     if place.launched:
-        return run_launched(launch, place)
-    folder, restarts = prepare(launch), launch.experiment.run.max_restarts
-    with recording_end(folder):
-        if launch.world_size > 1 or restarts:
-            run_with_restarts(folder, launch.world_size, restarts)
-        else:
-            run_rank(folder)
-        return finish(launch, folder)
+        with launch.resources:
+            return run_launched(launch, place)
+    with launch.resources:
+        folder, restarts = prepare(launch), launch.experiment.run.max_restarts
+        with recording_end(folder), naming_file(folder):
+            if launch.world_size > 1 or restarts:
+                run_with_restarts(folder, launch.world_size, restarts)
+            else:
+                run_rank(folder)
+            return finish(launch, folder)
 
 
 def run_launched(launch: RunPreparation, place: RankInfo) -> float:
@@ -64,7 +66,7 @@ def run_launched(launch: RunPreparation, place: RankInfo) -> float:
         with reporting_failures(folder):
             run_rank(folder, give_up)
         return RunRecord.read(folder).results.final_loss()
-    with recording_end(folder):
+    with recording_end(folder), naming_file(folder):
         with reporting_failures(folder):
             run_rank(folder, give_up)
         return finish(launch, folder)
@@ -74,18 +76,22 @@ def finish(launch: RunPreparation, folder: Path) -> float:
     """Print the final report; return the final loss.
 
     Raises:
+        TrainingError: if the last checkpoint or the export could not be written.
         SystemExit: with code DONE if a signal has stopped the run.
     """
     record = RunRecord.read(folder)
+    saved = newest_checkpoint(folder, record)
     if record.stopped is None:
-        print_summary(launch.experiment, folder)
+        with naming_file(folder / "export"):
+            print_summary(launch.experiment, folder)
     else:
         reason, overrides = record.stopped.reason, launch.where.overrides
-        goes_on = print_stopped(
-            launch.experiment.checkpoint, folder, record.stopped, launch.command, overrides
+        resumable = print_stopped(
+            launch.experiment.checkpoint, record.stopped, saved, launch.command, overrides
         )
-        if goes_on and reason in slurm_env.REASONS:
+        if resumable and reason in slurm_env.REASONS:
             slurm_env.queue_again(os.environ)
-        if reason not in ("run.max_time", PRUNED):
-            raise SystemExit(DONE)
+    check_saved(record, saved)
+    if record.stopped is not None and record.stopped.reason not in ("run.max_time", PRUNED):
+        raise SystemExit(DONE)
     return record.results.final_loss()

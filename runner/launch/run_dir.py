@@ -11,11 +11,14 @@ from pathlib import Path
 import yaml
 
 from components.atomic_write import write_atomic
+from components.checkpoint import run_order
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
 from runner.config.renamed_keys import upgraded
 from runner.distribution import distribution
 
+STAMP = "[0-9]*-[0-9]*-[0-9]*_[0-9]*-[0-9]*-[0-9]*"
+"""Glob pattern of run folders. Copies that a user made next to them have other names."""
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "omegaconf", "numpy")
 
@@ -23,11 +26,16 @@ PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "om
 def create_run_folder(output_dir: str, name: str) -> Path:
     """Create ``output_dir/name/<stamp>``; two runs never share a folder, even if they start together.
 
+    The folder is the last of all in ``run_order``, even if the clock was set back since the one before.
+
     Raises:
         ConfigError: if the folder cannot be made.
     """
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    for suffix in count():
+    stamped = [run_order(path) for path in Path(output_dir, name).glob(STAMP) if path.is_dir()]
+    latest, number = max(stamped, default=("", 0))
+    stamp, first = (latest, number + 1) if latest >= stamp else (stamp, 0)
+    for suffix in count(first):
         folder = Path(output_dir, name, f"{stamp}__{suffix}" if suffix else stamp).absolute()
         try:
             folder.mkdir(parents=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from components.atomic_write import write_atomic
+from components.contracts.errors import TrainingError
 from components.contracts.status import RENAMED, RunStatus
 from runner.launch.slurm_env import JobFacts
 from runner.training.run_summary import Results
@@ -55,6 +56,8 @@ class RunRecord:
     stopped: Stopped | None = None
     ended: RunStatus | None = None
     """Outcome of the run. None means that it has not ended, or was killed."""
+    final_step: int | None = None
+    """Completed steps at the end of training, before the export. None means that training has not ended."""
     restarts: int = 0
     world_size: int = 1
     device: Literal["cpu", "cuda"] = "cpu"
@@ -106,12 +109,26 @@ class RunRecord:
         return None if self.resumed_from is None else Path(self.resumed_from)
 
 
+def has_completed(checkpoint: Path) -> bool:
+    """Return whether the run that wrote ``checkpoint`` has come to its end, with its export and report."""
+    folder = checkpoint.absolute().parent.parent
+    return not (folder / "run.json").is_file() or RunRecord.read(folder).ended == "completed"
+
+
 @contextmanager
 def recording_end(folder: Path) -> Iterator[None]:
-    """Record in run.json how the run in ``folder`` has ended, when the context is left."""
+    """Record in run.json how the run in ``folder`` has ended, when the context is left.
+
+    Raises:
+        TrainingError: if the folder was removed while the run was under way.
+    """
     try:
         yield
     except BaseException as error:
+        if isinstance(error, Exception) and not (folder / "run.json").exists():
+            raise TrainingError(
+                f"{folder}: was removed, or its run.json was, while the run was under way; start it again."
+            ) from error
         failed = isinstance(error, Exception)
         with suppress(OSError):  # the failure may be that this disk is full
             ended: RunStatus = "failed" if failed else "interrupted"

@@ -10,15 +10,19 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FORCE_QUIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that end a run at once when they come a second time."""
 
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Send every stop signal to ``handler``, even one that the shell set to be ignored; main thread only."""
-    before = {number: signal.signal(number, handler) for number in REQUESTS}
+    """Send every stop signal to ``handler``; call it in the main thread only.
+
+    That includes signals that the shell set to be ignored, except SIGHUP, which ``nohup`` ignores on purpose.
+    """
+    wanted = [n for n in REQUESTS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in wanted}
     try:
         yield
     finally:

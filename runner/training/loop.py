@@ -56,10 +56,22 @@ def train(t: TrainContext) -> None:
 
     If ``t.stop`` has a reason, the current step is completed and saved, and training ends.
     """
+    try:
+        take_steps(t)
+    finally:  # also after a failure, which the profile may explain
+        t.profiler.finish(t.state.step)
+    if patience_exhausted(t):
+        since = "the start" if t.state.best_step is None else f"step {t.state.best_step}"
+        watched = t.early_stopping.metric
+        log.info("stopped early at step %d: %s has not improved since %s", t.state.step, watched, since)
+
+
+def take_steps(t: TrainContext) -> None:
+    """Run the steps of ``train``, each with its evaluation and checkpoint if they are due."""
     last = t.train_data.num_steps
     if t.state.owes_evaluation:  # that of the current step, which a stop interrupted
         evaluate(t)
-    while t.state.step < last and t.stop.reason is None and not raise_if_skipping(t):
+    while t.state.step < last and t.stop.reason is None and not patience_exhausted(t):
         step = t.state.step + 1
         t.watchdog.beat(f"in step {step}")
         with t.profiler.step(step), naming_step(f"step {step}"):
@@ -73,17 +85,13 @@ def train(t: TrainContext) -> None:
         if t.state.owes_evaluation and t.stop.reason is None:
             improved = evaluate(t)
 
-        ends_here = step == last or t.stop.reason is not None or raise_if_skipping(t)
+        ends_here = step == last or t.stop.reason is not None or patience_exhausted(t)
         if ends_here or save_due(t, step) or (improved and t.checkpoint.keep_best is not None):
             save_checkpoint(t)
-    if raise_if_skipping(t):
-        since = "the start" if t.state.best_step is None else f"step {t.state.best_step}"
-        watched = t.early_stopping.metric
-        log.info("stopped early at step %d: %s has not improved since %s", t.state.step, watched, since)
 
 
-def should_stop(t: TrainContext) -> Stopped | None:
-    """Return the step and reason of the stop. None means that the run is complete."""
+def stop_record(t: TrainContext) -> Stopped | None:
+    """Return the step and reason of the stop. None means that the run has come to its end."""
     if t.stop.reason is None:
         return None
     return Stopped(t.state.step, t.train_data.num_steps, t.stop.reason)
@@ -144,7 +152,7 @@ def eval_batches(t: TrainContext, data: DataLoader) -> Iterator[Sequence[Batch]]
             return
 
 
-def raise_if_skipping(t: TrainContext) -> bool:
+def patience_exhausted(t: TrainContext) -> bool:
     """Return whether ``early_stopping.patience`` is exhausted; the same on every rank."""
     watched = f"{t.early_stopping.mode} {t.early_stopping.metric}"
     return t.state.best_of == watched and t.state.evals_since_best >= t.early_stopping.patience

@@ -27,6 +27,8 @@ class Profiler:
         self.folder, self.rank, self.device = folder, rank, device
         self.first, self.last = profiler.steps
         self.steps, self.recorder = 0, None
+        self.recorded_from: int | None = None
+        """The first recorded step. None means that recording has not begun."""
         if profiler.enabled and rank in profiler.ranks:
             self.recorder = profile(
                 activities=activities(device),
@@ -41,15 +43,27 @@ class Profiler:
         self.steps += 1
         if self.recorder is not None and self.steps == self.first:
             self.recorder.start()
+            self.recorded_from = number
         yield
-        if self.recorder is not None and self.steps == self.last:
-            self.recorder.stop()
-            self.write(self.recorder, number)
-            self.recorder = None
+        if self.steps == self.last:
+            self.finish(number)
 
-    def write(self, recorder: profile, last: int) -> None:
+    def finish(self, last: int) -> None:
+        """Write the record if one is under way, of which step ``last`` is the last one.
+
+        A run may end inside the window. A record that is never stopped can crash the process at its exit.
+        """
+        if self.recorder is None or self.recorded_from is None:
+            return
+        self.recorder.stop()
+        try:
+            self.write(self.recorder, self.recorded_from, last)
+        except OSError as error:
+            log.warning("%s: the profile could not be written: %s", self.folder, error)
+        self.recorder = None
+
+    def write(self, recorder: profile, first: int, last: int) -> None:
         self.folder.mkdir(exist_ok=True)
-        first = last - (self.last - self.first)
         trace = self.folder / f"step_{first}_rank_{self.rank}.json"
         recorder.export_chrome_trace(str(trace))
         averages = recorder.key_averages(group_by_input_shape=bool(recorder.record_shapes))

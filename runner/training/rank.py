@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from components.checkpoint import CheckpointManager, RunIdentity, read_meta
 from components.contracts.data import BatchShard, BatchStats
 from components.contracts.engine import Engine, EngineOptions
-from components.contracts.errors import TrainingError
+from components.contracts.errors import NonRetryableError, TrainingError
 from components.contracts.json_types import Config
 from components.loggers import CompositeLogger, RunInfo
 from components.loggers.console import Terminal, terminal
@@ -26,13 +27,14 @@ from components.reference.source import resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.run_config import seconds
 from runner.config.sources import ConfigSources
+from runner.launch.failures import naming_file
 from runner.launch.run_dir import read_run_config
 from runner.launch.run_record import RunRecord
 from runner.launch.signals import SignalHandler, announce, handling
 from runner.logging_setup import log_to
 from runner.sweeps.pruner import pruner_of
 from runner.training.determinism import deterministic
-from runner.training.loop import TrainContext, should_stop, train
+from runner.training.loop import TrainContext, stop_record, train
 from runner.training.metrics import MetricsReporter
 from runner.training.prefetch import Prefetched
 from runner.training.profiler import Profiler
@@ -60,6 +62,7 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
         announce if main and "RUNNER_PARENT" not in os.environ else str, ignore_second=place.launched
     )
     with (
+        naming_file(folder),
         log_to(folder / "train.log" if main else None, console),
         deterministic(run.deterministic),
         Watchdog(
@@ -80,12 +83,37 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
                 handlers.enter_context(handling(requested))
                 with training.checkpoints:
                     train(training)
-                report.stopped = should_stop(training)
+                report.stopped = stop_record(training)
                 if main:
-                    replace(record, stopped=report.stopped, results=report.results).write(folder)
-                if run.export and report.stopped is None:
+                    record = replace(record, stopped=report.stopped, final_step=training.state.step)
+                    replace(record, results=report.results).write(folder)
+                if report.stopped is None:
                     watchdog.beat("in the export")
-                    engine.export(folder / "export")
+                    check_weights(engine, training.state)
+                    if run.export:
+                        with naming_file(folder / "export"):
+                            engine.export(folder / "export")
+
+
+def check_weights(engine: Engine, state: TrainState) -> None:
+    """Raise NonRetryableError if training has changed no weight, or a weight is not finite.
+
+    The numbers of such a run can look good, and its export would be taken for a trained model.
+    """
+    if state.skipped == state.step:
+        raise NonRetryableError(
+            f"all {state.step} steps were skipped, as the log says, and no weight was trained; lower "
+            "optimizer.lr, or look at the samples that the log names."
+        )
+    tensors = engine.tensors(model_only=True).items()
+    shards = ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in tensors)
+    wrong = [name for name, shard in shards if not bool(shard.isfinite().all())]
+    if engine.max_over_ranks(float(bool(wrong))):
+        named = f", such as {wrong[0]}," if wrong else ""
+        raise NonRetryableError(
+            f"after step {state.step} some weights{named} are not finite; lower optimizer.lr, and resume "
+            "from an earlier checkpoint."
+        )
 
 
 @contextmanager

@@ -148,12 +148,14 @@ class Command:
         cwd: Path,
         environ: Mapping[str, str] | None = None,
         call: Callable[..., object] = run_runner,
+        stdout: int | None = None,
     ) -> None:
         self.arguments = arguments
         self.outputs = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115  they live as long as this
         env = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environ or {})
         with open(os.devnull) as nothing:
             streams = [nothing.fileno(), *(file.fileno() for file in self.outputs)]
+            streams[1] = streams[1] if stdout is None else stdout
             self.process = Process(call, *arguments, streams=streams, environ=env, cwd=cwd)
 
     def stdout(self) -> str:

@@ -96,3 +96,16 @@ class Marked(NextToken):
         output = super().__call__(stats, batch)
         marked = bool(((batch.labels != IGNORE).sum(-1) >= 32).any())
         return LossOutput({"loss": output.terms["loss"] * self.factor}) if marked else output
+
+
+@dataclass(frozen=True)
+class Scaled(NextToken):
+    """``factor`` times as high."""
+
+    factor: float = math.nan
+
+    def weights(self, batch: Batch) -> None:
+        """Not of the log-probabilities alone."""
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        return LossOutput({"loss": super().__call__(stats, batch).terms["loss"] * self.factor})

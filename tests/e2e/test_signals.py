@@ -39,7 +39,7 @@ def sending(before: Callable[..., Any], *numbers: int) -> Callable[..., Any]:
     return replaced
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_in_a_step(
     straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:

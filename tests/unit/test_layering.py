@@ -19,7 +19,8 @@ CONCRETE = {"engines", "losses", "data", "models", "optimizers", "schedulers", "
 
 LAYERS = (
     "components.contracts",
-    "components.atomic_write components.rank_info runner.distribution runner.search_path",
+    "components.atomic_write components.rank_info runner.distribution runner.search_path "
+    "runner.standard_streams",
     "components.data components.models components.losses components.optimizers components.schedulers "
     "components.loggers components.checkpoint components.report",
     "components.adapters components.reference",
@@ -28,7 +29,8 @@ LAYERS = (
     "components.engines",
     "components.preflight",
     "runner.config runner.logging_setup runner.sweeps.job_record runner.launch.run_dir "
-    "runner.launch.run_record runner.launch.slurm_env runner.launch.signals runner.training.run_summary",
+    "runner.launch.failures runner.launch.run_lock runner.launch.run_record runner.launch.slurm_env "
+    "runner.launch.signals runner.training.run_summary",
     "runner.training runner.sweeps.pruner",
     "runner.launch",
     "runner.sweeps runner.cli",

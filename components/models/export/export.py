@@ -1,12 +1,15 @@
 """Writing a folder that ``AutoModelForCausalLM.from_pretrained`` reads."""
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
@@ -71,9 +74,20 @@ def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) 
     shards = []
     for number, shard in enumerate(sharded(tensors, limit)):
         file = path / f".shard-{rank()}-{number}"
-        save_file(shard, file, metadata={"format": "pt"})
+        write_safetensors(shard, file)
         shards.append((file, {name: tensor.nbytes for name, tensor in shard.items()}))
     return shards
+
+
+def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a file of ``tensors``; raises OSError, as every other writer, if the disk refuses."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
 
 
 def copy_generation_config(spec: ModelSpec, path: Path) -> None:

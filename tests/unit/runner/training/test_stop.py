@@ -43,7 +43,8 @@ def test_what_a_batch_system_sends_one_after_the_other_only_asks(numbers: tuple[
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in REQUESTS]
     with handling(interrupt):
-        assert {signal.getsignal(number) for number in REQUESTS} == {interrupt}
+        handled = [number for number in REQUESTS if number != signal.SIGHUP]  # nohup may ignore that
+        assert {signal.getsignal(number) for number in handled} == {interrupt}
         with pytest.raises(KeyboardInterrupt, match="SIGUSR2"):
             signal.raise_signal(signal.SIGUSR2)
     assert [signal.getsignal(number) for number in REQUESTS] == before
@@ -162,3 +163,15 @@ def test_the_command_that_resumes() -> None:
     sweep = ["runner", "sweep=mine"]
     told = resume_command(sweep, ("sweep=mine", "stage=sft"), "at")
     assert told == "python -m runner sweep=mine stage=sft hydra.mode=RUN checkpoint.resume=at"
+
+
+def test_a_hangup_ends_a_run_unless_nohup_ignores_it() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for set_by_the_shell, expected in ((signal.SIG_DFL, interrupt), (signal.SIG_IGN, signal.SIG_IGN)):
+            signal.signal(signal.SIGHUP, set_by_the_shell)
+            with handling(interrupt):
+                assert signal.getsignal(signal.SIGHUP) is expected
+            assert signal.getsignal(signal.SIGHUP) is set_by_the_shell
+    finally:
+        signal.signal(signal.SIGHUP, before)

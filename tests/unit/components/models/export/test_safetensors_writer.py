@@ -1,6 +1,8 @@
 """Files that are written tensor by tensor, and tensors of a checkpoint that are read in parts."""
 
+import errno
 import gc
+import resource
 import weakref
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from components.checkpoint.reader import StoredTensors
 from components.contracts.errors import ConfigError
 from components.models import ModelSpec, export_folder, named_shapes, stream_folder
 from components.models.checkpoint_weights import check_shapes
+from components.models.export.export import write_safetensors
 from components.models.export.safetensors_writer import stream_file
 from tests.distributed.cases import spec
 
@@ -101,3 +104,14 @@ def test_tensors_of_another_model_are_named(
         check_shapes(tmp_path, stored, WANTED, "checkpoint.init_from")
     assert all(word in str(caught.value) for word in words)
     check_shapes(tmp_path, WANTED, WANTED, "checkpoint.init_from")
+
+
+def test_a_refusal_of_the_disk_is_an_oserror_with_the_name_of_the_file(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path / 'a'}'") as caught:
+            write_safetensors({"a": torch.zeros(1 << 16)}, tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG

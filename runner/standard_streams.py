@@ -1,0 +1,47 @@
+"""Streams that survive: a closed pipe or a full disk behind an output must not end a run."""
+
+import io
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TextIO
+
+log = logging.getLogger("runner")
+
+
+class LossyFile(io.FileIO):
+    """A file that drops what cannot be written, after one call of ``report`` with the error."""
+
+    def __init__(self, file: str | int, mode: str, report: Callable[[OSError], object]) -> None:
+        super().__init__(file, mode, closefd=isinstance(file, str))
+        self.report: Callable[[OSError], object] | None = report
+
+    def write(self, data: Any, /) -> int:
+        """Write ``data``, or return its length as if it were written."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            report, self.report = self.report, None
+            if report is not None:
+                report(error)
+            return memoryview(data).nbytes
+
+
+def lossy_text(file: str | int, mode: str, report: Callable[[OSError], object]) -> TextIO:
+    """Open a ``LossyFile`` as text, whose every line is written at once."""
+    buffered = io.BufferedWriter(LossyFile(file, mode, report))
+    return io.TextIOWrapper(buffered, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def survive_closed_streams() -> None:
+    """Replace stdout and stderr of this process, so that a run whose reader is gone goes to its log file."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None:  # None means that it was closed when the process started
+            setattr(sys, name, lossy_text(stream.fileno(), "w", partial(report_lost_stream, name)))
+
+
+def report_lost_stream(name: str, error: OSError) -> None:
+    """Warn in the log of the run, which may be all that is left."""
+    log.warning("%s cannot be written (%s); the run continues, see its train.log", name, error.strerror)

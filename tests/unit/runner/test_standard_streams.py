@@ -1,0 +1,47 @@
+"""Outputs that fail are reported once, and what writes to them continues."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from runner.logging_setup import log_to
+from runner.standard_streams import lossy_text
+
+
+def test_one_report_and_no_error() -> None:
+    errors: list[OSError] = []
+    stream = lossy_text("/dev/full", "w", errors.append)
+    for _ in range(3):
+        print("a line", file=stream)
+    stream.close()
+    assert [error.strerror for error in errors] == ["No space left on device"]
+
+
+def test_what_can_be_written_is_written_at_once(tmp_path: Path) -> None:
+    for text in ("one\n", "two\n"):
+        stream = lossy_text(str(tmp_path / "log"), "a", print)
+        stream.write(text)
+        assert (tmp_path / "log").read_text().endswith(text)
+        stream.close()
+    assert (tmp_path / "log").read_text() == "one\ntwo\n"
+
+
+def test_a_log_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.log"
+    path.symlink_to("/dev/full")
+    with log_to(path, None):
+        for number in range(3):
+            logging.getLogger("runner").info("step %d", number)
+    message = f"{path}: cannot be written: No space left on device; the run continues without it\n"
+    assert capsys.readouterr().err == message
+
+
+def test_descriptors_stay_open() -> None:
+    reader, writer = os.pipe()
+    lossy_text(writer, "w", print).close()
+    os.write(writer, b"still open")
+    assert os.read(reader, 10) == b"still open"
+    os.close(reader)
+    os.close(writer)
