@@ -202,7 +202,7 @@ def check_profile(last_step: int, ranks: Sequence[int], steps_left: int, world_s
         raise ConfigError("profiler.ranks: is empty, and nothing would be recorded; use [0].")
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise ConfigError(
-            f"profiler.ranks: there is no rank {wrong[0]}; the run has {world_size} ranks, numbered from 0."
+            f"profiler.ranks: there is no rank {wrong[0]}; the run has {world_size}, use numbers from 0 on."
         )
 
 
