@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
@@ -12,11 +11,15 @@ from components.contracts.parallelism import ParallelismSpec
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.optimizers import Optimizer
-from components.preflight.estimates import fsdp2_memory as fsdp2_estimate
-from components.preflight.estimates import megatron_memory as megatron_estimate
-from components.preflight.estimates.quantities import MemoryInputs, ModelSize, RankMemory, StepCost
-from components.preflight.search import fsdp2_layouts as fsdp2_layouts
-from components.preflight.search import megatron_layouts as megatron_layouts
+from components.preflight.estimates import fsdp2_memory, megatron_memory
+from components.preflight.estimates.quantities import (
+    CommInputs,
+    MemoryInputs,
+    ModelSize,
+    RankMemory,
+    StepCost,
+)
+from components.preflight.search import fsdp2_layouts, megatron_layouts
 
 EngineLayout = FSDP2 | Megatron
 """Layouts that have a forecast."""
@@ -50,29 +53,15 @@ def memory(
     ``model`` is the transformers model on the meta device, without its adapter.
     """
     if isinstance(layout, FSDP2):
-        return fsdp2_estimate.memory(layout, model, optimizer, step)
-    return megatron_estimate.memory(layout, model, optimizer, step)
+        return fsdp2_memory.memory(layout, model, optimizer, step)
+    return megatron_memory.memory(layout, model, optimizer, step)
 
 
-def comm_cost(
-    layout: EngineLayout,
-    size: ModelSize,
-    *,
-    world_size: int,
-    dtype: torch.dtype,
-    tokens: float,
-    num_microbatches: int,
-) -> StepCost:
-    """Estimate the communication of a step with ``tokens`` in ``num_microbatches`` per data-parallel rank."""
-    step: dict[str, Any] = {
-        "world_size": world_size,
-        "dtype": dtype,
-        "tokens": tokens,
-        "num_microbatches": num_microbatches,
-    }
+def comm_cost(layout: EngineLayout, size: ModelSize, step: CommInputs) -> StepCost:
+    """Estimate the communication of a step."""
     if isinstance(layout, FSDP2):
-        return fsdp2_layouts.comm_cost(layout, size, **step)
-    return megatron_layouts.comm_cost(layout, size, **step)
+        return fsdp2_layouts.comm_cost(layout, size, step)
+    return megatron_layouts.comm_cost(layout, size, step)
 
 
 def memory_savers(layout: EngineLayout, world_size: int) -> Sequence[Mapping[str, Any]]:

@@ -27,7 +27,7 @@ def tp_volume(size: ModelSize, tp: int, tokens: float, itemsize: int, *, recompu
     """
     passes = 6 if recomputed == "full" else 4
     return CommVolume(
-        "tp", size.layers * passes * all_reduce_bytes(tokens * size.hidden * itemsize, tp), when="within"
+        "tp", size.layers * passes * all_reduce_bytes(tokens * size.hidden * itemsize, tp), when="exposed"
     )
 
 
@@ -39,7 +39,7 @@ def ulysses_volume(size: ModelSize, cp: int, tp: int, tokens: float, itemsize: i
     """
     width = (2 * size.q_width + 2 * size.kv_width) / tp
     share = tokens / cp * width * itemsize
-    return CommVolume("cp", 2 * size.layers * all_gather_bytes(share, cp), when="within")
+    return CommVolume("cp", 2 * size.layers * all_gather_bytes(share, cp), when="exposed")
 
 
 def key_value_volume(size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int) -> CommVolume:
@@ -47,7 +47,7 @@ def key_value_volume(size: ModelSize, cp: int, tp: int, tokens: float, itemsize:
     return CommVolume(
         "cp",
         2 * size.layers * all_gather_bytes(2 * tokens * size.kv_width / tp * itemsize, cp),
-        when="within",
+        when="exposed",
     )
 
 
@@ -62,5 +62,5 @@ def token_dispatch_volume(
     passes = 6 if recomputed == "full" else 4
     copies = tokens * size.top_k * size.hidden * itemsize
     return CommVolume(
-        "ep", size.num_moe_layers * passes * all_gather_bytes(copies, ep), when="within", span=span
+        "ep", size.num_moe_layers * passes * all_gather_bytes(copies, ep), when="exposed", span=span
     )

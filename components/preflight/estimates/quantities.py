@@ -40,6 +40,17 @@ class MemoryInputs:
 
 
 @dataclass(frozen=True)
+class CommInputs:
+    """Inputs of the communication estimate in addition to model and layout."""
+
+    world_size: int
+    dtype: torch.dtype
+    tokens: float
+    """Tokens of one data-parallel rank in one step."""
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
 class RankMemory:
     """Peak memory in a train step of a rank of one pipeline stage, in bytes."""
 
@@ -86,7 +97,7 @@ class CommVolume:
     dimension: str
     """Dimension of the mesh, ``host`` for copies between GPU and host memory, or any name with ``span``."""
     num_bytes: float
-    when: Literal["within", "behind", "after"]
+    when: Literal["exposed", "overlapped", "at_end"]
     """Whether the computation waits for it, overlaps with it, or is already over."""
     span: int | None = None
     """Number of neighbouring ranks that take part. None means the ranks of ``dimension``."""

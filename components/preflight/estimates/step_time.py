@@ -12,7 +12,7 @@ from components.preflight.engine_layouts import comm_cost, mesh_info
 from components.preflight.estimates.device_specs import HOST, Device
 from components.preflight.estimates.flops import MatmulSizes, matmul_sizes, train_flops
 from components.preflight.estimates.parameter_counts import census
-from components.preflight.estimates.quantities import ModelSize
+from components.preflight.estimates.quantities import CommInputs, ModelSize
 from components.preflight.estimates.workload import first_steps
 from components.preflight.search.candidate import Candidate
 
@@ -115,22 +115,17 @@ class StepTime:
 def step_time(case: Candidate, work: StepWork) -> StepTime:
     """Estimate the time of ``work`` on all ranks plus the ``StepCost`` of the layout."""
     device = case.device
-    cost = comm_cost(
-        case.layout,
-        work.size,
-        world_size=case.world_size,
-        dtype=case.dtype,
-        tokens=work.computed / case.dp_size,
-        num_microbatches=case.microbatch.num_microbatches,
-    )
+    tokens = work.computed / case.dp_size
+    step = CommInputs(case.world_size, case.dtype, tokens, case.microbatch.num_microbatches)
+    cost = comm_cost(case.layout, work.size, step)
     again = {"none": 0.0, "full": work.forward, "selective": work.attention}[cost.recomputed]
     compute = (work.flops + again) / (case.world_size * device.flops * device.mfu)
     dims = mesh_info(case.layout, case.world_size)["dims"]
-    seconds = dict.fromkeys(("within", "behind", "after"), 0.0)
+    seconds = dict.fromkeys(("exposed", "overlapped", "at_end"), 0.0)
     for sent in cost.volumes:
         seconds[sent.when] += sent.num_bytes / bandwidth(device, dims, sent.dimension, sent.span)
-    idle = (compute + seconds["within"]) * cost.bubble / (1 - cost.bubble)
-    return StepTime(compute, seconds["within"] + seconds["after"], idle, seconds["behind"])
+    idle = (compute + seconds["exposed"]) * cost.bubble / (1 - cost.bubble)
+    return StepTime(compute, seconds["exposed"] + seconds["at_end"], idle, seconds["overlapped"])
 
 
 def bandwidth(

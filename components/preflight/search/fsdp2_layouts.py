@@ -16,7 +16,7 @@ from components.preflight.estimates.communication import (
     tp_volume,
     ulysses_volume,
 )
-from components.preflight.estimates.quantities import CommVolume, ModelSize, StepCost
+from components.preflight.estimates.quantities import CommInputs, CommVolume, ModelSize, StepCost
 
 
 def mesh_info(layout: FSDP2Layout, world_size: int) -> dict[str, Any]:
@@ -41,24 +41,18 @@ def mesh_info(layout: FSDP2Layout, world_size: int) -> dict[str, Any]:
     return found | {"experts": {"dims": experts, "ranks": ranks}}
 
 
-def comm_cost(
-    layout: FSDP2Layout,
-    size: ModelSize,
-    *,
-    world_size: int,
-    dtype: torch.dtype,
-    tokens: float,
-    num_microbatches: int,
-) -> StepCost:
+def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCost:
     """Estimate the communication of a step (Rajbhandari et al., 2020, section 7).
 
     Each micro-batch gathers the weights, and again for its backward pass if blocks are resharded. Gradients
     are reduce-scattered once per step, in fp32.
     """
-    shards = world_size // (layout.dp_replicate * layout.tp)
+    tokens, itemsize = step.tokens / layout.cp, step.dtype.itemsize
+    shards = step.world_size // (layout.dp_replicate * layout.tp)
     held, trained = size.parameters / layout.tp, size.trained / layout.tp
     experts, taught = size.experts / layout.tp, size.trained_experts / layout.tp
-    gathers = num_microbatches * (2 if layout.reshard_after_forward else 1)
+    recomputed = layout.activation_checkpointing
+    gathers = step.num_microbatches * (2 if layout.reshard_after_forward else 1)
 
     def spread(whole: float, experts: float) -> float:
         """Return the elements sent to gather ``whole``, whose ``experts`` are split over ep ranks first."""
@@ -66,32 +60,24 @@ def comm_cost(
             experts / layout.ep, shards // layout.ep
         )
 
-    weights = gathers * spread(held, experts) * dtype.itemsize + spread(trained, taught) * FP32
-    sent = [CommVolume("dp_shard", weights, when="behind")]
+    weights = gathers * spread(held, experts) * itemsize + spread(trained, taught) * FP32
+    sent = [CommVolume("dp_shard", weights, when="overlapped")]
     if layout.dp_replicate > 1:
         copies = all_reduce_bytes(trained / shards * FP32, layout.dp_replicate)
-        sent.append(CommVolume("dp_replicate", copies, when="behind"))
+        sent.append(CommVolume("dp_replicate", copies, when="overlapped"))
     if layout.cp > 1:
-        sent.append(ulysses_volume(size, layout.cp, layout.tp, tokens, dtype.itemsize))
+        sent.append(ulysses_volume(size, layout.cp, layout.tp, step.tokens, itemsize))
     if layout.tp > 1:
-        own = tokens / layout.cp
-        recomputed = layout.activation_checkpointing
-        sent.append(tp_volume(size, layout.tp, own, dtype.itemsize, recomputed=recomputed))
+        sent.append(tp_volume(size, layout.tp, tokens, itemsize, recomputed=recomputed))
     if layout.ep > 1:
+        span = layout.ep * layout.tp
         sent.append(
-            token_dispatch_volume(
-                size,
-                layout.ep,
-                tokens / layout.cp,
-                dtype.itemsize,
-                recomputed=layout.activation_checkpointing,
-                span=layout.ep * layout.tp,
-            )
+            token_dispatch_volume(size, layout.ep, tokens, itemsize, recomputed=recomputed, span=span)
         )
     if layout.cpu_offload:
-        shard = (gathers * held * dtype.itemsize + trained * FP32) / shards
-        sent.append(CommVolume("host", shard, when="behind"))
-    return StepCost(sent, bubble=0.0, recomputed=layout.activation_checkpointing)
+        shard = (gathers * held * itemsize + trained * FP32) / shards
+        sent.append(CommVolume("host", shard, when="overlapped"))
+    return StepCost(sent, bubble=0.0, recomputed=recomputed)
 
 
 def memory_savers(layout: FSDP2Layout, world_size: int) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from components.preflight.estimates.communication import (
     tp_volume,
     ulysses_volume,
 )
-from components.preflight.estimates.quantities import CommVolume, ModelSize, StepCost
+from components.preflight.estimates.quantities import CommInputs, CommVolume, ModelSize, StepCost
 
 
 def mesh_info(layout: Layout, world_size: int) -> dict[str, Any]:
@@ -37,43 +37,36 @@ def mesh_info(layout: Layout, world_size: int) -> dict[str, Any]:
     return found | {"experts": {"dims": experts, "ranks": ranks}}
 
 
-def comm_cost(
-    layout: Layout,
-    size: ModelSize,
-    *,
-    world_size: int,
-    dtype: torch.dtype,
-    tokens: float,
-    num_microbatches: int,
-) -> StepCost:
+def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     """Estimate the communication and the pipeline bubble of a step.
 
     With p stages of v chunks each and m micro-batches, a stage is idle for ``p - 1`` of ``m v + p - 1`` time
     slots (Narayanan et al., 2021, section 2.2).
     """
-    tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, world_size // layout.model_ranks
-    sent = [gradients(layout, size, dp * cp, dtype)]
-    own, recomputed = tokens / cp, layout.activation_checkpointing
+    tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, step.world_size // layout.model_ranks
+    itemsize = step.dtype.itemsize
+    sent = [gradients(layout, size, dp * cp, step.dtype)]
+    own, recomputed = step.tokens / cp, layout.activation_checkpointing
     layers = {"layers": size.layers / pp, "num_moe_layers": size.num_moe_layers / pp}
     stage = ModelSize(**vars(size) | layers)
     if cp > 1:
         exchange = ulysses_volume if layout.cp_comm_type == "a2a" else key_value_volume
-        sent.append(exchange(stage, cp, tp, tokens, dtype.itemsize))
+        sent.append(exchange(stage, cp, tp, step.tokens, itemsize))
     if tp > 1:
-        sent.append(tp_volume(stage, tp, own, dtype.itemsize, recomputed=recomputed))
+        sent.append(tp_volume(stage, tp, own, itemsize, recomputed=recomputed))
     if layout.ep > 1:
         # Each tp rank sends its part of the shared tokens, and etp ranks gather the parts again.
         passed, span = own * layout.etp / tp, layout.ep * layout.etp
         sent.append(
-            token_dispatch_volume(stage, layout.ep, passed, dtype.itemsize, recomputed=recomputed, span=span)
+            token_dispatch_volume(stage, layout.ep, passed, itemsize, recomputed=recomputed, span=span)
         )
     if pp > 1:
         width = size.hidden / (tp if layout.sequence_parallel else 1)
-        sent.append(CommVolume("pp", 2 * layout.vpp * own * width * dtype.itemsize, when="within"))
+        sent.append(CommVolume("pp", 2 * layout.vpp * own * width * itemsize, when="exposed"))
     if layout.optimizer_cpu_offload:
         trained = size.trained / (tp * pp)
-        sent.append(CommVolume("host", trained * (FP32 + dtype.itemsize) / (dp * cp), when="after"))
-    turns = num_microbatches * layout.vpp + pp - 1
+        sent.append(CommVolume("host", trained * (FP32 + itemsize) / (dp * cp), when="at_end"))
+    turns = step.num_microbatches * layout.vpp + pp - 1
     return StepCost(sent, bubble=(pp - 1) / turns, recomputed=recomputed)
 
 
@@ -96,7 +89,7 @@ def gradients(layout: Layout, size: ModelSize, ranks: int, dtype: torch.dtype) -
     else:
         num_bytes = sent(*trained, all_reduce_bytes) * FP32
     overlaps = layout.overlap_grad_reduce and layout.pp == 1
-    return CommVolume("dp", num_bytes, when="behind" if overlaps else "after")
+    return CommVolume("dp", num_bytes, when="overlapped" if overlaps else "at_end")
 
 
 def memory_savers(layout: Layout, world_size: int) -> list[dict[str, Any]]:

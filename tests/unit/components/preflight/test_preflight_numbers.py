@@ -18,7 +18,7 @@ from components.preflight import Candidate
 from components.preflight.engine_layouts import comm_cost, mesh_info
 from components.preflight.estimates.device_specs import GPUS, Device, find_device, machine_memory, parse_size
 from components.preflight.estimates.flops import DENSE_PEAKS
-from components.preflight.estimates.quantities import ModelSize
+from components.preflight.estimates.quantities import CommInputs, ModelSize
 from components.preflight.estimates.step_time import (
     StepWork,
     bandwidth,
@@ -125,9 +125,8 @@ def test_the_arithmetic_of_a_step(folder: Path) -> None:
 # ---- what layouts send
 
 
-def sent(layout: FSDP2 | Megatron, world_size: int, **changes: Any) -> dict[str, float]:
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "tokens": 512.0, "num_microbatches": 3} | changes
-    cost = comm_cost(layout, SIZE, world_size=world_size, **options)
+def sent(layout: FSDP2 | Megatron, world_size: int) -> dict[str, float]:
+    cost = comm_cost(layout, SIZE, CommInputs(world_size, torch.bfloat16, tokens=512.0, num_microbatches=3))
     return {each.dimension: each.num_bytes for each in cost.volumes}
 
 
@@ -164,10 +163,10 @@ def test_what_megatron_sends() -> None:
 
 
 def test_the_bubble_of_a_pipeline() -> None:
-    options: dict[str, Any] = {"dtype": torch.float32, "tokens": 8.0}
-    plain = comm_cost(megatron(pp=4), SIZE, world_size=4, num_microbatches=12, **options)
+    step = CommInputs(4, torch.float32, tokens=8.0, num_microbatches=12)
+    plain = comm_cost(megatron(pp=4), SIZE, step)
     assert plain.bubble == pytest.approx(3 / 15)
-    chunked = comm_cost(megatron(pp=4, vpp=2), SIZE, world_size=4, num_microbatches=12, **options)
+    chunked = comm_cost(megatron(pp=4, vpp=2), SIZE, step)
     assert chunked.bubble == pytest.approx(3 / 27)
 
 

@@ -16,7 +16,13 @@ from components.preflight import engine_layouts
 from components.preflight.engine_layouts import comm_cost, memory_savers
 from components.preflight.estimates.flops import matmul_sizes, train_flops
 from components.preflight.estimates.parameter_counts import Cuts, census, parameters
-from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, ModelSize, RankMemory
+from components.preflight.estimates.quantities import (
+    CommInputs,
+    MemoryInputs,
+    MicrobatchShape,
+    ModelSize,
+    RankMemory,
+)
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
 from tests.distributed.cases import fsdp2, megatron
@@ -194,9 +200,7 @@ SIZE = ModelSize(
 
 
 def sent(layout: FSDP2 | Megatron, world_size: int) -> dict[str, float]:
-    cost = comm_cost(
-        layout, SIZE, world_size=world_size, dtype=torch.bfloat16, tokens=512.0, num_microbatches=3
-    )
+    cost = comm_cost(layout, SIZE, CommInputs(world_size, torch.bfloat16, tokens=512.0, num_microbatches=3))
     return {each.dimension: each.num_bytes for each in cost.volumes}
 
 
