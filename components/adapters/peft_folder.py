@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.models.export.hf_file_names import Rename
 from components.models.hub import read_json
 from components.models.pretrained import open_file
-from components.models.weights import WeightSource
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

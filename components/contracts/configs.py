@@ -28,7 +28,7 @@ class WeightSource(Protocol):
         """
 
 
-class MoEConfig(Protocol):
+class MoESettings(Protocol):
     """``model.moe``: the router losses."""
 
     @property
@@ -36,7 +36,7 @@ class MoEConfig(Protocol):
         """Change of a router bias per optimizer step, in the direction that evens the load."""
 
 
-class MTPConfig(Protocol):
+class MTPSettings(Protocol):
     """``model.mtp``: multi-token prediction."""
 
     @property
@@ -60,10 +60,10 @@ class ModelConfig(Protocol):
         """Shell patterns for the names of parameters that are not trained."""
 
     @property
-    def moe(self) -> "MoEConfig": ...
+    def moe(self) -> "MoESettings": ...
 
     @property
-    def mtp(self) -> "MTPConfig": ...
+    def mtp(self) -> "MTPSettings": ...
 
     @property
     def initial_checkpoint(self) -> Path | None:

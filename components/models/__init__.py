@@ -1,12 +1,13 @@
 """Causal language models of transformers: configuration, initial weights and export."""
 
+from components.contracts.configs import WeightSource
 from components.models.checkpoint_weights import checkpoint_weights
 from components.models.config import ModelSpec
 from components.models.export.export import export_folder
 from components.models.export.safetensors_writer import stream_folder
 from components.models.initialize import materialize_buffers, random_weights
 from components.models.pretrained import pretrained_weights
-from components.models.weights import WeightSource, named_shapes, shape_hash
+from components.models.weights import named_shapes, shape_hash
 
 __all__ = [
     "ModelSpec",

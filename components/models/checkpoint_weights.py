@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from components.checkpoint.folder import read_meta
 from components.checkpoint.reader import StoredTensors
+from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
 from components.models.pretrained import unused_names
-from components.models.weights import WeightSource
 
 INIT_FROM = "checkpoint.init_from"
 """The option that names the checkpoint."""

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from components.contracts.batch import Batch
+from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.tokenizer import PATH as EMBEDDED_TOKENIZER
@@ -33,7 +34,7 @@ from components.models.initialize import random_weights
 from components.models.moe_config import MoELossConfig
 from components.models.mtp import FIELD, MTPConfig, append_mtp_layers
 from components.models.pretrained import content_hash, pretrained_weights
-from components.models.weights import WeightSource, named_shapes, shape_hash
+from components.models.weights import named_shapes, shape_hash
 
 
 @dataclass(frozen=True)

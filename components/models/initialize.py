@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
+from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
 from components.models.hf_private import computed_buffers, init_weights, initialized
-from components.models.weights import WeightSource
 
 
 def random_weights(model: PreTrainedModel, seed: int) -> WeightSource:

@@ -14,12 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
 from components.models.experts import unstack_experts
 from components.models.export.hf_file_names import file_names
 from components.models.hub import one_line, read_json
 from components.models.mtp import JOINS, mtp_parameter_names
-from components.models.weights import WeightSource, named_shapes, tied_names
+from components.models.weights import named_shapes, tied_names
 
 log = logging.getLogger(__name__)
 

@@ -2,20 +2,9 @@
 
 import hashlib
 import json
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
-
-
-class WeightSource(Protocol):
-    """Weights by their Hugging Face parameter name."""
-
-    def __call__(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        """Return the part ``index`` of the tensor (slices without a step; () is the whole) on CPU.
-
-        It is in float32 or in the stored dtype, and must not be written to.
-        """
+from torch import nn
 
 
 def named_shapes(model: nn.Module) -> dict[str, torch.Size]:

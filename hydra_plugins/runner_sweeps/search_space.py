@@ -57,7 +57,7 @@ class SearchSpace:
         ]
 
     def distributions(self) -> "dict[str, BaseDistribution]":
-        return {key: distribution(override) for key, override in self.swept.items()}
+        return {key: optuna_distribution(override) for key, override in self.swept.items()}
 
     def grid(self) -> dict[str, list[Any]]:
         """Return all values of each key.
@@ -94,7 +94,7 @@ def first_of(override: Override) -> list[Any]:
     return [override.value().start]
 
 
-def distribution(override: Override) -> "BaseDistribution":
+def optuna_distribution(override: Override) -> "BaseDistribution":
     """Return Optuna's distribution of one swept override.
 
     Raises:

@@ -25,7 +25,7 @@ from runner.config.run_config import (
     PreflightConfig,
     ProfilerConfig,
     RunConfig,
-    check_restarts,
+    check_restart_source,
     watched_metric,
 )
 from runner.config.sources import ConfigSources, did_you_mean
@@ -84,7 +84,7 @@ def build_experiment(config: Config, where: ConfigSources) -> Experiment:
     parts["logger"] = build_loggers(config["logger"], where)
     nodes: Json = {name: construct(kind, name, config[name], where) for name, kind in NODES.items()}
     experiment = Experiment(**nodes, **parts)
-    check_restarts(experiment.run, experiment.checkpoint)
+    check_restart_source(experiment.run, experiment.checkpoint)
     watched_metric(experiment.run, experiment.checkpoint, experiment.early_stopping)
     if experiment.checkpoint.init_from is None:
         return experiment

@@ -190,7 +190,7 @@ def watched_metric(
     return next(iter(given.values()), None)
 
 
-def check_restarts(run: RunConfig, checkpoint: CheckpointConfig) -> None:
+def check_restart_source(run: RunConfig, checkpoint: CheckpointConfig) -> None:
     if run.max_restarts and checkpoint.model_only:
         raise ConfigError(
             "run.max_restarts: a run cannot restart from weights only; set checkpoint.model_only=false or "

@@ -236,7 +236,7 @@ class FSDP2Engine(TrainStepEngine):
         self, model: LogProbModel, batch: Batch, loss: Loss, ahead: Sequence[Batch] = ()
     ) -> tuple[TokenStats, list[Tensor]]:
         """Return the statistics that ``loss`` requires, and the logps of every MTP depth of ``ahead``."""
-        moved = [mtp.to(self.device) for mtp in ahead]
+        moved = [shifted.to(self.device) for shifted in ahead]
         logps, logsumexp, mean, *mtp = model(batch, loss.requires, loss.weights(batch), moved)
         return TokenStats(logps, logsumexp, mean), mtp
 

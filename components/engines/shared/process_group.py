@@ -51,18 +51,18 @@ def init_process_group(kind: Literal["cpu", "cuda"]) -> torch.device:
 def joined(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[torch.device]:
     """Join the process group and yield the device for building an engine.
 
-    Apply ``wait_for_peers`` when the context exits without an error.
+    Apply ``set_timeouts`` when the context exits without an error.
     """
     device = init_process_group(kind)
     try:
         yield device
-        wait_for_peers(timeout_s)
+        set_timeouts(timeout_s)
     except BaseException:
         exit_unsynchronized()
         raise
 
 
-def wait_for_peers(timeout_s: float) -> None:
+def set_timeouts(timeout_s: float) -> None:
     """Set the timeout of every group to ``timeout_s`` plus ``GRACE_S``, at least half an hour.
 
     Groups created by libraries start with ten minutes on NCCL, whatever the default group has.

@@ -10,11 +10,11 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from huggingface_hub.constants import SAFETENSORS_WEIGHTS_FILE_PATTERN
 from torch import Tensor
 
+from components.contracts.configs import WeightSource
 from components.models.config import ModelSpec
 from components.models.experts import stored_dtype
 from components.models.export.export import SHARD_BYTES, finish_folder
 from components.models.export.hf_file_names import file_names
-from components.models.weights import WeightSource
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 ALIGNMENT = 8

@@ -82,7 +82,7 @@ def cheapest_fixes(case: Candidate, work: StepWork) -> list[Variation]:
     found: dict[frozenset[str], Variation] = {}
     kept = [Variation(case, {})]
     for _ in range(DEPTH):
-        tried = [mtp for change in kept for mtp in variations(change)]
+        tried = [next_one for change in kept for next_one in variations(change)]
         fitting = [change for change in tried if change.candidate.fits()]
         for change in sorted(fitting, key=cost):
             if not any(keys <= change.overrides.keys() for keys in found):
@@ -96,12 +96,12 @@ def cheapest_fixes(case: Candidate, work: StepWork) -> list[Variation]:
 
 def variations(change: Variation) -> Iterator[Variation]:
     """Yield ``change`` with one more key changed, without those that layout, batch or model do not allow."""
-    for mtp in candidates(change):
+    for next_one in candidates(change):
         try:
-            mtp.candidate.check()
+            next_one.candidate.check()
         except ConfigError:
             continue
-        yield mtp
+        yield next_one
 
 
 def candidates(change: Variation) -> Iterator[Variation]:

@@ -74,7 +74,7 @@ class SlurmJob:
         os.environ |= slurm_env.ranks(os.environ)
         os.environ[SWEEP_FOLDER] = str(self.sweep_job.sweep)
         first = RankInfo.read().rank == 0
-        exit_process(exit_code(self.environment_entry if first else self.run))
+        exit_process(exit_code(self.run_and_record if first else self.run))
 
     def run(self) -> float:
         began = time.time()
@@ -82,7 +82,7 @@ class SlurmJob:
 
         return run(self.config, self.where, self.command, began)
 
-    def environment_entry(self) -> None:
+    def run_and_record(self) -> None:
         """Run the job and record its outcome; only rank 0 calls it.
 
         Raises:

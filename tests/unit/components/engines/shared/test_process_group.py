@@ -14,7 +14,7 @@ def test_it_waits_longer_than_the_watchdog_in_every_group(timeout_s: float, expe
     process_group.init_process_group("cpu")
     try:
         another = dist.new_group([0], timeout=timedelta(seconds=7))
-        process_group.wait_for_peers(timeout_s)
+        process_group.set_timeouts(timeout_s)
         for group in (dist.group.WORLD, another):
             assert group is not None
             backend = group._get_backend(torch.device("cpu"))
