@@ -28,10 +28,12 @@ class LossyFile(io.FileIO):
             return memoryview(data).nbytes
 
 
-def lossy_text(file: str | int, mode: str, report: Callable[[OSError], object]) -> TextIO:
+def lossy_text(
+    file: str | int, mode: str, report: Callable[[OSError], object], encoding: str = "utf-8"
+) -> TextIO:
     """Open a ``LossyFile`` as text, whose every line is written at once."""
     buffered = io.BufferedWriter(LossyFile(file, mode, report))
-    return io.TextIOWrapper(buffered, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    return io.TextIOWrapper(buffered, encoding=encoding, errors="backslashreplace", line_buffering=True)
 
 
 def survive_closed_streams() -> None:
@@ -39,7 +41,8 @@ def survive_closed_streams() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None:  # None means that it was closed when the process started
-            setattr(sys, name, lossy_text(stream.fileno(), "w", partial(report_lost_stream, name)))
+            report = partial(report_lost_stream, name)
+            setattr(sys, name, lossy_text(stream.fileno(), "w", report, stream.encoding))
 
 
 def report_lost_stream(name: str, error: OSError) -> None:
