@@ -20,13 +20,14 @@ from pathlib import Path
 
 import psutil
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from benchmarks.throughput import RESULTS, report
 from components.checkpoint.dcp import load_tensors
 from components.checkpoint.folder import complete_checkpoints, is_complete, step_of
 from components.checkpoint.resume import inspect_checkpoint
+from components.checkpoint.safe_reader import read_metadata
 
 LAYOUTS = ("fsdp2", "megatron_dp2")
 SMALL = (
@@ -139,11 +140,11 @@ def orphans(processes: Sequence[psutil.Process], within: float = GONE_S) -> int:
 
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
     """Everything in it, read in this process."""
-    known = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    known = read_metadata(checkpoint).state_dict_metadata
     found = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in known.items()
-        if isinstance(entry, dcp.metadata.TensorStorageMetadata)
+        if isinstance(entry, TensorStorageMetadata)
     }
     load_tensors(checkpoint, found)
     return found

@@ -17,6 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from runner.launch.rendezvous import host_loopback_store
 from tests import budget
 from tests.forkserver import Process, count_lines_for
 from tests.patience import patience
@@ -69,7 +70,7 @@ class Ranks:
         budget.count("rank_calls")
         ranks, size = _forked[self.kind], size or self.world_size
         ranks += [Rank(number, self.kind) for number in range(len(ranks), size)]
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = host_loopback_store()
         for rank in ranks[:size]:
             rank.pipe.send((store.port, size, sys.path, os.environ.get("PYTEST_CURRENT_TEST", "")))
             rank.pipe.send((function, args))

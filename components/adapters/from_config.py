@@ -5,11 +5,12 @@ from typing import Literal
 from components.adapters.lora_config import Init, LoRA
 from components.adapters.peft_folder import read_settings
 from components.adapters.targets import Targets
+from components.contracts.configs import NoAdapter
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
 
 
-def none() -> None:
+def none() -> NoAdapter:
     """Return None for ``adapter=none``: every parameter of the model is trained."""
 
 

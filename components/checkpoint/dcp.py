@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from components.checkpoint.files import AliasPlanner, FileRecord, MeasuredWriter
+from components.checkpoint.safe_reader import CheckpointReader, read_metadata
 from components.contracts.errors import TrainingError
 
 T = TypeVar("T")
@@ -58,13 +59,13 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor], *, together: bool = 
     """
     try:
         no_dist = not (together and dist.is_initialized())
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path), no_dist=no_dist)
+        dcp.load(dict(tensors), storage_reader=CheckpointReader(path), no_dist=no_dist)
     except (OSError, dcp.CheckpointException) as error:
         raise TrainingError(f"{path}: the checkpoint could not be read: {error}") from error
 
 
 def saved_keys(path: Path) -> set[str]:
-    return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    return set(read_metadata(path).state_dict_metadata)
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:

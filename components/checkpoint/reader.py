@@ -1,6 +1,7 @@
 """Reading parts of a checkpoint's tensors one at a time, in a process without a process group."""
 
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from components.checkpoint.safe_reader import CheckpointReader
 from components.contracts.errors import ConfigError
 
 
@@ -16,10 +18,10 @@ class StoredTensors:
 
     def __init__(self, folder: Path) -> None:
         """Open the checkpoint; raise ConfigError if it cannot be read."""
-        self.folder, self._reader = folder, dcp.FileSystemReader(folder)
+        self.folder, self._reader = folder, CheckpointReader(folder)
         try:
             metadata = self._reader.read_metadata()
-        except (OSError, dcp.CheckpointException) as error:
+        except (OSError, UnpicklingError) as error:
             raise ConfigError(f"{folder}: cannot be read ({error}); take another checkpoint.") from error
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         found = metadata.state_dict_metadata.items()

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 
 from components.checkpoint.files import damage
 from components.checkpoint.folder import (
@@ -13,6 +14,7 @@ from components.checkpoint.folder import (
     step_of,
     unmark,
 )
+from components.checkpoint.safe_reader import read_metadata
 from components.contracts.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -160,7 +162,18 @@ def inspect_checkpoint(point: Path, *, checksums: bool) -> tuple[CheckpointMeta 
         meta = read_meta(point)
     except ConfigError:
         return None, "meta.json is damaged"
-    return meta, damage(point, meta.files, checksums=checksums)
+    return meta, damage(point, meta.files, checksums=checksums) or metadata_damage(point)
+
+
+def metadata_damage(point: Path) -> str | None:
+    """Describe why the list of tensors cannot be read. None means that it can, or that there is none."""
+    try:
+        read_metadata(point)
+    except FileNotFoundError:
+        return None
+    except (OSError, UnpicklingError) as error:
+        return f".metadata cannot be read: {error}"
+    return None
 
 
 def check_same_run(point: Path, meta: CheckpointMeta, identity: RunIdentity, *, force: bool) -> None:

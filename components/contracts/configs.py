@@ -5,7 +5,7 @@ Every process makes one object of each from the composed configuration. Engines 
 
 from dataclasses import Field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -126,6 +126,10 @@ class AdapterConfig(Protocol):
 
     def finish_export(self, model: Any, export: Path, base: Path, seed: int, dtype: torch.dtype) -> Foreign:
         """Complete an exported folder and return the tokenizer."""
+
+
+NoAdapter = Annotated[None, "adapter=none"]
+"""Result of the function that ``adapter=none`` names: every parameter of the model is trained."""
 
 
 class OptimizerConfig(Protocol):

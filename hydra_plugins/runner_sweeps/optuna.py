@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,10 +60,6 @@ class OptunaSweeper(Sweeper):
             value = getattr(self, key)
             if not isinstance(value, int) or value < least:
                 raise ConfigError(f"hydra.sweeper.{key}: must be at least {least}, got {value!r}.")
-        if not re.fullmatch(r"[\w.+-]+", str(self.study_name)):
-            raise ConfigError(
-                f"hydra.sweeper.study_name: {self.study_name!r} is not a folder name; leave out '/'."
-            )
         self.config, self.loader = config, hydra_context.config_loader
         self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
 

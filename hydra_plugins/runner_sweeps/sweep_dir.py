@@ -1,6 +1,7 @@
 """The folder of a sweep."""
 
 import os
+import re
 from pathlib import Path
 
 from hydra.experimental.callback import Callback
@@ -9,6 +10,7 @@ from omegaconf import DictConfig
 from components.contracts.errors import ConfigError
 from runner.launch.slurm_env import MAX_REQUEUES
 from runner.sweeps.job_record import SWEEP_FOLDER
+from runner.sweeps.pruner import leave_no_pruner
 from runner.sweeps.sweep import create_sweep
 
 
@@ -16,15 +18,35 @@ class SweepFolder(Callback):
     """A callback that creates the sweep folder and passes it to all jobs in the environment."""
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
-        from runner.cli import as_given, explained
+        from runner.cli import explained
 
-        folder = Path(config.hydra.sweep.dir).absolute()
         try:
-            create_sweep(folder, as_given(config.hydra))
-        except OSError as error:
-            mistake = ConfigError(
-                f"run.output_dir: cannot make {folder}: {error.strerror}; name another folder."
-            )
-            raise SystemExit(explained(mistake)) from error  # Hydra swallows all other errors of a callback
+            folder = make_folder(config)
+        except ConfigError as mistake:  # Hydra swallows all other errors of a callback
+            raise SystemExit(explained(mistake)) from mistake
         os.environ[SWEEP_FOLDER] = str(folder)
         os.environ.pop(MAX_REQUEUES, None)  # it marks a SLURM job that is one run; this job is a sweep
+
+
+def make_folder(config: DictConfig) -> Path:
+    """Create the folder of a sweep and return it.
+
+    Raises:
+        ConfigError: if the folder cannot be made, or the name of Optuna's study is not that of a folder.
+    """
+    from runner.cli import as_given
+
+    study, folder = config.hydra.sweeper.get("study_name"), Path(config.hydra.sweep.dir).absolute()
+    if study is not None and not re.fullmatch(r"[\w+-][\w.+-]*", str(study)):
+        raise ConfigError(
+            f"hydra.sweeper.study_name: {study!r} is not a folder name; leave out '/' and a leading '.'."
+        )
+    try:
+        create_sweep(folder, as_given(config.hydra))
+        if study is None:  # Optuna's sweeper leaves its own pruner, once no other command is at the folder
+            leave_no_pruner(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"run.output_dir: cannot make {folder}: {error.strerror}; name another folder."
+        ) from error
+    return folder

@@ -5,6 +5,8 @@ checkpoint=DIR  a checkpoint folder, or a run folder, whose newest complete chec
 adapter=DIR     instead of checkpoint, with merge=true: an adapter folder, which is merged into its base model
 base=DIR        only with adapter: the base model, if it is not at the path recorded in the adapter
 dtype=fp32      or bf16: dtype of the written weights; default: that of checkpoint's run, fp32 with adapter
+trust=[MODULE]  only with checkpoint: further modules whose classes the run's config.yaml may name
+trust_remote_code=true  only with checkpoint: run the code that the run's model brings with it
 """
 
 import sys
@@ -23,6 +25,8 @@ KEYS = {
     "merge": ("true", "false"),
     "base": None,
     "dtype": ("fp32", "bf16"),
+    "trust": None,
+    "trust_remote_code": ("true", "false"),
 }
 """The allowed values of each key. None means that any value is allowed."""
 
@@ -53,6 +57,9 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
         )
     if "base" in given and "adapter" not in given:
         raise ConfigError("base: is not read with checkpoint, whose run determines the model; leave it out.")
+    for key in ("trust", "trust_remote_code"):
+        if key in given and "adapter" in given:
+            raise ConfigError(f"{key}: is not read with adapter, which names no code; leave it out.")
     return given
 
 
@@ -88,9 +95,13 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
             f"checkpoint: {run} has no config.yaml, which describes the model; give one in a run's folder."
         )
     config, target = read_run_config(run), new_folder(given["output"])
-    model, adapter = (
-        build_component(group, config[group], ConfigSources()) for group in ("model", "adapter")
-    )
+    where = ConfigSources(run_folder=run, trusted=trusted_modules(given.get("trust", "[]")))
+    model, adapter = (build_component(group, config[group], where) for group in ("model", "adapter"))
+    if model.trust_remote_code and given.get("trust_remote_code") != "true":
+        raise ConfigError(
+            f"model.trust_remote_code ({where.of('model')}): is true, so {model.path} brings its own code; "
+            "read it, then give trust_remote_code=true."
+        )
     trained = CheckpointModel(
         model, adapter, point, run, config["run"]["seed"], config["checkpoint"].get("init_from")
     )
@@ -105,6 +116,16 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
     if dtype is not None:
         raise ConfigError("dtype: an adapter is kept in fp32; leave it out, or use merge=true.")
     return trained.export_adapter(target, stored)
+
+
+def trusted_modules(value: str) -> tuple[str, ...]:
+    """Parse ``[MODULE,...]`` or ``MODULE``; raise ConfigError if a part is not the name of a module."""
+    names = [name.strip() for name in value.removeprefix("[").removesuffix("]").split(",")]
+    found = tuple(name for name in names if name)
+    for name in found:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ConfigError(f"trust: {name!r} is not the name of a module; give trust=[my.module].")
+    return found
 
 
 def main() -> NoReturn:

@@ -29,10 +29,20 @@ from runner.config.run_config import (
     watched_metric,
 )
 from runner.config.sources import ConfigSources, did_you_mean
+from runner.config.targets import is_below, objection, origin
 
 T = TypeVar("T")
 
-GROUPS = ("model", "adapter", "parallelism", "optimizer", "scheduler", "stage", "data")
+GROUPS: Mapping[str, type] = {
+    "model": ModelConfig,
+    "adapter": AdapterConfig,
+    "parallelism": ParallelismSpec,
+    "optimizer": OptimizerConfig,
+    "scheduler": SchedulerSpec,
+    "stage": Loss,
+    "data": DataConfig,
+}
+"""Groups with one component, and the contracts that their components serve."""
 NODES: Mapping[str, type] = {
     "run": RunConfig,
     "checkpoint": CheckpointConfig,
@@ -112,18 +122,44 @@ def build_loggers(nodes: object, where: ConfigSources) -> dict[str, LoggerSpec]:
 
 
 def build_component(group: str, node: Config, where: ConfigSources) -> Any:
-    """Import the class ``node['_target_']`` and call it with the other keys."""
+    """Import the class ``node['_target_']``, check it, and call it with the other keys.
+
+    Raises:
+        ConfigError: if it cannot be imported, does not serve the contract of its group, or was read from a
+            folder and comes from a module that is not trusted. Then it is not called.
+    """
     path = node.get("_target_") if isinstance(node, Mapping) else None
     if not isinstance(path, str):
         raise ConfigError(f"{group}._target_ ({where.of(group)}): must name the class that reads this group.")
+    name = f"{group}._target_"
+    check_trusted(name, path, path, where)
     try:
         target = get_object(path)
     except (ImportError, AttributeError, ValueError) as error:
-        name = f"{group}._target_"
         raise ConfigError(
             f"{name} ({where.of(name)}): cannot import {path}; name an installed class."
         ) from error
+    contract = GROUPS.get(group, LoggerSpec)
+    if (reason := objection(target, contract)) is not None:
+        raise ConfigError(
+            f"{name} ({where.of(name)}): {path} {reason}; name a class with all members of "
+            f"{contract.__module__}.{contract.__name__}."
+        )
+    check_trusted(name, path, origin(target), where)
     return construct(target, group, {k: v for k, v in node.items() if k != "_target_"}, where)
+
+
+def check_trusted(name: str, path: str, module: str, where: ConfigSources) -> None:
+    """Raise ConfigError if the config was read from a folder, and ``module`` is not trusted.
+
+    ``path`` is the value of the key ``name``. An import runs code too, so the check of the path comes first.
+    """
+    if where.run_folder is not None and not is_below(module, ("components", *where.trusted)):
+        source = path if module == path else f"{path}, which is defined in {module},"
+        raise ConfigError(
+            f"{name} ({where.of(name)}): {source} is not a class of this program, and a folder may not name "
+            "others; if you know the code, give trust=[MODULE]."
+        )
 
 
 def construct(target: Callable[..., T], group: str, values: Config, where: ConfigSources) -> T:

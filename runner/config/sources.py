@@ -25,9 +25,15 @@ class ConfigSources:
     """Folders of YAML files; the first has precedence."""
     sweep_job: SweepJob | None = None
     """The run's place in a sweep. None means that it is not part of a sweep."""
+    run_folder: Path | None = None
+    """The folder of another run, whose config.yaml was read. None means that this command composed it."""
+    trusted: tuple[str, ...] = ()
+    """Modules besides ``components`` whose classes the config.yaml of ``run_folder`` may name."""
 
     def of(self, key: str) -> str:
         """Return the source of the dotted ``key``: the command line, an experiment file, or a config file."""
+        if self.run_folder is not None:
+            return str(self.run_folder / "config.yaml")
         if any(name_of(override) == key for override in self.overrides):
             return COMMAND_LINE
         experiment = self._file("experiment", self.choices.get("experiment"))

@@ -7,6 +7,7 @@ the cache on a shared filesystem, and builds it on a local one.
 
 import json
 import os
+import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -18,22 +19,36 @@ from components.rank_info import RankInfo
 
 PATIENCE = timedelta(days=2)
 """Time limit for the other ranks to wait until a corpus is tokenised."""
+LOOPBACK = "127.0.0.1"
+
+
+def host_loopback_store(port: int = 0) -> dist.TCPStore:
+    """Host a store that only processes on this machine can connect to. Port 0 chooses a port that is free."""
+    listener = socket.create_server((LOOPBACK, port))
+    port = listener.getsockname()[1]
+    # Without a socket of ours, the store would listen on all network interfaces. It closes this one.
+    return dist.TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def connect(environ: Mapping[str, str]) -> dist.TCPStore:
     """Connect to the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it if the launcher does not.
 
-    Every rank calls it and keeps the store alive, because the process group uses the same one.
+    Every rank calls it and keeps the store alive, because the process group uses the same one. If all ranks
+    are on one machine, the store that rank 0 hosts listens on the loopback interface only.
     """
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     place = RankInfo.read(environ)
-    store = dist.TCPStore(
-        place.master_addr,
-        place.master_port,
-        is_master=place.rank == 0 and not hosted,
-        wait_for_workers=False,
-    )
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    hosts = place.rank == 0 and not hosted
+    # Without LOCAL_WORLD_SIZE there may be other nodes.
+    local = not hosted and environ.get("LOCAL_WORLD_SIZE") == str(place.world_size)
+    address = LOOPBACK if local else place.master_addr
+    if hosts and local:
+        store = host_loopback_store(place.master_port)
+    else:
+        store = dist.TCPStore(address, place.master_port, is_master=hosts, wait_for_workers=False)
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": address}
     return store
 
 

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-import torch.distributed as dist
-
 from components.contracts.errors import DONE, NonRetryableError
 from components.rank_info import CORES, RankInfo
 from runner.launch.failures import clear_failure_reports, has_stalled, rank_log, root_cause
+from runner.launch.rendezvous import host_loopback_store
 from runner.launch.signals import REQUESTS, SignalHandler, announce, handling
 from runner.search_path import python_module
 from runner.training.watchdog import discard_if_empty, stacks_path
@@ -36,8 +35,7 @@ def run_workers(folder: Path, world_size: int) -> None:
         KeyboardInterrupt: if a signal came before the ranks could handle it, or came twice.
     """
     clear_failure_reports(folder)
-    # This process hosts the ranks' store: binding port 0 chooses a port that is free.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_loopback_store()
     with contextlib.ExitStack() as stack:
         ranks: list[subprocess.Popen[bytes]] = []
         stack.callback(terminate_ranks, folder, ranks)

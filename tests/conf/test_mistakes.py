@@ -32,6 +32,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "key of another choice": (["optimizer=sgd", "+optimizer.betas=[0.9,0.9]"], ["optimizer.betas"]),
     "class": (["stage._target_=nowhere.Loss"], ["stage._target_", "nowhere.Loss"]),
+    "function as a class": (
+        ["stage._target_=os.system", "+stage.command=touch {tmp}/ran"],
+        ["stage._target_ (the command line): os.system is not a class;", "contracts.loss.Loss"],
+    ),
+    "class of something else": (["~stage", "+stage._target_=builtins.dict"], ["stage._target_", "lacks"]),
     "logger": (["logger=[jsonl,wadb]"], ["logger=wadb", "did you mean 'wandb'"]),
     "key of a logger": (["logger=[wandb]", "logger.wandb.moed=x"], ["did you mean 'logger.wandb.mode'"]),
     "added key of a logger": (

@@ -151,7 +151,6 @@ def test_runs_that_are_worse_than_others_end_early(tmp_path: Path) -> None:
         ([LR, "hydra.sweeper.pruner=median"], ["hydra.sweeper.pruner", "run.eval_every"]),
         ([LR, "hydra.sweeper.n_trials=0"], ["hydra.sweeper.n_trials", "at least 1"]),
         ([LR, "hydra.sweeper.n_jobs=two"], ["hydra.sweeper.n_jobs", "'two'"]),
-        ([LR, "hydra.sweeper.study_name=a/b"], ["hydra.sweeper.study_name", "'/'"]),
         ([LR, "hydra.sweeper.trials=3"], ["hydra.sweeper.trials", "nothing reads this key"]),
         ([LR, "parallelism=single,fsdp3"], ["parallelism=fsdp3", "fsdp2"]),
         (
@@ -168,6 +167,17 @@ def test_mistakes(
     assert said.startswith("error: ")
     assert all(word in said for word in words), said
     assert not outcomes(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a/b", "../../escaped", "/escaped", "..", ".", ".a", "''"])
+def test_a_study_that_is_not_a_folder_of_sweeps_makes_none(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert search(tmp_path / "a/b", LR, f"hydra.sweeper.study_name={name}") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: hydra.sweeper.study_name: ")
+    assert "leave out '/' and a leading '.'" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_study_is_of_one_command(

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
 
 from components.contracts.errors import TrainingError
 from runner.launch import run as launch
@@ -110,15 +112,24 @@ class Prunes:
         return self.number == 1 and step == 2
 
 
+@dataclass(frozen=True)
+class LeavesPruner(Callback):
+    """As Optuna's sweeper does once the folder is there."""
+
+    told: str
+
+    def on_multirun_start(self, config: DictConfig, **_: object) -> None:
+        leave_pruner(Path(config.hydra.sweep.dir), "tests.e2e.test_sweep:Prunes", {"told": self.told})
+
+
 def test_ranks_end_together_where_a_sweep_has_seen_enough(tmp_path: Path) -> None:
     """The first rank alone is told of evaluations; what tells it is named in the folder of the sweep."""
     told, sweep = tmp_path / "told", tmp_path / "sweep"
-    sweep.mkdir()
-    leave_pruner(sweep, "tests.e2e.test_sweep:Prunes", {"told": str(told)})
+    own = "+hydra.callbacks.own={_target_: tests.e2e.test_sweep.LeavesPruner, told: %s}"
     two_ranks = ("parallelism=fsdp2", "run.micro_batch_size=1", "run.eval_every=1", "run.export=false")
     arguments = (*SMALL, *two_ranks, "run.seed=0,1", f"run.output_dir={tmp_path}")
     GlobalHydra.instance().clear()
-    assert call_here("-m", f"hydra.sweep.dir={sweep}", *arguments) == 0
+    assert call_here("-m", f"hydra.sweep.dir={sweep}", own % told, *arguments) == 0
     done, pruned = read_job_records(sweep)
     assert (done.status, pruned.status) == ("completed", "pruned")
     run = Path(str(pruned.folder))
@@ -129,6 +140,16 @@ def test_ranks_end_together_where_a_sweep_has_seen_enough(tmp_path: Path) -> Non
     words = [line.split() for line in told.read_text().splitlines()]
     assert [(int(number), int(step), float(loss)) for number, step, loss in words] == expected
     assert pruned.loss == expected[-1][2]
+
+
+def test_a_pruner_that_lies_in_the_folder_of_a_sweep_is_not_called(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    leave_pruner(sweep, "os:system", {"command": f"touch {tmp_path / 'ran'}"})
+    GlobalHydra.instance().clear()
+    short = (*SMALL, "run.seed=0", "run.export=false", "run.max_steps=1", f"run.output_dir={tmp_path}")
+    assert call_here("-m", f"hydra.sweep.dir={sweep}", *short) == 0
+    assert not (tmp_path / "ran").exists()
 
 
 def test_jobs_that_share_a_name_do_not_go_on_in_each_others_folder(

@@ -1,0 +1,55 @@
+"""Checks of what ``_target_`` names, before it is called."""
+
+import inspect
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from typing_extensions import get_protocol_members, is_protocol
+
+from components.contracts.configs import AdapterConfig, NoAdapter
+
+
+def is_below(name: str, modules: Iterable[str]) -> bool:
+    """Return whether the dotted ``name`` is one of ``modules`` or lies in one of them."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def objection(target: object, contract: type) -> str | None:
+    """Describe why ``target`` does not make an object that serves ``contract``. None means that it does.
+
+    It must be a class, or a function whose annotated result is one.
+    """
+    if inspect.isclass(target):
+        if is_protocol(target) or inspect.isabstract(target):
+            return "is an interface, without an implementation"
+        return lacking(target, contract)
+    if inspect.isfunction(target) or inspect.ismethod(target):
+        return objection_to_result(typing.get_type_hints(target, include_extras=True), contract)
+    return "is not a class"
+
+
+def objection_to_result(hints: Mapping[str, Any], contract: type) -> str | None:
+    """Describe why the result of a function with these annotations does not serve ``contract``, or None."""
+    if "return" not in hints:
+        return "is not a class, nor a function with the annotation of its result"
+    result = hints["return"]
+    if result == NoAdapter and contract is AdapterConfig:
+        return None
+    reason = lacking(result, contract) if inspect.isclass(result) else "is not a class"
+    return reason and f"returns {getattr(result, '__name__', result)}, which {reason}"
+
+
+def lacking(kind: type, contract: type) -> str | None:
+    """Name the members of ``contract`` that ``kind`` neither defines nor annotates. None means: nothing.
+
+    Attributes that only ``__init__`` sets cannot be seen before the class is called.
+    """
+    has = {name for base in kind.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", {}))}
+    lacks = sorted(get_protocol_members(contract) - has)
+    return f"lacks {', '.join(lacks[:3])}{' ...' if lacks[3:] else ''}" if lacks else None
+
+
+def origin(target: object) -> str:
+    """Return the module that defines ``target``, or "" if it is not a class or function."""
+    return str(getattr(target, "__module__", ""))

@@ -1,0 +1,76 @@
+"""Which network interfaces the ranks' store listens on."""
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from runner.launch import spawn
+from runner.launch.rendezvous import connect, host_loopback_store
+
+LOCAL = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+NODES = {"MASTER_ADDR": "127.0.0.1"}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def addresses(port: int) -> set[str]:
+    """The addresses at which this process listens on ``port``."""
+    found = psutil.Process().net_connections("tcp")
+    return {at.laddr.ip for at in found if at.status == psutil.CONN_LISTEN and at.laddr.port == port}
+
+
+def test_the_store_of_a_parent_is_on_the_loopback_interface(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logs").mkdir()
+    ports: list[int] = []
+
+    def rank(_folder: Path, _rank: int, _size: int, port: int, _output: object) -> object:
+        assert addresses(port) == {"127.0.0.1"}
+        ports.append(port)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(spawn, "start_rank", rank)
+    with pytest.raises(KeyboardInterrupt):
+        spawn.run_workers(tmp_path, 2)
+    assert ports
+    assert addresses(ports[0]) == set(), "the socket is closed with the store"
+
+
+def test_a_store_serves_clients() -> None:
+    store = host_loopback_store()
+    dist.TCPStore("127.0.0.1", store.port, is_master=False).set("key", "value")
+    assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize(
+    ("changes", "local"),
+    [
+        ({"MASTER_ADDR": "10.1.2.3"}, True),
+        (NODES | {"LOCAL_WORLD_SIZE": "1"}, False),
+        (NODES | {"LOCAL_WORLD_SIZE": ""}, False),
+    ],
+    ids=["one node", "two nodes", "unknown"],
+)
+def test_ranks_of_one_machine_meet_on_its_loopback_interface(
+    changes: Mapping[str, str], local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = LOCAL | {"MASTER_PORT": str(free_port())} | changes
+    environ = {key: value for key, value in given.items() if value}
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    store = connect(environ)
+    assert (addresses(store.port) == {"127.0.0.1"}) is local
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+    client = connect(environ | {"RANK": "1", "LOCAL_RANK": "1"})
+    client.set("key", "value")
+    assert store.get("key") == b"value"
