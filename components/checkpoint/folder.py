@@ -40,9 +40,13 @@ def step_of(folder: Path) -> int:
 
 
 def create_dir(folder: Path) -> None:
-    """Create an empty folder, removing any checkpoint that was there, incomplete or complete."""
+    """Create an empty folder, removing any checkpoint that was there, incomplete or complete.
+
+    The run folder above it must exist: if it was removed, a new one would look like a run without its files.
+    """
     remove(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
 
 
 def commit(folder: Path, meta: CheckpointMeta) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from components.checkpoint import manager
+from components.checkpoint import CheckpointManager, manager
 from components.models.export import export
 from runner.launch.run_lock import locked
 from tests.e2e.commands import SMALL, Command, call_here, newest, run_here
@@ -98,15 +98,21 @@ def test_a_full_disk_in_the_export(
     assert (run / "export" / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
 def test_a_removed_folder_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, on_error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def remove(path: Path, *_: object) -> None:
-        shutil.rmtree(path.parents[1])
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    save = CheckpointManager.save
 
-    monkeypatch.setattr(manager, "save_tensors", remove)
-    assert call_here(f"run.output_dir={tmp_path}", *TWO) == 1
+    def remove_before(checkpoints: CheckpointManager, *args: Any) -> None:
+        if checkpoints.current is not None:
+            shutil.rmtree(checkpoints.folder.parent)
+        save(checkpoints, *args)
+
+    monkeypatch.setattr(CheckpointManager, "save", remove_before)
+    options = ("checkpoint.save_every=1", f"checkpoint.on_error={on_error}")
+    assert call_here(f"run.output_dir={tmp_path}", *TWO, *options) == 1
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert "was removed, or its run.json was, while the run was under way" in capsys.readouterr().err
 
 
