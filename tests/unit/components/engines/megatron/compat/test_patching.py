@@ -58,7 +58,7 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-# ---- what Megatron does with every symbol
+# ---- the use of every symbol in Megatron
 
 
 def makes_parameters_on_the_cpu() -> None:
