@@ -1,4 +1,4 @@
-"""What holds of every refusal."""
+"""The fixture ``refused``, which checks the requirements on every refused command."""
 
 import re
 import time
@@ -28,7 +28,7 @@ def forbidden(*_: object) -> None:
 
 @pytest.fixture(scope="session")
 def tokenised(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What the first run on a machine does once is not the time of a refusal."""
+    """Tokenise the embedded data once, because a refusal's time limit does not include this."""
     folder = tmp_path_factory.mktemp("tokenised")
     for stage in ("pt", "sft", "dpo"):
         assert call_here(f"stage={stage}", "preflight.mode=only", f"run.output_dir={folder}") == 0
@@ -38,8 +38,10 @@ def tokenised(tmp_path_factory: pytest.TempPathFactory) -> None:
 def refused(
     tokenised: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Refused:
-    """Calls the command line, which must refuse: at once, in a line or two that say what to do, and with
-    nothing started or left behind. Returns the message."""
+    """Return a function that runs a command line which must be refused, and returns the message.
+
+    The refusal must be fast, name a remedy in one or two lines, start no rank and leave no run folder.
+    """
     monkeypatch.setattr(run, "run_rank", forbidden)
     monkeypatch.setattr(run, "run_with_restarts", forbidden)
     monkeypatch.chdir(tmp_path)

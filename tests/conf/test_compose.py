@@ -1,4 +1,4 @@
-"""Every option composes and builds; the composed defaults are what they were."""
+"""Every option composes and builds, and the composed defaults equal the stored ones."""
 
 import math
 import re
@@ -25,7 +25,7 @@ from tests.e2e.commands import call_here
 CONF = Path(config_dir())
 GOLDEN = Path(__file__).parent / "golden"
 WHOLE = {"experiment", "sweep"}
-"""Groups of files that change others."""
+"""Groups whose files override options of other groups."""
 OPTIONS = sorted(
     (path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name not in WHOLE
 )
@@ -92,7 +92,7 @@ def test_a_layout_has_the_sizes_of_its_name(name: str) -> None:
     dp = sizes.get("dp", max(dealt * found["pp"] // model_ranks, 1))
     assert layout.world_size({}, 0) == model_ranks * dp
     assert layout.dp_size(model_ranks * dp) == dp
-    if "dp" in sizes and not name.startswith("fsdp2"):  # said by the name: GPUs do not change it
+    if "dp" in sizes and not name.startswith("fsdp2"):  # the name fixes dp, whatever the number of GPUs
         assert layout.world_size({}, 16) == layout.world_size({}, 1) == model_ranks * dp
     else:
         assert layout.world_size({"WORLD_SIZE": "8"}, 0) == layout.world_size({}, 8) == 8
@@ -134,7 +134,7 @@ def test_an_experiment_composes(experiment: str) -> None:
 def test_a_sweep_sweeps_and_its_jobs_compose(
     sweep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without ``-m``; a job of it by itself is no sweep."""
+    """A sweep file starts a sweep without ``-m``, and the overrides of one job run only that job."""
     jobs: list[Any] = []
     monkeypatch.setattr("runner.launch.run.run", lambda *given: jobs.append(given[1].overrides) or 1.0)
     trials = ["hydra.sweeper.n_trials=3"] if "search" in sweep else []
@@ -145,7 +145,7 @@ def test_a_sweep_sweeps_and_its_jobs_compose(
 
 
 def test_a_key_of_a_logger_came_from_its_own_file() -> None:
-    for choices in ({}, {"logger": "wandb"}):  # Hydra names no choice where there are several
+    for choices in ({}, {"logger": "wandb"}):  # Hydra records no choice if there are several
         assert ConfigSources(choices, (), (CONF,)).of("logger.wandb.mode") == "conf/logger/wandb.yaml"
 
 

@@ -1,4 +1,4 @@
-"""Every mistake is one or two lines that name the option, what is wrong and what to do; exit code 2."""
+"""Every mistake ends with exit code 2 and one or two lines that name the option, the fault and the remedy."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.conf.conftest import Refused
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
-# id: (arguments, words of the message). {tmp} is a folder with the files of the fixture.
+# id: (arguments, words of the message). {tmp} stands for the folder of the fixture ``files``.
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     # ---- names
     "group option": (["stage=sfd"], ["stage=sfd", "did you mean 'sft'"]),

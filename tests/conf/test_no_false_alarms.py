@@ -1,4 +1,4 @@
-"""What is right passes preflight: every experiment, every layout that has the curve of one process."""
+"""Valid configurations pass preflight: every experiment and every cell of the parity table."""
 
 import json
 from functools import cache
@@ -20,18 +20,18 @@ DATA = {
     "pretrain_sft_dpo/2_sft": ("chat", "checkpoint.init_from=null"),
     "pretrain_sft_dpo/3_dpo": ("preference", "checkpoint.init_from=null"),
 }
-"""Of every experiment, and what is not there before a first run."""
+"""Experiment -> its kind of data, and overrides of files that do not exist before a first run."""
 
 
 @cache
 def layout_of(row: str) -> Any:
-    """Composed once for all columns."""
+    """Return the layout of a row, composed once for all columns."""
     overrides = next(each.overrides for each in ROWS if each.name == row)
     return composed(["run.name=parity", *overrides])["parallelism"]
 
 
 class Parity(Bench):
-    """As the parity table, but that a column is composed once for all rows."""
+    """The bench of the parity table, except that each column is composed only once for all rows."""
 
     def config(self, row: Row, column: Column) -> dict[str, Any]:
         return self.column_config(column) | {"parallelism": layout_of(row.name)}

@@ -1,4 +1,4 @@
-"""Help, --cfg job and completion answer at once: they import nothing that takes seconds."""
+"""Help, --cfg job and completion are fast, because they import no slow module."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Layouts, batches and sizes that cannot be: each refused with the key, and with a value that would do."""
+"""Invalid layouts, batches and sizes are refused with the key and a value that would be valid."""
 
 import re
 from collections.abc import Mapping
@@ -214,7 +214,7 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "adapter.modules_to_save: model.layers.1.mlp.gate",
         "leave it out",
     ),
-    # ---- keys that need another
+    # ---- keys that require another key
     "sequence parallelism alone": (
         (ON + "cp2", "parallelism.sequence_parallel=true"),
         "parallelism.sequence_parallel",
@@ -282,7 +282,7 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "model: attention_bias=True",
         "parallelism=fsdp2",
     ),
-    # ---- layers for further tokens
+    # ---- multi-token prediction
     "negative layers": (("model.mtp.num_layers=-1",), "model.mtp.num_layers", "at least 0"),
     "no weight": (("model.mtp.num_layers=1", "model.mtp.loss_coef=0"), "model.mtp.loss_coef", "above 0"),
     "nothing to weigh": (("model.mtp.loss_coef=0.1",), "model.mtp.loss_coef", "model.mtp.num_layers=0"),

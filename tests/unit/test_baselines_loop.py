@@ -1,4 +1,4 @@
-"""The hand-written loop of benchmarks/baselines against transformers."""
+"""The hand-written loop of benchmarks/baselines equals transformers."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -27,7 +27,7 @@ def reference(data: Path) -> PreTrainedModel:
 
 
 def logps(model: PreTrainedModel, step: Step) -> list[Tensor]:
-    """Of the labels of every sequence, each computed by itself."""
+    """Return the log-probabilities of the labels of every sequence, each computed by itself."""
     result = []
     for span in step.spans:
         ids, labels = (torch.tensor(x[span.begin : span.end]) for x in (step.ids, step.labels))
@@ -46,7 +46,7 @@ def trainer(data: Path, *, reference: bool = False, dtype: torch.dtype = torch.f
 
 
 def backward(trainer: Trainer, step: Step) -> Tensor:
-    """Leaves gradients in the weights."""
+    """Run the backward pass, which leaves gradients in the weights, and return the loss."""
     labels = torch.tensor(step.labels)
     loss = trainer.loss(step, labels, (labels != IGNORE).nonzero()[:, 0])
     loss.backward()
@@ -78,7 +78,7 @@ def test_loss_and_gradients_are_those_of_transformers(
 
 @pytest.mark.parametrize("share_prompt", [False, True])
 def test_dpo_is_that_of_transformers(data: Path, reference: PreTrainedModel, share_prompt: bool) -> None:
-    """Against a reference that the policy has left."""
+    """The losses are equal when the policy differs from the reference model."""
     apart, *_ = Reader(data).steps("dpo")
     step, *_ = Reader(data).steps("dpo", share_prompt=share_prompt)
     ours = trainer(data, reference=True)

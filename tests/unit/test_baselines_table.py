@@ -1,4 +1,4 @@
-"""The table of the README is that of the results."""
+"""The table in the README equals the one made from the results."""
 
 import json
 from pathlib import Path

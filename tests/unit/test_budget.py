@@ -1,4 +1,4 @@
-"""The budget of the quick part: what is counted, and when it is too much."""
+"""The budget of the quick tests: the counts and the report of an excess."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def answer() -> int:
 
 
 def test_processes_and_calls_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process; conftest.py has it count from the beginning."""
+    """Counting is on in this process, because conftest.py turns it on at the start."""
     ranks = Ranks(1)
     ranks.kill()
     monkeypatch.setenv(budget.FOLDER, str(tmp_path))

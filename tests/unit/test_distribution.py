@@ -1,4 +1,4 @@
-"""The name in hints is that of the installed distribution."""
+"""Hints name the installed distribution."""
 
 import importlib.metadata
 import tomllib
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
-    """The console scripts of an environment, by default of one that holds an earlier name as well."""
+    """Yield the console scripts of an environment, which by default holds an earlier name as well."""
     scripts = [
         SimpleNamespace(name=name, value=value, dist=SimpleNamespace(name=package, version="1.2"))
         for name, value, package in (

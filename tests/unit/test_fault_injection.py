@@ -1,4 +1,4 @@
-"""The driver that kills runs would see what it looks for."""
+"""The driver that kills runs detects the faults that it looks for."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from components.checkpoint.folder import CheckpointMeta, commit, step_folder
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """With two marked checkpoints and one that is being written."""
+    """Return a run with two marked checkpoints and one that is being written."""
     run = Run(tmp_path, "fsdp2", 10)
     for step in (2, 4, 6):
         folder = step_folder(tmp_path / "chaos" / "stamp" / "checkpoints", step)

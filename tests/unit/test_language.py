@@ -32,14 +32,14 @@ ANYWHERE: Mapping[str, str] = {
     "no person, vouch": r"\bvouch",
     "if, or when": r"\bwhere (?:there (?:is|are|was)|(?:it|they) (?:is|are|has|have) no|nothing|nobody)",
 }
-"""What to write instead -> a pattern of what is found."""
+"""The right words -> a pattern of the wrong ones."""
 DOCSTRING: Mapping[str, str] = {
     "a verb first": r"^What(?:ever)? ",
     "one sentence in one docstring": r"^\.\.\.|\.\.\.$",
 }
-"""Only of the first paragraph of a docstring."""
+"""Patterns for the first paragraph of a docstring only."""
 QUOTED = re.compile(r"``.*?``|`[^`]*`|\"[^\"\n]*\"", re.DOTALL)
-"""Code and quotations are not our words."""
+"""Code and quotations, which are not checked."""
 
 
 def findings(path: Path) -> list[str]:

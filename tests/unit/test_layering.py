@@ -1,4 +1,4 @@
-"""Who may import whom, and what the runner may not know."""
+"""The imports that are allowed between modules, and the names that the runner must not contain."""
 
 import ast
 import re
@@ -36,16 +36,16 @@ LAYERS = (
     "runner.sweeps runner.cli",
     "runner.commands runner.report runner.export runner.__main__ hydra_plugins",
 )
-"""A line imports what it or a line above it names; the longest name that fits a module counts."""
+"""Modules may import from their own line and the lines above; the longest matching name decides the line."""
 
 CIRCLES = {
     frozenset({"components.adapters.export", "components.adapters.lora_config"}),
 }
-"""Modules that import each other, and are to stop."""
+"""Modules that import each other and that are to be separated."""
 
 
 def rank(module: str) -> int:
-    """The line of ``LAYERS`` that a module belongs to."""
+    """Return the number of the line of ``LAYERS`` that a module belongs to."""
     fits = [
         (len(name), number)
         for number, line in enumerate(LAYERS)
@@ -57,9 +57,9 @@ def rank(module: str) -> int:
 
 
 def imports(path: Path, *, at_import: bool = False, for_types: bool = False) -> Iterator[str]:
-    """Dotted names of every import; ``at_import``: of those that importing the module itself imports.
+    """Yield the dotted names of all imports.
 
-    ``for_types``: with those that only type checkers import.
+    ``at_import`` leaves out imports in functions and for type checkers; ``for_types`` only the former.
     """
     tree = ast.parse(path.read_text())
     later = {
@@ -80,7 +80,7 @@ def imports(path: Path, *, at_import: bool = False, for_types: bool = False) -> 
 
 
 def is_later(node: ast.AST, *, for_types: bool) -> bool:
-    """A function, or, if types do not count, what is for type checkers only."""
+    """Return whether a node is a function, or, unless ``for_types``, a block for type checkers only."""
     if isinstance(node, ast.If) and not for_types:
         return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
     return isinstance(node, ast.FunctionDef)
@@ -98,7 +98,7 @@ MODULES = {module_of(path): path for path in RUNNER + COMPONENTS + PLUGINS}
 
 
 def ours(path: Path, *, for_types: bool = False) -> set[str]:
-    """The modules of this project that a file imports: of a package, its module rather than the package."""
+    """Return this project's modules that a file imports; an imported module replaces its package."""
     found = {imported for imported in imports(path, for_types=for_types) if imported in MODULES}
     longer = {module.rpartition(".")[0] for module in found}
     tree = ast.parse(path.read_text())
@@ -112,13 +112,13 @@ def ours(path: Path, *, for_types: bool = False) -> set[str]:
 
 
 def test_nothing_imports_upwards() -> None:
-    """In functions neither."""
+    """No module imports one of a higher layer, not even in a function."""
     pairs = ((module, target) for module, path in MODULES.items() if "." in module for target in ours(path))
     assert {(module, target) for module, target in pairs if rank(target) > rank(module)} == set()
 
 
 def test_no_circles() -> None:
-    """When modules are imported, nor for type checkers."""
+    """No modules except ``CIRCLES`` import each other in a cycle, not even for type checkers."""
     edges = {module: ours(path, for_types=True) for module, path in MODULES.items()}
     reached = {module: reachable(module, edges) for module in edges}
     circles = {frozenset(b for b in reached[a] if a in reached[b]) for a in edges if a in reached[a]}
@@ -145,7 +145,7 @@ def test_the_runner_imports_no_concrete_component(path: Path) -> None:
     for imported in imports(path):
         parts = imported.split(".")
         concrete = parts[0] == "components" and len(parts) > 1 and parts[1] in CONCRETE
-        concrete = concrete and parts[2:3] != ["shared"]  # of engines, what names none of them
+        concrete = concrete and parts[2:3] != ["shared"]  # shared code of engines names no engine
         assert not concrete or name(path) == "runner/commands/export.py", imported
         if parts[0] in {"hydra", "omegaconf"}:
             assert name(path) in HYDRA, f"{imported} belongs into {sorted(HYDRA)}"
@@ -156,13 +156,13 @@ def test_the_runner_names_no_engine_loss_or_adapter(path: Path) -> None:
     text = path.read_text().lower()
     for word in ("megatron", "fsdp", "dpo", "lora", "if rank"):
         if name(path) == "runner/config/renamed_keys.py":
-            continue  # keys of components, as users know them
+            continue  # it lists keys of components, as users write them
         assert not re.search(rf"(?<![a-z]){word}", text), word
 
 
 @pytest.mark.parametrize("path", RUNNER + COMPONENTS, ids=name)
 def test_megatron_stays_in_its_engine(path: Path) -> None:
-    """And is imported with its module only below ``runtime``, which patches it first."""
+    """Only modules in ``runtime``, which patches Megatron first, import it at module level."""
     if not name(path).startswith("components/engines/megatron/"):
         assert not any(is_megatron(imported) for imported in imports(path))
     elif "/runtime/" not in name(path):
@@ -175,7 +175,7 @@ def is_megatron(imported: str) -> bool:
 
 
 def test_the_parent_imports_no_megatron_and_no_peft() -> None:
-    """Composing, building the descriptions and checking them takes none of the seconds that these take."""
+    """Composing, building and checking descriptions does not import these slow packages."""
     code = """
 import sys, torch
 from components.contracts.engine import EngineOptions
@@ -204,7 +204,7 @@ def test_importing_the_command_line_imports_no_torch() -> None:
 
 @pytest.mark.parametrize("path", PLUGINS, ids=name)
 def test_plugins_cost_nothing_at_start(path: Path) -> None:
-    """Hydra imports them all, for ``--help`` too."""
+    """Plugins import nothing slow, because Hydra imports all of them, even for ``--help``."""
     for imported in imports(path, at_import=True):
         assert imported.startswith("components.contracts.errors") or imported.split(".")[0] not in {
             "components",

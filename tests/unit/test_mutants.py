@@ -1,4 +1,4 @@
-"""The mutants that measure the tests: what is changed, which tests run on it, and what they say."""
+"""Mutation testing: the changes, the tests that run on each change, and their verdicts."""
 
 import json
 import signal
@@ -136,10 +136,10 @@ def test_ids_of_contexts(suffix: str) -> None:
 def map_with(
     folder: Path, seconds: dict[str, float], lines: dict[str, list[int]], file: str = "a.py"
 ) -> CoverageMap:
-    """Add to a map by hand."""
+    """Add lines to a coverage map by hand, and return the map."""
     data = coverage.CoverageData(str(folder / "map"))
     if Path(data.data_filename()).exists():
-        data.read()  # otherwise its lines would be erased
+        data.read()  # otherwise write() would erase its lines
     for context, numbers in lines.items():
         data.set_context(context)
         data.add_lines({str(folder / file): numbers})
@@ -193,7 +193,7 @@ def test_a_file_without_functions_is_tested_where_it_is_imported(tmp_path: Path)
 
 @pytest.mark.parametrize(("begun", "answer"), [(-1000.0, "hang"), (1000.0, "limit")])
 def test_what_does_not_end_is_stopped(tmp_path: Path, begun: float, answer: str) -> None:
-    """A test that began long ago hangs; one that began after the limit should not have begun."""
+    """A test that began long ago is a hang; if one began after the time limit, the limit is exceeded."""
     record, event = tmp_path / "record", {"test": "a", "phase": "start", "at": time.time() + begun}
     record.write_text(json.dumps(event) + "\n")
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -237,7 +237,7 @@ def test_above(x):
 
 
 def test_from_the_map_to_the_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small project whose package has the name of ours: its tests import the copy."""
+    """The tests of a small project, whose package has the name of ours, import the mutated copy."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # importing all plugins takes a second
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p xdist.plugin -p pytest_cov.plugin")

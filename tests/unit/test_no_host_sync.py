@@ -1,4 +1,4 @@
-"""A train step never asks the device for a number: on the meta device, which has none, whoever asks fails."""
+"""A train step reads no number back from the device: on the meta device, such a read raises an error."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,7 +42,7 @@ LOSSES: dict[str, Loss] = {
 
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, all sequences in one call; only shapes count here."""
+    """Compute all sequences in one attention call, as on a GPU; only shapes matter here."""
 
     def varlen(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         return (query * key[..., :1, :1, :1] * value[..., :1, :1, :1]).transpose(1, 2)
@@ -60,7 +60,7 @@ def alone() -> Iterator[None]:
 
 
 def micro_batch(layout: str, *, share_prompt: bool = False) -> Batch:
-    """Of four pairs, or eight answers, for a loss of any kind."""
+    """Return a micro-batch of four pairs or eight answers, for any loss."""
     batch = LAYOUTS[layout](sequences())
     batch.pair_index = torch.arange(batch.num_sequences)
     batch.ref_logps = torch.zeros(batch.labels.shape)

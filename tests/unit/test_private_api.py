@@ -1,4 +1,4 @@
-"""The private names of torch, transformers and peft that are used: a release that moves one fails here."""
+"""The private names of torch, transformers and peft that we use exist: a release without one fails here."""
 
 import ast
 from datetime import timedelta
@@ -22,14 +22,14 @@ from tests.unit.components.models.test_models import TINY
 
 ROOT = Path(__file__).parents[2]
 KEPT = {
-    "components/checkpoint/async_save.py": {"_spec"},  # torch's, below engines
+    "components/checkpoint/async_save.py": {"_spec"},  # torch's, outside of the engines
     "components/checkpoint/flat_shard.py": {"_C", "_disabled_torch_function_impl"},
     "components/engines/fsdp2/engine.py": {"_flatten", "_foreach_div_", "_foreach_mul_"},
     "components/engines/megatron/runtime/optimizer.py": {"_get_model_param_range_map"},  # Megatron's
     "components/data/store/reference_logps.py": {"_values"},  # our own
     "components/models/export/export.py": {"_reads_path"},  # our own
 }
-"""Private attributes of other objects outside of the two files."""
+"""Private attributes of other objects that are read outside of the two files for them."""
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_the_timeouts_of_all_groups_are_set() -> None:
 
 
 def test_no_other_file_reads_private_attributes() -> None:
-    """Of anything but self, cls and super(), besides what ``KEPT`` names."""
+    """Private attributes are read only from self, cls and super(), except those in ``KEPT``."""
     for path in sorted((ROOT / "components").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         if path.name in ("torch_private.py", "hf_private.py"):

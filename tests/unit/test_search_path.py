@@ -21,7 +21,7 @@ print(components.__file__, runner.__file__, my_loss.__file__, sep="\\n")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with modules called as ours, and a loss of its own."""
+    """Return a working directory with modules that have our names, and with a loss of the user."""
     (tmp_path / "components").mkdir()
     for name in ("components/__init__.py", "runner.py", "hydra_plugins.py"):
         (tmp_path / name).write_text(f"raise ValueError('{name} of the user')")
@@ -55,7 +55,7 @@ def test_in_the_checkout_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_installed_stays_where_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the standard library, a package of site-packages could hide a module of it."""
+    """site-packages is not moved, because before the standard library it could hide modules of it."""
     monkeypatch.setattr(search_path, "IS_INSTALLED", True)
     program_first()
     assert sys.path == ["elsewhere", str(ROOT), "site-packages", str(folder)]
@@ -63,7 +63,7 @@ def test_what_is_installed_stays_where_it_is(folder: Path, monkeypatch: pytest.M
 
 
 def test_a_process_of_the_program_finds_its_own_packages(folder: Path) -> None:
-    """Of the modules with these names in its working directory, none is even looked at."""
+    """A process imports none of the modules with our names in its working directory."""
     program_first()
     command = [*python_module("runner.launch.rank_main")[:-2], "-c", IMPORTS_ALL]
     found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -73,14 +73,14 @@ def test_a_process_of_the_program_finds_its_own_packages(folder: Path) -> None:
 
 
 def test_every_process_is_started_so() -> None:
-    """The sources name no other command of a module than `python_module`, and submitit's."""
+    """The sources contain no command that runs a module except `python_module` and submitit's."""
     for path in [*(ROOT / "runner").rglob("*.py"), *(ROOT / "hydra_plugins").rglob("*.py")]:
         if path.name not in {"search_path.py", "allocation.py"}:
             assert not re.search(r'sys\.executable, .*"-m"', path.read_text()), path
 
 
 def test_a_package_called_as_ours_does_not_win(folder: Path) -> None:
-    """Neither by PYTHONPATH, nor as the first place in which Python looks."""
+    """The package of the user does not win in PYTHONPATH, nor in the first folder that Python searches."""
     (folder / "runner.py").unlink()
     code = "import runner, components, sys; print(components.__file__)"
     environ = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}

@@ -1,4 +1,4 @@
-"""What a sweep varies: Hydra's syntax as Optuna's distributions."""
+"""The search space of a sweep: Hydra's syntax becomes Optuna's distributions."""
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser

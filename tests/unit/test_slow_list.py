@@ -1,4 +1,4 @@
-"""tests/slow.txt names what is not in the quick part; a name that nothing has would hide a renamed test."""
+"""tests/slow.txt names the tests outside of the quick part; a stale name would hide a renamed test."""
 
 import ast
 import os
@@ -21,7 +21,7 @@ def test_every_name_is_a_test() -> None:
 
 
 def test_every_row_is_a_test() -> None:
-    """Collects all tests, which takes as long as importing them."""
+    """Every row names a collected test; the test takes as long as importing all tests."""
     command = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "--collect-only"]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     shown = subprocess.check_output(command, cwd=TESTS.parent, env=environ, text=True)

@@ -1,4 +1,4 @@
-"""What pre-commit checks, so that CI does too."""
+"""The checks of pre-commit, so that CI runs them too."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Optimizer descriptions, and what torch makes of them, sharded or not."""
+"""Optimizer descriptions build the expected torch optimizers, sharded or not."""
 
 from collections.abc import Iterator
 from typing import Any

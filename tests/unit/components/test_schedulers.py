@@ -1,4 +1,4 @@
-"""Every schedule against transformers and Megatron, at every step of a 100-step run."""
+"""Schedules equal those of transformers and Megatron at every step of a 100-step run."""
 
 import warnings
 from typing import Any

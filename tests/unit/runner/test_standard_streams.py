@@ -1,4 +1,4 @@
-"""Outputs that fail are reported once, and what writes to them continues."""
+"""A failing output is reported once, and the code that writes to it continues."""
 
 import logging
 import os

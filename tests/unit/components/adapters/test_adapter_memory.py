@@ -1,4 +1,4 @@
-"""The memory bar: dpo of an adapter against dpo of the whole model, each in a process of its own."""
+"""DPO of an adapter needs much less memory than DPO of the whole model, each measured in its own process."""
 
 import subprocess
 import sys
@@ -70,7 +70,7 @@ print(memory("VmHWM") - before, moments, sum(p.nbytes for p in engine.weights.va
 
 
 def measure(how: str) -> list[int]:
-    """KiB at the peak of two steps above what there was before; bytes of moments; of what is trained."""
+    """Return the peak KiB of two steps above the start, the bytes of moments and those of trained weights."""
     command = [sys.executable, "-c", PROGRAM, how]
     root = Path(__file__).parents[4]
     answer = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)

@@ -1,4 +1,4 @@
-"""What an adapter is made of, against peft; folders; and what is refused."""
+"""Adapters have the parameters of peft's, are read from folders, and refuse invalid settings."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def trained_by_peft(model: nn.Module, config: LoraConfig) -> dict[str, torch.Siz
     ],
 )
 def test_what_is_adapted_is_what_peft_adapts(family: str, target: Any, words: Any) -> None:
-    """Names, shapes and order; and the description written for peft means the same."""
+    """Names, shapes and order equal peft's, for peft's own configuration and for the one we write for it."""
     description, here = spec(family), described(target_modules=target)
     ours = here.shapes(description.build(description.config()))
     config = LoraConfig(r=4, target_modules=words, task_type="CAUSAL_LM")
@@ -75,12 +75,12 @@ def test_modules_that_are_trained_whole() -> None:
         "model.norm.weight": (32,),
         "lm_head.weight": (160, 32),
     }
-    # Whole names: peft would take "norm" for every name that ends so, "q_norm" among them.
+    # Whole names are written, since peft matches suffixes: "norm" would match "q_norm" too.
     assert trained_by_peft(model, peft_config(adapter, model)) == ours
 
 
 def test_initial_values_are_a_function_of_seed_and_name() -> None:
-    """Of any part of a matrix too; ``A`` within the bound of torch's linear layers, ``B`` zero."""
+    """Slices have the values of the whole; ``A`` is within the bound of torch's linear layers, ``B`` is 0."""
     description, adapter = spec("qwen3"), described(dora=True)
     model, base = description.build(description.config()), description.weights(0)
     first, again = (adapter.weights(model, seed, base) for seed in (3, 3))

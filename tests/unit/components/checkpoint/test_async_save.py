@@ -1,4 +1,4 @@
-"""Saves in a thread: the same bytes as without one, one at a time, and failures that every rank hears of."""
+"""Background saves write the same bytes as foreground saves, one at a time; failures reach all ranks."""
 
 import errno
 import threading
@@ -30,7 +30,7 @@ PATIENCE_S = patience(8)
 
 
 class Gate:
-    """A disk that writes when it is told to."""
+    """A ``save_tensors`` that blocks until ``open`` is set, and then raises an error if ``fails``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.open, self.fails = threading.Event(), threading.Event(), False
@@ -57,7 +57,7 @@ def test_training_goes_on_and_what_is_written_is_as_it_was(tmp_path: Path, gate:
     p, engine = policy(tmp_path, in_background=True), FakeEngine(1.0)
     save(p, 5, engine=engine)
     assert gate.begun.wait(PATIENCE_S)
-    engine.weight.fill_(2.0)  # the next step, while nothing is on disk yet
+    engine.weight.fill_(2.0)  # the next step begins before anything is on disk
     poll(p, engine)
     assert p.background.status == RUNNING
     assert not is_complete(step_folder(tmp_path / "checkpoints", 5))
@@ -116,7 +116,7 @@ def test_a_failure_is_reported_at_the_next_step(
 
 
 def test_a_peer_that_failed_is_heard_of(tmp_path: Path, gate: Gate) -> None:
-    """A rank that is still writing waits, for the failure is its own too, and reports it at the same step."""
+    """If a save failed on another rank, this rank waits for its own save and raises at the same step."""
     p, engine = policy(tmp_path, in_background=True), FakeEngine()
     save(p, 5)
     gate.fails = True
@@ -176,7 +176,7 @@ def test_host_memory_serves_every_save() -> None:
 
 
 def on_two_ranks(folder: Path) -> list[str]:
-    """Shards of both in the background, while the default group is busy with other things."""
+    """Save shards while the default group runs other collectives, and return the errors of failing saves."""
     torch.distributed.init_process_group("gloo")
     mesh, rank = init_device_mesh("cpu", (2,)), torch.distributed.get_rank()
     engine = FakeEngine()
@@ -193,7 +193,7 @@ def on_two_ranks(folder: Path) -> list[str]:
             )
             engine.weight.to_local().zero_()
         p.wait()
-    if rank == 1:  # the disk of one rank refuses
+    if rank == 1:  # saves fail on one rank
         (taken := folder / "refused" / "checkpoints").mkdir(parents=True)
         taken.rmdir()
         taken.touch()

@@ -1,4 +1,4 @@
-"""The checkpoint that checkpoint.resume means, and which runs and folders it refuses."""
+"""checkpoint.resume finds the right checkpoint, and refuses unsuitable runs and folders."""
 
 import logging
 import re
@@ -161,7 +161,7 @@ def test_a_flipped_byte_is_looked_for_where_asked_alone(tmp_path: Path) -> None:
 
 
 def test_a_marker_vouches_for_its_own_meta_alone(tmp_path: Path) -> None:
-    """One that an earlier save of this step has left must not mark what was written over it."""
+    """A marker of an earlier save of this step does not mark the files that were written later."""
     run = make_run(tmp_path, (5,))
     stale = (point(run, 5) / MARKER).read_bytes()
     commit(point(run, 5), CheckpointMeta({"step": 5, "skipped": 1}, asdict(IDENTITY), False, FILES))
@@ -206,7 +206,7 @@ def test_data_seed_and_batch_size_can_be_forced(
 
 
 def test_the_docs_list_what_may_not_change() -> None:
-    """Every part of a run's identity has a row, which says whether it can be forced."""
+    """Every field of a run's identity has a row, which shows whether the field can be forced."""
     page = (Path(__file__).parents[4] / "docs" / "runs.md").read_text()
     table = page.partition("| what a resumed run keeps |")[2].partition("\n\n")[0]
     rows = dict(re.findall(r"^\| ([a-z_]+): .* \| (.*) \|$", table, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Tensors that any number of ranks writes and reads, and files whose bytes are known from the writing."""
+"""Any number of ranks writes and reads tensors, and the checksums of files are computed during writing."""
 
 import dataclasses
 from pathlib import Path
@@ -19,14 +19,14 @@ SHAPES = {"model/embed.weight": (7, 4), "model/norm.weight": (3,), "exp_avg/embe
 
 
 def values(offset: float = 0.0) -> dict[str, Tensor]:
-    """Odd sizes on purpose: shards of two ranks differ, and one may be empty."""
+    """Return tensors with odd sizes, so that the shards of two ranks differ and one can be empty."""
     g = torch.Generator().manual_seed(0)
     made = {name: torch.randn(shape, generator=g) + offset for name, shape in SHAPES.items()}
     return made | {"model/scale.weight": torch.full((1,), 5.0 + offset)}
 
 
 def sharded(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every tensor over all ranks, and what only this rank has."""
+    """Return every tensor sharded over all ranks, the optimizer step, and a tensor of this rank only."""
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     rank = torch.distributed.get_rank()
@@ -39,7 +39,7 @@ def save_on_ranks(path: Path) -> dict[str, FileRecord]:
 
 
 def refused_on_one_rank(path: Path) -> str:
-    """The first rank finds a folder where its file should be."""
+    """Save while a folder occupies the path of the first rank's file, and return this rank's error."""
     tensors = sharded(values())
     try:
         save_tensors(path, tensors)
@@ -49,7 +49,7 @@ def refused_on_one_rank(path: Path) -> str:
 
 
 def load_on_ranks(path: Path) -> tuple[dict[str, Tensor], int]:
-    """Every tensor gathered, and this rank's own."""
+    """Return every loaded tensor, gathered, and the value that only this rank has."""
     state = sharded({name: torch.zeros_like(value) for name, value in values().items()})
     mine = f"rng/{torch.distributed.get_rank()}"
     known = {name: tensor.zero_() for name, tensor in state.items() if name in saved_keys(path)}
@@ -113,7 +113,7 @@ def test_what_is_no_tensor_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_sizes_are_compared_always_and_bytes_where_asked(tmp_path: Path) -> None:
-    big = {"model/a": torch.arange(3 << 20, dtype=torch.float32)}  # over many chunks
+    big = {"model/a": torch.arange(3 << 20, dtype=torch.float32)}  # spans many chunks
     files = save_tensors(tmp_path, big)
     assert_measured(tmp_path, files)
     assert damage(tmp_path, files, checksums=True) is None

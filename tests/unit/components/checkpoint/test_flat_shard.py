@@ -1,4 +1,4 @@
-"""Ranges of a flattened tensor, as boxes of the whole: what ranks write of it is all of it, once."""
+"""Ranges of a flattened tensor become boxes of the tensor, which together cover each element once."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_a_vector_and_a_place_in_a_larger_tensor() -> None:
 
 def test_it_is_written_from_where_it_lies_and_read_by_the_whole(tmp_path: Path) -> None:
     whole = torch.randn(6, 5)
-    flat = torch.cat([torch.zeros(3), whole.flatten()])  # beside something else
+    flat = torch.cat([torch.zeros(3), whole.flatten()])  # after other values in the same buffer
     shard = FlatShard.of(flat, whole.shape, list(flat_chunks(0, 30, 5, origin=(0, 0), start=3)))
     assert shard.data_ptr() == flat.data_ptr()
     copied = HostCopy().of({"model/a": shard})

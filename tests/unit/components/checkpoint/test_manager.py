@@ -1,4 +1,4 @@
-"""What is on disk at every moment of a save, and what is kept after it."""
+"""No save leaves an invalid state on disk at any moment, and the right checkpoints are kept after it."""
 
 import errno
 import os
@@ -32,7 +32,7 @@ class State:
 
 
 class FakeEngine:
-    """One tensor, whose elements are ``value``."""
+    """An engine with one tensor, whose elements are ``value``."""
 
     def __init__(self, value: float = 1.0) -> None:
         self.weight = torch.full((1000,), value)
@@ -74,7 +74,7 @@ def saved_value(run: Path, step: int) -> float:
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, *refused: int) -> None:
-    """The disk fills up while those steps are written."""
+    """Let the disk fill up while the steps ``refused`` are written."""
 
     def full(path: Path, *args: Any) -> Any:
         assert list(path.iterdir()) == [], "nothing of an earlier save is left"
@@ -108,7 +108,7 @@ def test_weights_alone_are_saved_as_such(tmp_path: Path) -> None:
 
 def test_other_ranks_write_their_part_and_nothing_else(tmp_path: Path) -> None:
     path = step_folder(tmp_path / "checkpoints", 7)
-    path.mkdir(parents=True)  # by the first rank of this node
+    path.mkdir(parents=True)  # the first rank of the node creates it
     save(policy(tmp_path, first_of_node=False), 7)
     assert {file.name for file in path.iterdir()} == FILES - {"meta.json", "complete"}
 
@@ -181,7 +181,7 @@ def test_a_torn_folder_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 def test_a_stale_marker_never_marks_a_half_written_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that went back writes a step again, and is killed on the way."""
+    """The save of a step that a resumed run writes again is incomplete if the run is killed during it."""
     save(policy(tmp_path), 2)
 
     def killed(*_: object) -> None:
@@ -218,7 +218,7 @@ def test_pruning_unmarks_before_it_deletes(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of 64 KiB."""
+    """Yield the path of a filesystem of 64 KiB."""
     target = tmp_path / "disk"
     target.mkdir()
     if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=64k tmpfs {target} 2>/dev/null"):

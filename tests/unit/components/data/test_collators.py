@@ -1,4 +1,4 @@
-"""Rows to batches: the shift, the boundaries, the empty rows."""
+"""The conversion of rows to batches: shifted labels, sequence boundaries and empty rows."""
 
 from pathlib import Path
 
@@ -100,7 +100,7 @@ def test_a_cut_document_predicts_the_token_after_the_cut(
 
 @pytest.mark.parametrize("max_length", [2, 3, 5, 100])
 def test_concat_trains_on_every_target_once(tmp_path: Path, max_length: int) -> None:
-    """Every token but the first of its document; all tokens are distinct here."""
+    """Every token except the first of its document is a label once; all tokens are distinct here."""
     documents = [list(range(10 * i, 10 * i + length)) for i, length in enumerate([2, 9, 3, 10, 7])]
     store = make_store(tmp_path / "s", documents)
     plan = plan_epoch(store.lengths, PlanOptions("concat", max_length, shuffle=True), epoch=0)

@@ -1,4 +1,4 @@
-"""The data group from options to loaders, and every mistake one can make in it."""
+"""The data group from options to loaders, and the errors for its invalid options."""
 
 import json
 from dataclasses import replace
@@ -56,7 +56,7 @@ def prepare(
 def documents(
     prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, *, evaluate: bool = False
 ) -> list[str]:
-    """The texts of the run (unpacked), in order."""
+    """Return the texts of an unpacked run in order."""
     loader = prepared.eval_loader(ONE_RANK) if evaluate else prepared.train_loader(ONE_RANK)
     assert loader is not None
     batches = [batch for step in range(loader.num_steps) for batch in loader.microbatches(step)]
@@ -94,7 +94,7 @@ def test_real_files(tokenizer: PreTrainedTokenizerBase, file: str, kind: Any, fo
     [source] = prepared.audit.train.sources
     assert source.format == format
     assert prepared.audit.train.fill_rate is not None
-    assert prepared.audit.train.fill_rate > (0.85 if kind == "preference" else 0.95)  # pairs are coarse
+    assert prepared.audit.train.fill_rate > (0.85 if kind == "preference" else 0.95)  # pairs leave more gaps
     assert source.unsupervised == source.dropped == 0
 
 
@@ -103,7 +103,7 @@ def test_the_embedded_data(
     tokenizer: PreTrainedTokenizerBase, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = workers.stdlib_records
-    # Every module would take seconds.
+    # All modules of the standard library would take seconds.
     monkeypatch.setattr(
         workers,
         "stdlib_records",
@@ -162,7 +162,7 @@ def test_weights_are_repeats(tmp_path: Path, texts: str, tokenizer: PreTrainedTo
     data = FilesData(sources=[{"path": texts, "repeats": 0.5}, {"path": rare, "repeats": 3}], packing="none")
     prepared = prepare(data, tokenizer, epochs=2)
     seen = documents(prepared, tokenizer)
-    # An epoch: 20 of 40 and 3 x 10; 50 rows are 13 steps, the last one short.
+    # An epoch has 20 of 40 texts and 3 x 10: 50 rows make 13 steps, of which the last is short.
     assert prepared.num_steps == 26
     for epoch in (seen[:50], seen[50:]):
         assert sum(text.startswith("rare") for text in epoch) == 30
@@ -393,7 +393,7 @@ def test_mistakes_with_indexed_data(
 
 
 def test_shared_prompts_make_another_plan(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Of training and of evaluation; what is trained on stays the same."""
+    """Shared prompts change the plans of training and evaluation, but not the samples."""
     sides = {"chosen": "A number.", "rejected": "I do not know."}
     pairs = [{"prompt": "What is this? " * (i + 1), **sides} for i in range(40)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
@@ -414,11 +414,11 @@ def test_shared_prompts_make_another_plan(tmp_path: Path, tokenizer: PreTrainedT
 
 
 def test_samples_are_named_by_their_record(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    """Whatever was left out before them, with several sources and pairs or documents that are cut."""
+    """Ids name source and record despite omitted records, for pairs and for documents that are cut."""
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for path in paths:
         pairs = [{"prompt": "Say.", "chosen": f"{path.stem} {n}", "rejected": "no"} for n in range(5)]
-        pairs[1]["rejected"] = pairs[1]["chosen"]  # left out
+        pairs[1]["rejected"] = pairs[1]["chosen"]  # omitted, since both answers are equal
         path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     data = FilesData(sources=[{"path": str(path)} for path in paths], max_length=64)
     loader = prepare(data, tokenizer, "preference").train_loader(ONE_RANK)

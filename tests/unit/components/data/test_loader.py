@@ -1,4 +1,4 @@
-"""Global batches: the same whatever the number of ranks, shared out without loss, a function of the step."""
+"""A global batch depends only on the step, and any number of ranks divides it without loss."""
 
 import math
 from dataclasses import fields
@@ -21,7 +21,7 @@ SHARD = {field.name for field in fields(BatchShard)}
 
 
 def random_store(path: Path, per_sample: int) -> TokenStore:
-    """26 samples; every token is another one, so that a batch tells where it comes from."""
+    """Return a store of 26 samples with distinct tokens, so that the tokens of a batch show their origin."""
     rng = np.random.default_rng(1)
     lengths = rng.integers(2, MAX_LENGTH + 1, 26 * per_sample)
     ends = np.cumsum(lengths)
@@ -50,7 +50,7 @@ def make_loader(store: TokenStore, plans: list[Plan], packing: str, **changes: A
 
 
 def sequences(batch: Batch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Input ids and labels of every real sequence of a batch."""
+    """Return the input ids and labels of every real sequence of a batch."""
     found = []
     ids, labels = batch.input_ids.reshape(-1), batch.labels.reshape(-1)
     owner = batch.sequence_ids().reshape(-1)
@@ -86,7 +86,7 @@ def test_ranks_share_the_plan(case: Case, data_size: int, micro_batch_size: int)
         shares = [loader.microbatches(step) for loader in loaders]
         assert len({len(share) for share in shares}) == 1
         [whole] = alone.microbatches(step)
-        # Micro-batch 0 of every rank, then micro-batch 1 of every rank: the order of the plan.
+        # The order of the plan is micro-batch 0 of every rank, then micro-batch 1 of every rank.
         turns = [share[j] for j in range(len(shares[0])) for share in shares]
         assert [one for batch in turns for one in sequences(batch)] == sequences(whole)
 
@@ -125,7 +125,7 @@ def test_a_short_last_batch(tmp_path: Path, rows: int, data_size: int, expected:
     ("drop_last", "max_steps", "expected"), [(False, None, 8), (True, None, 6), (False, 5, 5)]
 )
 def test_number_of_steps(tmp_path: Path, drop_last: bool, max_steps: int | None, expected: int) -> None:
-    store = random_store(tmp_path / "s", 1)  # 26 samples: 3 full batches and one of 2, twice
+    store = random_store(tmp_path / "s", 1)  # 26 samples make 3 full batches and one of 2, in both epochs
     plans = make_plans(store, "none")
     loader = make_loader(store, plans, "none", drop_last=drop_last, max_steps=max_steps)
     assert loader.num_steps == expected
@@ -150,7 +150,7 @@ def test_stats_are_those_of_the_whole_batch(case: Case) -> None:
 
 
 def test_a_step_needs_no_history(case: Case) -> None:
-    """A resumed run asks a fresh loader for the step it stopped at."""
+    """A fresh loader yields the same batches at any step, as a resumed run requires."""
     store, plans, packing = case
     old = make_loader(store, plans, packing)
     batches = [old.microbatches(step) for step in range(old.num_steps)]

@@ -1,4 +1,4 @@
-"""The plan of an epoch: nothing lost, nothing twice, nothing over."""
+"""The plan of an epoch holds every sample once, and no row is longer than the maximum length."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def plan(lengths: Any, **changes: Any) -> Plan:
 
 
 def sizes(one: Plan) -> np.ndarray:
-    """Tokens of every row."""
+    """Return the number of tokens of every row."""
     spans = one.segments[:, 2] - one.segments[:, 1]
     return np.add.reduceat(spans, one.row_offsets[:-1])
 
@@ -69,7 +69,7 @@ def test_concat_goes_on_where_a_row_ended() -> None:
 
 
 def test_best_fit_decreasing_by_hand() -> None:
-    # 7 opens a bin (room 3), 6 another (4), 4 goes to room 4 exactly, 3 to room 3 exactly, 2 opens a third.
+    # 7 opens a bin (room 3), 6 another (room 4); 4 and 3 fill the two exactly, and 2 opens a third bin.
     assert best_fit_decreasing(np.array([2, 3, 7, 4, 6]), 10) == [[0], [1, 2], [3, 4]]
 
 
@@ -79,7 +79,7 @@ def test_bfd_fills_rows() -> None:
 
 
 def test_the_length_of_samples_does_not_follow_time() -> None:
-    """Left as packed, a window ends with rows of many short samples: a correlation of -0.3."""
+    """Rows are shuffled, because a packed window ends with rows of many short samples (correlation -0.3)."""
     lengths = lengths_of(WINDOW, longest=16)
     found = []
     for epoch in range(8):
@@ -111,7 +111,7 @@ def test_a_plan_is_a_function_of_its_arguments(packing: str) -> None:
 
 
 def test_the_order_is_pinned() -> None:
-    """A resumed run finds the plan it began with, whatever numpy it runs on."""
+    """A resumed run has the plan it began with, even on another version of numpy."""
     one = plan([2] * 8, packing="none")
     assert one.segments[:, 0].tolist() == PINNED
 

@@ -1,4 +1,4 @@
-"""Pairs that share their prompt, from tokens to log-probabilities, against transformers on each alone."""
+"""Pairs with shared prompts give the log-probabilities of transformers on each sequence by itself."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +26,12 @@ def store(tmp_path: Path) -> TokenStore:
 
 
 def pack(store: TokenStore, *, shared: bool) -> Batch:
-    """All pairs in one row, in their order."""
+    """Return all pairs in their order, packed into one row."""
     return collate_packed(store, [plan_pairs(store, shared=shared, max_length=512).row(0)], 0)
 
 
 def logps(lm: nn.Module, batch: Batch) -> Tensor:
-    """Of every label: float32 ``[labels]``."""
+    """Return the log-probability of every label, float32 ``[labels]``."""
     logits = lm(
         input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **attention_kwargs(batch)
     ).logits
@@ -44,7 +44,7 @@ def labelled(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def oracle(lm: nn.Module, batch: Batch) -> Tensor:
-    """The same of a batch that shares nothing, one sequence at a time."""
+    """Return the log-probabilities of a batch without shared prompts, one sequence at a time."""
     spans = batch.seqlens.tolist()
     rows = zip(batch.input_ids[0].split(spans), batch.labels[0].split(spans), strict=True)
     return torch.cat([labelled(lm(input_ids=row[None], use_cache=False).logits[0], y) for row, y in rows])
@@ -64,7 +64,7 @@ def test_logps_and_gradients_equal_eager_attention_on_whole_sequences(name: str,
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prefix_left_out_is_seen(name: str, store: TokenStore) -> None:
-    """The comparison above must be able to fail."""
+    """Without the prefix the log-probabilities differ, so the comparison above can fail."""
     lm, batch = model(name, ATTENTION), pack(store, shared=True)
     alone = replace(batch, prefix_lengths=None, num_keys=None)
     assert (logps(lm, alone) - logps(lm, batch)).abs().max() > 1e-2
@@ -103,7 +103,7 @@ def test_stats_are_of_the_samples_and_the_cost_is_of_the_work(store: TokenStore)
         loader = TokenDataLoader(store, plans, BatchShard(1, 1), packed=True, pad_id=0, drop_last=False)
         stats, [batch] = loader.stats(0), loader.microbatches(0)
         assert stats.num_computed_tokens == batch.labels.numel()
-        # A token at position p is a query for p + 1 keys; twice that, less one, adds up to the square.
+        # The query at position p has p + 1 keys; 2 (p + 1) - 1 adds up to the squared length of a sequence.
         assert stats.sum_squared_seqlens == (2 * batch.position_ids + 1).sum()
         found[shared] = replace(stats, num_computed_tokens=0, sum_squared_seqlens=0)
     assert found[False] == found[True]
@@ -111,7 +111,7 @@ def test_stats_are_of_the_samples_and_the_cost_is_of_the_work(store: TokenStore)
 
 
 def test_rows_are_filled_with_what_is_computed(store: TokenStore) -> None:
-    """The pair of 14 + 3 and 14 + 1 tokens fits into a row of 2 x 10 as its prompt is there once."""
+    """The pair of 14 + 3 and 14 + 1 tokens fits into a row of 2 x 10, since its prompt is there only once."""
     lengths, shared = store.lengths[8:], shared_lengths(store)[4:]
     options = PlanOptions("bfd", max_length=10, shuffle=False)
     plan = plan_epoch(lengths, options, epoch=0, sequences_per_sample=2, shared=shared)
@@ -124,15 +124,15 @@ def test_rows_are_filled_with_what_is_computed(store: TokenStore) -> None:
     ("sequences", "masks", "shared"),
     [
         (([1, 2, 3, 4], [1, 2, 3, 5]), ([0, 0, 0, 1], [0, 0, 0, 1]), 2),
-        # Answers that begin alike are no prompt.
+        # The common beginning of the answers is not shared.
         (([1, 2, 3, 4], [1, 2, 3, 5]), ([0, 0, 1, 1], [0, 0, 1, 1]), 1),
         (([1, 2, 3, 4], [1, 2, 3, 5]), ([0, 0, 0, 1], [0, 1, 1, 1]), 0),
-        # Cut differently, or of one token.
+        # Prompts that are cut differently or have one token are not shared.
         (([1, 2, 3, 4], [2, 3, 4, 5]), ([0, 0, 0, 1], [0, 0, 0, 1]), 0),
         (([1, 2], [1, 3]), ([0, 1], [0, 1]), 0),
-        # Prompts that part: what they begin with is shared.
+        # If the prompts differ, their common beginning is shared.
         (([1, 2, 3, 4], [1, 2, 9, 5, 6]), ([0, 0, 0, 1], [0, 0, 0, 1, 1]), 1),
-        # One is the beginning of the other.
+        # One sequence is the beginning of the other.
         (([1, 2, 3], [1, 2, 3, 4]), ([0, 0, 1], [0, 0, 0, 1]), 1),
     ],
 )

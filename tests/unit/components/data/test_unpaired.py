@@ -1,4 +1,4 @@
-"""Unpaired data from records to micro-batches; pairs and prompts that an audit counts."""
+"""Unpaired data from records to micro-batches, and the audit's counts of equal pairs and long prompts."""
 
 import json
 import logging
@@ -50,7 +50,7 @@ def microbatches(prepared: PreparedData, step: int, rank: int = 0, size: int = 1
 
 
 def found(batches: list[Batch], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, str, int]]:
-    """The animals of prompt and targets of every real sequence, and its label."""
+    """Yield the animals in the prompt and the targets of every real sequence, and its label."""
     for batch in batches:
         assert batch.sequence_labels is not None
         owners = batch.sequence_ids()
@@ -93,7 +93,7 @@ def test_what_is_not_trained_on_is_not_counted(tmp_path: Path, tokenizer: PreTra
 
 
 def test_padding_keeps_its_place(tmp_path: Path) -> None:
-    """An empty row is the line of an answer and of a mismatched one: every micro-batch has as many lines."""
+    """An empty row stands for an answer and a mismatched one, so all micro-batches have one shape."""
     prepared = unpaired(tmp_path, packing="none")
     first, last = (microbatches(prepared, 1, rank, 2)[0] for rank in (0, 1))
     assert first.sequence_labels is not None
@@ -206,7 +206,7 @@ def test_the_same_answer_twice_is_counted(tmp_path: Path, caplog: pytest.LogCapt
     good = {"prompt": "What is a ant?", "chosen": "An insect.", "rejected": "A stone."}
     same = good | {"rejected": "An insect."}
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    # Different beyond what is kept of them.
+    # These answers differ only after the tokens that truncation keeps.
     long = good | {"chosen": "very " * 60 + "small", "rejected": "very " * 60 + "large"}
     with caplog.at_level(logging.WARNING, logger="components"):
         prepared = prepare(

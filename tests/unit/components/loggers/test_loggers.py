@@ -1,4 +1,4 @@
-"""Every logger, read back with the tools of its users."""
+"""The output of every logger is read back with the tools of its users."""
 
 import json
 import logging
@@ -79,13 +79,13 @@ def test_jsonl_appends(tmp_path: Path) -> None:
 
 
 class Breaks:
-    """Fails in the call named ``when``, with a message of two lines."""
+    """A logger that fails in the call named ``when``, with a message of two lines."""
 
     def __init__(self, when: str) -> None:
         self.when, self.calls = when, 0
 
     def check(self) -> None:
-        """Nothing is missing."""
+        """Accept, because no package is missing."""
 
     def open(self, start: RunInfo) -> "Breaks":  # noqa: ARG002
         return self.called("open")
@@ -146,7 +146,7 @@ def test_tensorboard_reads_what_was_logged(run_dir: Path) -> None:
 
 
 def test_tensorboard_goes_on_after_the_checkpoint(run_dir: Path) -> None:
-    """Steps 2 and 3 were logged by a start that was killed; the next one begins after step 1."""
+    """Steps 2 and 3 of a killed start are replaced, because the next start begins after step 1."""
     first = Tensorboard().open(RunInfo(run_dir, CONFIG))
     for step in (1, 2, 3):
         first.log({"step": step, "train/loss": 10.0 + step})
@@ -178,7 +178,7 @@ for step, ending in ((0, "failed"), (1, "interrupted"), (1, "completed")):
 
 @pytest.fixture(scope="module")
 def wandb_files(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What three starts of one run leave: one that failed, one that was stopped, one to the end."""
+    """Return the files of three starts of one run: one failed, one was stopped, one was completed."""
     pytest.importorskip("wandb")
     run_dir = tmp_path_factory.mktemp("sft") / "stamp"
     run_dir.mkdir()

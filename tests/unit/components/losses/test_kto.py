@@ -1,4 +1,4 @@
-"""KTO against its formula written once more, and against three steps of TRL's KTOTrainer."""
+"""KTO equals an independent implementation of its formula, and three steps of TRL's KTOTrainer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,22 +29,22 @@ from tests.unit.components.losses.test_preference import LAYOUTS, LENGTHS, empty
 PLAIN: dict[str, Any] = {"beta": 0.1, "loss": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0}
 OTHER = 0.7
 LABELS = [1, 2, 0, 2, 1, 2]
-"""Of the sequences of ``rows``: two desirable, one not, each followed by a mismatched one."""
+"""Labels of ``rows``: two desirable answers and an undesirable one, each followed by a mismatched one."""
 
 
 def rows_for_kl() -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The policy so much likelier than the reference that KL is above 0."""
+    """Return ``rows`` with a policy so much likelier than the reference that KL is above 0."""
     return [(labels, 0.4 * logps, ref) for labels, logps, ref in rows()]
 
 
 def make(layout: str) -> tuple[Batch, Tensor, Tensor]:
-    """A micro-batch, and what policy and reference say of it."""
+    """Return a micro-batch and the log-probabilities of the policy and the reference."""
     batch, logps, ref = LAYOUTS[layout](list(zip(*rows_for_kl(), strict=True)))
     return replace(batch, sequence_labels=torch.tensor(LABELS)), logps, ref
 
 
 class Engine:
-    """Answers from tables of positions; another data rank has one answer, whose ratio is ``OTHER``."""
+    """A fake engine that returns given values; another data-parallel rank has one log-ratio, ``OTHER``."""
 
     def __init__(self, logps: Tensor, ref: Tensor, batch: Batch, *, last_stage: bool = True) -> None:
         self.tables = {False: logps, True: ref}
@@ -58,7 +58,7 @@ class Engine:
         return [self._look_up(batch, self.tables[reference]) for batch in microbatches]
 
     def _look_up(self, batch: Batch, table: Tensor) -> Tensor:
-        """By labels, sequence after sequence: a mismatched half of them has been selected, or all."""
+        """Return the values of a batch, which holds all sequences or only the mismatched ones."""
         if batch.labels.shape == self.batch.labels.shape:
             return table
         assert self.batch.sequence_labels is not None
@@ -73,7 +73,7 @@ class Engine:
 
 
 def by_hand(loss: KTO) -> tuple[Tensor, float, list[Tensor], list[Tensor]]:
-    """Sum, KL, log-ratios, gradients; sequence by sequence in float64."""
+    """Return the sum, KL, log-ratios and gradients, sequence by sequence in float64."""
     data = [tuple(value.double() for value in row[1:]) for row in rows_for_kl()]
     policy = [logps.clone().requires_grad_() for logps, _ in data]
     ratios = [logps.sum() - ref.sum() for logps, (_, ref) in zip(policy, data, strict=True)]
@@ -180,7 +180,7 @@ METRICS = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected
 
 
 class OfTRL:
-    """A KTOTrainer over ``ROWS``, and the answers it made, each followed by its mismatched one."""
+    """A KTOTrainer over ``ROWS`` and its tokenised answers, each followed by its mismatched one."""
 
     def __init__(self, folder: Path) -> None:
         trl = pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[test]')")

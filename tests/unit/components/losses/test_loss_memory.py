@@ -1,4 +1,4 @@
-"""The memory bar: the loss at a vocabulary of 128k, against full logits, each in a process of its own."""
+"""The loss at a vocabulary of 128k needs far less memory than full logits, each in its own process."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ print(memory("VmHWM") - before, loss.item(), weight.grad.norm().item(), hidden.g
 
 
 def measure(how: str) -> list[float]:
-    """KiB above the inputs at the peak of forward and backward; loss; gradient norms of weight and hidden."""
+    """Return the peak KiB above the inputs, the loss, and the gradient norms of weight and hidden."""
     command = [sys.executable, "-c", PROGRAM, how, *map(str, (VOCABULARY, TOKENS, HIDDEN))]
     root = Path(__file__).parents[4]
     answer = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)

@@ -1,4 +1,4 @@
-"""Next-token loss against torch's cross entropy, in both layouts."""
+"""The next-token loss equals torch's cross entropy, packed and padded."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def loss_of(
 
 
 def label_rows() -> list[Tensor]:
-    """The last ``LABELLED[i]`` of the ``LENGTHS[i]`` positions carry a label."""
+    """Return labels of rows, in which only the last ``LABELLED[i]`` of ``LENGTHS[i]`` positions have one."""
     g = torch.Generator().manual_seed(0)
     rows = []
     for length, labelled in zip(LENGTHS, LABELLED, strict=True):
@@ -54,13 +54,13 @@ def empty() -> Batch:
 
 
 def table() -> tuple[Tensor, Tensor]:
-    """Embedding ``[V, H]`` and head ``[V, H]``: the smallest language model."""
+    """Return the embedding ``[V, H]`` and head ``[V, H]`` of the smallest language model."""
     g = torch.Generator().manual_seed(1)
     return torch.randn(V, H, generator=g).requires_grad_(), torch.randn(V, H, generator=g).requires_grad_()
 
 
 def run(loss: NextToken, batch: Batch) -> tuple[Tensor, int, list[Tensor]]:
-    """``(sum, count, gradients)``."""
+    """Return ``(sum, count, gradients)``."""
     embedding, head = table()
     hidden = embedding[batch.input_ids]
     stats = chunked_stats(

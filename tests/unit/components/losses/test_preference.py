@@ -1,4 +1,4 @@
-"""DPO against the published formula, written once more with plain torch."""
+"""DPO equals an independent implementation of the published formula in plain torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ ORDERS = {"in order": PAIRS, "shuffled": SHUFFLED, "with others": WITH_A_STRANGE
 
 
 def rows() -> list[tuple[Tensor, Tensor, Tensor]]:
-    """``(labels, logps, ref_logps)`` of every sequence; the first two positions are the prompt."""
+    """Return ``(labels, logps, ref_logps)`` of every sequence; the first two positions are the prompt."""
     g = torch.Generator().manual_seed(0)
     made = []
     for length in LENGTHS:
@@ -69,7 +69,7 @@ def empty() -> Batch:
 
 
 def oracle(pair_index: list[int], beta: float, eps: float) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Sum, gradient of every sequence's logps, and metric sums, pair by pair in float64."""
+    """Return the sum, the gradient of every sequence's logps, and metric sums, pair by pair in float64."""
     data = rows()
     logps = [row[1].double().requires_grad_() for row in data]
     losses, chosen, rejected, sums = [], [], [], []
@@ -122,7 +122,7 @@ def test_loss_gradient_and_metrics_equal_the_formula(
 
 
 def test_log_ratios_do_not_drown_in_long_sums() -> None:
-    """Sums of about -2.5e6 whose difference is 1e-2: in float32 nothing of it would be left."""
+    """Sums of about -2.5e6 keep their difference of 1e-2, which float32 sums would lose."""
     length = 50_000
     labels = torch.zeros(2, length, dtype=torch.int64)
     ref = torch.full((2, length), -50.0)
@@ -165,7 +165,7 @@ def test_half_a_pair_is_an_error(pair_index: list[int]) -> None:
 
 
 class FakeEngine:
-    """Answers with reference log-probabilities, or None as off the last pipeline stage."""
+    """A fake engine that returns reference log-probabilities, or None as off the last pipeline stage."""
 
     def __init__(self, answer: Callable[[Batch], Tensor] | None) -> None:
         self.answer = answer

@@ -1,4 +1,4 @@
-"""Every loss over pairs: the same packed and padded, nothing from empty micro-batches; options refused."""
+"""Losses over pairs: packed equals padded, empty micro-batches add nothing, unread options are refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ EVERY = pytest.mark.parametrize("name", LOSSES)
 
 
 def run(loss: PairwiseLoss, layout: str) -> tuple[dict[str, float], dict[str, int], list[torch.Tensor]]:
-    """Terms, counts, and the gradient of every sequence."""
+    """Return the terms, the counts, and the gradient of every sequence."""
     batch, logps = make(layout, SHUFFLED)
     output = loss(TokenStats(logps), batch)
     torch.stack(list(output.terms.values())).sum().backward()
@@ -72,7 +72,7 @@ def test_the_likelihood_is_of_chosen_tokens(name: str) -> None:
 
 
 def test_a_longer_answer_counts_up_to_the_length_of_the_other() -> None:
-    """By hand: 3 and 6 labels, of which the longer one's last three weigh ``ld_alpha``."""
+    """Given 3 and 6 labels, the last three of the longer answer have the weight ``ld_alpha``."""
     batch, logps = make("packed", [0, 1, -1, -1, -1, -1])
     assert batch.ref_logps is not None
     output = DPO(1.0, 0.0, ld_alpha=0.4)(TokenStats(logps), batch)

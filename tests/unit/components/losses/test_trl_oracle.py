@@ -1,4 +1,4 @@
-"""DPO and its family, and the reference-free losses, on eight pairs: losses and metrics of TRL's trainers."""
+"""DPO, its variants and the reference-free losses have the losses and metrics of TRL on eight pairs."""
 
 import os
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def assert_same(ours: list[Row], theirs: list[Row]) -> None:
 
 
 def steps(loss: Loss, pairs: list[Answer]) -> list[Row]:
-    """In micro-batches of three pairs, three and two: sums and counts must add up."""
+    """Take steps in micro-batches of three, three and two pairs, whose sums and counts must add up."""
     return our_steps(loss, [packed(pairs[i : i + 6]) for i in range(0, len(pairs), 6)], STEPS)
 
 
@@ -67,7 +67,7 @@ def options(folder: Path) -> dict[str, Any]:
 
 
 class OfTRL:
-    """One DPOTrainer for every kind of loss: building it tokenises, and takes longer than the steps."""
+    """One DPOTrainer for every kind of loss, because building it (it tokenises) takes longer than steps."""
 
     def __init__(self, folder: Path) -> None:
         self.trainer = trl.DPOTrainer(
@@ -138,13 +138,13 @@ def test_every_option_of_dpo(dpo: OfTRL, name: str) -> None:
     ours, theirs = DIVERGENCES[name]
     loss = DPO(**{"beta": 0.1, "label_smoothing": 0.0} | ours)
     expected = dpo.steps(**theirs)
-    if "ld_alpha" in ours:  # TRL reports log-probabilities that are weighed, and we report them as they are
+    if "ld_alpha" in ours:  # TRL reports weighted log-probabilities, and we report unweighted ones
         expected = [{name: row[name] for name in ("loss", *REWARDS)} for row in expected]
     assert_same(steps(loss, dpo.pairs), expected)
 
 
 def test_the_trainer_takes_the_steps_that_are_compared(dpo: OfTRL, tmp_path: Path) -> None:
-    """``train()`` itself, with its own optimizer and loop, has these losses."""
+    """``train()`` itself, with its own optimizer and loop, gives the same losses."""
     losses: list[float] = []
 
     class Recording(trl.DPOTrainer):
@@ -166,12 +166,14 @@ def test_the_trainer_takes_the_steps_that_are_compared(dpo: OfTRL, tmp_path: Pat
     assert [row["loss"] for row in got] == pytest.approx(losses, rel=1e-4)
 
 
-# ---- without
+# ---- without a reference
 
 
 class ReferenceFree:
-    """A CPOTrainer or an ORPOTrainer. Prompts of one token: TRL's ORPO has the likelihood of prompts too, and
-    nothing predicts a first token."""
+    """A CPOTrainer or an ORPOTrainer, with prompts of one token.
+
+    TRL's ORPO includes the likelihood of prompts, and no position predicts a first token.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"

@@ -1,4 +1,4 @@
-"""Models with experts: one by one under the names on disk, whatever transformers holds stacked."""
+"""Experts are stored one by one under their names on disk, although transformers stacks them in memory."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def spec_of(family: str, **changes: Any) -> ModelSpec:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_and_writes_the_same_files(family: str, tmp_path: Path) -> None:
-    """What we write is read without a missing or unexpected tensor, and written again bit for bit."""
+    """transformers reads our files without missing or unexpected tensors, and writes equal ones again."""
     spec, ours, theirs = spec_of(family), tmp_path / "ours", tmp_path / "theirs"
     model, weights = spec.build(spec.config()), spec.weights(0)
     stream_folder(spec, named_shapes(model), weights, ours, torch.float32)
@@ -73,7 +73,7 @@ def test_mixtral_has_its_own_names_on_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stacked_files_are_read_too(family: str, tmp_path: Path) -> None:
-    """A folder that holds experts as transformers does in memory."""
+    """A folder that stores experts stacked, as transformers holds them in memory, is read."""
     spec, first = spec_of(family), tmp_path / "first"
     model, weights = spec.build(spec.config()), spec.weights(0)
     stream_folder(spec, named_shapes(model), weights, first, torch.float32)
@@ -94,7 +94,7 @@ def test_an_expert_starts_the_same_whatever_is_beside_it() -> None:
 
 
 def test_layers_of_further_tokens_are_left_in_the_file(tmp_path: Path) -> None:
-    """DeepSeek's files hold a layer more than the configuration counts."""
+    """Layers beyond the configured number are not read, such as the MTP layer in DeepSeek's files."""
     spec = spec_of("deepseek_v3")
     model, weights = spec.build(spec.config()), spec.weights(0)
     stream_folder(spec, named_shapes(model), weights, tmp_path, torch.float32)

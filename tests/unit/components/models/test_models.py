@@ -1,4 +1,4 @@
-"""Model descriptions: published shapes, the files they are read from, and everything they refuse."""
+"""Model descriptions: published shapes, the files they are read from, and the settings they refuse."""
 
 import dataclasses
 import importlib
@@ -37,7 +37,7 @@ TINY = {
 
 
 def composed(group: str, option: str) -> Any:
-    """One option of a group by itself, with those that it is derived from."""
+    """Return one option of a group by itself, composed with the options that it is derived from."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return OmegaConf.to_container(compose(f"{group}/{option}")[group])
 
@@ -52,7 +52,7 @@ def from_yaml(name: str, **changes: Any) -> ModelSpec:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A tiny Qwen3 as transformers saves it."""
+    """Return the folder of a tiny Qwen3, saved by transformers."""
     spec = ModelSpec(architecture=TINY)
     AutoModelForCausalLM.from_config(spec.config()).save_pretrained(tmp_path / "saved")
     return tmp_path / "saved"
@@ -170,7 +170,7 @@ def test_yaml_files_list_every_key_of_their_class(group: str) -> None:
     assert files
     for file in files:
         values = composed(group, file.stem)
-        values = values.get(file.stem, values)  # loggers stand side by side, each under its name
+        values = values.get(file.stem, values)  # each logger is below its name
         module, _, name = values.pop("_target_").rpartition(".")
         fields = {f.name: f for f in dataclasses.fields(getattr(importlib.import_module(module), name))}
         assert values.keys() == fields.keys() - {"initial_checkpoint"}, file  # checkpoint.init_from sets it

@@ -1,4 +1,4 @@
-"""Layers for further tokens: what they are given, where they are on disk, and who else reads them."""
+"""Multi-token prediction: the inputs of its layers, their weights on disk, and exports with them."""
 
 import logging
 from dataclasses import replace
@@ -21,7 +21,7 @@ def with_layers(family: str, layers: int = 2) -> ModelSpec:
 
 
 def one_by_one(batch: Batch, steps: int) -> tuple[list[int], list[int]]:
-    """The tokens and labels so many steps on, of one sequence after the other."""
+    """Return the tokens and labels ``steps`` positions ahead, one sequence after the other."""
     ids, labels = [], []
     for row in sequences():
         gone = [0] * min(steps, len(row.ids)), [IGNORE] * min(steps, len(row.ids))
@@ -60,7 +60,7 @@ def test_an_empty_micro_batch_counts_nothing() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_export_is_the_model_to_transformers(family: str, tmp_path: Path) -> None:
-    """Which says of the other layers that it has no place for them."""
+    """transformers ignores the MTP layers of an export and computes the same logits."""
     described, plain = with_layers(family), spec(family)
     weights, shapes = described.weights(0), named_shapes(described.build(described.config()))
     added = shapes.keys() - named_shapes(plain.build(plain.config())).keys()
@@ -103,7 +103,7 @@ def test_weights_are_read_where_they_are_stored_and_drawn_where_not(
 
 
 def test_layers_change_no_other_weight() -> None:
-    """Each is drawn by its name; and those of two depths differ."""
+    """Every weight is drawn by its name, and the weights of two MTP depths differ."""
     plain, described = spec("qwen3").weights(0), with_layers("qwen3").weights(0)
     for name in named_shapes(spec("qwen3").build(spec("qwen3").config())):
         assert torch.equal(plain(name), described(name))

@@ -1,4 +1,4 @@
-"""Weights by Hugging Face name: random ones, saved ones, and buffers, against transformers itself."""
+"""Random weights, saved weights and buffers, by Hugging Face name, compared with transformers."""
 
 import json
 import logging
@@ -75,7 +75,7 @@ family = pytest.mark.parametrize("architecture", FAMILIES.values(), ids=FAMILIES
 
 
 def loaded(spec: ModelSpec, weights: WeightSource) -> PreTrainedModel:
-    """As an engine does it: meta, allocate, buffers, then every parameter by name."""
+    """Load weights as an engine does: allocate a meta model, fill the buffers, then copy each parameter."""
     model = spec.build(spec.config())
     model.to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
@@ -214,7 +214,7 @@ PART = (slice(3, 8), slice(0, 16))
 
 
 class PartsOnly:
-    """A safetensors file that refuses to give a tensor whole, and notes which parts are asked for."""
+    """A safetensors file that can only return parts of a tensor, and records which parts are read."""
 
     def __init__(self, file: Any, asked: list[Any]) -> None:
         self.file, self.asked = file, asked
@@ -235,7 +235,7 @@ class PartsOnly:
 def test_only_the_part_asked_for_is_read(
     saved: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """safetensors maps the file and copies only what a slice of it covers."""
+    """safetensors maps the file and copies only the slice that is read."""
     folder, expected = saved
     asked: list[Any] = []
     monkeypatch.setattr(pretrained, "open_file", lambda path: PartsOnly(safe_open(path, "pt"), asked))
@@ -276,7 +276,7 @@ def test_distributions_are_those_of_transformers(architecture: dict[str, Any]) -
         drawn = weights(name)
         assert drawn.dtype is torch.float32
         assert drawn.shape == reference.shape
-        # A sample's standard deviation is good to 1 / sqrt(2 n); both are samples.
+        # The standard deviation of n samples has a relative error of 1 / sqrt(2 n); both are such estimates.
         tolerance = 6 / reference.numel() ** 0.5
         assert drawn.std().item() == pytest.approx(reference.std().item(), rel=tolerance, abs=1e-9), name
         assert abs((drawn.mean() - reference.mean()).item()) <= tolerance * reference.std().item() + 1e-9, (
@@ -426,7 +426,7 @@ def test_export_is_read_by_transformers(tmp_path: Path, shard_bytes: int, dtype:
 
 
 def export_by_turns(path: Path) -> None:
-    """Two ranks write, of which one has a file of two tensors to write and one two files; one has nothing."""
+    """Export on three ranks: one writes a file of two tensors, one nothing, and one two files."""
     dist.init_process_group("gloo")
     spec = ModelSpec(architecture=FAMILIES["qwen3"])
     rank = dist.get_rank()
@@ -465,7 +465,7 @@ def test_a_generation_config_comes_along(tmp_path: Path) -> None:
     ("stops", "expected"), [([7, 2], [7, 2]), ([7, 8], [2, 7, 8]), (7, [2, 7]), (None, [2])]
 )
 def test_stop_tokens_of_the_model_stay(tmp_path: Path, stops: Any, expected: list[int]) -> None:
-    """Beside the tokenizer's own; so does a sampling option that transformers reads, but would not write."""
+    """They are kept besides the tokenizer's, as are sampling options that transformers would not write."""
     tokenizer = ModelSpec(architecture=FAMILIES["qwen3"]).load_tokenizer()
     assert tokenizer.eos_token_id == 2
     (tmp_path / "config.json").write_text("{}")

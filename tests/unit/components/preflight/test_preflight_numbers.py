@@ -1,4 +1,4 @@
-"""Sizes, arithmetic and times of preflight against hand arithmetic."""
+"""Preflight's sizes, FLOPs and times equal hand calculations."""
 
 import json
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ WORK = StepWork(SIZE, 4, 480, 400, 512, flops=3e12, forward=1e12, attention=1e11
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With twelve documents, each longer than the one before, and with a single long one."""
+    """Return a folder with a file of twelve documents of growing length and a file of one long document."""
     folder = tmp_path_factory.mktemp("data")
     texts = [f"one two three {n} " * (n + 1) for n in range(12)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -60,7 +60,7 @@ def case(folder: Path, *overrides: str, data: str = "text", small: Sequence[str]
 HIDDEN, INNER, LAYERS, QUERY, KEY, WORDS = 64, 96, 2, 4 * 16, 2 * 16, 8192
 MATRICES = LAYERS * (2 * HIDDEN * QUERY + 2 * HIDDEN * KEY + 3 * HIDDEN * INNER)
 VECTORS = LAYERS * (2 * HIDDEN + 2 * 16) + HIDDEN
-"""Two norms a block, those of queries and keys, one at the end."""
+"""The norms: two per block, those of queries and keys, and one at the end."""
 
 
 def test_parameters(folder: Path) -> None:
@@ -90,7 +90,7 @@ def test_models_that_name_their_sizes_otherwise(kind: str, folder: Path) -> None
 
 
 def test_rows_that_are_cut(folder: Path) -> None:
-    """Of one document, every token but the last is an input with a label."""
+    """Every token of one document, except the last, is an input with a label."""
     found = case(folder, "data.max_length=16", data="one")
     workload = found.microbatch
     assert (workload.rows, workload.length, workload.labels) == (2, 16, 32)
@@ -105,7 +105,7 @@ def test_padded_rows(folder: Path) -> None:
     assert audit.samples == 12
     assert (found.microbatch.rows, found.microbatch.length) == (4, audit.length_max)
     assert found.microbatch.num_microbatches == 1
-    work = step_work(found)  # of three steps of four: one epoch
+    work = step_work(found)  # the mean of an epoch: three steps of four
     assert work.sequences == pytest.approx(4)
     assert work.tokens == pytest.approx(audit.tokens / 3)
     assert work.labels == pytest.approx((audit.tokens - 12) / 3)
@@ -122,7 +122,7 @@ def test_the_arithmetic_of_a_step(folder: Path) -> None:
     assert (work.forward, work.attention) == pytest.approx((forward, scores))
 
 
-# ---- what layouts send
+# ---- communication of layouts
 
 
 def sent(layout: FSDP2 | Megatron, world_size: int) -> dict[str, float]:
@@ -140,11 +140,11 @@ def test_what_fsdp2_sends() -> None:
         "dp_shard": 3 * 2 * 0.5 * 1000 * 2 + 0.5 * 800 * 4,
         "dp_replicate": 2 * 0.5 * 400 * 4,
     }
-    # Four all-reduces a block, of 2 (p - 1) / p times its input.
+    # A block has four all-reduces, each of which sends 2 (p - 1) / p times its input.
     assert sent(fsdp2(1, tp=4), 4)["tp"] == 6 * 4 * 2 * 0.75 * 512 * 64 * 2
     full = sent(fsdp2(1, tp=4, activation_checkpointing="full"), 4)
     assert full["tp"] == 6 * 6 * 2 * 0.75 * 512 * 64 * 2
-    # Queries, keys, values and outputs of own positions, there and back.
+    # Queries, keys, values and outputs of a rank's positions are sent in the forward and backward pass.
     assert sent(fsdp2(1, cp=2), 2)["cp"] == 2 * 6 * 0.5 * 256 * (64 + 32 + 32 + 64) * 2
 
 
@@ -153,10 +153,10 @@ def test_what_megatron_sends() -> None:
     sharded = megatron(dp=4, distributed_optimizer=True)
     assert sent(sharded, 4) == {"dp": 0.75 * 800 * 4 + 0.75 * 1000 * 2}
     piped = sent(megatron(tp=2, pp=3, vpp=2), 6)
-    assert piped["tp"] == 2 * 4 * 2 * 0.5 * 512 * 64 * 2  # two layers a stage
+    assert piped["tp"] == 2 * 4 * 2 * 0.5 * 512 * 64 * 2  # two layers per stage
     assert piped["pp"] == 2 * 2 * 512 * 64 * 2  # two chunks, activations and gradients
     assert piped["dp"] == 0
-    # Keys and values of all other ranks' positions, and their gradients back.
+    # Keys and values of all other ranks' positions are received, and their gradients are sent back.
     assert sent(megatron(cp=2), 2)["cp"] == 2 * 6 * 0.5 * 2 * 512 * 32 * 2
     traded = megatron(cp=2, cp_comm_type="a2a")
     assert sent(traded, 2)["cp"] == sent(fsdp2(1, cp=2), 2)["cp"]

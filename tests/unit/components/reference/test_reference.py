@@ -1,4 +1,4 @@
-"""What stage.reference and stage.reference_path come to, and which words refuse what they cannot."""
+"""The reference model that stage.reference and stage.reference_path select, and the errors of both."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def test_what_it_comes_to(options: dict[str, Any], adapter: Any, choice: str, pa
 
 
 def test_a_model_without_vectors_may_be_asked_too() -> None:
-    """An engine trains something, and there is nothing else to leave to it."""
+    """Without 1-D parameters nothing is frozen, because an engine requires a trainable parameter."""
     olmo = ModelSpec(architecture=SHAPE | {"model_type": "olmo"})
     asked = ReferenceSource("precomputed", olmo, is_separate_model=False)
     assert asked.frozen_spec().freeze == ()
@@ -72,7 +72,7 @@ def test_where_it_comes_from() -> None:
 
 
 def test_what_is_only_asked_is_hardly_trained() -> None:
-    """Nor by the patterns of the model that is trained."""
+    """Only 1-D parameters stay trainable, whatever patterns of ``freeze`` the trained model has."""
     trained = replace(model(), freeze=("model.norm.*",))
     asked = resolve_reference(dpo(reference="precomputed"), trained).frozen_spec()
     parameters = dict(asked.build(asked.config()).named_parameters())
@@ -115,7 +115,7 @@ def saved(path: Path, vocab_size: int = 16384, tokenizer: str | None = EMBEDDED_
 
 
 def renumbered(path: Path) -> str:
-    """The embedded tokenizer with the numbers of two tokens exchanged."""
+    """Write the embedded tokenizer with the ids of two tokens exchanged, and return its folder."""
     path.mkdir()
     content = json.loads(Path(EMBEDDED_TOKENIZER, "tokenizer.json").read_text())
     words = content["model"]["vocab"]

@@ -1,4 +1,4 @@
-"""The report page: what it reads, what it keeps, and what it says of what is not there."""
+"""The report page: the files it reads, the data it keeps, and its notes about missing files."""
 
 import base64
 import json
@@ -31,7 +31,7 @@ def floats(text: str) -> list[float]:
 
 
 class Page(HTMLParser):
-    """The elements of a page, and the data in it."""
+    """The elements of a page and its embedded data."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_buckets_keep_extremes_and_the_mean(length: int) -> None:
 
 
 def finished(folder: Path, *, lr: float, **facts: Any) -> Path:
-    """A run folder as the runner leaves it."""
+    """Write a run folder as the runner leaves it, and return it."""
     rows = [{"step": step, "train/loss": 9 - step * lr, "perf/tokens_per_s": 100.0} for step in (1, 2, 3)]
     write_rows(folder / "metrics.jsonl", *rows, {"step": 3, "eval/loss": 5 - lr})
     (folder / "config.yaml").write_text(
@@ -134,7 +134,7 @@ def finished(folder: Path, *, lr: float, **facts: Any) -> Path:
 
 
 def a_sweep(folder: Path) -> Path:
-    """Two runs that are done, one that was refused, one that has failed, one of which little is there."""
+    """Write a sweep of two completed runs, a refused one, a failed one, and one with few files."""
     sweep = folder / "sweeps" / "stamp"
     (sweep / "jobs").mkdir(parents=True)
 
@@ -186,7 +186,7 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
     assert runs[0].missing == ["no preflight.json"]
     assert any(words.startswith("audit.json cannot be read") for words in runs[3].missing)
     assert "no metrics.jsonl" in runs[4].missing
-    assert runs[2].missing == []  # it was refused: there was never to be a folder
+    assert runs[2].missing == []  # a refused job has no run folder
 
 
 def test_a_failure_comes_with_the_last_lines_of_every_rank(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_no_text_of_a_run_becomes_an_element(tmp_path: Path) -> None:
     assert page.tags.count("script") == 3
     assert "img" not in page.tags
     assert HOSTILE in page.data["runs"][2]["error"]
-    assert "The MIT License" in page.text  # of uPlot, which the page holds
+    assert "The MIT License" in page.text  # the licence of uPlot, which the page contains
     assert "http" not in page.text.replace(json.dumps(page.data), "").split('id="data"')[0]
 
 
@@ -282,7 +282,7 @@ def test_what_varies() -> None:
 
 
 def test_many_runs_leave_a_page_of_a_sane_size(tmp_path: Path) -> None:
-    """The page of 200 runs has no more points than this one, however long the runs are."""
+    """The points per chart are bounded, so a page of 200 runs has no more of them than this one."""
     sweep = make_sweep(tmp_path, runs=3, steps=3000)
     report([str(sweep)])
     data = Page(sweep / "report.html").data

@@ -1,4 +1,4 @@
-"""The report page in a real browser, and its scripts in node; each where there is one."""
+"""The report page works in a browser, and node parses its scripts; each is skipped if it is missing."""
 
 import html
 import json
@@ -37,7 +37,7 @@ TRY = f"<script>{(Path(__file__).parent / 'report_clicks.js').read_text()}</scri
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What happened on a page on which somebody has clicked everything."""
+    """Return the observations of a script that clicks everything on the page."""
     if CHROMIUM is None:
         pytest.skip("no chromium here; apt-get install chromium")
     folder = tmp_path_factory.mktemp("report")
@@ -72,16 +72,16 @@ def test_every_chart_is_drawn(found: dict[str, Any]) -> None:
 
 
 def test_columns_sort(found: dict[str, Any]) -> None:
-    assert found["by_loss"] == [3, 1, 0, 2, 4]  # those without a loss come last
+    assert found["by_loss"] == [3, 1, 0, 2, 4]  # runs without a loss come last
     assert found["by_lr"] == [0, 1, 2, 3, 4]
     assert found["by_lr_down"] == [4, 3, 2, 1, 0]
 
 
 def test_rows_select_and_filter(found: dict[str, Any]) -> None:
-    assert found["selected"] == [0, 1]  # the failed one is not drawn at first
+    assert found["selected"] == [0, 1]  # the failed run is not drawn at first
     assert found["without_one"] == found["drawn"] == [0]
     assert found["filtered"] == [2]
-    assert found["best"] == [0, 1]  # those that are done
+    assert found["best"] == [0, 1]  # completed runs only
 
 
 def test_the_mouse_shows_values_and_zooms(found: dict[str, Any]) -> None:
@@ -98,13 +98,13 @@ def test_the_mouse_is_seen_in_every_chart(found: dict[str, Any]) -> None:
 
 
 def test_logarithms(found: dict[str, Any]) -> None:
-    logarithmic = 3  # uPlot's name of it
+    logarithmic = 3  # uPlot's constant for a logarithmic scale
     assert found["scales_of_y"] == [logarithmic] * 3
-    assert found["without_logarithms"]  # the axes
+    assert found["without_logarithms"]  # the axes are still drawn
 
 
 def test_the_words_of_a_run_are_shown(found: dict[str, Any]) -> None:
-    assert "onerror=alert" in found["wrong_things"]  # as text
+    assert "onerror=alert" in found["wrong_things"]  # shown as text
     assert "ValueError: 4711" in found["wrong_things"]
     assert "weights" in found["details"][1]
     assert "no metrics.jsonl" in found["details"][4]

@@ -1,4 +1,4 @@
-"""The parent asks its ranks where they are."""
+"""The parent collects the stack traces of its running ranks."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What ``run.max_restarts`` answers, with a world that fails as told."""
+"""The failures that ``run.max_restarts`` restarts, with ranks that fail as each test specifies."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def checkpoint(folder: Path, step: int) -> None:
 
 
 def world(monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> list[str | None]:
-    """Starts that end like this, each after another step and with a checkpoint; returns whence they began."""
+    """Let each start log two steps and end as given; return the checkpoints from which starts resumed."""
     began: list[str | None] = []
 
     def start(folder: Path, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Run folders: their order, whatever the clock says, and their lock."""
+"""Run folders: their order, even if the clock is set back, and their lock."""
 
 import errno
 import fcntl
@@ -38,7 +38,7 @@ def test_one_process_holds_a_folder_until_it_ends(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"is in use by process {os.getpid()} on"), locked(tmp_path):
             pytest.fail("locked twice")
         assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
-    if not (child := os.fork()):  # it ends without freeing the lock
+    if not (child := os.fork()):  # the child ends without releasing the lock
         locked(tmp_path).__enter__()
         os._exit(0)
     os.waitpid(child, 0)

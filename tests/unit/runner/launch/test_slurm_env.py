@@ -1,4 +1,4 @@
-"""Ranks from SLURM's variables, and jobs that ask to be queued again; SLURM itself need not be there."""
+"""Ranks come from SLURM's variables, and jobs are requeued; the tests need no installed SLURM."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_the_last_of_five_ranks() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},  # torchrun's
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},  # set by torchrun
         {"SLURM_STEP_NUM_TASKS": "1"},
         {"SLURM_STEP_NUM_TASKS": ""},
     ],
@@ -89,7 +89,7 @@ ARRAY = {
 
 @dataclass
 class Scontrol:
-    """Answers for a job in ``state``."""
+    """A fake scontrol for a job in ``state``."""
 
     state: str = "RUNNING"
     asked: list[tuple[str, ...]] = field(default_factory=list)
@@ -129,7 +129,7 @@ def test_a_cancelled_job_stays_cancelled(scontrol: Scontrol, state: str) -> None
 def test_a_notice_before_there_is_anything_to_save(
     scontrol: Scontrol, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 asks; the others leave without failing the job meanwhile."""
+    """Rank 0 requests the requeue, and the other ranks exit without failing the job."""
     for name, value in ARRAY.items():
         monkeypatch.setenv(name, value)
     assert exit_code(lambda: os.kill(os.getpid(), signal.SIGUSR2)) == 0

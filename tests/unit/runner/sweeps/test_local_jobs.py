@@ -1,4 +1,4 @@
-"""Processes side by side: how many, with what, and what is known of one that dies."""
+"""Parallel local jobs: their number, their share of the machine, and the record of one that dies."""
 
 import os
 import re

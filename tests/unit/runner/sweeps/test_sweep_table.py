@@ -1,4 +1,4 @@
-"""The table at the end of a sweep, and what a sweep writes down."""
+"""The table at the end of a sweep, and the files that a sweep writes."""
 
 import io
 import json
@@ -19,7 +19,7 @@ LAYOUTS = ("single", "fsdp2_tp2cp2", "tp2pp2dp2")
 
 
 def outcome(number: int) -> JobRecord:
-    """Every seventh is refused, and job 150 is the best."""
+    """Return the record of a job; every seventh job is refused, and job 150 is the best."""
     own = (f"optimizer.lr={1e-4 * (number + 1) / 3}", f"parallelism={LAYOUTS[number % 3]}")
     done = JobRecord(
         number, ("stage=sft", *own), "completed", loss=5 + abs(number - 150) / 1000, seconds=61.4

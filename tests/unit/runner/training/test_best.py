@@ -1,4 +1,4 @@
-"""The best evaluation so far: what improves on it, and for how long nothing has."""
+"""The best evaluation so far, and the number of evaluations without an improvement."""
 
 import math
 

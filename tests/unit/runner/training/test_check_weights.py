@@ -1,4 +1,4 @@
-"""A run whose weights are not those of a trained model does not end well."""
+"""A run fails at its end if its weights are not finite or were not trained."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from runner.training.state import TrainState
 class Engine:
     weights: dict[str, Tensor]
     elsewhere: float = 0.0
-    """What another rank says."""
+    """The value of another rank."""
 
     def tensors(self, *, model_only: bool) -> dict[str, Tensor]:
         assert model_only

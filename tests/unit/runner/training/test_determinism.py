@@ -1,4 +1,4 @@
-"""``run.deterministic``, which must end with its run."""
+"""``run.deterministic`` takes effect only during its run."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What a reporter tells loggers of the end of a run, and what it keeps of its numbers."""
+"""The reporter passes the end of a run to the loggers and keeps its last finite numbers."""
 
 import math
 from contextlib import suppress
@@ -13,7 +13,7 @@ from runner.training.state import TrainState
 
 
 class Kept:
-    """Loggers that keep what they are told."""
+    """Loggers that keep all rows and endings."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []

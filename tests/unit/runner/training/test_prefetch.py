@@ -9,7 +9,7 @@ from runner.training.prefetch import Prefetched
 
 
 class Loader:
-    """Batches that hold the number of their step; ``made`` says which, and in which thread."""
+    """A loader whose batches hold their step; ``made`` records the steps and the threads that made them."""
 
     num_steps = 4
 
@@ -48,7 +48,7 @@ def test_the_next_step_is_made_ahead_in_another_thread() -> None:
 
 
 def test_any_step_can_be_asked_for() -> None:
-    """A resumed run begins where it left off; nothing is made beyond the last step."""
+    """Steps may be read in any order, as for a resumed run, and no batch is made beyond the last step."""
     ahead = Prefetched(Loader(), pin=False)
     assert [number(ahead.microbatches(step)) for step in (3, 0, 0, 1, 3)] == [3, 0, 0, 1, 3]
     assert ahead.num_steps == 4

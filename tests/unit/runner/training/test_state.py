@@ -1,4 +1,4 @@
-"""When the loss of a step is a spike."""
+"""The condition under which the loss of a step is a spike."""
 
 import math
 

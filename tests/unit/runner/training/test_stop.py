@@ -1,4 +1,4 @@
-"""Who may end a run early, and when: without a run."""
+"""The causes that stop a run early, tested without a run."""
 
 import signal
 
@@ -36,14 +36,14 @@ def test_the_second_impatient_one_ends_at_once(numbers: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("numbers", [(USR1, USR1), (USR1, TERM), (TERM, USR1)])
 def test_what_a_batch_system_sends_one_after_the_other_only_asks(numbers: tuple[int, ...]) -> None:
-    """SIGUSR1 some time before the end, SIGTERM at the end, SIGKILL a while later."""
+    """Batch systems send SIGUSR1 before the end, SIGTERM at the end, and SIGKILL a while later."""
     assert heard(*numbers)[0].number in numbers
 
 
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in REQUESTS]
     with handling(interrupt):
-        handled = [number for number in REQUESTS if number != signal.SIGHUP]  # nohup may ignore that
+        handled = [number for number in REQUESTS if number != signal.SIGHUP]  # nohup may ignore SIGHUP
         assert {signal.getsignal(number) for number in handled} == {interrupt}
         with pytest.raises(KeyboardInterrupt, match="SIGUSR2"):
             signal.raise_signal(signal.SIGUSR2)
@@ -86,7 +86,7 @@ class Clock:
 
 
 def steps_taken(deadline: float, *, step: float, save: float, save_every: int) -> tuple[int, float]:
-    """Of a run of steps and saves that take so long, and what is left of its time after the last save."""
+    """Return the number of steps until a run stops, and the time left after its last save."""
     clock = Clock()
     stop = StopPolicy(lambda value: value, heard()[0], clock.now + deadline, clock)
     for number in range(1, 1000):

@@ -1,4 +1,4 @@
-"""The watchdog, in this process: whom it wakes, and what it writes."""
+"""The watchdog in this process: the handler that it calls and the file that it writes."""
 
 import faulthandler
 import os

@@ -1,4 +1,4 @@
-"""Records in every spelling users have, and what is said of those that are not right."""
+"""Records in all common formats are recognised and normalised."""
 
 import json
 from pathlib import Path
@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Format, dict[str, Any], Sample]] = {
         {"messages": [message("developer", "S"), U, A]},
         ChatSample([S, U, A], None),
     ),
-    "messages-of-a-table": (  # columns that a record lacks come as None
+    "messages-of-a-table": (  # the missing columns of a record are None
         "messages",
         {
             "messages": [{**U, "tool_calls": None, "from": None}, {**A, "value": None}],

@@ -1,4 +1,4 @@
-"""What is said of records that are not right: the origin, what is wrong, the remedy, in a line or two."""
+"""Errors about invalid records name the origin, the fault and the remedy in one or two lines."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Files of records: what each kind yields, and what is said of one that is not as it should be."""
+"""Each kind of file yields its records, and an invalid file is refused by name."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ SHARED = Path(__file__).resolve().parents[6] / "shared" / "data"
 
 
 def write(path: Path) -> Path:
-    """The three records in the kind of file the name asks for."""
+    """Write the three records in the format of the suffix."""
     match path.suffix:
         case ".json":
             path.write_text(json.dumps(RECORDS, indent=2), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Megatron's indexed data sets, against a writer of our own after the format, and against Megatron's."""
+"""Indexed data sets in Megatron's format are read as our own writer and Megatron's writer wrote them."""
 
 import struct
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ DOCUMENTS = [[5, 6, 7], [8], [1, 2, 3, 4, 9], [7, 7]]
 
 
 def write_indexed(prefix: Path, documents: Sequence[Sequence[int]], kind: type = np.int32) -> Path:
-    """PREFIX.bin and PREFIX.idx, a sequence a document."""
+    """Write PREFIX.bin and PREFIX.idx with one sequence per document."""
     arrays = [np.array(ids, kind) for ids in documents]
     Path(f"{prefix}.bin").write_bytes(b"".join(array.tobytes() for array in arrays))
     sizes = [array.nbytes for array in arrays]

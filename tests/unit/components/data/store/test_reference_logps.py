@@ -1,4 +1,4 @@
-"""Log-probabilities of a reference by sequence and position: whoever computed them, in whatever batches."""
+"""Stored reference log-probabilities do not depend on the ranks and batches that computed them."""
 
 import shutil
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ MAX_LENGTH = 20
 
 @dataclass
 class Scores:
-    """In place of an engine: what it says of a token depends on that token and its position alone."""
+    """A fake engine, whose log-probability of a token depends only on the token and its position."""
 
     dp_rank: int = 0
     dp_size: int = 1
     answers: bool = True
-    """False: not on the last pipeline stage."""
+    """Whether this rank is on the last pipeline stage; other stages return None."""
     factor: float = 1.0
     asked: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ def store(tmp_path: Path) -> TokenStore:
 
 
 def fill(data: PreparedData, tmp_path: Path, *engines: Scores, micro_batch_size: int = 1) -> Path:
-    """As the ranks do: all write their share, and the last puts them together."""
+    """Precompute as the ranks do: each writes its part, and the last merges the parts."""
     for number, engine in enumerate(engines):
         last = number == len(engines) - 1
         precompute(
@@ -111,7 +111,7 @@ FORMS: list[tuple[Any, bool]] = [("none", False), ("bfd", False), ("bfd", True)]
 def test_what_one_form_computes_every_form_reads(
     store: TokenStore, tmp_path: Path, written: tuple[Any, bool], read: tuple[Any, bool]
 ) -> None:
-    """A prompt that is shared is computed for the chosen side alone, and asked for by neither."""
+    """Only the chosen sequence computes a shared prompt, and neither sequence reads its values."""
     source = prepare(store, tmp_path / "plans", written[0], shared=written[1])
     folder = fill(source, tmp_path, Scores())
     target = prepare(store, tmp_path / "others", read[0], epochs=2, shared=read[1])
@@ -120,7 +120,7 @@ def test_what_one_form_computes_every_form_reads(
 
 
 def test_ranks_write_their_shares_and_copies_of_them_nothing(store: TokenStore, tmp_path: Path) -> None:
-    """Two data ranks, each of two tensor ranks, of which one comes too late."""
+    """With two data-parallel ranks of two tensor-parallel ranks each, only the first of the two writes."""
     data = prepare(store, tmp_path / "plans", "none")
     ranks = [Scores(rank, 2, factor=factor) for rank in (0, 1) for factor in (1.0, 5.0)]
     assert_attached(data, fill(data, tmp_path, *ranks))
@@ -160,7 +160,7 @@ def test_what_a_run_did_not_ask_about_stays(store: TokenStore, tmp_path: Path) -
 
 
 class Drifting(Scores):
-    """Says something else at every call, as rounding does where batches are others."""
+    """A fake engine with new values at every call, as rounding differs between batches."""
 
     def logps(self, batches: Sequence[Batch], *, reference: bool) -> list[Tensor] | None:
         self.factor += 1
@@ -168,7 +168,7 @@ class Drifting(Scores):
 
 
 def test_the_first_answer_counts(store: TokenStore, tmp_path: Path) -> None:
-    """Of five samples an epoch drops one; the epoch after asks about it, and about its neighbour again."""
+    """Each epoch drops one of five samples; a sample that is computed again with it keeps its first value."""
     made = prepare(store, tmp_path / "plans", "none", epochs=3)
     train = SplitFiles(made.train.stores, made.train.plans, 3, 6, drop_last=True)
     data, engine = PreparedData(train, None, "none", 0, 2, "identity", audit=None), Drifting()  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Token stores: what was written is read, and a torn one never is."""
+"""Token stores return the written sequences, and an incomplete store is never opened."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def make_store(
     per_sample: int = 1,
     vocab_size: int = 1000,
 ) -> TokenStore:
-    """A store of ``sequences``, written in chunks of two samples; without masks all is a target."""
+    """Return a store written in chunks of two samples; without masks, every token is a target."""
     every = masks or [[1] * len(ids) for ids in sequences]
     writer = StoreWriter(
         path, vocab_size=vocab_size, sequences_per_sample=per_sample, masked=masks is not None, format="text"
@@ -165,7 +165,7 @@ def test_the_digest_of_a_large_file_is_remembered(tmp_path: Path, monkeypatch: p
     assert not cache.exists()
     monkeypatch.setattr(store_module, "_MEMO_BYTES", 1)
     assert file_digest(path, cache) == small
-    monkeypatch.setattr(store_module.hashlib, "file_digest", None)  # not to be called again
+    monkeypatch.setattr(store_module.hashlib, "file_digest", None)  # must not be called again
     assert file_digest(path, cache) == small
     monkeypatch.undo()
     path.write_text("another")

@@ -35,7 +35,7 @@ MISTRAL = """
 {%- else -%}{{- ' ' + m.content + '<|eot|>' -}}{%- endif -%}
 {%- endfor -%}
 """
-# The stop token is outside of the marks ...
+# The stop token is outside of the generation marks.
 MARKS_SHORT = """
 {%- for m in messages -%}
 {{- '<|im_start|>' + m.role + '\\n' -}}
@@ -45,10 +45,10 @@ MARKS_SHORT = """
 {%- endfor -%}
 """
 MARKS_SHORT += ASK
-# ... and here the line break after it is inside.
+# The stop token and the line break after it are inside of the generation marks.
 CLOSE = "{{- '<|im_end|>\\n' -}}\n"
 MARKS_LONG = MARKS_SHORT.replace(CLOSE, "").replace("m.content", "m.content + '<|im_end|>\\n'")
-# Reasoning is dropped from all turns but the last, which always has some (as Qwen3 does).
+# Reasoning is dropped from all turns except the last, which always has some (as in Qwen3).
 DROPS_REASONING = """
 {%- for m in messages -%}
 {%- set answer = m.content.split('</think>')[-1].lstrip('\\n') -%}
@@ -58,7 +58,7 @@ DROPS_REASONING = """
 {%- endfor -%}
 """
 DROPS_REASONING += ASK
-# The generation prompt opens the reasoning; a finished turn has none (as DeepSeek R1 does).
+# The generation prompt opens the reasoning; a finished turn has none (as in DeepSeek R1).
 OPENS_REASONING = """
 {%- for m in messages -%}
 {%- if m.role == 'user' -%}{{- '<|user|>' + m.content -}}
@@ -89,7 +89,7 @@ CHAT = [
 
 
 def make_tokenizer(template: str | None = None) -> PreTrainedTokenizerBase:
-    """The embedded one, its own template replaced."""
+    """Return the embedded tokenizer, with ``template`` instead of its own if given."""
     tokenizer = AutoTokenizer.from_pretrained(PATH)
     if template is not None:
         tokenizer.add_special_tokens({"additional_special_tokens": ADDED})
@@ -98,7 +98,7 @@ def make_tokenizer(template: str | None = None) -> PreTrainedTokenizerBase:
 
 
 def targets(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The decoded text of every run of supervised tokens."""
+    """Return the decoded text of every run of supervised tokens."""
     runs = groupby(zip(encoded.input_ids, encoded.mask, strict=True), key=lambda pair: pair[1])
     return [tokenizer.decode([token for token, _ in run]) for on, run in runs if on]
 
@@ -187,7 +187,7 @@ def test_train_on_prompt_needs_no_turn_boundaries() -> None:
 
 
 def test_answer_that_merges_with_the_header_leaves_the_merged_token_out() -> None:
-    """The model is never asked to predict a token that is partly given to it."""
+    """A token that is partly in the prompt is not a target."""
     tokenizer = make_tokenizer(CHATML)
     messages = [CHAT[1], {"role": "assistant", "content": "\n\n        x = 1"}]
     encoded = encode_chat(messages, tokenizer)
@@ -207,14 +207,14 @@ def test_answer_that_merges_with_the_next_header_leaves_the_merged_token_out() -
 
 
 def test_padding_that_a_template_trims_before_it_rewrites_the_turn() -> None:
-    """Only a probe finds these turns, and outside of the padding it would be trimmed with it, or keep it."""
+    """The probe that finds these turns is put inside of the padding; outside, it would change trimming."""
     tokenizer = make_tokenizer(COUNTS_TURNS.replace("m.content", "m.content | trim"))
     padded = [{**message, "content": f" \n{message['content']}\n\n "} for message in CHAT]
     assert targets(encode_chat(padded, tokenizer), tokenizer) == with_stop("<|im_end|>")
 
 
 def test_offsets_that_leave_out_spaces() -> None:
-    """Many byte-level tokenizers say that a space covers no character: it must not slip into the answer."""
+    """A space whose offsets cover no character, as in many byte-level tokenizers, is not in the answer."""
     tokenizer = make_tokenizer(
         "{%- for m in messages -%}{{- m.role + ': ' + m.content + eos_token -}}{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"
@@ -295,7 +295,7 @@ def test_pair_with_train_on_prompt() -> None:
 
 
 def add_bos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """From here on the tokenizer puts it before every text, as Llama's does."""
+    """Make the tokenizer put a BOS token before every text, as Llama's does."""
     tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
     token = ("<|begin|>", tokenizer.bos_token_id)
     processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[token])

@@ -1,4 +1,4 @@
-"""Samples to stores: what is cut, dropped and counted; in workers as without; once for one content."""
+"""Samples are truncated, dropped and counted equally with and without workers, once per content."""
 
 import multiprocessing
 import os
@@ -40,12 +40,12 @@ def chat_encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
 
 
 def encoded(prompt: int, answer: int, first: int = 100) -> Encoded:
-    """Prompt tokens 0, 1, ...; answer tokens ``first``, ``first`` + 1, ..., the last one its stop token."""
+    """Return prompt tokens 0, 1, ... and answer tokens ``first``, ..., the last of which is a stop token."""
     ids = [*range(prompt), *range(first, first + answer)]
     return Encoded(ids, [False] * prompt + [True] * answer, prompt, stop_trained=True)
 
 
-# prompt, answers, max_length -> what is left of the prompt, of the answers
+# prompt, answers, max_length -> the kept tokens of the prompt and of each answer
 @pytest.mark.parametrize(
     ("prompt", "answers", "max_length", "prompt_left", "answers_left"),
     [
@@ -136,7 +136,7 @@ def test_a_mistake_in_a_record_is_reported_from_a_worker(chat_encoder: Encoder) 
 
 
 class Lethal(Encoder):
-    """A tokenizer that takes its process down, as one that runs out of memory does."""
+    """An encoder that ends its process, as one that runs out of memory does."""
 
     def __call__(self, items: Any) -> Any:  # noqa: ARG002
         os._exit(9)
@@ -161,7 +161,7 @@ def source(tmp_path: Path) -> FileSource:
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The stores that were written, as opposed to found."""
+    """Return a list of the stores that were written, which excludes those found in the cache."""
     written: list[Path] = []
     original = tokenize._write_store
 

@@ -1,4 +1,4 @@
-"""Which kernels are taken, and that fused ones change neither results nor other models."""
+"""The right kernels are chosen, and fused kernels change neither results nor other models."""
 
 from importlib.util import find_spec
 from unittest import mock
@@ -85,5 +85,5 @@ def test_one_model_is_fused_and_no_other(family: str) -> None:
 
 
 def is_bound(module: torch.nn.Module) -> bool:
-    """Whether this instance has liger's forward."""
+    """Return whether this instance has liger's forward."""
     return "liger" in getattr(vars(module).get("forward"), "__module__", "")

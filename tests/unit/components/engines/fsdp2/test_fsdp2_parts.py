@@ -1,4 +1,4 @@
-"""Where the weights of a layout lie, rank by rank, without ranks: nothing is sent while a model is built."""
+"""Each rank of a layout holds the right shards, checked in one process, as building a model sends nothing."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from tests.distributed.cases import fsdp2, make_engine, spec
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The rank and the world size that the next engine gets."""
+    """Yield a list of the rank and the world size of the next engine, which a test may change."""
     now = [0, 1]
 
     def join(_: str) -> torch.device:
@@ -37,7 +37,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("on", [fsdp2(2, tp=2, cp=2), fsdp2(4, dp_replicate=2, tp=2)], ids=str)
 def test_ranks_hold_every_element_as_often_as_there_are_copies(rank: list[int], on: FSDP2) -> None:
-    """With a vocabulary that neither tp nor the shards divide."""
+    """The number of copies is right even if neither tp nor the shards divide the vocabulary size."""
     weights = spec("uneven").weights(0)
     world, held = on.world_size({}, 0), dict[str, Tensor]()
     parts: dict[str, set[str]] = defaultdict(set)
@@ -59,7 +59,7 @@ def test_ranks_hold_every_element_as_often_as_there_are_copies(rank: list[int], 
 
 
 class OfOurOwn(LlamaForCausalLM):
-    """What a model folder with code of its own may bring."""
+    """A model class as a model folder with its own code may define it."""
 
 
 @pytest.mark.parametrize("kind", ["phi3", "llama"])
@@ -76,7 +76,7 @@ def test_a_model_without_a_plan_is_refused_under_tp_alone(kind: str) -> None:
 
 
 def test_a_vocabulary_that_nothing_divides_is_refused() -> None:
-    """161 rows by two, 32 columns by three."""
+    """161 rows cannot be divided by two, nor 32 columns by three."""
     model = spec("uneven").build(spec("uneven").config())
     options = EngineOptions(torch.float32, "cpu")
     message = r"parallelism\.dp: tp = 2 .* vocab_size = 161 .* 32 columns .* 3 ranks .* let these be 2 or 4"

@@ -1,4 +1,4 @@
-"""The table of Hugging Face names, against the names that transformers gives its parameters."""
+"""The table of Hugging Face names holds the parameter names of transformers."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def test_a_key_without_a_rule_is_named() -> None:
 
 
 def test_every_rule_can_be_reached() -> None:
-    """No key is taken by the rule of another."""
+    """No key matches the rule of another key."""
     for key, expected in TABLE.items():
         assert hf_names(key.format(layer=7, expert=3)) == tuple(
             name.format(layer=7, expert=3) for name in expected

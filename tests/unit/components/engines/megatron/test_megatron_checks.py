@@ -1,4 +1,4 @@
-"""What the Megatron engine refuses, word by word, and that Megatron itself would refuse the same splits."""
+"""The errors of the Megatron engine's checks; Megatron itself refuses the same splits of layers."""
 
 import itertools
 import re
@@ -29,7 +29,7 @@ SHAPE = {
 }
 
 LATENT = {"model_type": "deepseek_v3", "num_key_value_heads": 12, "first_k_dense_replace": 4}
-"""Without experts."""
+"""Latent attention without experts."""
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
 
 
@@ -44,7 +44,7 @@ def check(
     ranks: int = 1,
     **sizes: Any,
 ) -> None:
-    """What the parent process checks of ``parallelism=megatron`` with ``sizes``."""
+    """Run the checks of the parent process for ``parallelism=megatron`` with ``sizes``."""
     spec = ModelSpec(architecture=SHAPE | (shape or {}), freeze=freeze)
     model = spec.build(spec.config())
     options = EngineOptions(dtype, device, adapter=adapter)
@@ -58,7 +58,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it were installed, on a GPU."""
+    """Pretend that Transformer Engine is installed and that there is a GPU."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("components.engines.megatron.checks.find_spec", lambda _: object())
 
@@ -286,7 +286,7 @@ def test_a_gpu_cannot_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OwnLlama(LlamaForCausalLM):
-    """Code of the user's own, with another forward for all we know."""
+    """A model class of the user, whose forward pass may differ."""
 
 
 def test_another_model_of_the_same_type_is_refused() -> None:
@@ -359,7 +359,7 @@ def test_what_an_adapter_cannot_have() -> None:
         ("*.v_proj.*", "v_proj.weight", "q_proj.weight"),
         ("model.layers.3.mlp.gate_proj.weight", "layers.3.mlp.gate_proj", "layers.3.mlp.up_proj"),
         ("*.[qk]_proj.bias", "q_proj.bias", "v_proj.bias"),
-        # Megatron would compute no gradient for these biases, without a word.
+        # Megatron would compute no gradient for these biases, without an error.
         ("*.[qkv]_proj.weight", "q_proj.weight", "q_proj.bias"),
     ],
 )
@@ -387,7 +387,7 @@ def test_transformer_engine_must_be_installed(monkeypatch: pytest.MonkeyPatch) -
         check(**TE_RUN, transformer_impl="transformer_engine")
 
 
-# ---- Megatron as the judge
+# ---- comparison with Megatron itself
 
 SPLITS = list(itertools.product(range(1, 9), (2, 3, 4), (1, 2, 3), (None, 1, 2, 3, 4), (None, 1, 2, 3, 4)))
 PIECES = ["E", "|", "t", "L", "tt", "Et*2", "(t|)*2", "(tt|t)*2", "t,t*2", "t*", "(t", "2", "|t*2|"]
@@ -405,7 +405,7 @@ def accepts(chosen: Megatron, layers: int) -> bool:
 
 @pytest.fixture(scope="module")
 def megatron() -> Any:
-    """Megatron's verdict: the layers of every chunk, None where it raises."""
+    """Return a function that gives Megatron's number of layers of every chunk, or None if Megatron raises."""
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
@@ -439,7 +439,7 @@ def test_every_split_is_judged_as_megatron_does(megatron: Any) -> None:
         chosen = Megatron(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last)
         uneven = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
         held = megatron(layers, pp, vpp, **uneven)
-        # Of one layer over two stages with two in the last, Megatron makes -1 and 2.
+        # If one layer is split over two stages with two in the last, Megatron computes -1 and 2.
         fits = held is not None and min(held) > 0
         assert accepts(chosen, layers) == fits, (layers, pp, vpp, first, last)
         accepted += fits

@@ -1,4 +1,4 @@
-"""Joined micro-batches give what each gives alone."""
+"""Merged micro-batches give the same results as separate ones."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.unit.components.engines.shared.test_varlen_attention import model, pa
 
 
 def microbatches(path: Path) -> list[Batch]:
-    """With shared prompts, empty, and without any that is shared."""
+    """Return micro-batches with shared prompts, with no sequence, and without shared prompts."""
     store = make_pairs(path)
     shared, whole = (plan_pairs(store, shared=on, max_length=24) for on in (True, False))
     rows = [shared.row(0), shared.row(0)[:0], whole.row(0), shared.row(1)]
@@ -42,7 +42,7 @@ def test_a_joined_forward_is_that_of_each(tmp_path: Path) -> None:
 
 
 def test_labels_that_were_found_are_not_searched_again(tmp_path: Path) -> None:
-    """On a GPU the host would wait for the answer."""
+    """A second search would make the host wait for the GPU."""
     marked = [replace(batch, label_index=torch.tensor([0])) for batch in microbatches(tmp_path / "s")]
     assert len(merge(marked).labelled()) == len(marked)
 

@@ -1,4 +1,4 @@
-"""Terms of routers against the functions of transformers and of Megatron, which nobody here wrote."""
+"""Router losses equal the independent implementations of transformers and Megatron."""
 
 from collections.abc import Mapping, Sequence
 from unittest.mock import MagicMock
@@ -34,7 +34,7 @@ def padded(lengths: Sequence[int], width: int) -> Batch:
 
 
 def packed(lengths: Sequence[int], padding: int = 0) -> Batch:
-    """Sequences end to end, the last with padding behind it in its span."""
+    """Return sequences packed into one row, with padding after the last one in its span."""
     ids = torch.zeros((1, sum(lengths) + padding), dtype=torch.int64)
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     ends[-1] += padding
@@ -47,7 +47,7 @@ def route(logits: Tensor) -> RouterOutput:
 
 
 def totals(terms: MoELossConfig, batches: Sequence[tuple[Batch, Sequence[Tensor]]]) -> Mapping[str, Tensor]:
-    """Sums of the terms over layers, and the gradients of all logits, as one tensor each; counts too."""
+    """Return each term divided by its count and summed over layers, and the gradients of all logits."""
     kept, counts = routers(terms), [terms.counts(batch) for batch, _ in batches]
     total = {name: sum(count[name] for count in counts) for name in counts[0]}
     kept.begin(total, n_main=1)
@@ -74,7 +74,7 @@ def test_switch_is_that_of_transformers_layer_by_layer() -> None:
     mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     leaves = [logits.clone().requires_grad_() for logits in layers]
     expected = [load_balancing_loss_func((leaf,), EXPERTS, TOP_K, mask) for leaf in leaves]
-    # Theirs is K at an even load, ours (and Fedus et al.'s) 1.
+    # At an even load the loss of transformers is K; ours, like that of Fedus et al., is 1.
     (0.5 * torch.stack(expected).sum() / TOP_K).backward()
     found = totals(MoELossConfig("switch", 0.5), [(padded(lengths, width), layers)])
     torch.testing.assert_close(found[AUX].float(), torch.stack(expected).sum().detach() / TOP_K)
@@ -121,12 +121,12 @@ def test_z_loss_is_the_mean_square_of_logsumexp() -> None:
     "terms", [MoELossConfig("sequence", 0.3, z_loss_coef=0.2), MoELossConfig(z_loss_coef=0.2)]
 )
 def test_rows_packing_and_micro_batches_change_nothing(terms: MoELossConfig) -> None:
-    """Sequence-level and z-loss: eight sequences at once, in twos, alone, padded, and packed."""
+    """Sequence-level and z-loss are the same for eight sequences in batches of any size, padded or packed."""
     lengths = [3, 1, 4, 1, 5, 2, 6, 2]
     layers = [logits.split(lengths) for logits in logits_of(sum(lengths))]
 
     def tokens(indices: Sequence[int], width: int = 0) -> list[Tensor]:
-        """Of some sequences, padded with logits that must not count."""
+        """Return the logits of some sequences, padded with logits that must not contribute."""
         rows = [[layer[i] for i in indices] for layer in layers]
         fill = [[torch.full((max(width - len(x), 0), EXPERTS), 7.0) for x in row] for row in rows]
         pairs = (zip(row, pad, strict=True) for row, pad in zip(rows, fill, strict=True))
@@ -179,7 +179,7 @@ def test_a_layer_that_is_computed_again_counts_once() -> None:
 
 
 def test_biases_move_towards_an_even_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Megatron has it, on one rank."""
+    """The changes of biases equal Megatron's on one rank."""
     from components.engines.megatron.compat import cpu
 
     cpu.install()

@@ -1,4 +1,4 @@
-"""Whose words an out-of-memory error has."""
+"""The messages of out-of-memory errors name the step, the micro-batch and the remedy."""
 
 import pytest
 import torch

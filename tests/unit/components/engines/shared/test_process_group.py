@@ -1,4 +1,4 @@
-"""How long a collective waits for a peer that does not come."""
+"""The timeout of collectives when a peer is missing."""
 
 from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""Long sequences are cut by queries on the CPU; the oracle is softmax written out, in float64."""
+"""Attention over long sequences is split by queries on the CPU; the oracle is an explicit float64 softmax."""
 
 import math
 
@@ -12,7 +12,7 @@ OPTIONS = {"scale": None, "dropout": 0.0}
 
 
 def tensors(spans: list[int]) -> list[Tensor]:
-    """q with four heads, k and v with two, ``[1, heads, T, 8]``."""
+    """Return q with four heads, and k and v with two heads, each ``[1, heads, T, 8]``."""
     torch.manual_seed(0)
     return [torch.randn(1, heads, sum(spans), 8).requires_grad_() for heads in (4, 2, 2)]
 

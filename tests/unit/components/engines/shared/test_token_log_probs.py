@@ -1,4 +1,4 @@
-"""Chunked statistics against the same numbers from full logits."""
+"""Chunked statistics equal the same statistics from full logits."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CHUNKS = [1, 7, 1000]
 def make(
     *, dtype: torch.dtype = torch.float32, bias: bool = False, labelled: bool = True, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """hidden [3, 11, H], head weight, labels [3, 11] with about a third ignored, bias."""
+    """Return hidden [3, 11, H], head weight, labels [3, 11] with about a third ignored, and bias."""
     g = torch.Generator().manual_seed(0)
     hidden = (scale * torch.randn(3, 11, H, generator=g)).to(dtype).requires_grad_()
     weight = torch.randn(V, H, generator=g).to(dtype).requires_grad_()
@@ -38,7 +38,7 @@ def full(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) ->
 
 
 def mixed(stats: TokenStats) -> Tensor:
-    """A scalar that every statistic enters with its own weight at every position."""
+    """Return a sum in which every statistic has its own random weight at every position."""
     g = torch.Generator().manual_seed(1)
     parts = [stats.logps, stats.logsumexp, stats.mean_logp]
     return sum((torch.randn(p.shape, generator=g) * p).sum() for p in parts if p is not None)

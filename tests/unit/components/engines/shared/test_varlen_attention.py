@@ -1,4 +1,4 @@
-"""Packed equals padded equals one sequence at a time; the oracle is eager attention of transformers."""
+"""Packed, padded and single sequences give equal results; the oracle is eager attention of transformers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -85,7 +85,7 @@ def padded(rows: list[Tensor]) -> Batch:
 
 
 def run(lm: nn.Module, batch: Batch) -> list[Tensor]:
-    """Logits of every sequence, padding left out."""
+    """Return the logits of every sequence, without padding."""
     logits = lm(
         input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **attention_kwargs(batch)
     ).logits
@@ -114,7 +114,7 @@ def test_logits_and_gradients_equal_eager_attention_on_separate_sequences(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_contamination_is_seen(name: str) -> None:
-    """The same row taken as one sequence: the comparison above must be able to fail."""
+    """A row that is taken as one sequence gives other logits, so the comparison above can fail."""
     lm, batch = model(name, ATTENTION), packed(sequences())
     right = torch.cat(run(lm, batch))
     end = batch.input_ids.shape[1]

@@ -1,4 +1,4 @@
-"""Files that are written tensor by tensor, and tensors of a checkpoint that are read in parts."""
+"""Files are written tensor by tensor, and tensors of a checkpoint are read in parts."""
 
 import errno
 import gc
@@ -24,7 +24,7 @@ NAMES = {"model.layers.10.b": (3, 2), "model.layers.2.a": (5,), "ü": (7, 1), "l
 
 
 class Source:
-    """Weights of a model; ``most`` counts those that were alive at once."""
+    """The weights of a model; ``most`` is the largest number of tensors that existed at once."""
 
     def __init__(self, model: ModelSpec) -> None:
         self.weights, self.alive, self.most = model.weights(0), 0, 0
@@ -57,7 +57,7 @@ def test_a_folder_is_that_of_a_run_and_takes_the_memory_of_a_tensor(tmp_path: Pa
     gc.disable()
     stream_folder(model, shapes, source, tmp_path / "ours", dtype, shard_bytes=limit)
     gc.enable()
-    assert source.most <= 2  # the one before is let go of when the next is there
+    assert source.most <= 2  # a tensor is freed after the next one is created
     tensors = ((name, source(name).to(dtype)) for name in shapes)
     export_folder(model, tensors, tmp_path / "theirs", dtype, shard_bytes=limit)
     files = sorted(path.name for path in (tmp_path / "theirs").iterdir())

@@ -1,4 +1,4 @@
-"""Models with experts before they run: their parameters, arithmetic, memory and traffic."""
+"""Estimates for models with experts: parameters, FLOPs, memory and communication."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def described(architecture: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("architecture", FAMILIES.values(), ids=FAMILIES)
 def test_arithmetic_is_what_torch_counts(architecture: dict[str, Any]) -> None:
-    """Of transformers' own model, whose experts compute the tokens that chose them."""
+    """The FLOPs equal torch's count of transformers' model, whose experts compute only their own tokens."""
     fields, (rows, length) = dict(architecture), (2, 24)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     model = AutoModelForCausalLM.from_config(
@@ -83,7 +83,7 @@ def test_arithmetic_is_what_torch_counts(architecture: dict[str, Any]) -> None:
     found = train_flops(
         matmul_sizes(described(architecture)), sum_squared_seqlens=2 * rows * length**2, **sizes
     )
-    # Routers are a thousandth; rotary angles, of a size that does not matter.
+    # Routers are a thousandth of the FLOPs, and rotary angles are negligible.
     assert found == pytest.approx(counter.get_total_flops(), rel=3e-3)
 
 
@@ -130,7 +130,7 @@ def test_the_published_sizes(qwen3_30b: tuple[Experiment, Any]) -> None:
     assert sum(p.numel for p in found if p.of_experts) == OF_EXPERTS
     active = TOTAL - OF_EXPERTS * 120 // 128
     assert 3.3e9 < active < 3.4e9
-    # Beside the embedding, which is looked up, and the head: norms alone are no matrices.
+    # The linear sizes hold all active parameters except norms, the embedding (a lookup) and the head.
     sizes = matmul_sizes(qwen3_30b[1])
     assert active - sizes.linear - 2 * sizes.head == pytest.approx(0, abs=1e6)
 
@@ -141,7 +141,7 @@ def test_megatron_shares_experts_and_their_state(qwen3_30b: tuple[Experiment, An
     plain = TOTAL - OF_EXPERTS
     assert rank.parts["weights"] == 2 * (plain + OF_EXPERTS // 8)
     assert rank.parts["gradients"] >= 4 * (plain + OF_EXPERTS // 8)
-    # Experts that no other rank has are shared with none.
+    # Each expert is on one rank only, so its moments are not sharded further.
     assert rank.parts["moments"] == 8 * (plain // 8 + OF_EXPERTS // 8)
     wider = megatron(dp=32, ep=8, distributed_optimizer=True)
     (rank,) = memory(wider, 32, qwen3_30b)
@@ -205,13 +205,13 @@ def sent(layout: FSDP2 | Megatron, world_size: int) -> dict[str, float]:
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:
-    copies = 512 * 2 * 64 * 2  # a token to two experts, of which a half are elsewhere
+    copies = 512 * 2 * 64 * 2  # each token goes to two experts, half of which are on other ranks
     assert sent(fsdp2(4, ep=2), 4)["ep"] == 4 * 4 * copies / 2
     assert sent(fsdp2(2, cp=2, ep=2), 4)["ep"] == 4 * 4 * copies / 2 / 2
     full = fsdp2(4, ep=2, activation_checkpointing="full")
     assert sent(full, 4)["ep"] == 6 * 4 * copies / 2
     assert sent(megatron(dp=4, ep=4), 4)["ep"] == 4 * 4 * copies * 3 / 4
-    # Ranks of tp send a half of their tokens each.
+    # Each of the two tp ranks sends half of the tokens.
     assert sent(megatron(dp=2, tp=2, ep=2, sequence_parallel=True), 4)["ep"] == 4 * 4 * copies / 2 / 2
 
 

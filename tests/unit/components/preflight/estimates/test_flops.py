@@ -1,4 +1,4 @@
-"""FLOP counts against torch's own counter, and the peaks they are divided by."""
+"""FLOP counts equal those of torch's counter, and device peaks are right."""
 
 from typing import Any
 
@@ -51,8 +51,8 @@ def test_equals_what_torch_counts(architecture: dict[str, Any]) -> None:
     ids = torch.randint(96, (rows, length))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, use_cache=False).logits.sum().backward()
-    # Eager attention computes all pairs, of which causal attention needs half: twice the squared lengths.
-    # (Rotary angles are a matmul too, of a size that does not matter.)
+    # Eager attention computes all pairs, and causal attention needs half: hence twice the squared lengths.
+    # (Rotary angles are a matmul too, of negligible size.)
     found = train_flops(
         matmul_sizes(model),
         num_tokens=rows * length,
@@ -105,7 +105,7 @@ def test_only_layers_that_slide_have_a_window() -> None:
 
 
 def test_mfu() -> None:
-    """Of four devices that reach 1e12 FLOP/s each."""
+    """The peak is that of four devices with 1e12 FLOP/s each."""
     row = performance(Window(steps=1, tokens=8, flops=6e12, seconds=2.0), 4e12)
     assert row["perf/mfu"] == pytest.approx(0.75)
 

@@ -1,4 +1,4 @@
-"""Estimates of memory against the model's own parameters, and against each other; nothing is built or run."""
+"""Memory estimates are compared with the model's parameters and each other; nothing is built or run."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def experiment(*overrides: str) -> Experiment:
 
 
 def estimate(*overrides: str, **options: Any) -> list[RankMemory]:
-    """On GPUs, in bf16."""
+    """Return the estimated memory of the ranks on GPUs, in bf16."""
     made = experiment("run.dtype=bf16", *overrides)
     asked: dict[str, Any] = {"microbatch": WORKLOAD, "reference": "none", "adapter": made.adapter}
     step = MemoryInputs(
@@ -43,10 +43,10 @@ def test_stages_hold_the_model_between_them() -> None:
     made = experiment("model=llama3_70b").model
     numel = sum(p.numel() for p in made.build(made.config()).parameters())
     assert [rank.stage for rank in found] == [0, 1, 2, 3]
-    # Norms are whole on every rank of tp.
+    # Every tp rank holds whole norms.
     assert 8 * sum(rank.parts["weights"] for rank in found) == pytest.approx(2 * numel, rel=1e-3)
     assert 8 * 16 * sum(rank.parts["moments"] for rank in found) == pytest.approx(8 * numel, rel=1e-3)
-    # 1F1B: a stage has as many micro-batches under way as there are stages from it on.
+    # 1F1B: a stage holds as many micro-batches as there are stages from it to the last.
     assert found[0].parts["activations"] > 1.9 * found[2].parts["activations"]
 
 

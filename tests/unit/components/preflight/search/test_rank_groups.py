@@ -1,4 +1,4 @@
-"""Groups of large layouts, by hand."""
+"""The rank groups of large layouts equal hand-written ones."""
 
 from components.preflight.search.rank_groups import group_lines, group_rows, groups
 from tests.distributed.cases import fsdp2, megatron

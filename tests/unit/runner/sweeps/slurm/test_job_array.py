@@ -1,4 +1,4 @@
-"""What becomes of the outcomes of jobs that are over, and of Ctrl-C."""
+"""The final records of ended jobs, and the handling of Ctrl-C."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def settled(job: SubmittedJob, state: str, *, cancelled: bool = False, **left: Any) -> JobRecord:
-    """The outcome of a job that had written ``left`` of it."""
+    """Return the final record of a job that had written ``left`` before."""
     if left:
         job.sweep_job.write(JobRecord(**({"number": 2, "overrides": job.sweep_job.overrides} | left)))
     finalize_job(job, state, "Why", cancelled=cancelled)
@@ -85,7 +85,7 @@ def test_ctrl_c_asks_at_a_terminal(monkeypatch: pytest.MonkeyPatch, answer: Any,
 
 @pytest.fixture
 def squeue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Puts a ``squeue`` in front of the real one that runs the given lines of bash."""
+    """Return a function that puts a ``squeue`` with the given lines of bash in front of the real one."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
     (tmp_path / "bin").mkdir()
 

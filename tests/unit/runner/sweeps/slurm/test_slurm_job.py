@@ -1,4 +1,4 @@
-"""How one job of a sweep ends on each of its ranks: exit code, outcome, environment."""
+"""Exit code, record and environment of one job of a sweep on each of its ranks."""
 
 import math
 import os
@@ -32,7 +32,7 @@ def test_a_job(
     code: int,
     status: str,
 ) -> None:
-    """Rank 0, or a lone task, writes what became of it."""
+    """Only rank 0, or the only task, writes the record of the job."""
     environ = dict(os.environ) if rank is None else os.environ | {"RANK": rank}
     monkeypatch.setattr(os, "environ", environ)
     left: list[int] = []

@@ -1,4 +1,4 @@
-"""Every patch of megatron-core is needed, does what it says, and leaves the rest of the program alone."""
+"""Every patch of megatron-core is needed, works, and does not affect the rest of the program."""
 
 import logging
 import subprocess
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is pa
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """Megatron's process groups, of one rank."""
+    """Initialise Megatron's process groups with one rank."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -58,7 +58,7 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-# ---- what Megatron does with every symbol
+# ---- the use of every symbol in Megatron
 
 
 def makes_parameters_on_the_cpu() -> None:
@@ -157,7 +157,7 @@ def cuts_positions_for_context_parallelism() -> None:
     from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
 
     class Unpinned:
-        """torch as it would be with a GPU: pinning works."""
+        """A torch whose tensors can be pinned, as with a GPU."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
@@ -329,7 +329,7 @@ PROBES: dict[str, tuple[Callable[[], None], str]] = {
         "must be a type",
     ),
 }
-"""What Megatron does with the symbol, and what is said where it is not patched."""
+"""Symbol -> a function in which Megatron uses it, and the error of this function without the patch."""
 P2P = f"{CORE}.pipeline_parallel.p2p_communication._p2p_ops"
 LANGUAGE = f"{CORE}.models.common.language_module.language_module"
 TIED = f"{LANGUAGE}.LanguageModule.setup_embeddings_and_output_layer"
@@ -419,7 +419,7 @@ def test_a_replacement_during_a_call_ends_with_it() -> None:
 
 
 def test_a_replacement_during_a_call_is_for_its_own_thread() -> None:
-    """As where a checkpoint is written meanwhile, in which torch converts and names types."""
+    """A replacement does not affect other threads, such as a save in which torch converts and names types."""
     found: list[object] = []
 
     def call(tensor: Tensor) -> str:
@@ -480,7 +480,7 @@ def test_compiled_functions_still_trace() -> None:
 
 
 def test_a_start_of_megatron_prints_nothing() -> None:
-    """In a process of its own: warnings come once, at the first import."""
+    """The start needs its own process, because warnings are printed only at the first import."""
     code = (
         "import components.engines.megatron.runtime.engine\n"
         "from tests.distributed.cases import make_engine, megatron, next_token, share, step\n"

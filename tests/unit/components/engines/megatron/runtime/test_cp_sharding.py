@@ -1,6 +1,6 @@
-"""Shares of context-parallel ranks: nothing is lost, nothing is doubled, and padding never counts.
+"""Context-parallel ranks hold every token exactly once, and padding does not contribute.
 
-That the cut is the zig-zag that mcore expects is held against mcore itself in test_core_attention.py.
+test_core_attention.py checks against megatron-core itself that the split is the zig-zag it expects.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def lengths(seed: int) -> list[int]:
 
 
 def packed(lengths: list[int]) -> Batch:
-    """Every token is another one, so that a token names its place."""
+    """Return a packed batch of distinct tokens, so that a token identifies its place."""
     spans = torch.tensor(lengths, dtype=torch.int32)
     ids = torch.arange(1, sum(lengths) + 1)[None]
     return Batch(
@@ -173,7 +173,7 @@ def test_the_second_half_of_a_sequence_is_held_in_reverse() -> None:
 @pytest.mark.parametrize("cp", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_chunks_meet_the_keys_since_their_sequence_began(cp: int, seed: int) -> None:
-    """Against a search through the whole row, for the last query of every piece."""
+    """The keys of every chunk are those from the start of its sequence to its last query."""
     batch = packed(lengths(seed))
     shares = rows(batch, cp, 1)
     ends = shares[0].cu_seqlens
@@ -181,7 +181,7 @@ def test_chunks_meet_the_keys_since_their_sequence_began(cp: int, seed: int) -> 
     key = tuple(ends.tolist())
     joined = torch.cat([row.input_ids for row in shares], 1)[0]
     natural = joined[full_spans(key, cp, CPU).order]
-    # Tells padding of one sequence from that of another.
+    # Places distinguish the padding of different sequences.
     place = torch.arange(len(natural))
     placed = torch.empty_like(place)
     placed[full_spans(key, cp, CPU).order] = place

@@ -1,4 +1,4 @@
-"""What the Megatron engine keeps of its optimizers, where torch's own AdamW is not the one that steps."""
+"""The optimizer state that the Megatron engine saves for optimizers other than torch's AdamW."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from components.engines.megatron.runtime.state_dict import load_batches
 
 
 class CountsByGroup(torch.optim.Optimizer):
-    """As the fused Adam of Apex and transformer-engine: a step number for a group, made by the first step."""
+    """An optimizer whose first step creates a step count per group, as the Adam of Apex and TE does."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 1e-3})
@@ -56,7 +56,7 @@ def test_what_is_read_at_once_is_bounded(limit: int) -> None:
 
 
 def test_nothing_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every parameter is on the device that Megatron is told, norms of torch among them."""
+    """Every parameter, including torch's norms, is on the device that Megatron uses."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 

@@ -1,4 +1,4 @@
-"""Experts are chosen as transformers' own routers choose them."""
+"""Routers choose the same experts as the routers of transformers."""
 
 from typing import Any
 
