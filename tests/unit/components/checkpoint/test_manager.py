@@ -47,6 +47,7 @@ class FakeEngine:
 
 
 def policy(run: Path, keep_last: int = 2, **options: Any) -> CheckpointManager:
+    run.mkdir(exist_ok=True)
     options = {"model_only": False, "first_of_node": True} | options
     return CheckpointManager(run / "checkpoints", keep_last=keep_last, identity=IDENTITY, **options)
 
