@@ -142,6 +142,9 @@ def explained(error: Exception) -> int:
 def provenance() -> ConfigSources:
     """Return the provenance of the config of Hydra's current job."""
     state = HydraConfig.get()
+    for key in ("run.dir", "job.chdir", "output_subdir"):
+        if OmegaConf.select(state, key) not in (".", False, None):
+            raise ConfigError(f"hydra.{key}: nothing reads it; leave it out, and set run.output_dir.")
     folders = tuple(Path(s.path) for s in state.runtime.config_sources if s.schema == "file")
     choices = {group: option for group, option in state.runtime.choices.items() if option is not None}
     point = sweep_point() if state.mode is RunMode.MULTIRUN else None

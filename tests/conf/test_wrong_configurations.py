@@ -334,6 +334,59 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "code of a model of ours": (("model.trust_remote_code=true",), "model.trust_remote_code", "leave it out"),
     # ---- keys that need another
+    "profiler.steps of no profile": (("profiler.steps=[1,2]",), "profiler.steps", "profiler.enabled=true"),
+    "profiler.ranks of no profile": (("profiler.ranks=[0]",), "profiler.ranks", "profiler.enabled=true"),
+    "profiler.memory of no profile": (("profiler.memory=true",), "profiler.memory", "profiler.enabled=true"),
+    "profiler.shapes of no profile": (("profiler.shapes=true",), "profiler.shapes", "profiler.enabled=true"),
+    "profiler.stacks of no profile": (("profiler.stacks=true",), "profiler.stacks", "profiler.enabled=true"),
+    "checksums of nothing": (("checkpoint.verify=true",), "checkpoint.verify", "checkpoint.resume"),
+    "mismatch with nothing": (
+        ("checkpoint.allow_mismatch=true",),
+        "checkpoint.allow_mismatch",
+        "checkpoint.resume",
+    ),
+    "patience with nothing": (
+        ("early_stopping.patience=7",),
+        "early_stopping.patience",
+        "early_stopping.metric=eval/loss",
+    ),
+    "mode of no early stop": (
+        ("early_stopping.mode=max",),
+        "early_stopping.mode",
+        "early_stopping.metric=eval/loss",
+    ),
+    "mode of no best checkpoint": (
+        ("checkpoint.keep_best_mode=max",),
+        "checkpoint.keep_best_mode",
+        "checkpoint.keep_best=eval/loss",
+    ),
+    "default beside a size": (
+        ("parallelism=megatron_dp2", "parallelism.default_dp=4"),
+        "parallelism.default_dp",
+        "parallelism.dp=null",
+    ),
+    "default beside shards": (
+        ("parallelism=fsdp2", "parallelism.dp_shard=2", "parallelism.default_dp=4"),
+        "parallelism.default_dp",
+        "parallelism.dp=null",
+    ),
+    "folder of Hydra": (("hydra.run.dir=elsewhere",), "hydra.run.dir", "run.output_dir"),
+    "working directory of Hydra": (("hydra.job.chdir=true",), "hydra.job.chdir", "run.output_dir"),
+    "long documents that are cut": (
+        ("stage=pt", "data.long_samples=drop"),
+        "data.long_samples",
+        "data.packing=bfd",
+    ),
+    "a metric that no evaluation has": (
+        ("early_stopping.metric=eval/banana", "run.eval_every=1"),
+        "early_stopping.metric: evaluations do not report 'eval/banana'",
+        "use one of eval/loss.",
+    ),
+    "a metric of another stage": (
+        ("stage=kto", "checkpoint.keep_best=eval/nll", "run.eval_every=1"),
+        "checkpoint.keep_best",
+        "eval/rewards/chosen",
+    ),
     "sequence parallelism alone": (
         (ON + "cp2", "parallelism.sequence_parallel=true"),
         "parallelism.sequence_parallel",
