@@ -7,13 +7,14 @@ base=DIR        only with adapter: the base model, if it is not at the path reco
 dtype=fp32      or bf16: dtype of the written weights; default: that of checkpoint's run, fp32 with adapter
 """
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from components.contracts.errors import ConfigError
-from runner.cli import exit_code
+from runner.cli import answered, exit_code
 from runner.config.sources import ConfigSources, did_you_mean
 
 KEYS = {
@@ -41,7 +42,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
         allowed = KEYS[key]
         if allowed is not None and value not in allowed:
             raise ConfigError(f"{argument}: must be {' or '.join(allowed)}.")
-        given[key] = value
+        given[key] = os.path.expanduser(value)
     if "output" not in given:
         raise ConfigError(f"output: is missing. Usage: {(__doc__ or '').splitlines()[0]}")
     if ("checkpoint" in given) == ("adapter" in given):
@@ -110,4 +111,4 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
 
 
 def main() -> NoReturn:
-    sys.exit(exit_code(lambda: export(sys.argv[1:])))
+    sys.exit(exit_code(lambda: answered(sys.argv[1:], __doc__) or export(sys.argv[1:])))
