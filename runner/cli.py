@@ -6,12 +6,14 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import hydra
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
@@ -31,6 +33,9 @@ from runner.search_path import program_first
 from runner.standard_streams import survive_closed_streams
 from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob
 from runner.sweeps.sweep import finish_sweep, run_point
+
+PATHS = {"model": "model=hf model.path", "data": "data=files data.train"}
+"""Groups whose option a user may confuse with a path -> how a path is given."""
 
 
 def config_dir() -> str:
@@ -76,8 +81,11 @@ def as_given(state: DictConfig) -> tuple[str, ...]:
 def command() -> int:
     """Execute the command of ``sys.argv``; return the exit code."""
     os.environ.pop(SWEEP_FOLDER, None)
+    # Hydra's grammar has no "~", which a shell leaves as it is after "=".
+    home = os.path.expanduser("~")
+    sys.argv = [sys.argv[0], *(re.sub(r"(?<=[=,:\[ ])~(?=/)", home, word) for word in sys.argv[1:])]
     if sys.argv[1:] == ["--version"]:  # Hydra would print its own
-        return exit_code(lambda: print(distribution().name, distribution().version))
+        return exit_code(print_version)
     if is_sweep(sys.argv) and RankInfo.read().launched:
         return explained(
             ConfigError(
@@ -87,6 +95,21 @@ def command() -> int:
         )
     code = exit_code(job)
     return finish_sweep(Path(os.environ[SWEEP_FOLDER]), code) if SWEEP_FOLDER in os.environ else code
+
+
+def print_version() -> None:
+    print(distribution().name, distribution().version)
+
+
+def answered(arguments: Sequence[str], usage: str | None) -> bool:
+    """Print the answer to ``--help`` or ``--version``; return whether one of them was asked for."""
+    if "--help" in arguments or "-h" in arguments:
+        print((usage or "").replace("``", "").strip())
+    elif "--version" in arguments:
+        print_version()
+    else:
+        return False
+    return True
 
 
 def main() -> None:
@@ -131,7 +154,7 @@ def explained(error: Exception) -> int:
         mark = error.problem_mark
         error = ConfigError(f"{mark.name}:{mark.line + 1}: malformed YAML: {error.problem}; correct it.")
     if type(error) is ValueError and "Config group override must be" in str(error):
-        error = ConfigError(nothing_chosen())
+        error = ConfigError(no_name_of_an_option())
     if isinstance(error, HydraException | OmegaConfBaseException):
         error = ConfigError(short_message(error))
     if not isinstance(error, ConfigError | TrainingError):
@@ -144,6 +167,9 @@ def explained(error: Exception) -> int:
 def provenance() -> ConfigSources:
     """Return the provenance of the config of Hydra's current job."""
     state = HydraConfig.get()
+    for key in ("run.dir", "job.chdir", "output_subdir"):
+        if OmegaConf.select(state, key) not in (".", False, None):
+            raise ConfigError(f"hydra.{key}: nothing reads it; leave it out, and set run.output_dir.")
     folders = tuple(Path(s.path) for s in state.runtime.config_sources if s.schema == "file")
     choices = {group: option for group, option in state.runtime.choices.items() if option is not None}
     point = sweep_point() if state.mode is RunMode.MULTIRUN else None
@@ -160,19 +186,39 @@ OmegaConf.register_new_resolver("unless", default_unless_set, replace=True)
 
 def resolved(config: DictConfig, where: ConfigSources) -> Json:
     """Return the config with every interpolation replaced. Raises ConfigError if a value is missing."""
+    decode_environment(config)
     try:
-        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        return expand_home(plain)  # type: ignore[return-value]
     except MissingMandatoryValue as error:
         key = str(error.full_key)
         raise ConfigError(f"{key} ({where.of(key)}): needs a value; give {key}=VALUE.") from error
 
 
+def decode_environment(config: DictConfig) -> None:
+    """Replace ``${oc.env:NAME}``, which is text, by the number or switch it spells, except for text keys."""
+    raw = OmegaConf.to_container(config, resolve=False)
+    found = [key for key, value in leaves("", raw) if str(value).startswith("${oc.env:")]
+    defaults = dict(leaves("", default_config())) if found else {}
+    for key in found:
+        if not isinstance(defaults.get(key), str):
+            OmegaConf.update(config, key, yaml.safe_load(str(OmegaConf.select(config, key))))
+
+
+def expand_home(node: object) -> object:
+    """Replace a leading ``~/`` by the user's home in every text of ``node``; only paths begin like that."""
+    if isinstance(node, dict):
+        return {key: expand_home(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [expand_home(value) for value in node]
+    return os.path.expanduser(node) if isinstance(node, str) and node.startswith("~/") else node
+
+
 def short_message(error: Exception) -> str:
     """Return Hydra's message in one or two lines, with the nearest match for a misspelt word."""
     text = str(error)
-    if option := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text):
-        group, word = option.groups()
-        return f"{group}={word}: there is no such option; {did_you_mean(word, group_options(group))}"
+    if option := re.search(r"Could not (?:find|load) '((?:hydra/)?[^'/]+)/([^']+)'", text):
+        return unknown_option(*option.groups())
     if key := re.search(r"Could not override '(logger)\.(\w+)\.", text):
         group, name = key.groups()
         if name in group_options(group) and not any(
@@ -189,11 +235,20 @@ def short_message(error: Exception) -> str:
     return " ".join(lines[:2])
 
 
-def nothing_chosen() -> str:
-    """Return the message for ``group=null``, which Hydra refuses with a bare ValueError."""
-    groups = [word.partition("=")[0] for word in sys.argv[1:] if word.lower().endswith("=null")]
-    group = next(filter(group_options, groups), "a group")
-    return f"{group} (the command line): null is not an option; {did_you_mean('null', group_options(group))}"
+def unknown_option(group: str, word: str) -> str:
+    path = group in PATHS and ("/" in word or "." in word)
+    hint = f"use {PATHS[group]}={word}." if path else did_you_mean(word, group_options(group))
+    return f"{group}={word}: there is no such option; {hint}"
+
+
+def no_name_of_an_option() -> str:
+    """Return the message for ``group=null`` or ``group=5``, which Hydra refuses with a bare ValueError."""
+    for word in sys.argv[1:]:
+        group, _, value = word.partition("=")
+        if (options := group_options(group)) and not isinstance(yaml.safe_load(value), str | list):
+            hint = did_you_mean(value, options)
+            return f"{group} (the command line): {value} is not an option; {hint}"
+    return "the command line: a group has no option; name one, as in optimizer=adamw."
 
 
 def config_dirs() -> list[Path]:
@@ -208,11 +263,16 @@ def group_options(group: str) -> list[str]:
 
 
 def known_keys() -> list[str]:
-    """Return the dotted keys of the composition with the command line's groups, and all groups."""
+    """Return the dotted keys of ``default_config``, and all groups."""
     groups = [path.name for path in Path(config_dir()).iterdir() if path.is_dir()]
-    with initialize_config_dir(config_dir(), version_base="1.3"):
-        config = OmegaConf.to_container(compose("config", [*filter(is_choice, sys.argv[1:])]), resolve=False)
-    return [*leaf_keys("", config), *groups]
+    return [*(key for key, _ in leaves("", default_config())), *groups]
+
+
+def default_config() -> object:
+    """Return the composition with only the command line's groups, without resolving interpolations."""
+    running = GlobalHydra.instance().is_initialized()
+    with nullcontext() if running else initialize_config_dir(config_dir(), version_base="1.3"):
+        return OmegaConf.to_container(compose("config", [*filter(is_choice, sys.argv[1:])]), resolve=False)
 
 
 def is_choice(argument: str) -> bool:
@@ -222,7 +282,8 @@ def is_choice(argument: str) -> bool:
     return all(path.is_file() for path in files)
 
 
-def leaf_keys(prefix: str, node: object) -> list[str]:
+def leaves(prefix: str, node: object) -> list[tuple[str, object]]:
+    """Return the dotted keys and the values of all leaves of ``node``."""
     if not isinstance(node, dict):
-        return [prefix.rstrip(".")]
-    return [leaf for key, value in node.items() for leaf in leaf_keys(f"{prefix}{key}.", value)]
+        return [(prefix.rstrip("."), node)]
+    return [leaf for key, value in node.items() for leaf in leaves(f"{prefix}{key}.", value)]

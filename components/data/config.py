@@ -103,6 +103,11 @@ class Data(ABC):
         if kind == "text" and self.train_on_prompt:
             raise ConfigError("data.train_on_prompt: a document has no prompt; leave it out with stage=pt.")
         cache, packing = cache_folder(self.cache_dir), self.resolve_packing(kind)
+        if packing == "concat" and self.long_samples != "truncate":
+            raise ConfigError(
+                f"data.long_samples: is {self.long_samples}, but data.packing=concat cuts documents across "
+                "rows, and none is too long; leave it out, or use data.packing=bfd."
+            )
         self._check_share_prompt(kind, packing)
         # Documents that are cut across rows may have any length.
         limit = None if packing == "concat" else self.max_length

@@ -25,6 +25,7 @@ from components.contracts.json_types import Json
 from components.data.tokenizer import PATH as EMBEDDED_TOKENIZER
 from components.models.checkpoint_weights import INIT_FROM, checkpoint_content, checkpoint_weights
 from components.models.checks import check_config, check_model, check_moe_losses
+from components.models.config_values import UNBUILDABLE, check_values, wrong_field
 from components.models.experts import unfuse_experts
 from components.models.freeze import freeze
 from components.models.generate import add_tokenizer, generate
@@ -79,7 +80,14 @@ class ModelSpec:
                 "model.init=random the weights; use model=hf or model.init=pretrained."
             )
         if self.revision is not None and not self._reads_path:
-            raise ConfigError("model.revision: is not read with model.init=random and model.architecture.")
+            raise ConfigError(
+                "model.revision: is not read with model.init=random and model.architecture; leave it out."
+            )
+        if self.trust_remote_code and not self._reads_path and self.tokenizer is None:
+            raise ConfigError(
+                "model.trust_remote_code: no code is read with model.init=random, model.architecture and the "
+                "embedded tokenizer; leave it out."
+            )
 
     @property
     def has_auxiliary_losses(self) -> bool:
@@ -93,6 +101,11 @@ class ModelSpec:
     @property
     def _reads_path(self) -> bool:
         return self.init == "pretrained" or self.architecture is None
+
+    @property
+    def _fields(self) -> str:
+        """What stands before the name of a field of the model's configuration in a message."""
+        return f"model.path={self.path}: config.json: " if self._reads_path else "model.architecture."
 
     def folder(self, *, weights: bool = False) -> Path:
         """Return the local folder with the files of ``path``, downloading them if needed."""
@@ -112,6 +125,7 @@ class ModelSpec:
         else:
             assert self.architecture is not None
             config = make_config(self.architecture)
+        check_values(config.get_text_config(), self._fields)
         check_config(config)
         # With a cache, transformers ignores the boundaries of packed sequences.
         config.use_cache = False
@@ -138,17 +152,24 @@ class ModelSpec:
             ConfigError: if transformers cannot build the model, our engines cannot train it
                 (``check_model``), a pattern of ``freeze`` matches no parameter, or all parameters are frozen.
         """
-        try:
+
+        def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(
+                return AutoModelForCausalLM.from_config(
                     copy.deepcopy(config),
                     dtype=torch.float32,
                     attn_implementation=attention,
                     trust_remote_code=self.trust_remote_code,
                 )
-        except (*INVALID, AssertionError, ImportError, RuntimeError, ZeroDivisionError) as error:
+
+        try:
+            model = on_meta(config)
+        except UNBUILDABLE as error:
+            name = wrong_field(config, on_meta)
+            field = "model" if name is None else f"{self._fields}{name}: is {getattr(config, name)}"
+            reason = one_line(error).rstrip(".")
             raise ConfigError(
-                f"model: transformers cannot build this {config.model_type}: {one_line(error)}"
+                f"{field}: transformers cannot build this {config.model_type}: {reason}; correct it."
             ) from error
         append_mtp_layers(model)
         unfuse_experts(model)

@@ -17,12 +17,16 @@ INVALID = (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError
 """Exceptions of transformers for configurations that it cannot build."""
 
 ELSEWHERE = {
+    "dtype": "run.dtype",
     "output_router_logits": "model.moe.aux_loss",
     "router_aux_loss_coef": "model.moe.aux_loss_coef",
     "num_mtp_layers": "model.mtp.num_layers",
     "num_nextn_predict_layers": "model.mtp.num_layers",
 }
 """Configuration fields that would be ignored -> the option to use instead."""
+
+NO_EFFECT = ("output_attentions", "output_hidden_states", "return_dict", "use_cache")
+"""Configuration fields that change nothing in training."""
 
 UNDECLARED = {"qwen3_moe": {"head_dim"}}
 """Fields that a model reads and files contain, but that transformers does not declare."""
@@ -48,6 +52,8 @@ def make_config(architecture: Config) -> PreTrainedConfig:
     for key in fields:
         if key in ELSEWHERE:
             raise ConfigError(f"model.architecture.{key}: is not read; use {ELSEWHERE[key]}.")
+        if key in NO_EFFECT:
+            raise ConfigError(f"model.architecture.{key}: changes nothing in training; leave it out.")
         if key not in known:
             raise ConfigError(
                 f"model.architecture.{key}: {kind.__name__} has no such field.{closest_word(key, known)}"
@@ -57,6 +63,7 @@ def make_config(architecture: Config) -> PreTrainedConfig:
     except INVALID as error:
         raise ConfigError(f"model.architecture: {one_line(error)}") from error
     check_rope(config)
+    check_sliding(fields, config)
     return config
 
 
@@ -115,6 +122,18 @@ def check_rope(config: PreTrainedConfig) -> None:
         raise ConfigError(
             f"model.architecture.rope_parameters.rope_type: no {rope_type!r}.{closest_word(rope_type, known)}"
         )
+
+
+def check_sliding(fields: Config, config: PreTrainedConfig) -> None:
+    """Raise ConfigError if ``fields`` set a sliding window, and no layer of ``config`` has one."""
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    for key in ("sliding_window", "use_sliding_window"):
+        if fields.get(key) and "sliding_attention" not in layers:
+            raise ConfigError(
+                f"model.architecture.{key}: is {fields[key]}, but every layer of this {config.model_type} "
+                "attends to all positions; set sliding_window, use_sliding_window=true and a "
+                "max_window_layers below num_hidden_layers, or leave it out."
+            )
 
 
 def closest_word(word: str, known: Iterable[str]) -> str:

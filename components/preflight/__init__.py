@@ -23,6 +23,7 @@ from components.preflight.checks import (
 )
 from components.preflight.engine_layouts import known_parts
 from components.preflight.estimates.device_specs import Device, find_device
+from components.preflight.eval_metrics import check_watched_metric
 from components.preflight.report import Report, survey
 from components.preflight.search.candidate import Candidate
 from components.preflight.search.memory_advice import check_fits
@@ -48,6 +49,7 @@ __all__ = [
     "check_shared_name",
     "check_shared_prompt",
     "check_start",
+    "check_watched_metric",
     "find_device",
     "known_parts",
     "next_batch",

@@ -2,8 +2,10 @@
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
@@ -32,7 +34,8 @@ def make_folder(config: DictConfig) -> Path:
     """Create the folder of a sweep and return it.
 
     Raises:
-        ConfigError: if the folder cannot be made, or the name of Optuna's study is not that of a folder.
+        ConfigError: if the folder cannot be made, a swept key has no value, or the name of Optuna's study
+            is not that of a folder.
     """
     from runner.cli import as_given
 
@@ -41,6 +44,7 @@ def make_folder(config: DictConfig) -> Path:
         raise ConfigError(
             f"hydra.sweeper.study_name: {study!r} is not a folder name; leave out '/' and a leading '.'."
         )
+    check_values([*as_given(config.hydra), *swept_parameters(config)])
     try:
         create_sweep(folder, as_given(config.hydra))
         if study is None:  # Optuna's sweeper leaves its own pruner, once no other command is at the folder
@@ -50,3 +54,21 @@ def make_folder(config: DictConfig) -> Path:
             f"run.output_dir: cannot make {folder}: {error.strerror}; name another folder."
         ) from error
     return folder
+
+
+def swept_parameters(config: DictConfig) -> list[str]:
+    """Return ``hydra.sweeper.params``, which a sweep file sets, as overrides."""
+    return [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+
+
+def check_values(overrides: Sequence[str]) -> None:
+    """Raise ConfigError if a swept key has no value, because no job would run."""
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        if not (override.is_sweep_override() and override.is_discrete_sweep()):
+            continue
+        try:
+            reason = "has no value" if next(override.sweep_string_iterator(), None) is None else None
+        except ValueError as error:
+            reason = str(error)
+        if reason is not None:
+            raise ConfigError(f"{override.input_line} (the command line): {reason}; give at least one value.")

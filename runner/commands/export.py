@@ -9,13 +9,14 @@ trust=[MODULE]  only with checkpoint: further modules whose classes the run's co
 trust_remote_code=true  only with checkpoint: run the code that the run's model brings with it
 """
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from components.contracts.errors import ConfigError
-from runner.cli import exit_code
+from runner.cli import answered, exit_code
 from runner.config.sources import ConfigSources, did_you_mean
 
 KEYS = {
@@ -45,7 +46,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
         allowed = KEYS[key]
         if allowed is not None and value not in allowed:
             raise ConfigError(f"{argument}: must be {' or '.join(allowed)}.")
-        given[key] = value
+        given[key] = os.path.expanduser(value)
     if "output" not in given:
         raise ConfigError(f"output: is missing. Usage: {(__doc__ or '').splitlines()[0]}")
     if ("checkpoint" in given) == ("adapter" in given):
@@ -129,4 +130,8 @@ def trusted_modules(value: str) -> tuple[str, ...]:
 
 
 def main() -> NoReturn:
-    sys.exit(exit_code(lambda: export(sys.argv[1:])))
+    def task() -> None:
+        if not answered(sys.argv[1:], __doc__):
+            export(sys.argv[1:])
+
+    sys.exit(exit_code(task))

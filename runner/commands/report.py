@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from components.contracts.errors import ConfigError
 from components.report import Entry, write_page
-from runner.cli import exit_code
+from runner.cli import answered, exit_code
 from runner.sweeps.job_record import JobRecord, read_job_records
 
 
@@ -43,10 +43,10 @@ def parse(arguments: Sequence[str]) -> tuple[Path, Path]:
             raise ConfigError(f"{key}: is not an option; the only one is output=FILE. {usage}")
     if len(folders) != 1:
         raise ConfigError(f"FOLDER: {len(folders)} are given; give one. {usage}")
-    folder = Path(folders[0]).absolute()
+    folder = Path(folders[0]).expanduser().absolute()
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give that of a run, of a sweep, or of runs.")
-    output = Path(options.get("output", folder / "report.html")).absolute()
+    output = Path(options.get("output", folder / "report.html")).expanduser().absolute()
     if output.is_dir():
         raise ConfigError(
             f"output: {output} is a folder; name a file in it, such as output={output}/report.html."
@@ -93,4 +93,8 @@ def where_now(sweep: Path, folder: Path) -> Path:
 
 
 def main() -> NoReturn:
-    sys.exit(exit_code(lambda: report(sys.argv[1:])))
+    def task() -> None:
+        if not answered(sys.argv[1:], __doc__):
+            report(sys.argv[1:])
+
+    sys.exit(exit_code(task))

@@ -34,11 +34,8 @@ class ConfigSources:
         """Return the source of the dotted ``key``: the command line, an experiment file, or a config file."""
         if self.run_folder is not None:
             return str(self.run_folder / "config.yaml")
-        if any(name_of(override) == key for override in self.overrides):
-            return COMMAND_LINE
-        experiment = self._file("experiment", self.choices.get("experiment"))
-        if experiment is not None and contains(yaml.safe_load(experiment.read_text()), key.split(".")):
-            return display(experiment)
+        if (chooser := self._chooser(key)) is not None:
+            return chooser
         group, *rest = key.split(".")
         # In a group with several chosen options (logger), each option has its own node.
         group_file = self._file(group, self.choices.get(group) or next(iter(rest), None))
@@ -47,6 +44,18 @@ class ConfigSources:
     def given(self, key: str) -> bool:
         """Return whether the value of ``key`` was set outside of conf/config.yaml."""
         return self.of(key) != CONFIG
+
+    def chosen(self, key: str) -> bool:
+        """Return whether the command line or an experiment file sets ``key``."""
+        return self._chooser(key) is not None
+
+    def _chooser(self, key: str) -> str | None:
+        if any(name_of(override) == key for override in self.overrides):
+            return COMMAND_LINE
+        experiment = self._file("experiment", self.choices.get("experiment"))
+        if experiment is not None and contains(yaml.safe_load(experiment.read_text()), key.split(".")):
+            return display(experiment)
+        return None
 
     def _file(self, group: str, option: str | None) -> Path | None:
         candidates = (folder / group / f"{option}.yaml" for folder in self.search_path)

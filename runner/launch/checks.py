@@ -24,6 +24,7 @@ from runner.config.sources import ConfigSources
 from runner.launch.plan import PreparedRun, make_candidate
 from runner.launch.restart import begun_by_this_job
 from runner.launch.run_record import has_completed
+from runner.launch.unread_options import check_unread_options
 from runner.logging_setup import log_to
 from runner.training.rank import engine_options
 
@@ -175,7 +176,14 @@ def check_launch(
         ConfigError: if the config or one of these options is wrong.
     """
     experiment = build_experiment(config, where)
+    check_unread_options(experiment, config, where)
     run, ahead, checkpoint = experiment.run, experiment.preflight, experiment.checkpoint
+    for key, metric in (
+        ("checkpoint.keep_best", checkpoint.keep_best),
+        ("early_stopping.metric", experiment.early_stopping.metric),
+    ):
+        if metric is not None:
+            preflight.check_watched_metric(metric, experiment.stage, key)
     if checkpoint.init_from is not None:  # so that ranks read the checkpoint that is the newest now
         config = {**config, "checkpoint": {**config["checkpoint"], "init_from": checkpoint.init_from}}
     reference = resolve_reference(experiment.stage, experiment.model, experiment.adapter)

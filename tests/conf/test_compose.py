@@ -163,3 +163,11 @@ def test_the_composed_config_is_the_golden_one(golden: str, overrides: list[str]
     command = [sys.executable, "-m", "runner", "--cfg", "job", *overrides]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed == (GOLDEN / f"{golden}.yaml").read_text()
+
+
+def test_a_variable_of_the_environment_may_be_a_number_or_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEED", "7")
+    values = ("run.seed=${oc.env:SEED}", "run.name='${oc.env:SEED}'", "run.log_every='${oc.env:NONE,3}'")
+    assert call_here(f"run.output_dir={tmp_path}", "preflight.mode=only", *values) == 0

@@ -214,6 +214,179 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "adapter.modules_to_save: model.layers.1.mlp.gate",
         "leave it out",
     ),
+    # ---- values of a model that no run could be trained with
+    "no hidden units": (
+        ("model.architecture.hidden_size=0",),
+        "model.architecture.hidden_size: is 0",
+        "1 or more",
+    ),
+    "negative width": (
+        ("model.architecture.hidden_size=-64",),
+        "model.architecture.hidden_size: is -64",
+        "1 or more",
+    ),
+    "no columns of the MLP": (
+        ("model.architecture.intermediate_size=0",),
+        "model.architecture.intermediate_size",
+        "1 or more",
+    ),
+    "no layers": (
+        ("model.architecture.num_hidden_layers=0",),
+        "model.architecture.num_hidden_layers",
+        "1 or more",
+    ),
+    "no heads": (
+        ("model.architecture.num_attention_heads=0",),
+        "model.architecture.num_attention_heads",
+        "1 or more",
+    ),
+    "heads of no width": (("model.architecture.head_dim=0",), "model.architecture.head_dim", "1 or more"),
+    "no words": (("model.architecture.vocab_size=0",), "model.architecture.vocab_size", "1 or more"),
+    "no positions": (
+        ("model.architecture.max_position_embeddings=0",),
+        "model.architecture.max_position_embeddings",
+        "1 or more",
+    ),
+    "latents of no width": (
+        ("model=deepseek_tiny", "model.architecture.kv_lora_rank=0"),
+        "model.architecture.kv_lora_rank",
+        "1 or more",
+    ),
+    "initial weights that are no numbers": (
+        ("model.architecture.initializer_range=nan",),
+        "model.architecture.initializer_range: is nan",
+        "finite",
+    ),
+    "initial weights with a negative spread": (
+        ("model.architecture.initializer_range=-1.0",),
+        "model.architecture.initializer_range",
+        "0 or more",
+    ),
+    "dropout over 1": (
+        ("+model.architecture.attention_dropout=2",),
+        "model.architecture.attention_dropout: is 2",
+        "below 1",
+    ),
+    "norm that is no number": (
+        ("model.architecture.rms_norm_eps=nan",),
+        "model.architecture.rms_norm_eps: is nan",
+        "finite",
+    ),
+    "norm of a negative constant": (
+        ("model.architecture.rms_norm_eps=-1.0",),
+        "model.architecture.rms_norm_eps",
+        "0 or more",
+    ),
+    "rope without a base": (
+        ("model.architecture.rope_parameters.rope_theta=0",),
+        "model.architecture.rope_parameters.rope_theta: is 0",
+        "above 0",
+    ),
+    "rope of an infinite base": (
+        ("model.architecture.rope_parameters.rope_theta=inf",),
+        "model.architecture.rope_parameters.rope_theta",
+        "finite",
+    ),
+    "padding outside of the vocabulary": (
+        ("+model.architecture.pad_token_id=99999999",),
+        "model.architecture.pad_token_id: is 99999999",
+        "correct it",
+    ),
+    "unknown activation": (
+        ("model.architecture.hidden_act=banana",),
+        "model.architecture.hidden_act: is banana",
+        "correct it",
+    ),
+    "a size that overflows": (
+        ("model.architecture.hidden_size=1000000000000000000",),
+        "model.architecture.hidden_size",
+        "correct it",
+    ),
+    "a field of GPT-2": (
+        (
+            "~model.architecture",
+            "+model.architecture={model_type: gpt2, n_embd: 0, n_layer: 2, n_head: 2, vocab_size: 8192, "
+            "bos_token_id: 0, eos_token_id: 0}",
+        ),
+        "model.architecture.n_embd: is 0",
+        "1 or more",
+    ),
+    # ---- fields of a model that nothing reads
+    "window without its switch": (
+        ("+model.architecture.sliding_window=64",),
+        "model.architecture.sliding_window",
+        "use_sliding_window=true",
+    ),
+    "window of no layer": (
+        ("+model.architecture.use_sliding_window=true",),
+        "model.architecture.use_sliding_window",
+        "max_window_layers",
+    ),
+    "cache in training": (
+        ("+model.architecture.use_cache=true",),
+        "model.architecture.use_cache",
+        "leave it out",
+    ),
+    "dtype of the architecture": (
+        ("+model.architecture.dtype=bfloat16",),
+        "model.architecture.dtype",
+        "use run.dtype",
+    ),
+    "code of a model of ours": (("model.trust_remote_code=true",), "model.trust_remote_code", "leave it out"),
+    # ---- keys that need another
+    "profiler.steps of no profile": (("profiler.steps=[1,2]",), "profiler.steps", "profiler.enabled=true"),
+    "profiler.ranks of no profile": (("profiler.ranks=[0]",), "profiler.ranks", "profiler.enabled=true"),
+    "profiler.memory of no profile": (("profiler.memory=true",), "profiler.memory", "profiler.enabled=true"),
+    "profiler.shapes of no profile": (("profiler.shapes=true",), "profiler.shapes", "profiler.enabled=true"),
+    "profiler.stacks of no profile": (("profiler.stacks=true",), "profiler.stacks", "profiler.enabled=true"),
+    "checksums of nothing": (("checkpoint.verify=true",), "checkpoint.verify", "checkpoint.resume"),
+    "mismatch with nothing": (
+        ("checkpoint.allow_mismatch=true",),
+        "checkpoint.allow_mismatch",
+        "checkpoint.resume",
+    ),
+    "patience with nothing": (
+        ("early_stopping.patience=7",),
+        "early_stopping.patience",
+        "early_stopping.metric=eval/loss",
+    ),
+    "mode of no early stop": (
+        ("early_stopping.mode=max",),
+        "early_stopping.mode",
+        "early_stopping.metric=eval/loss",
+    ),
+    "mode of no best checkpoint": (
+        ("checkpoint.keep_best_mode=max",),
+        "checkpoint.keep_best_mode",
+        "checkpoint.keep_best=eval/loss",
+    ),
+    "default beside a size": (
+        ("parallelism=megatron_dp2", "parallelism.default_dp=4"),
+        "parallelism.default_dp",
+        "parallelism.dp=null",
+    ),
+    "default beside shards": (
+        ("parallelism=fsdp2", "parallelism.dp_shard=2", "parallelism.default_dp=4"),
+        "parallelism.default_dp",
+        "parallelism.dp=null",
+    ),
+    "folder of Hydra": (("hydra.run.dir=elsewhere",), "hydra.run.dir", "run.output_dir"),
+    "working directory of Hydra": (("hydra.job.chdir=true",), "hydra.job.chdir", "run.output_dir"),
+    "long documents that are cut": (
+        ("stage=pt", "data.long_samples=drop"),
+        "data.long_samples",
+        "data.packing=bfd",
+    ),
+    "a metric that no evaluation has": (
+        ("early_stopping.metric=eval/banana", "run.eval_every=1"),
+        "early_stopping.metric: evaluations do not report 'eval/banana'",
+        "use one of eval/loss.",
+    ),
+    "a metric of another stage": (
+        ("stage=kto", "checkpoint.keep_best=eval/nll", "run.eval_every=1"),
+        "checkpoint.keep_best",
+        "eval/rewards/chosen",
+    ),
     # ---- keys that require another key
     "sequence parallelism alone": (
         (ON + "cp2", "parallelism.sequence_parallel=true"),

@@ -58,16 +58,6 @@ def test_an_early_stop_keeps_the_best_and_is_not_resumed(
     assert saved(first) == [1, 5], "the count went on"
 
 
-def test_an_unknown_metric_ends_the_run(
-    tmp_path: Path, few: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call_here(f"run.output_dir={tmp_path}", *few, "checkpoint.keep_best=eval/bleu") == 1
-    assert (
-        "eval/bleu (checkpoint.keep_best, early_stopping.metric): the evaluation has no such metric"
-        in stderr_of(capsys)
-    )
-
-
 def test_a_damaged_checkpoint_is_refused_and_data_may_be_forced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,15 +2,17 @@
 
 import importlib.metadata
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
 from components.contracts.errors import ConfigError
 from runner import cli, distribution
+from runner.commands import export, report
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,3 +60,15 @@ def test_the_commands_of_this_environment_have_a_distribution() -> None:
 def is_ours(command: EntryPoint) -> bool:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     return scripts.get(command.name) == command.value
+
+
+@pytest.mark.parametrize("command", [export.main, report.main])
+def test_commands_answer_questions_about_themselves(
+    command: Callable[[], NoReturn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for word, answer in {"--help": "python -m runner.", "--version": "samecurve "}.items():
+        monkeypatch.setattr("sys.argv", ["command", word])
+        with pytest.raises(SystemExit) as ended:
+            command()
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(answer)

@@ -316,7 +316,7 @@ def test_a_scale_of_one_is_no_scale() -> None:
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
-        (TINY | {"hidden_size": -16}, "transformers cannot build this qwen3"),
+        (TINY | {"hidden_size": -16}, "model.architecture.hidden_size: is -16"),
         (TINY | {"hidden_act": "relo"}, "transformers cannot build this qwen3: .*relo"),
     ],
 )

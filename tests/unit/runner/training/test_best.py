@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from components.contracts.errors import TrainingError
 from runner.training.state import TrainState
 
 
@@ -42,8 +41,3 @@ def test_it_survives_a_resume_of_the_same_metric() -> None:
 
 def test_an_older_state_reads() -> None:
     assert TrainState(step=3, num_samples=1, num_tokens=2, skipped=0, skipped_in_a_row=0).best is None
-
-
-def test_a_metric_that_is_not_there() -> None:
-    with pytest.raises(TrainingError, match=r"eval/reward .*use one of eval/accuracy, eval/loss"):
-        TrainState().evaluated({"loss": 1.0, "accuracy": 0.5}, "eval/reward", "max")

@@ -1,0 +1,57 @@
+"""Find the value of a model's configuration with which no model can be built or trained."""
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+
+from transformers import PreTrainedConfig
+
+from components.contracts.errors import ConfigError
+from components.models.hf_config import INVALID
+
+UNBUILDABLE = (*INVALID, AssertionError, ImportError, RuntimeError, ZeroDivisionError)
+"""Exceptions of transformers and torch for models that they cannot build."""
+
+RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (r".*", lambda x: abs(x) < 2**63, "a finite number"),
+    (
+        r"num_(hidden_layers|attention_heads|key_value_heads)|max_position_embeddings",
+        lambda x: x >= 1,
+        "1 or more",
+    ),
+    (r"(?!shared_)\w+_(size|dim|rank)", lambda x: x >= 1, "1 or more"),
+    (r"\w*(dropout|pdrop)", lambda x: 0 <= x < 1, "at least 0 and below 1"),
+    (r"\w*(eps|epsilon)|initializer_range|\w+_std", lambda x: x >= 0, "0 or more"),
+    (r"(.*\.)?(rope_theta|factor|partial_rotary_factor)", lambda x: x > 0, "above 0"),
+)
+"""Pattern of a field's name, the condition on a number there, and the condition in words."""
+
+
+def check_values(config: PreTrainedConfig, prefix: str) -> None:
+    """Raise ConfigError if a number in ``config`` is out of its range; ``prefix`` stands before its name."""
+    names = {own: common for common, own in config.attribute_map.items()}
+    for name, value in numbers("", config.to_dict()):
+        for pattern, holds, words in RANGES:
+            if re.fullmatch(pattern, names.get(name, name)) and not holds(value):
+                raise ConfigError(f"{prefix}{name}: is {value}; use a value that is {words}.")
+
+
+def wrong_field(config: PreTrainedConfig, build: Callable[[PreTrainedConfig], object]) -> str | None:
+    """Return the first field with whose default ``build`` succeeds, or None if there is no such field."""
+    for name in config.to_diff_dict():
+        other = copy.deepcopy(config)
+        with suppress(*UNBUILDABLE):
+            setattr(other, name, getattr(type(config)(), name))
+            build(other)
+            return name
+    return None
+
+
+def numbers(prefix: str, node: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    """Return the dotted names and the values of all numbers in ``node``."""
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from numbers(f"{prefix}{key}.", value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{key}", value

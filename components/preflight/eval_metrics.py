@@ -1,0 +1,45 @@
+"""Names of the metrics of an evaluation, known before the run from an empty micro-batch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.data import SampleKind
+from components.contracts.errors import ConfigError
+from components.contracts.loss import Loss, TokenStats
+
+
+class NoModel:
+    """A ``LossEngine`` whose log-probabilities and sums are 0."""
+
+    def logps(self, microbatches: Sequence[Batch], *, reference: bool = False) -> list[Tensor] | None:  # noqa: ARG002
+        return [torch.zeros(batch.labels.shape) for batch in microbatches]
+
+    def sum_over_data(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+
+def check_watched_metric(metric: str, loss: Loss, key: str) -> None:
+    """Raise ConfigError, naming ``key``, if evaluations with ``loss`` do not report ``metric``."""
+    (batch,) = loss.prepare([empty_batch(loss.kind)], NoModel())
+    zeros = torch.zeros(batch.labels.shape)
+    output = loss(TokenStats(zeros, **dict.fromkeys(loss.requires, zeros)), batch)
+    known = [f"eval/{name}" for name in dict.fromkeys(("loss", *list(output.terms)[1:], *output.metrics))]
+    if metric not in known:
+        raise ConfigError(f"{key}: evaluations do not report {metric!r}; use one of {', '.join(known)}.")
+
+
+def empty_batch(kind: SampleKind) -> Batch:
+    """Return a packed micro-batch without a sample, which every loss accepts."""
+    return Batch(
+        input_ids=torch.zeros(1, 1, dtype=torch.int64),
+        labels=torch.tensor([[IGNORE]]),
+        position_ids=torch.zeros(1, 1, dtype=torch.int64),
+        seqlens=torch.tensor([0], dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        max_seqlen=1,
+        pair_index=torch.tensor([-1]) if kind == "preference" else None,
+        sequence_labels=torch.tensor([-1]) if kind == "unpaired" else None,
+    )

@@ -1,0 +1,55 @@
+"""Options that only count if another option is set."""
+
+import os
+from collections.abc import Callable
+
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Config
+from runner.config.instantiate import Experiment
+from runner.config.sources import ConfigSources
+from runner.launch.slurm_env import MAX_REQUEUES
+
+READ_IF: tuple[tuple[tuple[str, ...], Callable[[Experiment], object], str], ...] = (
+    (
+        tuple(f"profiler.{key}" for key in ("steps", "ranks", "memory", "shapes", "stacks")),
+        lambda e: e.profiler.enabled,
+        "profiler.enabled=true",
+    ),
+    (
+        ("checkpoint.verify",),
+        lambda e: e.checkpoint.resume != "never" or e.checkpoint.init_from or MAX_REQUEUES in os.environ,
+        "checkpoint.resume or checkpoint.init_from",
+    ),
+    (
+        ("checkpoint.allow_mismatch",),
+        lambda e: e.checkpoint.resume != "never" or MAX_REQUEUES in os.environ,
+        "checkpoint.resume",
+    ),
+    (
+        ("checkpoint.keep_best_mode",),
+        lambda e: e.checkpoint.keep_best or e.early_stopping.metric,
+        "checkpoint.keep_best=eval/loss",
+    ),
+    (
+        ("early_stopping.patience", "early_stopping.mode"),
+        lambda e: e.early_stopping.metric,
+        "early_stopping.metric=eval/loss",
+    ),
+    (
+        ("parallelism.default_dp",),
+        lambda e: getattr(e.parallelism, "dp", None) is None,
+        "parallelism.dp=null",
+    ),
+)
+"""Keys, whether anything reads them, and what to set if nothing does."""
+
+
+def check_unread_options(experiment: Experiment, config: Config, where: ConfigSources) -> None:
+    """Raise ConfigError if the command line or an experiment sets an option that nothing reads."""
+    for keys, is_read, remedy in READ_IF:
+        for key in keys:
+            group, name = key.split(".")
+            if where.chosen(key) and config[group].get(name) and not is_read(experiment):
+                raise ConfigError(
+                    f"{key} ({where.of(key)}): nothing reads it in this run; set {remedy}, or leave it out."
+                )
