@@ -104,7 +104,7 @@ class ModelSpec:
 
     @property
     def _fields(self) -> str:
-        """What stands before the name of a field of the model's configuration in a message."""
+        """Prefix of the name of a field of the model's configuration in a message."""
         return f"model.path={self.path}: config.json: " if self._reads_path else "model.architecture."
 
     def folder(self, *, weights: bool = False) -> Path:
