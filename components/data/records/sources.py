@@ -205,7 +205,7 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
-                reading.at_row(row, file.metadata.num_rows)
+                reading.at_row(row + batch.num_rows, file.metadata.num_rows)
                 for record in batch.to_pylist():
                     row += 1
                     yield record, f"{path}:{row}"
