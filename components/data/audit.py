@@ -1,13 +1,10 @@
 """Statistics of the data, printed and saved with every run."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from components.data.packing import Plan
@@ -144,13 +141,3 @@ def _cell(value: str | float | None) -> str:
     if isinstance(value, float):
         return f"{value:.1%}"
     return value if isinstance(value, str) else f"{value:,}"
-
-
-@contextmanager
-def show_progress(label: str) -> Iterator[Callable[[int], None]]:
-    """Show a progress line if stderr is a terminal. Call the yielded function with the number just done."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}: {task.completed:,.0f}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(label, total=None)
-        yield lambda done: progress.advance(task, done)

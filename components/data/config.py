@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Literal, get_args
@@ -17,9 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from components.contracts.data import SampleKind
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
-from components.data.audit import Audit, show_progress
-from components.data.loader import PreparedData, StoreFiles, count_steps
+from components.data.audit import Audit
+from components.data.loader import PreparedData, StoreFiles
 from components.data.packing import Packing, hold_out
+from components.data.plans import count_steps
+from components.data.progress import show_progress
 from components.data.records.formats import Format
 from components.data.splits import SourceTokens, Split, indexed_source, plan_eval
 from components.data.store.indexed import indexed_prefix
@@ -113,7 +114,7 @@ class Data(ABC):
         limit = None if packing == "concat" else self.max_length
         encoder = Encoder(tokenizer, kind, limit, self.long_samples, self.train_on_prompt)
         train, held = self._train_split(encoder, cache, packing, seed)
-        num_epochs, num_steps = self._plan_epochs(train, global_batch_size, max_steps, epochs)
+        num_steps = self._count_steps(train, global_batch_size, max_steps, epochs)
         evaluated = self._eval_split(encoder, cache, packing, seed) if held is None else held
         audit = Audit(
             train=train.audit(),
@@ -122,7 +123,7 @@ class Data(ABC):
         for warning in audit.warnings():
             log.warning(warning)
         return PreparedData(
-            train=train.files(num_epochs, num_steps, drop_last=self.drop_last),
+            train=train.files(num_steps, drop_last=self.drop_last),
             eval=None if evaluated is None else plan_eval(evaluated, global_batch_size),
             packing=packing,
             pad_id=_pad_id(tokenizer),
@@ -205,23 +206,24 @@ class Data(ABC):
         files = StoreFiles(str(store.path), name=source.option)
         return SourceTokens(source.name, repeats, identity, files, store, store.outcome())
 
-    def _plan_epochs(
+    def _count_steps(
         self, train: Split, global_batch_size: int, max_steps: int | None, epochs: int | None
-    ) -> tuple[int, int]:
-        """Plan all epochs of the run; return their number and the number of steps."""
-        assert max_steps is not None or epochs is not None
-        num_steps = 0
-        with show_progress("planning epochs") as advance:
-            for epoch in count():
-                if epoch == epochs if max_steps is None else num_steps >= max_steps:
-                    return epoch, num_steps if max_steps is None else max_steps
-                plan = train.plan(epoch)
-                steps = count_steps(plan, global_batch_size, drop_last=self.drop_last)
-                if not steps:
-                    raise _no_step(plan.num_rows, epoch, global_batch_size)
-                num_steps += steps
-                advance(1)
-        raise AssertionError("unreachable")
+    ) -> int:
+        """Return the number of steps of the run, with as little planning as possible."""
+        plans = train.plans
+        if max_steps is None and not plans.same_number_of_rows:
+            assert epochs is not None
+            with show_progress("counting steps", "epochs") as advance:
+                rows = plans.count_rows(epochs, advance)
+        else:  # later epochs have as many steps, or, if they have none, are passed over
+            rows = [plans.rows(0)]
+        steps = [count_steps(number, global_batch_size, drop_last=self.drop_last) for number in rows]
+        if 0 in steps:
+            empty = steps.index(0)
+            raise _no_step(rows[empty], empty, global_batch_size)
+        if max_steps is not None:
+            return max_steps
+        return sum(steps) if len(steps) == epochs else steps[0] * (epochs or 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,7 @@
 """Global batches from a plan: which rows belong to a step, and which of them to this rank."""
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
@@ -15,32 +13,13 @@ from components.contracts.data import BatchShard, BatchStats
 from components.contracts.json_types import Json
 from components.data.audit import Audit
 from components.data.collators import collate_packed, collate_padded, prefix_lengths
-from components.data.packing import Ints, Plan
+from components.data.packing import Ints, Plan, PlanOptions
+from components.data.plans import REPEATS, CachedPlans, Plans, StepIndex
+from components.data.store.checked_files import load_array
 from components.data.store.concat_store import ConcatTokens
 from components.data.store.indexed import IndexedTokens
 from components.data.store.reference_logps import ReferenceLogps
-from components.data.store.token_store import TokenSequences, TokenStore, digest
-
-
-class PlanFiles(Sequence[Plan]):
-    """The plans of a run, opened on access, because a small data set may have thousands of epochs."""
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self._folders = folders
-
-    def __len__(self) -> int:
-        return len(self._folders)
-
-    def __getitem__(self, epoch: int) -> Plan:  # type: ignore[override]
-        return Plan.load(self._folders[epoch])
-
-    def __iter__(self) -> Iterator[Plan]:
-        return map(Plan.load, self._folders)
-
-
-def count_steps(plan: Plan, global_batch_size: int, *, drop_last: bool) -> int:
-    """Return the number of global batches of one epoch. The last may be smaller, unless it is dropped."""
-    return (plan.num_rows if drop_last else plan.num_rows + global_batch_size - 1) // global_batch_size
+from components.data.store.token_store import Bools, TokenSequences, TokenStore, digest
 
 
 class TokenDataLoader:
@@ -54,22 +33,20 @@ class TokenDataLoader:
     def __init__(
         self,
         store: TokenSequences,
-        plans: Sequence[Plan],
+        plans: Plans,
         shard: BatchShard,
         *,
         packed: bool,
         pad_id: int,
         drop_last: bool,
-        max_steps: int | None = None,
+        num_steps: int,
         reference: ReferenceLogps | None = None,
     ) -> None:
         """Create a loader. ``reference``, if given, has the ``ref_logps`` of the sequences of ``store``."""
         self._store, self._plans, self._shard, self._pad_id = store, plans, shard, pad_id
         self._collate = collate_packed if packed else collate_padded
-        self._reference = reference
-        steps = (count_steps(plan, shard.global_batch_size, drop_last=drop_last) for plan in plans)
-        self._first_steps = [0, *accumulate(steps)]
-        self._num_steps = min(self._first_steps[-1], max_steps or self._first_steps[-1])
+        self._reference, self._num_steps = reference, num_steps
+        self._steps = StepIndex(plans, shard.global_batch_size, drop_last=drop_last)
 
     @property
     def num_steps(self) -> int:
@@ -126,12 +103,30 @@ class TokenDataLoader:
         """Return whether the file of the reference lacks a sequence of some step."""
         assert self._reference is not None
         holds = self._reference.has_all
-        return not all(holds(self.segments(step)[:, 0]) for step in range(self._num_steps))
+        return not all(holds(self.segments(step)[:, 0]) for step, _ in self.steps_with_new_samples())
+
+    def steps_with_new_samples(self) -> Iterator[tuple[int, Bools]]:
+        """Yield the steps with samples of no earlier step, and the sequences of earlier steps (bool ``[S]``).
+
+        Later steps are not looked at once every sample has been seen.
+        """
+        seen, left = np.zeros(len(self._store.lengths), np.bool_), self._plans.num_samples
+        *_, epoch_end = self._steps.locate(0)
+        for step in range(min(self._num_steps, epoch_end) if self._plans.same_rows else self._num_steps):
+            sequences = np.unique(self.segments(step)[:, 0])
+            if not seen[sequences].all():
+                yield step, seen
+                left -= len(np.unique(sequences[~seen[sequences]] // self.sequences_per_sample))
+                seen[sequences] = True
+            if not left:
+                return
 
     def epoch(self, step: int) -> float:
-        done = min(bisect_right(self._first_steps, step) - 1, len(self._plans) - 1)
-        first, last = self._first_steps[done : done + 2]
-        return done + (step - first) / (last - first)
+        """Return the number of epochs, with its fraction, that the first ``step`` steps are."""
+        if not step:
+            return 0.0
+        epoch, first, last = self._steps.locate(step - 1)
+        return epoch + (step - first) / (last - first)
 
     def segments(self, step: int) -> Ints:
         """Return the segments of the whole global batch, int64 ``[n, 3]``."""
@@ -141,9 +136,9 @@ class TokenDataLoader:
     def _rows(self, step: int) -> tuple[Plan, int, int]:
         """Return the plan of the step's epoch, and the first and past-the-last of the step's rows."""
         assert 0 <= step < self._num_steps, (step, self._num_steps)
-        epoch = bisect_right(self._first_steps, step) - 1
-        plan = self._plans[epoch]
-        start = (step - self._first_steps[epoch]) * self._shard.global_batch_size
+        epoch, first, _ = self._steps.locate(step)
+        plan = self._plans.plan(epoch)
+        start = (step - first) * self._shard.global_batch_size
         return plan, start, min(start + self._shard.global_batch_size, plan.num_rows)
 
 
@@ -171,17 +166,20 @@ class StoreFiles:
 
 @dataclass(frozen=True)
 class SplitFiles:
-    """The training or evaluation split: its tokens, and the folder with one plan per epoch."""
+    """The training or evaluation split: its tokens, and how each of its epochs is planned."""
 
     stores: tuple[StoreFiles, ...]
     plans: str
-    epochs: int
+    """The folder of the plans, and of the array of ``repeats``."""
+    options: PlanOptions
+    share_prompt: bool
     num_steps: int
     drop_last: bool
 
-    def open(self) -> tuple[TokenSequences, Sequence[Plan]]:
-        folders = [Path(self.plans, epoch_name(epoch)) for epoch in range(self.epochs)]
-        return ConcatTokens([store.open() for store in self.stores]), PlanFiles(folders)
+    def open(self) -> tuple[TokenSequences, Plans]:
+        tokens, folder = ConcatTokens([store.open() for store in self.stores]), Path(self.plans)
+        repeats = load_array(folder / REPEATS)
+        return tokens, CachedPlans(folder, tokens, self.options, repeats, self.share_prompt)
 
     def reference(self, folder: Path) -> ReferenceLogps:
         """Return the log-probabilities of these tokens in ``folder``, that of one reference model."""
@@ -190,10 +188,6 @@ class SplitFiles:
         return ReferenceLogps(
             folder / f"{name}.npy", ConcatTokens([store.open() for store in self.stores]).lengths
         )
-
-
-def epoch_name(epoch: int) -> str:
-    return f"epoch_{epoch:05d}"
 
 
 @dataclass(frozen=True)
@@ -238,7 +232,7 @@ class PreparedData:
             packed=self.packing != "none",
             pad_id=self.pad_id,
             drop_last=split.drop_last,
-            max_steps=split.num_steps,
+            num_steps=split.num_steps,
             reference=None if reference is None else split.reference(reference),
         )
 
@@ -255,7 +249,7 @@ class PreparedData:
         half of the sequence, at most 32 tokens.
         """
         tokens, plans = (self.eval or self.train).open()
-        sequence, _, stop = plans[0].segments[0].tolist()
+        sequence, _, stop = plans.plan(0).segments[0].tolist()
         mask = tokens.mask(sequence, 0, stop)
         length = min(32, stop // 2) if mask[0] else int(mask.argmax())
         return [int(token) for token in tokens.tokens(sequence, 0, length)]

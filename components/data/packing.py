@@ -10,6 +10,8 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from components.data.store.checked_files import load_array, save_array
+
 Ints = npt.NDArray[np.int64]
 Packing = Literal["bfd", "concat", "none"]
 
@@ -45,8 +47,8 @@ class Plan:
         """Write ``folder`` as a whole or not at all."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        np.save(temporary / "segments.npy", self.segments)
-        np.save(temporary / "row_offsets.npy", self.row_offsets)
+        save_array(temporary / "segments.npy", self.segments)
+        save_array(temporary / "row_offsets.npy", self.row_offsets)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.replace(folder)
 
@@ -55,11 +57,9 @@ class Plan:
         """Open a plan, memory-mapped.
 
         Raises:
-            OSError: if the folder or a file of it is missing.
-            ValueError: if a file is incomplete.
+            DamagedFile: if a file is missing or not as it was written.
         """
-        names = ("segments", "row_offsets")
-        return cls(*(np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names))
+        return cls(load_array(folder / "segments.npy"), load_array(folder / "row_offsets.npy"))
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,21 @@ def plan_epoch(
     sequences = sequences.reshape(-1)
     segments = np.stack([sequences, starts.reshape(-1)[sequences], lengths[sequences]], axis=1)
     return Plan(segments, rows.astype(np.int64) * sequences_per_sample)
+
+
+def same_number_of_rows(repeats: npt.NDArray[np.float64], options: PlanOptions) -> bool:
+    """Return whether every epoch has as many rows as the first one.
+
+    The number of rows of bfd depends on the order of the samples only if there are several windows.
+    """
+    if (repeats % 1).any():
+        return False
+    return options.packing != "bfd" or not options.shuffle or repeats.sum() <= WINDOW
+
+
+def same_rows(repeats: npt.NDArray[np.float64], options: PlanOptions) -> bool:
+    """Return whether every epoch has the same plan."""
+    return not options.shuffle and not (repeats % 1).any()
 
 
 def hold_out(count: int, fraction: float, seed: int) -> npt.NDArray[np.bool_]:

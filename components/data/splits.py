@@ -6,17 +6,17 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock
 
 from components.contracts.errors import ConfigError
 from components.data import packing as packing_module
 from components.data import shared_prefix as prompts_module
 from components.data.audit import SplitAudit, audit_source, audit_split
-from components.data.loader import SplitFiles, StoreFiles, count_steps, epoch_name
-from components.data.packing import Packing, Plan, PlanOptions, plan_epoch
+from components.data.loader import SplitFiles, StoreFiles
+from components.data.packing import Packing, PlanOptions
+from components.data.plans import CachedPlans, count_steps
 from components.data.store.concat_store import ConcatTokens
 from components.data.store.indexed import IndexedTokens
-from components.data.store.token_store import Bools, FilterResult, Ints, TokenSequences, digest, file_digest
+from components.data.store.token_store import Bools, FilterResult, TokenSequences, digest, file_digest
 from components.data.tokenize.encoder import Encoder
 from components.data.tokenize.workers import FileSource
 
@@ -88,36 +88,27 @@ class Split:
         code = [Path(str(module.__file__)).read_text() for module in (packing_module, prompts_module)]
         return self.cache / "plans" / digest([self.identity, stores, code])
 
-    def plan(self, epoch: int) -> Plan:
-        """Return the plan of an epoch from the cache; make it first if it is missing."""
-        folder = self.folder / epoch_name(epoch)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.folder / "lock"):
-            try:
-                return Plan.load(folder)
-            except (OSError, ValueError):
-                self._make_plan(epoch).save(folder)
-                return Plan.load(folder)
-
     @cached_property
-    def _shared(self) -> Ints | None:
-        return prompts_module.shared_lengths(self.tokens) if self.share_prompt else None
-
-    def _make_plan(self, epoch: int) -> Plan:
+    def plans(self) -> CachedPlans:
         counts = [len(part.outcome.kept) for part in self.parts]
         repeats = [1.0 if self.shuffle is None else part.repeats for part in self.parts]
-        return plan_epoch(
-            self.tokens.lengths,
-            PlanOptions(self.packing, self.max_length, bool(self.shuffle), self.seed),
-            epoch,
-            sequences_per_sample=self.tokens.sequences_per_sample,
-            repeats=np.repeat(repeats, counts) * self.selected,
-            shared=self._shared,
+        return CachedPlans(
+            self.folder,
+            self.tokens,
+            self._options,
+            np.repeat(repeats, counts) * self.selected,
+            self.share_prompt,
         )
 
-    def files(self, epochs: int, num_steps: int, *, drop_last: bool) -> SplitFiles:
+    @property
+    def _options(self) -> PlanOptions:
+        return PlanOptions(self.packing, self.max_length, bool(self.shuffle), self.seed)
+
+    def files(self, num_steps: int, *, drop_last: bool) -> SplitFiles:
+        """Return what the ranks need to make the same plans."""
+        self.plans.save_repeats()
         stores = tuple(part.files for part in self.parts)
-        return SplitFiles(stores, str(self.folder), epochs, num_steps, drop_last)
+        return SplitFiles(stores, str(self.folder), self._options, self.share_prompt, num_steps, drop_last)
 
     def audit(self, *, with_left_out: bool = True) -> SplitAudit:
         sources, start = [], 0
@@ -128,9 +119,9 @@ class Split:
                 audit_source(part.name, part.tokens, part.outcome, selected, with_left_out=with_left_out)
             )
         capacity = self.max_length * self.tokens.sequences_per_sample
-        return audit_split(sources, self.plan(0), self.packing, capacity)
+        return audit_split(sources, self.plans.plan(0), self.packing, capacity)
 
 
 def plan_eval(split: Split, global_batch_size: int) -> SplitFiles:
-    steps = count_steps(split.plan(0), global_batch_size, drop_last=False)
-    return split.files(1, steps, drop_last=False)
+    steps = count_steps(split.plans.rows(0), global_batch_size, drop_last=False)
+    return split.files(steps, drop_last=False)

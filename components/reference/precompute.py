@@ -10,8 +10,8 @@ import numpy as np
 from components.contracts.configs import Prepared
 from components.contracts.data import BatchShard
 from components.contracts.engine import Engine
-from components.data.audit import show_progress
 from components.data.loader import PreparedData, TokenDataLoader
+from components.data.progress import show_progress
 from components.data.store.reference_logps import ReferenceLogps, part_file
 
 
@@ -65,13 +65,10 @@ def score(
     beat: Callable[[], object],
 ) -> None:
     """Write this rank's log-probabilities to ``parts``, skipping samples of earlier steps."""
-    seen, file = np.zeros(len(target.lengths), np.bool_), None
+    file = None
     with ExitStack() as stack:
-        advance = stack.enter_context(show_progress("reference samples")) if visible else lambda _: None
-        for step in range(loader.num_steps):
-            sequences = loader.segments(step)[:, 0]
-            if seen[sequences].all():
-                continue
+        advance = stack.enter_context(show_progress("reference", "samples")) if visible else lambda _: None
+        for step, seen in loader.steps_with_new_samples():
             beat()
             batches = loader.microbatches(step)
             logps = engine.logps(batches, reference=True)
@@ -80,5 +77,4 @@ def score(
                 file = file or stack.enter_context(part_file(parts, engine.dp_rank))
                 for rows, batch, found in zip(loader.shares(step), batches, logps, strict=True):
                     file.write(target.records(batch, np.concatenate(rows), found, seen).tobytes())
-            seen[sequences] = True
-            advance(len(sequences) // loader.sequences_per_sample)
+            advance(len(loader.segments(step)) // loader.sequences_per_sample)

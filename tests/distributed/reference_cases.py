@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,14 +11,16 @@ from transformers import AutoModelForCausalLM
 from components.contracts.batch import IGNORE
 from components.contracts.data import BatchShard
 from components.contracts.engine import EngineOptions
-from components.data.loader import PreparedData, SplitFiles, StoreFiles, count_steps, epoch_name
+from components.data.loader import PreparedData, SplitFiles, StoreFiles
+from components.data.packing import PlanOptions
+from components.data.plans import CachedPlans, count_steps
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.models import ModelSpec
 from components.optimizers import AdamW
 from components.reference.precompute import precompute
 from tests.distributed.cases import make_engine, next_token, plain_model, sequences, share, spec, step
-from tests.pairs import make_pairs, plan_pairs
+from tests.pairs import PAIRS, make_pairs
 
 
 def save_reference(path: Path) -> Path:
@@ -63,10 +66,18 @@ def plain_logps(path: Path) -> list[Tensor]:
 def prepare(folder: Path) -> PreparedData:
     """Pairs of random tokens in rows of at most forty."""
     store = make_pairs(folder / "store")
-    plan = plan_pairs(store, shared=False, max_length=20)
-    plan.save(folder / "plans" / epoch_name(0))
-    steps = count_steps(plan, 4, drop_last=False)
-    split = SplitFiles((StoreFiles(str(store.path)),), str(folder / "plans"), 1, steps, drop_last=False)
+    options, repeats = PlanOptions("bfd", 20, shuffle=False), np.ones(len(PAIRS))
+    plans = CachedPlans(folder / "plans", store, options, repeats, share_prompt=False)
+    plans.save_repeats()
+    steps = count_steps(plans.rows(0), 4, drop_last=False)
+    split = SplitFiles(
+        (StoreFiles(str(store.path)),),
+        str(plans.folder),
+        options,
+        share_prompt=False,
+        num_steps=steps,
+        drop_last=False,
+    )
     return PreparedData(split, None, "bfd", 0, 4, "identity", audit=None)  # type: ignore[arg-type]
 
 

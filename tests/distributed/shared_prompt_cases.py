@@ -16,6 +16,7 @@ from components.engines.shared import microbatch_merging
 from components.losses import DPO
 from tests.distributed.cases import Step, make_engine, plain_model, step
 from tests.distributed.gradients import capture
+from tests.listed_plans import ListedPlans
 from tests.pairs import plan_pairs
 
 BETA = 0.3
@@ -36,13 +37,13 @@ def dpo_step(on: FSDP2, path: Path, bound: int) -> tuple[Step, Logps]:
     store = TokenStore.open(path)
     loader = TokenDataLoader(
         store,
-        [plan_pairs(store, shared=True, max_length=20)],
+        ListedPlans([plan_pairs(store, shared=True, max_length=20)]),
         BatchShard(4, 1, engine.dp_rank, engine.dp_size),
         packed=True,
         pad_id=0,
         drop_last=False,
+        num_steps=1,
     )
-    assert loader.num_steps == 1
     batches = loss.prepare(loader.microbatches(0), engine)
     logps = {labels: found for batch in batches for labels, found in by_sequence(batch)}
     agreeing = [replace(batch, ref_logps=AGREEMENT * reference(batch)) for batch in batches]

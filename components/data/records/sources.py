@@ -1,6 +1,7 @@
 """Read files of records: json, jsonl, csv, parquet, txt, folders of them, saved ``datasets``."""
 
 import csv
+import io
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -16,23 +17,81 @@ Record = dict[str, Any]
 _MAX_NAME = 64  # a csv whose first row has longer cells begins with data, not with the names of fields
 
 
-def read_records(path: str) -> Iterator[tuple[Record, str]]:
-    """Return an iterator of (record, origin); origin is ``FILE:LINE`` or ``FILE:ROW``, counted from 1.
+class Reading:
+    """How much of the files of a source has been read."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._total, self._before, self._size = max(num_bytes, 1), 0, 0
+        self._within: Callable[[], float] = float
+
+    def begin(self, size: int) -> None:
+        """Begin the next file, of ``size`` bytes."""
+        self._before += self._size
+        self._size, self._within = size, float
+
+    def open(self, path: Path) -> IO[str]:
+        """Open a file of text and follow its position."""
+        file = path.open("rb")
+        self._within = lambda: 1.0 if file.closed else file.tell() / max(self._size, 1)
+        # Some editors begin a file with a byte order mark.
+        return io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+
+    def at_row(self, row: int, num_rows: int) -> None:
+        """Note that ``row`` of ``num_rows`` rows of the current file have been read."""
+        self._within = lambda: row / max(num_rows, 1)
+
+    def fraction(self) -> float:
+        return (self._before + self._size * self._within()) / self._total
+
+
+class Records(Iterator[tuple[Record, str]]):
+    """An iterator of (record, origin); origin is ``FILE:LINE`` or ``FILE:ROW``, counted from 1."""
+
+    def __init__(self, records: Iterator[tuple[Record, str]], reading: Reading) -> None:
+        self._records, self.reading = records, reading
+
+    def __next__(self) -> tuple[Record, str]:
+        return next(self._records)
+
+
+def read_records(path: str) -> Records:
+    """Return the records of a file or a folder.
 
     jsonl, csv, txt (one document per line) and parquet are streamed.
 
     Raises:
         ConfigError: if the path is missing, unreadable, of an unknown kind, malformed or empty. A missing
-            path is an error at once, everything else when records are read.
+            path, or one that is not a file or a folder of files, is an error at once, everything else when
+            records are read.
     """
     source = Path(path).expanduser()
     if not os.path.exists(source):  # unlike Path.exists, no error if a parent may not be entered
         raise ConfigError(f"{path}: no such file or folder. Check the path in data.train or data.eval.")
+    size = sum(file.stat().st_size for file in data_files(source))
+    reading = Reading(size)
     if (source / "dataset_info.json").exists() or (source / "dataset_dict.json").exists():
-        return _not_empty(_read_saved_dataset(source), source)
-    if source.is_dir():
-        return _not_empty(_read_folder(source), source)
-    return _not_empty(_read_file(source), source)
+        reading.begin(size)
+        records = _read_saved_dataset(source, reading)
+    else:
+        records = _read_folder(source, reading) if source.is_dir() else _read_file(source, reading)
+    return Records(_not_empty(records, source), reading)
+
+
+def data_files(source: Path) -> list[Path]:
+    """Return ``source``, or the files below it in order if it is a folder.
+
+    Raises:
+        ConfigError: if it is or holds a pipe, a device or a socket, reading from which may never end.
+    """
+    inside = (path for path in source.rglob("*") if not path.is_dir())
+    found = sorted(path for path in inside if path.exists()) if source.is_dir() else [source]
+    for path in found:
+        if not path.is_file() and not _is_hidden(path.relative_to(source)):
+            raise ConfigError(
+                f"{path}: is a pipe, a device or a socket, not a file. Write the records to a file, or move "
+                "it out of the folder of the data."
+            )
+    return [path for path in found if path.is_file()]
 
 
 def _not_empty(records: Iterator[tuple[Record, str]], source: Path) -> Iterator[tuple[Record, str]]:
@@ -43,7 +102,7 @@ def _not_empty(records: Iterator[tuple[Record, str]], source: Path) -> Iterator[
         raise ConfigError(f"{source}: holds no record. Give data.train a file with at least one.")
 
 
-def _read_folder(folder: Path) -> Iterator[tuple[Record, str]]:
+def _read_folder(folder: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
     found = (path for path in folder.rglob("*") if path.suffix.lower() in _READERS)
     files = sorted(path for path in found if not _is_hidden(path.relative_to(folder)))
     if not files:
@@ -51,49 +110,47 @@ def _read_folder(folder: Path) -> Iterator[tuple[Record, str]]:
             f"{folder}: holds no {_EXTENSIONS} file, and is not a saved dataset. Check the folder."
         )
     for file in files:
-        yield from _not_empty(_read_file(file), file)
+        yield from _not_empty(_read_file(file, reading), file)
 
 
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith((".", "_")) for part in path.parts)
 
 
-def _read_file(path: Path) -> Iterator[tuple[Record, str]]:
+def _read_file(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         ending = path.suffix or "no extension"
         raise ConfigError(f"{path}: cannot read a file with {ending!r}. Use one of {_EXTENSIONS}.")
     try:
-        yield from reader(path)
+        reading.begin(path.stat().st_size)
+        yield from reader(path, reading)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 ({error.reason}). Convert it to UTF-8.") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error}). Check the file.") from error
 
 
-def _open(path: Path) -> IO[str]:
-    return path.open(encoding="utf-8-sig", newline="")  # some editors begin a file with a byte order mark
-
-
-def _read_json(path: Path) -> Iterator[tuple[Record, str]]:
+def _read_json(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
     """Read a list of objects. Many ``.json`` files are jsonl and are then read as such."""
-    with _open(path) as file:
+    with reading.open(path) as file:
         text = file.read()
     try:
         records = json.loads(text) if text.strip() else []
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            yield from _read_jsonl(path)
+            yield from _read_jsonl(path, reading)
             return
         raise _malformed(f"{path}:{error.lineno}", error) from error
     if not isinstance(records, list):
         raise ConfigError(f"{path}: is a JSON {_kind(records)}, not a list of objects. Wrap it in [ ].")
     for row, record in enumerate(records, start=1):
+        reading.at_row(row, len(records))
         yield _object(record, f"{path}:{row}"), f"{path}:{row}"
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[Record, str]]:
-    with _open(path) as file:
+def _read_jsonl(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
+    with reading.open(path) as file:
         for number, line in enumerate(file, start=1):
             origin = f"{path}:{number}"
             if line.strip():
@@ -120,11 +177,11 @@ def _kind(value: object) -> str:
     )
 
 
-def _read_csv(path: Path) -> Iterator[tuple[Record, str]]:
+def _read_csv(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
     """Read a csv. The first row names the fields; a record's origin is the line it begins on."""
     csv.field_size_limit(2**31 - 1)  # a document may well be longer than the default of 128 KiB
     line = 1
-    with _open(path) as file:
+    with reading.open(path) as file:
         rows = csv.reader(file, strict=True)
         try:
             names = next(rows, [])
@@ -145,11 +202,12 @@ def _read_csv(path: Path) -> Iterator[tuple[Record, str]]:
             raise ConfigError(f"{path}:{line}: malformed csv ({error}). Correct this row.") from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[Record, str]]:
+def _read_parquet(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
+                reading.at_row(row + batch.num_rows, file.metadata.num_rows)
                 for record in batch.to_pylist():
                     row += 1
                     yield record, f"{path}:{row}"
@@ -158,14 +216,14 @@ def _read_parquet(path: Path) -> Iterator[tuple[Record, str]]:
         raise ConfigError(f"{path}: is not a readable parquet file ({reason}). Write it again.") from error
 
 
-def _read_txt(path: Path) -> Iterator[tuple[Record, str]]:
-    with _open(path) as file:
+def _read_txt(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
+    with reading.open(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield {"text": line.rstrip("\r\n")}, f"{path}:{number}"
 
 
-def _read_saved_dataset(folder: Path) -> Iterator[tuple[Record, str]]:
+def _read_saved_dataset(folder: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
     """Read the output of ``Dataset.save_to_disk``. If it has several splits, the path must name one."""
     import datasets  # takes half a second, and only this reader needs it
 
@@ -178,10 +236,11 @@ def _read_saved_dataset(folder: Path) -> Iterator[tuple[Record, str]]:
         reason, _, _ = str(error).partition("\n")
         raise ConfigError(f"{folder}: is not a readable saved dataset ({reason}). Save it again.") from error
     for row, record in enumerate(dataset, start=1):
+        reading.at_row(row, len(dataset))
         yield record, f"{folder}:{row}"
 
 
-_READERS: dict[str, Callable[[Path], Iterator[tuple[Record, str]]]] = {
+_READERS: dict[str, Callable[[Path, Reading], Iterator[tuple[Record, str]]]] = {
     ".json": _read_json,
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,

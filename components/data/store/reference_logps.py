@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 from filelock import FileLock
 
-from components.atomic_write import atomic_file
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.errors import TrainingError
+from components.data.store.checked_files import DamagedFile, load_array, save_array
 from components.data.store.token_store import Bools, Ints
 
 log = logging.getLogger(__name__)
@@ -91,8 +91,7 @@ class ReferenceLogps:
             for part in parts:
                 records = np.fromfile(part, RECORD)
                 values[records["place"]] = records["logp"]
-            with atomic_file(self.path) as file:
-                np.save(file, values)
+            save_array(self.path, values)
 
     def _places(self, segments: Ints) -> tuple[Ints, Bools]:
         """Return, for each position of the segments, the place of the next token and whether there is one."""
@@ -113,9 +112,9 @@ class ReferenceLogps:
         if not self.path.exists():
             return None
         try:
-            values = np.asarray(np.load(self.path, mmap_mode="r"))
-        except (OSError, ValueError) as error:
-            log.warning("%s: is damaged (%s); computed again.", self.path, error)
+            values = load_array(self.path)
+        except DamagedFile as error:
+            log.warning("%s; computed again.", error)
             return None
         assert values.shape == (self.lengths.sum(),), f"{self.path}: of other sequences"
         return values

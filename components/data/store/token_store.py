@@ -2,17 +2,22 @@
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
+
+from components.atomic_write import sync_folder
+from components.contracts.errors import ConfigError
+from components.data.store.checked_files import DamagedFile, HashedFile, checksum, read_json, write_json
 
 Array = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]
@@ -20,6 +25,7 @@ Ints = npt.NDArray[np.int64]
 
 _TRUNCATED, _STOP_TRAINED, _DESIRABLE = 1, 2, 4
 _MEMO_BYTES = 2**26  # digests of larger files are cached by size and time
+_SAVE_S = 10.0  # seconds of tokenising that a kill may cost
 
 
 class TokenSequences(Protocol):
@@ -99,8 +105,28 @@ class StoreMeta:
     unsupervised: int
     identical: int
     long_prompts: int
+    records: int
+    """Number of records, including those that were left out."""
     sizes: dict[str, int]
     """Bytes of each file."""
+    checksums: dict[str, str]
+    """Checksum of each file."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read the file that ``write`` wrote.
+
+        Raises:
+            CorruptTokenStore: if it is missing, damaged or of another version.
+        """
+        try:
+            meta: Self = TypeAdapter(cls).validate_python(read_json(path))
+        except (DamagedFile, ValueError) as error:
+            raise CorruptTokenStore(f"{path}: {error}") from error
+        return meta
+
+    def write(self, path: Path) -> None:
+        write_json(path, asdict(self))
 
 
 @dataclass(frozen=True)
@@ -126,32 +152,60 @@ class CorruptTokenStore(Exception):
     """The folder is not a complete token store of this version."""
 
 
+class WorkerLost(ConfigError):
+    """A process that tokenises died; what is written is kept for the next start."""
+
+
 class StoreWriter:
     """Writes a token store next to ``path`` and, when the block is left, moves it to ``path``.
 
-    The caller holds a lock, so there is one writer per path.
+    What is written survives a kill, except for the last ``_SAVE_S`` seconds: the next writer continues after
+    the first ``num_records`` records. The caller holds a lock, so there is one writer per path.
     """
 
     def __init__(
         self, path: Path, *, vocab_size: int, sequences_per_sample: int, masked: bool, format: str
     ) -> None:
         self._path, self._masked, self._format = path, masked, format
+        self._folder = path.with_name(f"{path.name}.partial")
         self._type = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
         self._vocab_size = vocab_size
         self._sequences_per_sample = sequences_per_sample
         self._unpaired = False
-        self._end = self.num_samples = self._num_records = 0
+        self._end = self.num_samples = self.num_records = 0
         self.dropped = self.unsupervised = self.identical = self.long_prompts = 0
 
     def __enter__(self) -> Self:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        for left in self._path.parent.glob(f"{self._path.name}.tmp*"):  # left by a killed writer
-            shutil.rmtree(left)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{self._path.name}.tmp", dir=self._path.parent))
-        names = ["tokens", "offsets", "supervised", "flags", "records", *(["mask"] if self._masked else [])]
-        self._files: dict[str, BinaryIO] = {name: (self._folder / name).open("wb") for name in names}
-        self._write("offsets", np.zeros(1, np.int64))
+        self._saved = time.monotonic()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._continue(StoreMeta.read(self._folder / "progress.json"))
+        except CorruptTokenStore:
+            self._open({})
+            self._write("offsets", np.zeros(1, np.int64))
         return self
+
+    def _open(self, sizes: dict[str, int]) -> None:
+        names = ["tokens", "offsets", "supervised", "flags", "records", *(["mask"] if self._masked else [])]
+        self._files = {name: HashedFile(self._folder / name, sizes.get(name, 0)) for name in names}
+
+    def _continue(self, saved: StoreMeta) -> None:
+        """Open the files that a killed writer of the same store left, as they were at ``saved``.
+
+        Raises:
+            CorruptTokenStore: if they were damaged since.
+        """
+        try:
+            self._open(saved.sizes)
+        except OSError as error:
+            raise CorruptTokenStore(f"{self._folder}: {error}") from error
+        if {name: file.checksum for name, file in self._files.items()} != saved.checksums:
+            raise CorruptTokenStore(f"{self._folder}: a checksum differs")
+        self._unpaired, self.num_records = saved.unpaired, saved.records
+        self._end = saved.sizes["tokens"] // self._type.itemsize
+        self.num_samples = saved.sizes["flags"]
+        self.dropped, self.unsupervised = saved.dropped, saved.unsupervised
+        self.identical, self.long_prompts = saved.identical, saved.long_prompts
 
     def append(self, chunk: TokenChunk) -> None:
         self.dropped += chunk.dropped
@@ -159,9 +213,14 @@ class StoreWriter:
         self.identical += chunk.identical
         self.long_prompts += chunk.long_prompts
         self.num_samples += len(chunk.truncated)
-        first, self._num_records = self._num_records, self._num_records + chunk.num_records
-        if not len(chunk.lengths):
-            return
+        first, self.num_records = self.num_records, self.num_records + chunk.num_records
+        if len(chunk.lengths):
+            self._append_samples(chunk, first)
+        if time.monotonic() - self._saved > _SAVE_S:
+            self._save("progress.json")
+
+    def _append_samples(self, chunk: TokenChunk, first: int) -> None:
+        """Append the samples of ``chunk``, the first record of which is record ``first``."""
         self._write("records", first + chunk.records)
         assert chunk.tokens.max() < self._vocab_size, "a token id beyond the vocabulary"
         assert self._masked or chunk.mask.all()
@@ -183,19 +242,30 @@ class StoreWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Work that a signal or a lack of memory ended is continued. After any other error, such as a mistake
+        # in a record, the files are of no use.
+        keep = not isinstance(error, Exception) or isinstance(error, WorkerLost)
+        try:
+            if keep:
+                self._save("progress.json" if error else "meta.json")
+        finally:
+            for file in self._files.values():
+                with suppress(OSError):  # a full disk; after a save nothing is left to write
+                    file.close()
+            if not keep:
+                shutil.rmtree(self._folder)
+        if error is None:
+            (self._folder / "progress.json").unlink(missing_ok=True)
+            shutil.rmtree(self._path, ignore_errors=True)  # a damaged one
+            self._folder.replace(self._path)
+            sync_folder(self._path.parent)
+
+    def _save(self, name: str) -> None:
+        """Force the files to disk, then write what they hold."""
         for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        if kind is not None:
-            shutil.rmtree(self._folder)
-            return
-        with (self._folder / "meta.json").open("w") as meta:
-            json.dump(asdict(self._meta()), meta)
-            meta.flush()
-            os.fsync(meta.fileno())
-        shutil.rmtree(self._path, ignore_errors=True)  # an incomplete one
-        self._folder.replace(self._path)
+            file.sync()
+        self._meta().write(self._folder / name)
+        self._saved = time.monotonic()
 
     def _write(self, name: str, values: Array) -> None:
         self._files[name].write(values.tobytes())
@@ -211,7 +281,9 @@ class StoreWriter:
             unsupervised=self.unsupervised,
             identical=self.identical,
             long_prompts=self.long_prompts,
-            sizes={name: (self._folder / name).stat().st_size for name in self._files},
+            records=self.num_records,
+            sizes={name: file.size for name, file in self._files.items()},
+            checksums={name: file.checksum for name, file in self._files.items()},
         )
 
 
@@ -231,14 +303,25 @@ class TokenStore:
         Raises:
             CorruptTokenStore: if there is none, or part of it is missing.
         """
+        meta = StoreMeta.read(path / "meta.json")
         try:
-            meta = StoreMeta(**json.loads((path / "meta.json").read_text()))
             sizes = {name: (path / name).stat().st_size for name in meta.sizes}
-        except (OSError, ValueError, TypeError) as error:
+        except OSError as error:
             raise CorruptTokenStore(f"{path}: {error}") from error
         if sizes != meta.sizes:
             raise CorruptTokenStore(f"{path}: sizes {sizes}, expected {meta.sizes}")
         return cls(path, meta, name)
+
+    def verified(self) -> Self:
+        """Return this store after reading it once; the other processes of the run need not repeat this.
+
+        Raises:
+            CorruptTokenStore: if a file is not as it was written.
+        """
+        for name, written in self.meta.checksums.items():
+            if checksum(self.path / name) != written:
+                raise CorruptTokenStore(f"{self.path / name}: its checksum differs")
+        return self
 
     @property
     def sequences_per_sample(self) -> int:
@@ -314,13 +397,11 @@ def file_digest(path: Path, cache: Path) -> str:
     """Return the SHA-256 of a file, cached for a large file so that a second run starts at once."""
     stat = path.stat()
     memo = cache / "digests" / digest([str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino])
-    if memo.exists():
-        return memo.read_text()
+    with suppress(DamagedFile):
+        return str(read_json(memo)["sha256"])
     with path.open("rb") as file:
         value = hashlib.file_digest(file, "sha256").hexdigest()
     if stat.st_size >= _MEMO_BYTES:
         memo.parent.mkdir(parents=True, exist_ok=True)
-        temporary = memo.with_name(f"{memo.name}.{os.getpid()}")
-        temporary.write_text(value)
-        temporary.replace(memo)
+        write_json(memo, {"sha256": value})
     return value

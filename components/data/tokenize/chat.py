@@ -3,8 +3,12 @@
 The text is rendered by the tokenizer's own chat template; ``assistant_mask`` locates the turns in it.
 """
 
+import re
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +22,11 @@ from components.data.tokenize.assistant_mask import (
     token_span,
 )
 
+_PIECE = 2**20  # characters of a long document that are tokenised at once
+_AROUND = 2**10
+_TRIES = 64
+_BORDER = re.compile(r"(?<=\S)(?=\s)")
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -28,8 +37,8 @@ class Encoded:
     ends the last assistant turn (for a document, the end-of-sequence token) is a target.
     """
 
-    input_ids: list[int]
-    mask: list[bool]
+    input_ids: Sequence[int]
+    mask: Sequence[int]
     prompt_length: int
     stop_trained: bool
 
@@ -62,9 +71,44 @@ def encode_sample(
 
 def _encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     begin, end = _document_ends(tokenizer)
-    body = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    input_ids = [*begin, *body, *end]
-    return Encoded(input_ids, [True] * len(input_ids), prompt_length=0, stop_trained=bool(end))
+    input_ids = array("I", begin)  # a list of integers would take ten times the memory of a long document
+    for piece in _pieces(text, tokenizer):
+        input_ids.extend(_plain_ids(piece, tokenizer))
+    input_ids.extend(end)
+    return Encoded(input_ids, bytes([True]) * len(input_ids), prompt_length=0, stop_trained=bool(end))
+
+
+def _plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def _pieces(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield pieces of a long text whose tokens are those of the text.
+
+    A tokenizer takes more than a hundred times the memory of the text that it gets at once.
+    """
+    start = 0
+    while len(text) - start > 2 * _PIECE:
+        stop = _harmless_cut(text, start + _PIECE, tokenizer)
+        yield text[start:stop]
+        start = stop
+    if start < len(text):
+        yield text[start:]
+
+
+def _harmless_cut(text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the first place after ``start`` at which cutting changes no token, or the end of the text.
+
+    Tokenizers split text into words first. So a cut before white space that leaves the tokens of the
+    ``_AROUND`` characters on both sides as they are does so for the whole text.
+    """
+    for border in islice(_BORDER.finditer(text, start), _TRIES):
+        at = border.start()
+        left, right = text[at - _AROUND : at], text[at : at + _AROUND]
+        if _plain_ids(left, tokenizer) + _plain_ids(right, tokenizer) == _plain_ids(left + right, tokenizer):
+            return at
+    return len(text)
 
 
 @lru_cache(maxsize=8)

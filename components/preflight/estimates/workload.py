@@ -22,7 +22,7 @@ def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> M
     """
     assert isinstance(data, PreparedData)
     tokens, plans = data.train.open()
-    plan, packed = plans[0], data.packing != "none"
+    plan, packed = plans.plan(0), data.packing != "none"
     spans = plan.segments[:, 2] - plan.segments[:, 1]
     combine = np.add if packed else np.maximum
     rows = combine.reduceat(spans, plan.row_offsets[:-1])

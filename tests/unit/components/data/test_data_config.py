@@ -134,7 +134,7 @@ def test_a_second_run_starts_at_once(
     data = FilesData(train=texts, eval_fraction=0.1)
     first = prepare(data, tokenizer, epochs=2)
     monkeypatch.setattr(encoder, "encode_sample", None)
-    monkeypatch.setattr("components.data.splits.plan_epoch", None)
+    monkeypatch.setattr("components.data.plans.plan_epoch", None)
     assert prepare(data, tokenizer, epochs=2) == first
 
 
@@ -203,14 +203,16 @@ def test_no_evaluation(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_steps", "epochs", "drop_last", "steps", "planned"),
+    ("max_steps", "epochs", "drop_last", "steps"),
     [
-        (None, 2, False, 22, 2),
-        (None, 2, True, 20, 2),
-        (25, None, False, 25, 3),
-        (3, 7, False, 3, 1),
-        (22, None, False, 22, 2),
-        (22, None, True, 22, 3),
+        (None, 2, False, 22),
+        (None, 2, True, 20),
+        (25, None, False, 25),
+        (3, 7, False, 3),
+        (22, None, False, 22),
+        (22, None, True, 22),
+        (10**9, None, False, 10**9),
+        (None, 10**9, True, 10**10),
     ],
 )
 def test_steps_and_epochs(
@@ -220,12 +222,11 @@ def test_steps_and_epochs(
     epochs: int | None,
     drop_last: bool,
     steps: int,
-    planned: int,
 ) -> None:
     train = write_texts(tmp_path / "train.jsonl", 42)  # 11 steps of 4, the last of 2
     data = FilesData(train=train, packing="none", drop_last=drop_last)
     prepared = prepare(data, tokenizer, max_steps=max_steps, epochs=epochs)
-    assert (prepared.num_steps, prepared.train.epochs) == (steps, planned)
+    assert (prepared.num_steps, len(list(Path(prepared.train.plans).glob("epoch_*")))) == (steps, 1)
     assert prepared.train_loader(ONE_RANK).num_steps == steps
 
 

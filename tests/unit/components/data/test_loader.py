@@ -14,6 +14,7 @@ from components.contracts.data import BatchShard
 from components.data.loader import TokenDataLoader
 from components.data.packing import Plan, PlanOptions, plan_epoch
 from components.data.store.token_store import TokenStore
+from tests.listed_plans import ListedPlans
 from tests.unit.components.data.store.test_token_store import make_store
 
 MAX_LENGTH = 16
@@ -46,7 +47,11 @@ def make_loader(store: TokenStore, plans: list[Plan], packing: str, **changes: A
     settings: dict[str, Any] = {"packed": packing != "none", "pad_id": 0, "drop_last": False}
     sizes = {"global_batch_size": 8, "micro_batch_size": 2}
     sizes |= {name: changes.pop(name) for name in SHARD & changes.keys()}
-    return TokenDataLoader(store, plans, BatchShard(**sizes), **settings | changes)
+    shard = BatchShard(**sizes)
+    listed = ListedPlans(plans)
+    most = listed.num_steps(shard.global_batch_size, drop_last=changes.get("drop_last", False))
+    settings["num_steps"] = min(most, changes.pop("max_steps", None) or most)
+    return TokenDataLoader(store, listed, shard, **settings | changes)
 
 
 def sequences(batch: Batch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -15,6 +15,7 @@ from components.data.packing import PlanOptions, plan_epoch
 from components.data.shared_prefix import shared_lengths
 from components.data.store.token_store import TokenStore
 from components.engines.shared.varlen_attention import ATTENTION, attention, attention_kwargs
+from tests.listed_plans import ListedPlans
 from tests.pairs import PAIRS, make_pairs, plan_pairs
 from tests.unit.components.data.store.test_token_store import make_store
 from tests.unit.components.engines.shared.test_varlen_attention import MODELS, model
@@ -99,8 +100,10 @@ def test_the_prompt_is_computed_once(store: TokenStore) -> None:
 def test_stats_are_of_the_samples_and_the_cost_is_of_the_work(store: TokenStore) -> None:
     found = {}
     for shared in (False, True):
-        plans = [plan_pairs(store, shared=shared, max_length=512)]
-        loader = TokenDataLoader(store, plans, BatchShard(1, 1), packed=True, pad_id=0, drop_last=False)
+        plans = ListedPlans([plan_pairs(store, shared=shared, max_length=512)])
+        loader = TokenDataLoader(
+            store, plans, BatchShard(1, 1), packed=True, pad_id=0, drop_last=False, num_steps=1
+        )
         stats, [batch] = loader.stats(0), loader.microbatches(0)
         assert stats.num_computed_tokens == batch.labels.numel()
         # The query at position p has p + 1 keys; 2 (p + 1) - 1 adds up to the squared length of a sequence.

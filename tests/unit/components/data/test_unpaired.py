@@ -196,7 +196,7 @@ def test_data_without_labels_is_explained(tmp_path: Path) -> None:
 
 
 def test_the_embedded_data_has_both_labels(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    samples = list(StdlibData(cache_dir=str(tmp_path)).train_sources()[0][0].items("unpaired")[1])[:200]
+    samples = list(StdlibData(cache_dir=str(tmp_path)).train_sources()[0][0].items("unpaired").items)[:200]
     labels = [sample.desirable for sample, _ in samples if isinstance(sample, UnpairedSample)]
     assert len(labels) == 200
     assert 60 < sum(labels) < 140

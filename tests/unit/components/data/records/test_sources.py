@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -191,3 +192,39 @@ def test_real_file(name: str, count: int, fields: set[str]) -> None:
     records = list(read_records(str(SHARED / name)))
     assert len(records) == count
     assert all(fields <= record.keys() for record, _ in records)
+
+
+@pytest.mark.parametrize("place", ["train.jsonl", "folder/train.jsonl", "folder/deeper/notes", "/dev/zero"])
+def test_what_may_never_end_is_refused_before_it_is_read(tmp_path: Path, place: str) -> None:
+    (tmp_path / "folder" / "deeper").mkdir(parents=True)
+    (tmp_path / "folder" / "more.jsonl").write_text('{"text": "a"}\n')
+    path = tmp_path / place
+    if not path.exists():
+        os.mkfifo(path)
+    given = tmp_path / "folder" if path.is_relative_to(tmp_path / "folder") else path
+    with pytest.raises(ConfigError, match=f"{path}: is a pipe, a device or a socket"):
+        read_records(str(given))
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "parquet", "txt", "folder", "dataset"])
+def test_the_share_that_was_read(tmp_path: Path, kind: str) -> None:
+    texts = [f"some text {n} " * 9 for n in range(4000)]
+    path = tmp_path / f"a.{kind}"
+    if kind == "json":
+        path.write_text(json.dumps([{"text": text} for text in texts]))
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    elif kind == "dataset":
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(path))
+    elif kind == "folder":
+        path.mkdir()
+        for part in range(4):
+            (path / f"{part}.txt").write_text("".join(f"{text}\n" for text in texts[part * 1000 :][:1000]))
+    else:
+        lines = [json.dumps({"text": text}) for text in texts] if kind == "jsonl" else ["text", *texts]
+        path.write_text("".join(f"{line}\n" for line in lines))
+    records = read_records(str(path))
+    shares = [records.reading.fraction() for _ in records]
+    assert shares == sorted(shares)
+    assert shares[2000] == pytest.approx(0.5, abs=0.2)
+    assert records.reading.fraction() == pytest.approx(1.0, abs=0.3)

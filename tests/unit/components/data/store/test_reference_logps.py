@@ -2,10 +2,11 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,9 +14,9 @@ from torch import Tensor
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.data import BatchShard
 from components.contracts.errors import TrainingError
-from components.data.loader import PreparedData, SplitFiles, StoreFiles, epoch_name
-from components.data.packing import Plan, PlanOptions, plan_epoch
-from components.data.shared_prefix import shared_lengths
+from components.data.loader import PreparedData, SplitFiles, StoreFiles
+from components.data.packing import PlanOptions
+from components.data.plans import CachedPlans, count_steps
 from components.data.store.token_store import TokenStore
 from components.reference.precompute import precompute
 from tests.pairs import make_pairs
@@ -52,17 +53,13 @@ def expected(batch: Batch, factor: float = 1.0) -> Tensor:
 def prepare(
     store: TokenStore, folder: Path, packing: Any, epochs: int = 1, shared: bool = False
 ) -> PreparedData:
-    for epoch in range(epochs):
-        plan = plan_epoch(
-            store.lengths,
-            PlanOptions(packing, MAX_LENGTH, shuffle=True),
-            epoch,
-            sequences_per_sample=2,
-            shared=shared_lengths(store) if shared else None,
-        )
-        plan.save(folder / epoch_name(epoch))
-    steps = sum(-(-Plan.load(folder / epoch_name(epoch)).num_rows // 2) for epoch in range(epochs))
-    split = SplitFiles((StoreFiles(str(store.path)),), str(folder), epochs, steps, drop_last=False)
+    options, repeats = PlanOptions(packing, MAX_LENGTH, shuffle=True), np.ones(len(store.lengths) // 2)
+    plans = CachedPlans(folder, store, options, repeats, shared)
+    plans.save_repeats()
+    steps = epochs * count_steps(plans.rows(0), 2, drop_last=False)
+    split = SplitFiles(
+        (StoreFiles(str(store.path)),), str(folder), options, shared, num_steps=steps, drop_last=False
+    )
     return PreparedData(split, None, packing, 0, 2, "identity", audit=None)  # type: ignore[arg-type]
 
 
@@ -139,7 +136,7 @@ def test_every_sample_is_asked_about_once(store: TokenStore, tmp_path: Path) -> 
 
 def test_a_longer_run_adds_to_what_is_there(store: TokenStore, tmp_path: Path) -> None:
     whole = prepare(store, tmp_path / "plans", "none")
-    train = SplitFiles(whole.train.stores, whole.train.plans, 1, 1, drop_last=False)
+    train = replace(whole.train, num_steps=1)
     short = PreparedData(train, None, "none", 0, 2, "identity", audit=None)  # type: ignore[arg-type]
     assert short.missing_reference_logps(tmp_path / "reference")
     folder = fill(short, tmp_path, Scores())
@@ -154,7 +151,7 @@ def test_a_longer_run_adds_to_what_is_there(store: TokenStore, tmp_path: Path) -
 def test_what_a_run_did_not_ask_about_stays(store: TokenStore, tmp_path: Path) -> None:
     whole = prepare(store, tmp_path / "plans", "none")
     folder = fill(whole, tmp_path, Scores())
-    train = SplitFiles(whole.train.stores, whole.train.plans, 1, 1, drop_last=False)
+    train = replace(whole.train, num_steps=1)
     fill(PreparedData(train, None, "none", 0, 2, "identity", audit=None), tmp_path, Scores())  # type: ignore[arg-type]
     assert_attached(whole, folder)
 
@@ -170,7 +167,7 @@ class Drifting(Scores):
 def test_the_first_answer_counts(store: TokenStore, tmp_path: Path) -> None:
     """Each epoch drops one of five samples; a sample that is computed again with it keeps its first value."""
     made = prepare(store, tmp_path / "plans", "none", epochs=3)
-    train = SplitFiles(made.train.stores, made.train.plans, 3, 6, drop_last=True)
+    train = replace(made.train, num_steps=6, drop_last=True)
     data, engine = PreparedData(train, None, "none", 0, 2, "identity", audit=None), Drifting()  # type: ignore[arg-type]
     folder = fill(data, tmp_path, engine)
     assert len(set(engine.asked)) == 5 < len(engine.asked)

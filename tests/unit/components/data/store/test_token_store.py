@@ -1,19 +1,21 @@
 """Token stores return the written sequences, and an incomplete store is never opened."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from components.contracts.errors import ConfigError
 from components.data.store import token_store as store_module
+from components.data.store.checked_files import read_json, write_json
 from components.data.store.concat_store import ConcatTokens
 from components.data.store.token_store import (
     CorruptTokenStore,
     StoreWriter,
     TokenChunk,
     TokenStore,
+    WorkerLost,
     file_digest,
 )
 
@@ -84,13 +86,24 @@ def test_a_span_ends_with_its_sequence(tmp_path: Path, span: tuple[int, int]) ->
     assert store.count(0, *span) == sum(MASKS[0][slice(*span)])
 
 
+def flip(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
 def cut_tokens(path: Path) -> None:
     (path / "tokens").write_bytes((path / "tokens").read_bytes()[:-1])
 
 
 def forget_a_key(path: Path) -> None:
-    meta = json.loads((path / "meta.json").read_text())
-    (path / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k != "masked"}))
+    meta = read_json(path / "meta.json")
+    write_json(path / "meta.json", {k: v for k, v in meta.items() if k != "masked"})
 
 
 @pytest.mark.parametrize(
@@ -113,25 +126,67 @@ def test_a_torn_store_is_not_opened_and_can_be_written_again(
     assert make_store(tmp_path / "s", SEQUENCES[:1]).lengths.tolist() == [3]
 
 
-def test_nothing_is_in_place_before_the_end_and_nothing_left_after_an_error(tmp_path: Path) -> None:
-    writer = StoreWriter(tmp_path / "s", vocab_size=9, sequences_per_sample=1, masked=False, format="text")
+def write_parts(path: Path, parts: Sequence[int], error: BaseException | None = None) -> int:
+    """Append samples of ``SEQUENCES`` after those that are there; return how many there were."""
+    writer = StoreWriter(path, vocab_size=10, sequences_per_sample=1, masked=True, format="text")
+    with writer:
+        there = writer.num_records
+        for number in parts[there:]:
+            writer.append(make_chunk([SEQUENCES[number]], [MASKS[number]]))
+        assert not path.exists()
+        if error is not None:
+            raise error
+    return there
 
-    def fail() -> None:
-        with writer:
-            writer.append(make_chunk([[1, 2]], [[1, 1]]))
-            assert not (tmp_path / "s").exists()
-            raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        fail()
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), WorkerLost("data.num_workers: ...")])
+def test_the_next_writer_continues_after_an_interrupt(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        write_parts(tmp_path / "s", [0, 1], error)
+    assert not (tmp_path / "s").exists()
+    assert write_parts(tmp_path / "s", [0, 1, 2]) == 2
+    write_parts(tmp_path / "straight", [0, 1, 2])
+    assert contents(tmp_path / "s") == contents(tmp_path / "straight")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "straight"]
+
+
+@pytest.mark.parametrize("error", [ConfigError("data.train: ..."), OSError(28, "No space left on device")])
+def test_nothing_is_left_after_an_error(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)):
+        write_parts(tmp_path / "s", [0, 1], error)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "s.tmpabc").mkdir()
-    (tmp_path / "s.tmpabc" / "tokens").write_bytes(b"123")
-    make_store(tmp_path / "s", SEQUENCES)
-    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+def test_a_kill_costs_only_what_came_after_the_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that is never left, as after a kill, in the middle of a further write."""
+    monkeypatch.setattr(store_module, "_SAVE_S", 0.0)
+    writer = StoreWriter(tmp_path / "s", vocab_size=10, sequences_per_sample=1, masked=True, format="text")
+    killed = writer.__enter__()
+    killed.append(make_chunk([SEQUENCES[0]], [MASKS[0]]))
+    with (tmp_path / "s.partial" / "tokens").open("ab") as file:
+        file.write(b"half a sam")
+    assert write_parts(tmp_path / "s", [0, 1, 2]) == 1
+    write_parts(tmp_path / "straight", [0, 1, 2])
+    assert contents(tmp_path / "s") == contents(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("damage", [flip, empty, Path.unlink])
+@pytest.mark.parametrize("name", ["tokens", "offsets", "records", "progress.json"])
+def test_a_damaged_rest_is_written_from_its_beginning(
+    tmp_path: Path, name: str, damage: Callable[[Path], object]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        write_parts(tmp_path / "s", [0, 1], KeyboardInterrupt())
+    damage(tmp_path / "s.partial" / name)
+    assert write_parts(tmp_path / "s", [0, 1, 2]) == 0
+    write_parts(tmp_path / "straight", [0, 1, 2])
+    assert contents(tmp_path / "s") == contents(tmp_path / "straight")
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:

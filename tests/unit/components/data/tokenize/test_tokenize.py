@@ -1,7 +1,9 @@
 """Samples are truncated, dropped and counted equally with and without workers, once per content."""
 
+import ctypes
 import multiprocessing
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -14,8 +16,10 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from components.contracts.errors import ConfigError
+from components.data import progress
 from components.data.records.samples import TextSample
 from components.data.store.token_store import TokenStore
+from components.data.tokenize import chat
 from components.data.tokenize import workers as tokenize
 from components.data.tokenize.chat import Encoded
 from components.data.tokenize.encoder import Encoder, EncoderInput
@@ -147,6 +151,76 @@ def test_a_worker_that_dies_is_reported(text_encoder: Encoder) -> None:
     batches = iter([list(texts(64))])
     with pytest.raises(ConfigError, match=r"data\.num_workers"):
         list(tokenize._encode_in_workers(batches, lethal, 1))
+
+
+class Busy(Encoder):
+    """A tokenizer that holds the lock of the interpreter for an hour, as a long text does."""
+
+    def __call__(self, items: Any) -> Any:
+        ctypes.PyDLL(None).sleep(3600)
+        return super().__call__(items)
+
+
+def test_no_worker_is_waited_for_after_an_error(text_encoder: Encoder) -> None:
+    busy = Busy(**{name: getattr(text_encoder, name) for name in text_encoder.__dataclass_fields__})
+    before = set(multiprocessing.active_children())
+
+    def batches() -> Iterator[list[EncoderInput]]:
+        yield list(texts(1))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(tokenize._encode_in_workers(batches(), busy, 2))
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_long_items_are_encoded_one_by_one() -> None:
+    lengths = [10, 2**20, 2**20, 5, 2**19, 2**19, 1, *[1] * 70]
+    items: list[EncoderInput] = [({"a": ["x" * length]}, "file:1") for length in lengths]
+    assert [len(batch) for batch in tokenize._batched(iter(items))] == [2, 1, 3, 64, 7]
+
+
+@pytest.mark.parametrize("border", [" ", "\n", "\n\n  ", ""])
+def test_a_long_document_has_the_tokens_of_its_text(
+    text_encoder: Encoder, monkeypatch: pytest.MonkeyPatch, border: str
+) -> None:
+    monkeypatch.setattr(chat, "_PIECE", 50)
+    monkeypatch.setattr(chat, "_AROUND", 20)
+    text = border.join(f"word{n}, Füße {n * n}!" for n in range(300))
+    pieces = list(chat._pieces(text, text_encoder.tokenizer))
+    assert (len(pieces) > 20, "".join(pieces)) == (True, text)
+    (found,) = chat.encode_sample(
+        TextSample(text), text_encoder.tokenizer, train_on_prompt=False, origin="file:1"
+    )
+    whole = text_encoder.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert list(found.input_ids) == [*whole, text_encoder.tokenizer.eos_token_id]
+    assert len(found.mask) == len(found.input_ids)
+
+
+def test_a_tokenizer_that_begins_every_text_anew_gets_it_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_PIECE", 50)
+    text = "some words " * 100
+
+    def prefixed(text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [0, *map(ord, text)]}
+
+    assert list(chat._pieces(text, prefixed)) == [text]  # type: ignore[arg-type]
+
+
+def test_progress_is_logged(
+    tmp_path: Path,
+    source: FileSource,
+    text_encoder: Encoder,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    Path(source.path).write_text('{"text": "one two three"}\n' * 9000)
+    build_store(source, text_encoder, tmp_path / "cache", 1)
+    assert re.fullmatch(
+        r"tokenising data\.train=.*: 6,400 rows, [\d,]+/s, 0:\d\d:\d\d left", caplog.messages[99]
+    )
 
 
 # The cache

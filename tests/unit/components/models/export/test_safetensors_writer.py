@@ -92,8 +92,8 @@ WANTED = {"a": torch.Size([2, 3]), "b": torch.Size([2])}
     ("stored", "words"),
     [
         ({"a": torch.Size([2, 3])}, ["lacks b", "model.path=RUN/export"]),
-        (WANTED | {"c": torch.Size([1])}, ["has c", "model options of its run"]),
-        (WANTED | {"a": torch.Size([3, 2])}, ["a is [3, 2]", "asks for [2, 3]"]),
+        (WANTED | {"c": torch.Size([1])}, ["has the unexpected c", "model options of its run"]),
+        (WANTED | {"a": torch.Size([3, 2])}, ["a is [3, 2]", "needs [2, 3]"]),
         ({"x.lora_A.weight": torch.Size([1, 2])}, ["adapter.path=RUN/export"]),
     ],
 )

@@ -1,0 +1,112 @@
+"""Files of the cache that carry a checksum (XXH3, 64 bits), such that damage is found when they are read."""
+
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from components.atomic_write import atomic_file, write_atomic
+from components.contracts.json_types import Json
+
+_CHUNK = 2**22
+_DIGEST = 8
+"""Bytes of the checksum at the end of an array's file."""
+
+
+class DamagedFile(Exception):
+    """The file is missing, incomplete or not as it was written."""
+
+
+class HashedFile:
+    """A binary file that is written, with the size and the checksum of its content so far."""
+
+    def __init__(self, path: Path, size: int = 0) -> None:
+        """Open ``path`` and keep its first ``size`` bytes, or fewer if it has fewer."""
+        self.size, self._hash = 0, xxhash.xxh3_64()
+        self._file: IO[bytes] = path.open("r+b" if size else "w+b")
+        while kept := self._file.read(min(_CHUNK, size - self.size)):
+            self._count(kept)
+        self._file.truncate(self.size)
+        self._file.seek(self.size)
+
+    @property
+    def checksum(self) -> str:
+        return self._hash.hexdigest()
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._count(data)
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _count(self, data: bytes) -> None:
+        self.size += len(data)
+        self._hash.update(data)
+
+
+def checksum(path: Path) -> str:
+    """Return the checksum of the content of a file, as ``HashedFile`` does."""
+    value = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(_CHUNK):
+            value.update(block)
+    return value.hexdigest()
+
+
+def save_array(path: Path, values: npt.NDArray[Any]) -> None:
+    """Write a ``.npy`` file with a checksum at its end, as a whole or not at all."""
+    with atomic_file(path) as file:
+        np.save(file, values)
+        file.flush()
+        partial = Path(file.name)
+        file.write(bytes.fromhex(checksum(partial)))
+
+
+def load_array(path: Path) -> npt.NDArray[Any]:
+    """Open an array that ``save_array`` wrote, memory-mapped.
+
+    Raises:
+        DamagedFile: if its content is not what was written.
+    """
+    try:
+        content = np.asarray(np.memmap(path, np.uint8, mode="r"))
+        body, written = content[:-_DIGEST], content[-_DIGEST:].tobytes()
+        if xxhash.xxh3_64(body.data).digest() != written:
+            raise DamagedFile(f"{path}: is damaged, its checksum differs")
+        return np.asarray(np.load(path, mmap_mode="r"))
+    except (OSError, ValueError) as error:
+        raise DamagedFile(f"{path}: is damaged ({error})") from error
+
+
+def write_json(path: Path, content: Json) -> None:
+    """Replace ``path`` by JSON with a checksum of its content."""
+    write_atomic(path, json.dumps({"xxh3": _json_checksum(content), "content": content}))
+
+
+def read_json(path: Path) -> Json:
+    """Read what ``write_json`` wrote.
+
+    Raises:
+        DamagedFile: if its content is not what was written.
+    """
+    try:
+        whole = json.loads(path.read_bytes())
+        if whole["xxh3"] != _json_checksum(whole["content"]):
+            raise DamagedFile(f"{path}: is damaged, its checksum differs")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DamagedFile(f"{path}: is damaged ({error!r})") from error
+    content: Json = whole["content"]
+    return content
+
+
+def _json_checksum(content: object) -> str:
+    return xxhash.xxh3_64(json.dumps(content, sort_keys=True).encode()).hexdigest()
