@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from components.contracts.errors import ConfigError
-from runner.cli import answered, exit_code
+from runner.cli import run_or_answer
 from runner.config.sources import ConfigSources, did_you_mean
 
 KEYS = {
@@ -111,4 +111,4 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
 
 
 def main() -> NoReturn:
-    sys.exit(exit_code(lambda: answered(sys.argv[1:], __doc__) or export(sys.argv[1:])))
+    sys.exit(run_or_answer(export, __doc__))
