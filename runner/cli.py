@@ -101,15 +101,12 @@ def print_version() -> None:
     print(distribution().name, distribution().version)
 
 
-def answered(arguments: Sequence[str], usage: str | None) -> bool:
-    """Print the answer to ``--help`` or ``--version``; return whether one of them was asked for."""
+def run_or_answer(task: Callable[[Sequence[str]], object], usage: str | None) -> int:
+    """Run ``task`` with the arguments, or answer ``--help`` or ``--version``; return the exit code."""
+    arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
-        print((usage or "").replace("``", "").strip())
-    elif "--version" in arguments:
-        print_version()
-    else:
-        return False
-    return True
+        return exit_code(lambda: print((usage or "").replace("``", "").strip()))
+    return exit_code(print_version if "--version" in arguments else lambda: task(arguments))
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from components.atomic_write import sync_folder, write_atomic
 from components.checkpoint.files import FileRecord
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
+from components.json_text import as_type, parse_json
 
 MARKER = "complete"
 """File that marks a complete checkpoint. It holds the checksum of meta.json, so it is valid for no other."""
@@ -70,13 +71,15 @@ def read_meta(folder: Path) -> CheckpointMeta:
         text = (folder / META).read_bytes()
         if int((folder / MARKER).read_text(), 16) != zlib.crc32(text):
             raise ValueError("it is not the one that was marked")
-        content = json.loads(text)
-        files = {name: FileRecord(**record) for name, record in content["files"].items()}
-        return CheckpointMeta(**content | {"files": files})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        meta = as_type(CheckpointMeta, parse_json(text.decode()))
+        if not isinstance(meta.state.get("step"), int):
+            raise ValueError("state.step: should be a number of steps")
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"checkpoint.resume: {folder / META} is damaged; take another checkpoint."
+            f"checkpoint.resume: {folder / META} is damaged, or of a later version ({error}); take another "
+            "checkpoint."
         ) from error
+    return meta
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:

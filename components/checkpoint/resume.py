@@ -161,7 +161,7 @@ def inspect_checkpoint(point: Path, *, checksums: bool) -> tuple[CheckpointMeta 
     try:
         meta = read_meta(point)
     except ConfigError:
-        return None, "meta.json is damaged"
+        return None, "meta.json is damaged, or of a later version"
     return meta, damage(point, meta.files, checksums=checksums) or metadata_damage(point)
 
 

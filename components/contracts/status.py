@@ -8,3 +8,8 @@ JobStatus = Literal["running", "completed", "invalid", "failed", "interrupted", 
 """``invalid`` means that the job's configuration was refused before its run started."""
 RENAMED: dict[str, str] = {"done": "completed", "refused": "invalid", "stopped": "interrupted"}
 """Names in files written before version 0.2."""
+
+
+def current_status(found: object) -> object:
+    """Return the present name of a status read from a file."""
+    return RENAMED.get(found, found) if isinstance(found, str) else found

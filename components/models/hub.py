@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
+from components.json_text import parse_json
 
 DESCRIPTION = ("*.json", "*.py", "*.txt", "*.jinja", "*.model")
 SAFETENSORS, BIN = "*.safetensors", "*.bin"
@@ -74,7 +75,7 @@ def fetch_snapshot(repository: str, revision: str | None, patterns: tuple[str, .
 def read_json(path: Path) -> Json:
     """Return the object in a JSON file, or raise ConfigError with the file and the line of the error."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {one_line(error)}") from error
     except json.JSONDecodeError as error:

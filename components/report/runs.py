@@ -12,6 +12,7 @@ import yaml
 
 from components.contracts.json_types import Json
 from components.contracts.status import RENAMED
+from components.json_text import as_type, parse_json
 from components.report.curves import Curve, current_name, read_curves
 
 LAST_LINES = 20
@@ -21,6 +22,17 @@ COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's loader is ten times as fast
 LONG_FACTS = ("data", "identity", "results", "command", "overrides", "versions", "sweep", "began")
 """Keys of run.json that are shown elsewhere or not at all."""
+
+
+@dataclass(frozen=True)
+class ShownFacts:
+    """The fields of run.json that the page reads one by one."""
+
+    ended: str | None = None
+    error: str | None = None
+    overrides: tuple[str, ...] = ()
+    results: dict[str, dict[str, float]] | None = None
+    versions: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,9 +119,9 @@ def read_run(entry: Entry, points: int) -> RunPage:
             run.missing.append(f"{name} cannot be read: {str(error).splitlines()[0]}")
         return None
 
-    run.facts = part("run.json", read_optional_json) or {}
+    run.facts = part("run.json", read_facts) or {}
     run.config = dict(flat("", part("config.yaml", read_yaml) or {}))
-    run.audit = part("audit.json", read_optional_json)
+    run.audit = part("audit.json", read_audit)
     run.preflight = part("preflight.json", read_optional_json)
     run.curves = part("metrics.jsonl", partial(read_curves, count=points)) or {}
     if run.status != "completed":
@@ -118,9 +130,22 @@ def read_run(entry: Entry, points: int) -> RunPage:
 
 
 def read_optional_json(path: Path) -> Json:
-    found = json.loads(path.read_text())
-    if not isinstance(found, dict):
-        raise ValueError("holds no object")
+    return as_type(Json, parse_json(path.read_text()))
+
+
+def read_facts(path: Path) -> Json:
+    """Return the content of run.json; raise ValueError if a field that the page shows has another type."""
+    found = read_optional_json(path)
+    as_type(ShownFacts, found)
+    return found
+
+
+def read_audit(path: Path) -> Json:
+    """Return the content of audit.json; raise ValueError if its sources are not tables."""
+    found = read_optional_json(path)
+    for split in found.values():
+        if isinstance(split, dict):
+            as_type(list[Json], split.get("sources", []))
     return found
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from components.contracts.errors import ConfigError
-from runner.cli import answered, exit_code
+from runner.cli import run_or_answer
 from runner.config.sources import ConfigSources, did_you_mean
 
 KEYS = {
@@ -130,8 +130,4 @@ def trusted_modules(value: str) -> tuple[str, ...]:
 
 
 def main() -> NoReturn:
-    def task() -> None:
-        if not answered(sys.argv[1:], __doc__):
-            export(sys.argv[1:])
-
-    sys.exit(exit_code(task))
+    sys.exit(run_or_answer(export, __doc__))

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from components.contracts.errors import ConfigError
 from components.report import Entry, write_page
-from runner.cli import answered, exit_code
+from runner.cli import run_or_answer
 from runner.sweeps.job_record import JobRecord, read_job_records
 
 
@@ -93,8 +93,4 @@ def where_now(sweep: Path, folder: Path) -> Path:
 
 
 def main() -> NoReturn:
-    def task() -> None:
-        if not answered(sys.argv[1:], __doc__):
-            report(sys.argv[1:])
-
-    sys.exit(exit_code(task))
+    sys.exit(run_or_answer(report, __doc__))

@@ -27,6 +27,7 @@ from runner.launch.run_record import has_completed
 from runner.launch.unread_options import check_unread_options
 from runner.logging_setup import log_to
 from runner.training.rank import engine_options
+from runner.training.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ class RunPreparation:
                 str(saved or checkpoint.resume), verify=checkpoint.verify, force=checkpoint.allow_mismatch
             )
             resume = asked.resolve(Path(run.output_dir), run.name, identity)
+        if resume is not None:
+            TrainState.read(resume)
         # The same run was checked at its first start.
         if saved is not None:
             return resume

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from components.atomic_write import write_atomic
-from components.contracts.errors import TrainingError
-from components.contracts.status import RENAMED, RunStatus
+from components.contracts.errors import ConfigError, TrainingError
+from components.contracts.status import RunStatus, current_status
+from components.json_text import as_type, parse_json
 from runner.launch.slurm_env import JobFacts
 from runner.training.run_summary import Results
 
@@ -78,20 +79,24 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the record of the run in ``folder``."""
-        return cls.from_json(json.loads((folder / "run.json").read_text()))
+        """Read the record of the run in ``folder``; raise ConfigError if it is damaged."""
+        path = folder / "run.json"
+        try:
+            return cls.from_json(as_type(dict[str, Any], parse_json(path.read_text())))
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}: is damaged, or of a later version ({error}); restore it, or start a new run."
+            ) from error
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Build the record from the content of run.json."""
-        nested = {"stopped": Stopped, "sweep": SweepPlace, "slurm": JobFacts, "reference": ReferenceCache}
+        """Build the record from the content of run.json; raise ValueError if a field has another type."""
         own: dict[str, Any] = {f.name: content[f.name] for f in fields(cls) if f.name in content}
-        for name, kind in nested.items():
-            if own.get(name) is not None:
-                own[name] = kind(**own[name])
-        own["ended"] = RENAMED.get(own.get("ended", ""), own.get("ended"))
-        own["results"] = Results(**own.get("results") or {})
-        return cls(**own, engine_facts={name: content[name] for name in content if name not in own})
+        own["ended"] = current_status(own.get("ended"))
+        own["results"] = own.get("results") or {}
+        return as_type(
+            cls, own | {"engine_facts": {name: content[name] for name in content if name not in own}}
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of run.json."""

@@ -4,9 +4,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from components.atomic_write import write_atomic
-from components.contracts.status import RENAMED, JobStatus
+from components.contracts.status import JobStatus, current_status
+from components.json_text import as_type, parse_json
 
 SWEEP_FOLDER = "RUNNER_SWEEP"
 """Environment variable with the sweep folder, for every job of a sweep on any machine."""
@@ -55,14 +57,18 @@ class SweepJob:
 
 
 def read_job_record(path: Path) -> JobRecord:
-    fields = json.loads(path.read_text())
-    status = RENAMED.get(fields["status"], fields["status"])
-    return JobRecord(**fields | {"overrides": tuple(fields["overrides"]), "status": status})
+    """Return the outcome in ``path``, or a failed one that says why the file cannot be read."""
+    try:
+        fields = as_type(dict[str, Any], parse_json(path.read_text()))
+        return as_type(JobRecord, fields | {"status": current_status(fields.get("status"))})
+    except (OSError, ValueError) as error:
+        return JobRecord(int(path.stem), (), "failed", error=f"{path} cannot be read: {error}")
 
 
 def read_job_records(sweep: Path) -> list[JobRecord]:
     """Return the outcomes of the jobs that have begun, by number."""
-    found = [read_job_record(path) for path in (sweep / "jobs").glob("*.json")]
+    paths = (sweep / "jobs").glob("*.json")
+    found = [read_job_record(path) for path in paths if path.stem.isdecimal()]
     return sorted(found, key=lambda record: record.number)
 
 

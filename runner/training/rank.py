@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from components.checkpoint import CheckpointManager, RunIdentity, read_meta
+from components.checkpoint import CheckpointManager, RunIdentity
 from components.contracts.data import BatchShard, BatchStats
 from components.contracts.engine import Engine, EngineOptions
 from components.contracts.errors import NonRetryableError, TrainingError
@@ -207,7 +207,7 @@ def build_loop(
     if point is not None:
         watchdog.beat(f"loading {point}")
         engine.load(point)
-        state = TrainState(**read_meta(point).state)
+        state = TrainState.read(point)
     report.start(state, train_data.num_steps)
     deadline = math.inf if run.max_time is None else record.began + seconds(run.max_time)
     return TrainContext(

@@ -2,7 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Self
+
+from components.checkpoint import read_meta
+from components.contracts.errors import ConfigError
+from components.json_text import as_type
 
 
 @dataclass
@@ -25,6 +31,20 @@ class TrainState:
     evals_since_best: int = 0
     loss_mean: float | None = None
     """Running mean of the losses of steps that were not skipped; the newest loss has weight 0.1."""
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Self:
+        """Return the state in ``checkpoint``; raise ConfigError if a field is unknown or of another type."""
+        found = read_meta(checkpoint).state
+        try:
+            if unknown := found.keys() - {field.name for field in fields(cls)}:
+                raise ValueError(f"{min(unknown)} is unknown")
+            return as_type(cls, found)
+        except ValueError as error:
+            raise ConfigError(
+                f"checkpoint.resume: the state in {checkpoint / 'meta.json'} is of another version "
+                f"({error}); take another checkpoint."
+            ) from error
 
     def advance(self, *, num_samples: int, num_tokens: int, skipped: bool, loss: float) -> None:
         self.step += 1

@@ -58,7 +58,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     answer = started.finish()
     assert answer.returncode == 130
     assert [outcome.status for outcome in outcomes(tmp_path)] == ["interrupted"]
-    assert re.search(r"^ +0 +stopped", answer.stdout + answer.stderr, re.MULTILINE), "there is a table"
+    assert re.search(r"^ +0 +interrupted", answer.stdout + answer.stderr, re.MULTILINE), "there is a table"
     assert not left(processes)
 
 

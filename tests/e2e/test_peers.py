@@ -33,7 +33,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     arguments = [
         f"--data={folder / 'source'}",
         f"--cache={folder}",
-        f"--output={folder / 'peers.json'}",
+        f"--output={folder / 'baselines.json'}",
         "--work=sft-fp32",
         "--runs=1",
         "--steps=3",

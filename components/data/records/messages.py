@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from components.contracts.errors import ConfigError
 from components.data.records.samples import Message, Tool
+from components.json_text import parse_json
 
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -43,7 +44,7 @@ def read_string(record: Mapping[str, object], key: str, origin: str, *, optional
 
 def _json(text: str, key: str, origin: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         fail(origin, f"{key!r} is not valid JSON ({error})", "Write it as a JSON string.")
 

@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 
 from components.contracts.errors import ConfigError
+from components.json_text import parse_json
 
 Record = dict[str, Any]
 _MAX_NAME = 64  # a csv whose first row has longer cells begins with data, not with the names of fields
@@ -136,7 +137,7 @@ def _read_json(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
     with reading.open(path) as file:
         text = file.read()
     try:
-        records = json.loads(text) if text.strip() else []
+        records = parse_json(text) if text.strip() else []
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
             yield from _read_jsonl(path, reading)
@@ -155,7 +156,7 @@ def _read_jsonl(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
             origin = f"{path}:{number}"
             if line.strip():
                 try:
-                    record = json.loads(line)
+                    record = parse_json(line)
                 except json.JSONDecodeError as error:
                     raise _malformed(origin, error) from error
                 yield _object(record, origin), origin

@@ -5,10 +5,12 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from rich.console import Console
 
+from components.contracts.status import RunStatus
 from runner.config.command_line import single_job_overrides
 from runner.launch.run_record import RunRecord
 from runner.sweeps.job_record import JobRecord, SweepJob, read_job_record
@@ -93,7 +95,8 @@ def test_records_of_older_sweeps_and_runs_are_read(tmp_path: Path, old: str, new
     job = SweepJob(tmp_path, 0, ())
     job.write(replace(outcome(1), status=old))  # type: ignore[arg-type]
     assert read_job_record(job.path).status == new
-    assert RunRecord.from_json({"ended": old}).ended == new
+    if new in get_args(RunStatus):
+        assert RunRecord.from_json({"ended": old}).ended == new
 
 
 def test_a_job_alone_is_no_sweep() -> None:

@@ -1,0 +1,99 @@
+"""JSON files with odd contents end as one line that names the file, wherever they are read."""
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from components.checkpoint import read_meta
+from components.contracts.errors import ConfigError
+from components.data.records.sources import read_records
+from components.models.hub import read_json
+from components.report.runs import Entry, read_run
+from runner.launch.run_record import RunRecord
+from runner.sweeps.job_record import read_job_records
+from runner.training.state import TrainState
+
+ODD_TEXT = {
+    "nested too deeply": "[" * 100_000,
+    "objects too deep": '{"a":' * 100_000,
+    "an integer of 5,000 digits": '{"a": ' + "1" * 5000 + "}",
+    "half of a surrogate pair": '{"a": "\\ud800"}',
+    "no object": "5",
+    "torn": '{"a": 1',
+}
+GOOD_META = {"state": {"step": 3}, "identity": {}, "model_only": False, "files": {}}
+ODD_META = [
+    {},
+    GOOD_META | {"state": 5},
+    GOOD_META | {"state": {"step": "three"}},
+    GOOD_META | {"files": {"a": 3}},
+    GOOD_META | {"files": []},
+    GOOD_META | {"model_only": "perhaps"},
+]
+ODD_RUNS = [{"ended": 5}, {"world_size": "x"}, {"stopped": {"step": 1}}, {"results": [1]}, {"overrides": 5}]
+ODD_JOBS = [
+    {},
+    {"number": 0, "overrides": 5, "status": "completed"},
+    {"number": 0, "overrides": [], "status": "weird"},
+]
+
+
+def read_as_jsonl(path: Path) -> object:
+    return list(read_records(str(path.rename(path.with_suffix(".jsonl")))))
+
+
+def checkpoint(folder: Path, text: str) -> Path:
+    (folder / "meta.json").write_text(text)
+    (folder / "complete").write_text(f"{zlib.crc32(text.encode()):08x}")
+    return folder
+
+
+@pytest.mark.parametrize("name", ODD_TEXT)
+@pytest.mark.parametrize("read", [read_json, read_as_jsonl, lambda path: list(read_records(str(path)))])
+def test_a_file_of_a_user_is_refused(read: Callable[[Path], object], name: str, tmp_path: Path) -> None:
+    path = tmp_path / "odd.json"
+    path.write_text(ODD_TEXT[name])
+    with pytest.raises(ConfigError, match=r"odd\.json"):
+        read(path)
+
+
+@pytest.mark.parametrize("text", [*ODD_TEXT.values(), *map(json.dumps, ODD_META)])
+def test_a_checkpoint_with_odd_metadata_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"meta\.json is damaged, or of a later version"):
+        read_meta(checkpoint(tmp_path, text))
+
+
+@pytest.mark.parametrize("state", [{"step": 3, "later": 1}, {"step": 3, "num_tokens": "many"}])
+def test_a_state_of_another_version_is_refused(state: dict[str, object], tmp_path: Path) -> None:
+    assert TrainState.read(checkpoint(tmp_path, json.dumps(GOOD_META))).step == 3
+    with pytest.raises(ConfigError, match="of another version"):
+        TrainState.read(checkpoint(tmp_path, json.dumps(GOOD_META | {"state": state})))
+
+
+@pytest.mark.parametrize("text", [*ODD_TEXT.values(), *map(json.dumps, ODD_RUNS)])
+def test_an_odd_run_is_refused_and_costs_the_report_only_its_facts(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.json: is damaged, or of a later version"):
+        RunRecord.read(tmp_path)
+    if '"world_size"' not in text and '"stopped"' not in text:
+        assert any("run.json cannot be read" in line for line in read_run(Entry(0, tmp_path), 10).missing)
+
+
+@pytest.mark.parametrize("text", [*ODD_TEXT.values(), *map(json.dumps, ODD_JOBS)])
+def test_an_odd_job_costs_no_other(text: str, tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs/0.json").write_text(text)
+    (tmp_path / "jobs/1.json").write_text('{"number": 1, "overrides": ["a=1"], "status": "done"}')
+    odd, good = read_job_records(tmp_path)
+    assert (odd.number, odd.status) == (0, "failed")
+    assert "0.json cannot be read" in str(odd.error)
+    assert good.status == "completed"
+
+
+@pytest.mark.parametrize("audit", [{"train": {"sources": 5}}, {"train": {"sources": [5]}}, [1]])
+def test_an_odd_audit_costs_the_report_only_that(audit: object, tmp_path: Path) -> None:
+    (tmp_path / "audit.json").write_text(json.dumps(audit))
+    assert any("audit.json cannot be read" in line for line in read_run(Entry(0, tmp_path), 10).missing)
