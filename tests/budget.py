@@ -1,4 +1,4 @@
-"""How many processes and rank calls the quick part may take: its time, counted where no clock is fair."""
+"""Budget of the quick part in processes and rank calls, which stand for its time: clocks are unreliable."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 FOLDER = "RUNNER_TEST_SESSION"
 """Environment variable: a folder that all processes of one test session share."""
 BUDGET: Mapping[str, int] = {"started": 45, "forked": 130, "rank_calls": 480}
-"""Python processes that import everything anew, forked ones, and functions called on a set of ranks."""
+"""Greatest number of newly started Python processes, of forked ones, and of function calls on ranks."""
 
 
 def count(what: str) -> None:
@@ -20,13 +20,13 @@ def count(what: str) -> None:
 
 
 def counts(folder: Path) -> dict[str, int]:
-    """Return the counts of the session whose folder this is, over all its processes."""
+    """Return the counts of the session with this folder, summed over all its processes."""
     paths = {what: folder / what for what in BUDGET}
     return {what: path.stat().st_size if path.exists() else 0 for what, path in paths.items()}
 
 
 def over_budget(found: Mapping[str, int]) -> list[str]:
-    """One line for each count that is above its budget."""
+    """Return one line for each count that is above its budget."""
     return [
         f"{what}: {found[what]} of {most} allowed; mark tests slow, or share what they start"
         for what, most in BUDGET.items()
@@ -35,7 +35,7 @@ def over_budget(found: Mapping[str, int]) -> list[str]:
 
 
 def count_starts() -> None:
-    """Count every Python process that this one starts from now on."""
+    """Count every Python process that this process starts from now on."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "subprocess.Popen" and os.fspath(arguments[0] or arguments[1][0]) == sys.executable:

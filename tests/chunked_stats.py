@@ -1,4 +1,4 @@
-"""Token statistics in chunks of a chosen size: the default of a small test is one chunk."""
+"""Token statistics in chunks of a given size. With the default size, a small test has only one chunk."""
 
 from typing import Any
 from unittest import mock

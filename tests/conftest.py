@@ -1,4 +1,4 @@
-"""One thread a process, no network, a token cache of the session's own, and processes that are forked.
+"""Set up a session: one thread per process, no network, its own token cache, and forked processes.
 
 The quick part is everything without the marker ``slow``. See "Tests" in CONTRIBUTING.md.
 """
@@ -18,17 +18,17 @@ from tests import budget, forkserver
 if TYPE_CHECKING:
     from tests.ranks import Ranks
 
-# Nothing here imports torch, which reads this when it is imported.
+# Torch reads this when it is imported. Nothing here imports it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
-"""Ids of tests, and of functions of which all are meant, that carry the marker ``slow``."""
+"""Ids of the tests with the marker ``slow``. The id of a function stands for all its cases."""
 SESSION = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of a session share what the controller makes
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers use the folder of the controller
         folder = config.stash[SESSION] = Path(tempfile.mkdtemp(prefix="runner-tests-"))
         os.environ[budget.FOLDER] = str(folder)
         os.environ["RUNNER_CACHE"] = str(folder / "cache")
@@ -42,7 +42,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """One named test starts sooner without workers."""
+    """Start no workers if only single tests are named, which start sooner without them."""
     return 0 if config.args and all("::" in word for word in config.args) else None
 
 
@@ -52,7 +52,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files go first, such that no worker is left alone with one at the end."""
+    """Run long files first, so that the last worker does not start one when the others have finished."""
     order = ("slurm", "distributed", "e2e")
     items.sort(
         key=lambda item: next((i for i, part in enumerate(order) if part in item.path.parts), len(order))
@@ -86,7 +86,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def megatron_ranks() -> "Ranks":
-    """Four, with Megatron."""
+    """Return four ranks with Megatron."""
     from tests.ranks import Ranks
 
     return Ranks(4, megatron=True)

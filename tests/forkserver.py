@@ -1,10 +1,9 @@
 """Test processes forked from one that has imported torch, transformers, Megatron and the program.
 
-A new Python process imports for about five CPU seconds before it does anything; a forked one starts at once.
-``python -m tests.forkserver`` is that one process; a session has one, started with the session, which imports
-when it is first asked for a process. `Process` asks it for one. A forked process behaves as a new one does:
-its environment, working directory, standard streams, signal handlers and exit code are its own, and what it
-starts with ``python -m`` is forked in turn.
+A new Python process spends about five CPU seconds on imports; a forked one starts at once. The server,
+``python -m tests.forkserver``, is started once per session and imports at the first request. `Process` sends
+requests. A forked process behaves like a new one: it has its own environment, working directory, standard
+streams, signal handlers and exit code, and the processes that it starts with ``python -m`` are forked too.
 """
 
 import atexit
@@ -44,12 +43,12 @@ PRELOADED: Mapping[str, tuple[str, ...]] = {
         "runner.launch.run",
         "runner.training.rank",
     ),
-    # Megatron's patches replace names of torch.cuda, which a process without Megatron must not see.
+    # Megatron's patches replace names of torch.cuda, which must stay unchanged in a process without Megatron.
     "megatron": ("components.engines.megatron.runtime.engine",),
 }
 MESSAGE_BYTES = 1 << 17
 INSTALLED = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-"""The part of the path on which the server's Python finds installed packages."""
+"""Entries of ``sys.path`` from which the server imports installed packages."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,10 @@ class Process:
     """A forked process that calls ``call(*args)`` and exits, with the methods of `subprocess.Popen`.
 
     Args:
-        call: a module-level function. It gets the numbers of ``descriptors`` before ``args``.
-        streams: file descriptors that become its standard input, output and error; by default nothing can be
-            read, and output goes where this process writes.
-        kind: ``"megatron"`` forks from a process that has imported Megatron too.
+        call: a module-level function. Its arguments are the numbers of ``descriptors``, then ``args``.
+        streams: file descriptors of its standard input, output and error. By default the input is empty and
+            the output goes to the streams of this process.
+        kind: ``"megatron"`` forks from a process that has also imported Megatron.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Process:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
+        """Return the exit code, or raise subprocess.TimeoutExpired."""
         if self.returncode is None and not select.select([self.keeper], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
         code = self.poll()
@@ -126,14 +125,14 @@ class Process:
 
 
 def address() -> Path:
-    """The folder of the sockets of the server, which is started where no parent of this process has."""
+    """Return the folder of the server's sockets. Start a server unless a parent of this process has."""
     if ADDRESS not in os.environ:
         start()
     return Path(os.environ[ADDRESS])
 
 
 def start() -> None:
-    """Starts the server, which ends with this process."""
+    """Start the server, which ends with this process."""
     folder = tempfile.TemporaryDirectory(prefix="runner-forks-")
     listeners = []
     for kind in PRELOADED:
@@ -144,7 +143,7 @@ def start() -> None:
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.forkserver", *map(str, numbers)],
         cwd=Path(__file__).parents[1],
-        # Torch reads the number of threads where it is imported.
+        # Torch reads the number of threads when it is imported.
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         pass_fds=numbers,
@@ -163,9 +162,9 @@ def start() -> None:
 
 
 def serve(listeners: dict[str, socket.socket], alive: io.IOBase) -> None:
-    """Forks a process for every request until ``alive`` ends. Never imports before the first request."""
+    """Fork a process for every request until ``alive`` is closed. Import only at the first request."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the keepers
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the session
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is meant for the session
     loaded = False
     while True:
         ready, _, _ = select.select([alive, *listeners.values()], [], [])
@@ -196,9 +195,9 @@ def preload(kind: str) -> None:
 
 
 def keep(connection: socket.socket) -> NoReturn:
-    """Watch over one forked process: report how it ended, and kill it when its client is gone.
+    """Report the exit code of one forked process, and kill it when its client has ended.
 
-    A signal to the whole process group, as time limits send it, ends the client and must not end this.
+    A time limit sends its signal to the whole process group. It must end the client, but not this process.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -213,7 +212,7 @@ def keep(connection: socket.socket) -> NoReturn:
 
     def end_with_client() -> None:
         if not connection.recv(1):
-            with contextlib.suppress(ProcessLookupError):  # it has ended first
+            with contextlib.suppress(ProcessLookupError):  # it has already ended
                 os.kill(pid, signal.SIGKILL)
 
     connection.send(pickle.dumps(pid))
@@ -226,7 +225,7 @@ def keep(connection: socket.socket) -> NoReturn:
 
 
 def enter(message: bytes, descriptors: list[int]) -> NoReturn:
-    """Becomes the process that was asked for."""
+    """Turn this process into the requested one."""
     os.setsid()
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
@@ -234,17 +233,17 @@ def enter(message: bytes, descriptors: list[int]) -> NoReturn:
     sys.path[:], packed = pickle.loads(message)
     request: Request = pickle.loads(packed)
     os.chdir(request.cwd)
-    if "RUNNER_PARENT" in request.environ:  # with which it ends: the keeper ends with the client
+    if "RUNNER_PARENT" in request.environ:  # it ends with its keeper, which ends with the client
         request.environ["RUNNER_PARENT"] = str(os.getppid())
     run(partial(request.call, *descriptors[3:], *request.args), request.environ)
 
 
-# ---- what a new process would do
+# ---- the start of a new process
 
 
 def run(call: Callable[[], object], environ: Mapping[str, str]) -> NoReturn:
-    """Calls ``call`` as the main program of a new process and exits as the interpreter does."""
-    gc.freeze()  # what this process has inherited is not its own to collect: threads behind it are gone
+    """Call ``call`` as the main program of a new process and exit as the interpreter does."""
+    gc.freeze()  # never collect inherited objects: their threads do not exist in this process
     gc.enable()
     for number in (
         signal.SIGTERM,
@@ -306,7 +305,7 @@ def exit_code(leaving: SystemExit) -> int:
 
 
 def run_module(name: str, *arguments: str) -> None:
-    """As ``python -m name arguments``, in the working directory of this process."""
+    """Run a module as ``python -m name arguments`` does, in the working directory of this process."""
     import runpy
 
     own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -316,10 +315,10 @@ def run_module(name: str, *arguments: str) -> None:
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen` that forks this process for ``python -m MODULE``, and starts anything else.
+    """`subprocess.Popen` that forks this process for ``python -m MODULE`` and starts any other command.
 
-    What `subprocess` calls between its fork and its exec becomes the whole process, so that streams, sessions
-    and working directories are made by `subprocess` itself.
+    The module runs in the hook that `subprocess` calls between its fork and its exec, which never follows.
+    Streams, sessions and working directories are therefore set up by `subprocess` itself.
     """
 
     def __init__(self, args: Any, *more: Any, **options: Any) -> None:
@@ -333,7 +332,7 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def after_fork(call: Callable[[], object], environ: Mapping[str, str], kept: Sequence[int]) -> NoReturn:
-    """Closes what the parent keeps open, as an exec would, and becomes ``call``."""
+    """Close all descriptors except the standard streams and ``kept``, as an exec would, and run ``call``."""
     first = 3
     for number in [*sorted(kept), os.sysconf("SC_OPEN_MAX")]:
         os.closerange(first, number)
@@ -342,7 +341,7 @@ def after_fork(call: Callable[[], object], environ: Mapping[str, str], kept: Seq
 
 
 if __name__ == "__main__":
-    # Under its own name: what it is sent is pickled by the name of this module.
+    # Import it under its own name, because requests are pickled with the name of this module.
     from tests import forkserver
 
     sockets = {

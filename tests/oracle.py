@@ -1,4 +1,4 @@
-"""Training steps of a preference loss, by our parts and by a trainer of TRL, on one tiny model."""
+"""Training steps of a preference loss with our code and with a trainer of TRL, on the same tiny model."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +33,12 @@ OPTIONS = {
     "report_to": "none",
     "disable_tqdm": True,
 }
-"""Of every config of TRL."""
+"""Options of every trainer of TRL."""
 
 Answer = tuple[list[int], list[int]]
 """Token ids of the prompt and of the answer."""
 Row = dict[str, float]
-"""The loss of one step, and metrics, before its update."""
+"""Loss and metrics of one step, before its update."""
 
 
 def tiny_model() -> Any:
@@ -60,7 +60,7 @@ def tiny_model() -> Any:
 
 
 def other_model() -> Any:
-    """A reference that is not the policy at the start: log-ratios are not zero."""
+    """Return a reference that differs from the initial policy, so that log-ratios are not zero."""
     model = tiny_model()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -69,7 +69,7 @@ def other_model() -> Any:
 
 
 def packed(answers: Sequence[Answer]) -> Batch:
-    """End to end in one row; labels are shifted and cover the answers."""
+    """Pack the sequences into one row; labels are shifted and cover the answers."""
     lengths = torch.tensor([len(prompt) + len(answer) for prompt, answer in answers], dtype=torch.int32)
     labels = [[IGNORE] * (len(prompt) - 1) + answer + [IGNORE] for prompt, answer in answers]
     return Batch(
@@ -84,7 +84,7 @@ def packed(answers: Sequence[Answer]) -> Batch:
 
 
 class Models:
-    """What ``prepare`` asks of an engine of one rank."""
+    """The methods of an engine that ``prepare`` calls, on one rank."""
 
     def __init__(self, policy: nn.Module, reference: nn.Module) -> None:
         self.policy, self.reference = policy, reference
@@ -130,7 +130,7 @@ def our_steps(loss: Loss, microbatches: Sequence[Batch], num_steps: int) -> list
 def their_steps(
     model: nn.Module, step: Callable[[], tuple[Tensor, Mapping[str, float]]], num_steps: int
 ) -> list[Row]:
-    """``step`` computes a trainer's loss and metrics on ``model``, which begins as ``tiny_model``."""
+    """Train ``model`` from the weights of ``tiny_model``; ``step`` computes a trainer's loss and metrics."""
     model.load_state_dict(copy.deepcopy(tiny_model().state_dict()))
     model.train()
     optimizer = torch_optimizer(OPTIMIZER, model.named_parameters())

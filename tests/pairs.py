@@ -1,4 +1,4 @@
-"""Preference data of random tokens, in the files that training reads."""
+"""Preference data of random tokens in a token store."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from components.data.store.token_store import TokenStore
 from tests.unit.components.data.store.test_token_store import make_store
 
 PAIRS = [(9, 5, 7), (1, 6, 3), (4, 12, 3), (2, 1, 8), (14, 3, 1)]
-"""Tokens of the prompt, of the chosen and of the rejected answer; a prompt of one cannot be shared."""
+"""Numbers of tokens of prompt, chosen and rejected answer. A prompt of one token cannot be shared."""
 VOCABULARY = 97
 
 

@@ -1,4 +1,4 @@
-"""Time limits for tests, scaled by how fast this machine is at the moment."""
+"""Time limits for tests, scaled by the present speed of this machine."""
 
 import time
 from functools import cache
@@ -11,7 +11,7 @@ GENEROUS = 4.0
 
 @cache
 def _slowness() -> float:
-    """Seconds of wall time of a fixed piece of work by those on an idle core; at least 1."""
+    """Return the wall time of a fixed loop as a multiple of its time on an idle core, at least 1."""
     began = time.perf_counter()
     total = 0
     for number in range(WORK):
@@ -20,9 +20,9 @@ def _slowness() -> float:
 
 
 def patience(seconds: float) -> float:
-    """A limit in seconds for what takes less than ``seconds`` on an idle machine: a guard against hangs.
+    """Return a time limit in seconds for work that takes less than ``seconds`` on an idle machine.
 
-    It grows with what a fixed piece of work takes in this process, so that other processes on the machine
-    do not fail a test.
+    The limit guards against hangs. It grows with the time of a fixed loop in this process, so that a test
+    does not fail because of other processes on the machine.
     """
     return GENEROUS * seconds * _slowness()

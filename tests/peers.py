@@ -1,4 +1,4 @@
-"""The files of benchmarks/baselines, small."""
+"""Small versions of the files of benchmarks/baselines."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def text(seed: int, count: int) -> str:
 
 
 def small_source(folder: Path) -> Path:
-    """Files like the public ones; of five pairs one is too long."""
+    """Write files like the public ones, with one pair of five that is too long."""
     folder.mkdir(parents=True, exist_ok=True)
     chats = [{"instruction": text(i, 5), "input": "", "output": text(i + 1, 9 + i)} for i in range(8)]
     pairs = [
@@ -58,7 +58,7 @@ def small_source(folder: Path) -> Path:
 
 
 def small_data(folder: Path) -> Path:
-    """What the benchmark makes of them, with a model of two layers."""
+    """Return a data folder of the benchmark, made from `small_source`, with a model of two layers."""
     source, data = small_source(folder / "source"), folder / "data"
     data.mkdir()
     with mock.patch.multiple(samples, VOCABULARY=300, SHAPE=SHAPE):

@@ -1,4 +1,4 @@
-"""Gloo ranks that stay up for many cases, forked from a process that has imported everything."""
+"""Gloo ranks that run many cases, forked from a process that has imported everything."""
 
 import atexit
 import gc
@@ -24,21 +24,24 @@ from tests.patience import patience
 
 LEAVING_S = 30.0
 MOST_THREADS = 60
-"""Process groups that torch's caches hold keep their threads, which wake all the time."""
+"""Number of threads of a rank above which it is replaced.
+
+Process groups in torch's caches keep their threads, which use processor time.
+"""
 
 
 class Rank:
-    """One process, and the pipe that it is given work by."""
+    """One process and the pipe through which it gets work."""
 
     def __init__(self, number: int, kind: str) -> None:
         self.pipe, theirs = Pipe()
         with theirs:
-            key = bytes(current_process().authkey)  # by which processes trust each other with tensors
+            key = bytes(current_process().authkey)  # processes need the same key to exchange tensors
             pipe = [theirs.fileno()]
             self.process = Process(serve, number, kind, key, descriptors=pipe, kind=kind)
 
     def close(self) -> None:
-        """Lets it exit, or kills it if it is in the middle of something."""
+        """Let the process exit, or kill it if it does not exit within ``LEAVING_S`` seconds."""
         self.pipe.close()
         try:
             self.process.wait(LEAVING_S)
@@ -47,13 +50,13 @@ class Rank:
 
 
 _forked: defaultdict[str, list[Rank]] = defaultdict(list)
-"""All ranks of this process by kind; every `Ranks` uses the first ones."""
+"""All ranks of this process by kind. Every `Ranks` uses the first ``world_size`` of them."""
 
 
 class Ranks:
     """``world_size`` processes; ``run`` calls a module-level function on all of them.
 
-    ``megatron``: they have imported Megatron, as ranks have that train with it. The others never do.
+    With ``megatron`` they have imported Megatron, as in a Megatron run. Other ranks must never import it.
     """
 
     def __init__(self, world_size: int, *, megatron: bool = False) -> None:
@@ -62,10 +65,10 @@ class Ranks:
     def run(
         self, function: Callable[..., Any], *args: Any, seconds: float = 60, size: int | None = None
     ) -> list[Any]:
-        """What ``function(*args)`` returned, by rank. A new store each time: groups never meet stale keys.
+        """Return the results of ``function(*args)`` by rank.
 
-        ``seconds``: a limit, as `patience` takes it. ``size``: only on the first so many ranks, as a world of
-        their own.
+        Each call has a new store, so that process groups do not read stale keys. ``seconds`` is a time limit
+        that `patience` scales. ``size`` restricts the call to the first ``size`` ranks, which form the world.
         """
         budget.count("rank_calls")
         ranks, size = _forked[self.kind], size or self.world_size
@@ -82,20 +85,20 @@ class Ranks:
         failed = [f"rank {number}:\n{text}" for number, (ok, text, _) in answers.items() if not ok]
         silent = set(range(size)) - answers.keys()
         if failed or silent or max(threads for _, _, threads in answers.values()) > MOST_THREADS:
-            self.kill()  # what is left of this case must not meet the next one
+            self.kill()  # the state of this case must not affect the next one
         assert not failed, "\n".join(failed)
         assert not silent, f"no answer from ranks {sorted(silent)}"
         return [answers[number][1] for number in range(size)]
 
     def kill(self) -> None:
-        """Ends all ranks of this kind; the next case gets new ones."""
+        """Kill all ranks of this kind; the next case starts new ones."""
         for rank in _forked.pop(self.kind, []):
             rank.process.kill()
 
 
 @atexit.register
 def close_all() -> None:
-    """Before the session ends: ranks that exit by themselves save what they have measured of coverage."""
+    """Close all ranks before the session ends, because they save their coverage data when they exit."""
     for ranks in _forked.values():
         for rank in ranks:
             rank.close()

@@ -1,4 +1,4 @@
-"""What trackers have written, read with their own programs' formats."""
+"""Readers of the files that trackers write."""
 
 import json
 import struct
@@ -17,24 +17,24 @@ def events(folder: Path) -> EventAccumulator:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """tag -> (step, float32 value), as TensorBoard shows them."""
+    """Return the points ``(step, float32 value)`` of each tag, as TensorBoard shows them."""
     found = events(folder)
     return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
 def tags(folder: Path) -> set[str]:
-    """Of texts and hyperparameters."""
+    """Return the tags of texts and hyperparameters."""
     found = events(folder)
     return {*found.Tags()["tensors"], *found.summary_metadata}
 
 
 @dataclass
 class WandbRun:
-    """One file of an offline run."""
+    """One file of an offline run of Weights & Biases."""
 
     path: Path
     start: Any = None
-    """wandb's own RunRecord."""
+    """RunRecord of wandb."""
     history: dict[int, dict[str, Any]] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class WandbRun:
 
 
 def wandb_runs(folder: Path) -> list[WandbRun]:
-    """Those in the run folder, in the order in which they began."""
+    """Return the offline runs in a run folder in the order of their start."""
     paths = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns)
     return [read_wandb(path) for path in paths]
 
@@ -77,7 +77,10 @@ def items(updates: Any) -> dict[str, Any]:
 
 
 def records(data: bytes) -> Iterator[Any]:
-    """Of a .wandb file: LevelDB's log format, blocks of 32 KiB behind a 7-byte file header."""
+    """Yield the records of a .wandb file.
+
+    Its format is LevelDB's log format: blocks of 32 KiB, here after a file header of 7 bytes.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     position, parts = 7, b""
@@ -88,6 +91,6 @@ def records(data: bytes) -> Iterator[Any]:
         _, size, kind = struct.unpack_from("<IHB", data, position)
         parts += data[position + 7 : position + 7 + size]
         position += 7 + size
-        if kind in (1, 4):  # a whole record, or the last part of one
+        if kind in (1, 4):  # a complete record or its last part
             yield Record.FromString(parts)
             parts = b""

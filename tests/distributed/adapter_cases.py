@@ -1,4 +1,4 @@
-"""What the ranks of test_fsdp2_adapters.py run, and the same with plain peft and torch."""
+"""Rank functions of test_fsdp2_adapters.py, and the same training with plain peft and torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,15 +37,15 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """Some steps on one batch."""
+    """Result of ``STEPS`` steps on one batch."""
 
     first: Step
-    """With the gradients of the adapter."""
+    """First step with the gradients of the adapter."""
     losses: list[float]
     after: dict[str, Tensor]
-    """The adapter."""
+    """Weights of the adapter after all steps."""
     reference: list[Tensor]
-    """Per sequence, log-probabilities of its labels under the frozen model."""
+    """Log-probabilities of the labels of each sequence under the frozen model."""
 
 
 def name_in_file(name: str) -> str:
@@ -70,7 +70,7 @@ def label_logps(model: Any) -> list[Tensor]:
 
 
 def plain_adapter(family: str, kind: str, folder: Path) -> Trained:
-    """Writes an adapter whose every part does something to ``folder``, then trains it."""
+    """Write an adapter without zero matrices to ``folder``, then train it."""
     torch.manual_seed(2)
     settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | KINDS[kind]
     model = get_peft_model(plain_model(family), LoraConfig(**settings))
@@ -98,7 +98,7 @@ def plain_adapter(family: str, kind: str, folder: Path) -> Trained:
 
 
 class Plain:
-    """What peft makes of each case, and the folder of the adapter it began with; made once."""
+    """Results of peft and the folder of the initial adapter, computed once for each case."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.made = root, dict[tuple[str, str], Trained]()
@@ -136,10 +136,13 @@ def continued(folder: Path, **changes: Any) -> LoRA:
 
 
 def engine_steps(on: FSDP2, family: str, layout: str, folder: Path, dora: bool = False) -> Trained:
-    """The same on this rank's share; ``reference`` is of this rank's sequences, in the order of the batch."""
+    """Train the same adapter on this rank's share of the batch.
+
+    ``reference`` covers the sequences of this rank in the order of the batch.
+    """
     engine = make_engine(family, on=on, adapter=continued(folder, dora=dora), reference="adapter_off")
     batches = share(engine, layout, 2)
-    # First of all, as a preference loss does it.
+    # Preference losses compute the reference before the step.
     reference = [
         values[batch.labels != IGNORE]
         for values, batch in zip(engine.logps(batches, reference=True), batches, strict=True)
@@ -152,7 +155,7 @@ def engine_steps(on: FSDP2, family: str, layout: str, folder: Path, dora: bool =
     assert all(p.grad is None for _, p in engine.named_weights)
     again = engine.logps(batches, reference=True)
     for values, batch, before in zip(again, batches, reference, strict=True):
-        assert torch.equal(values[batch.labels != IGNORE], before)  # training has not moved the frozen model
+        assert torch.equal(values[batch.labels != IGNORE], before)  # the frozen model is unchanged
     engine.close()
     return Trained(first, losses, after, reference)
 

@@ -1,4 +1,4 @@
-"""Runs of test_any_to_any.py by the path that a user's take, and how far one is from another."""
+"""Runs of test_any_to_any.py through the code of real runs, and comparisons between them."""
 
 import json
 import math
@@ -67,12 +67,12 @@ WORK: dict[str, tuple[str, ...]] = {
     "deepseek": UNLUCKY,
 }
 MODELS = {"experts": QWEN3_MOE, "deepseek": DEEPSEEK}
-"""Of work on another model than the others'."""
+"""Model options of each work item that does not use the default model."""
 
 
 @dataclass(frozen=True)
 class Unlucky(NextToken):
-    """Is not finite in the micro-batch whose token ids add up to ``total``."""
+    """A loss that is NaN in the micro-batch whose token ids sum to ``total``."""
 
     total: int = 0
 
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Those of train steps, without what a clock says."""
+        """Rows of train steps without timings."""
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         rows = [row for row in map(json.loads, lines) if "train/loss" in row]
         return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
@@ -98,29 +98,32 @@ class Run:
 
     @property
     def loaded(self) -> Path:
-        """What the engine wrote as soon as it had read the checkpoint that the run began with."""
+        """Folder of the state that the engine saved right after it had loaded the initial checkpoint."""
         return self.folder / "loaded"
 
 
 class Matrix:
-    """Four ranks that stay up, and the runs under ``root``; those of all steps are made once."""
+    """Four ranks and the runs under ``root``. Each uninterrupted run is made only once."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.ranks = root, Ranks(4, megatron=True)
         self.wholes: dict[tuple[str, str], Run] = {}
         for kind in ("chat", "preference"):
             write_samples(kind, root / f"{kind}.jsonl", count=120)
-        write_adapter(root / "adapter")  # with a new one half of the gradients are 0, and Adam follows noise
+        write_adapter(root / "adapter")  # half of a new adapter's gradients are 0, and Adam amplifies noise
         self.unlucky = self.first_tokens(step=1)
 
     def whole(self, work: str, layout: str) -> Run:
-        """All steps, with a checkpoint at half of them; the second of a full or LoRA run is skipped."""
+        """Return a run of all steps with a checkpoint after half of them.
+
+        The second step is skipped, except with DPO.
+        """
         if (work, layout) not in self.wholes:
             self.wholes[work, layout] = self.run(work, layout, f"checkpoint.save_every={HALF}")
         return self.wholes[work, layout]
 
     def resumed(self, work: str, layout: str, point: Path, *more: str) -> Run:
-        """From ``point`` to the last step."""
+        """Return a run that resumes from ``point`` and ends with the last step."""
         return self.run(work, layout, f"checkpoint.resume={point}", *more)
 
     def run(self, work: str, layout: str, *more: str) -> Run:
@@ -155,7 +158,7 @@ class Matrix:
         return replace(launch, console=Console(quiet=True))
 
     def first_tokens(self, step: int) -> int:
-        """The sum of the token ids of the first micro-batch of ``step``."""
+        """Return the sum of the token ids of the first micro-batch of ``step``."""
         self.unlucky = 0
         launch = self.launch("full", "single")
         record = RunRecord.read(prepare(launch))
@@ -165,12 +168,12 @@ class Matrix:
 
 
 def save(engine: Any, path: Path) -> None:
-    """Every rank calls it together."""
+    """Save the engine's tensors. All ranks call it together."""
     save_tensors(path, engine.tensors())
 
 
 def train_rank(folder: Path, loaded: Path) -> None:
-    """The run that is prepared in ``folder``; what it resumes from is written to ``loaded`` at once."""
+    """Train the run that is prepared in ``folder``. Save the state that it resumes from to ``loaded``."""
     with silence(), saving_what_is_loaded(loaded):
         run_rank(folder)
 
@@ -196,7 +199,7 @@ def saving_what_is_loaded(path: Path) -> Iterator[None]:
 
 
 def read(point: Path, *, streams: bool = False) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint; those of random generators, which belong to ranks, with ``streams``."""
+    """Return all tensors of a checkpoint, with the ranks' random generator states only if ``streams``."""
     stored = dcp.FileSystemReader(point).read_metadata().state_dict_metadata
     tensors = {
         key: torch.empty(meta.size, dtype=meta.properties.dtype)  # type: ignore[union-attr]
@@ -208,15 +211,15 @@ def read(point: Path, *, streams: bool = False) -> dict[str, Tensor]:
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Bitwise."""
+    """Assert that the tensors are bitwise equal."""
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 def assert_close_moments(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Relative to the largest value of their kind."""
+    """Assert that moments differ little, relative to the largest value of their kind."""
     assert found.keys() == expected.keys()
-    # The square of a number has twice its relative error.
+    # Squaring a number doubles its relative error.
     for kind, bound in (("exp_avg", 1e-6), ("exp_avg_sq", 2e-6)):
         names = [name for name in expected if name.startswith(f"{kind}/")]
         largest = max(float(expected[name].abs().max()) for name in names)
@@ -226,7 +229,7 @@ def assert_close_moments(found: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 
 def assert_same_steps(found: Run, reference: Run, bound: float = 1e-5) -> None:
-    """The steps that ``found`` took are those of ``reference``: batches, rates and counts exactly."""
+    """Assert that ``found`` took the steps of ``reference``, with exactly equal batches, rates and counts."""
     ours = found.rows
     theirs = [row for row in reference.rows if row["step"] >= ours[0]["step"]]
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]

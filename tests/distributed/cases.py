@@ -1,4 +1,4 @@
-"""What the ranks of a test run, and the same thing computed with plain transformers and torch."""
+"""Common rank functions of tests, and the same computation with plain transformers and torch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 10,
     "first_k_dense_replace": 99,  # no experts
-    "rms_norm_eps": 1e-3,  # the norms of latents have 1e-6 all the same
+    "rms_norm_eps": 1e-3,  # the norms of the latents use 1e-6 nevertheless
     "tie_word_embeddings": False,
 }
 SHAPES: dict[str, dict[str, Any]] = {
@@ -45,9 +45,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": 8, "head_dim": 16},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    # A vocabulary that does not come out even, and a row of it whose gradient is left out.
+    # An odd vocabulary size, and a padding token, whose embedding has no gradient.
     "uneven": {"model_type": "qwen3", "vocab_size": VOCABULARY + 1, "pad_token_id": 5, "head_dim": 8},
-    # A window in the first of its layers, and other rotary frequencies.
+    # Only the first layer has a sliding window, and its rotary frequencies differ.
     "gemma": {
         "model_type": "gemma3_text",
         "head_dim": 8,
@@ -55,7 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 8},
-    # Layers for two stages of two chunks.
+    # Four layers, for two stages of two chunks.
     "qwen2_four": {"model_type": "qwen2", "tie_word_embeddings": True, "num_hidden_layers": 4},
     "llama_four": {"model_type": "llama", "tie_word_embeddings": False, "num_hidden_layers": 4},
     "qwen3_moe": {
@@ -67,7 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": True,
     },
-    # A layer without experts, one that everyone passes through, and groups of two.
+    # A dense first layer, a shared expert, and groups of two experts.
     "deepseek": LATENT
     | {
         "first_k_dense_replace": 1,
@@ -81,7 +81,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     },
-    # Its layers that have none, and weights of experts that do not sum to 1.
+    # A dense first layer, and weights of experts that do not sum to 1.
     "qwen3_moe_mixed": {
         "model_type": "qwen3_moe",
         "head_dim": 8,
@@ -104,7 +104,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "dropping": {"model_type": "qwen3", "head_dim": 8, "attention_dropout": 0.5},
-    # Latent attention: queries and keys of 12 columns a head, values of 10.
+    # Multi-head latent attention with 12 columns per head in queries and keys, and 10 in values.
     "latent": LATENT,
     "latent_whole": LATENT | {"q_lora_rank": None},
     "latent_yarn": LATENT
@@ -147,7 +147,7 @@ class Sequence_:
 
 
 def sequences(seed: int = 0) -> list[Sequence_]:
-    """Eight of uneven lengths, each supervised on a suffix of its own length."""
+    """Return eight sequences of different lengths, each with labels on a suffix of different length."""
     g = torch.Generator().manual_seed(seed)
     made = []
     for length in LENGTHS:
@@ -196,7 +196,7 @@ def fsdp2(dp: int = 1, **others: Any) -> FSDP2:
 
 
 def megatron(**sizes: Any) -> Megatron:
-    """The ``parallelism`` of conf/parallelism/megatron.yaml with other sizes."""
+    """Return the ``parallelism`` of conf/parallelism/megatron.yaml with other sizes."""
     node = OmegaConf.to_container(OmegaConf.load("conf/parallelism/megatron.yaml"))
     assert isinstance(node, dict)
     del node["_target_"]
@@ -217,7 +217,7 @@ def make_engine(
     freeze: tuple[str, ...] = (),
     mtp_layers: int = 0,
 ) -> Any:
-    """The engine of this rank; without ``on``, FSDP2 on one rank."""
+    """Build the engine of this rank, by default FSDP2 on one rank."""
     return (on or fsdp2()).build(
         replace(spec(family), freeze=freeze, mtp=MTPConfig(mtp_layers)),
         optimizer or AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=max_grad_norm),
@@ -233,7 +233,7 @@ def make_engine(
 
 
 def share(engine: Engine, layout: str, micro_batch: int, seed: int = 0) -> list[Batch]:
-    """This rank's micro-batches of a global batch of eight sequences."""
+    """Return this rank's micro-batches of a global batch of eight sequences."""
     rows = sequences(seed)
     groups = [rows[i : i + micro_batch] for i in range(0, len(rows), micro_batch)]
     return [LAYOUTS[layout](group) for group in groups[engine.dp_rank :: engine.dp_size]]
@@ -248,7 +248,7 @@ def step(
 
 
 def engine_step(family: str, layout: str, micro_batch: int, loss: Loss, on: FSDP2) -> Step:
-    """One step of the engine on eight sequences, with the gradients it would have updated with."""
+    """Return one step of the engine on eight sequences, with the gradients that it updates with."""
     engine = make_engine(family, on=on)
     grads = capture(engine)
     result = step(engine, share(engine, layout, micro_batch), loss)
@@ -259,9 +259,10 @@ def engine_step(family: str, layout: str, micro_batch: int, loss: Loss, on: FSDP
 def plain_step(
     family: str, normalize: str, watch: Callable[[torch.nn.Module], Callable[[], Tensor]] | None = None
 ) -> Step:
-    """The same with nothing of ours but the initial weights: one sequence at a time, eager attention.
+    """Return the same step by transformers: one sequence at a time, eager attention, our initial weights.
 
-    ``watch``: called with the model, returns what is called after each sequence: what that adds to the loss.
+    ``watch`` is called with the model. It returns a function that is called after each sequence and returns
+    the term to add to the loss.
     """
     model, added = plain_model(family), torch.zeros(())
     more = None if watch is None else watch(model)

@@ -19,14 +19,14 @@ from tests.distributed.cases import COMMON, SHAPES, next_token, share, step
 
 @dataclass(frozen=True)
 class Outcome:
-    """Two steps of the engine."""
+    """Result of two steps of the engine."""
 
     results: list[StepResult]
     gradients: dict[str, Tensor]
-    """Those of the first step, whole."""
+    """Full gradients of the first step."""
     weights: dict[str, Tensor]
     saved_bytes: int
-    """What the forward pass of a micro-batch keeps for its backward, weights left out."""
+    """Activation memory: bytes that a forward pass saves for the backward pass, without weights."""
 
 
 def build(on: FSDP2, dropout: float, dtype: torch.dtype) -> FSDP2Engine:
@@ -57,11 +57,14 @@ def two_steps(on: FSDP2, layout: str, dropout: float, dtype: torch.dtype) -> Out
 
 
 def saved_bytes(engine: FSDP2Engine, batch: Batch, loss: NextToken) -> int:
-    """What a forward pass keeps for its backward. What is computed again is kept by inner hooks, unseen."""
+    """Return the bytes that a forward pass saves for its backward pass.
+
+    Tensors that are recomputed are not counted, because inner hooks handle them.
+    """
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        # Gathered weights are the parameters of the moment, and no activations.
+        # While weights are gathered, they are the current parameters. They are not activations.
         weights = {local_shard(p).untyped_storage().data_ptr() for p in engine.scorer.parameters()}
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:

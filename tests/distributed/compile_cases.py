@@ -1,4 +1,4 @@
-"""What a rank of tests/distributed/test_compile.py runs."""
+"""Rank function of test_compile.py."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from tests.distributed.gradients import capture
 class Compiled:
     step: Step
     graphs: int
-    """How many were compiled."""
+    """Number of compiled graphs."""
     breaks: Mapping[str, int]
-    """Why graphs ended, and how often."""
+    """Number of graph breaks by reason."""
 
 
 def one_step(on: FSDP2, family: str, layout: str) -> Compiled:
-    """A step of eight micro-batches, each of its own length, in compiled blocks."""
+    """Return a step of eight micro-batches of different lengths with compiled blocks."""
     torch._dynamo.reset()
     counters.clear()
     engine = make_engine(family, on=on, compiled=True)

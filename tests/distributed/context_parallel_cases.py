@@ -1,4 +1,4 @@
-"""Rank functions of test_core_attention.py: shares and whole models, against mcore and transformers."""
+"""Rank functions of test_core_attention.py: shards and whole models, against mcore and transformers."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate
 
-# First, because it makes megatron work where there is no GPU.
+# This comes first, because it makes megatron work without a GPU.
 from components.engines.megatron.runtime.attention import CoreAttention, packed_seq_params  # isort: split
 
 from megatron.core import parallel_state
@@ -41,7 +41,7 @@ from tests.distributed.core_attention_cases import (
 
 
 def rotary_errors(cases: list[Case]) -> list[float]:
-    """mcore's rotary embedding of a share against that of transformers at ``position_ids``."""
+    """Return errors of mcore's rotary embedding of a shard against transformers' at ``position_ids``."""
     group = group_of(cases[0].cp)
     return [rotary_error(case, group) for case in cases]
 
@@ -69,7 +69,7 @@ def rotary_error(case: Case, group: Any) -> float:
 
 
 def zig_zag(cp: int) -> bool:
-    """Whether a padded row is cut as mcore cuts it."""
+    """Return whether a padded row is split over cp ranks as mcore splits it."""
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(1, context_parallel_size=cp)
     batch = make_batch((16, 16), "padded")
@@ -82,7 +82,7 @@ def zig_zag(cp: int) -> bool:
 
 
 def gather_errors(cp: int) -> list[tuple[float, float]]:
-    """Errors of gathered values and of the gradient of a loss over them that is not linear."""
+    """Return errors of gathered values and of the gradient of a nonlinear loss over them."""
     group = group_of(cp)
     return [gather_error(cp, layout, group) for layout in ("packed", "padded")]
 
@@ -102,7 +102,7 @@ def gather_error(cp: int, layout: str, group: Any) -> tuple[float, float]:
 
 
 def build(case: Case, *, ours: bool, recompute: bool = False) -> nn.Module:
-    """A two-layer model whose second layer has a window; the same weights every time."""
+    """Build a two-layer model whose second layer has a window, always with the same weights."""
     model_parallel_cuda_manual_seed(7)
     options: dict[str, Any] = {"init_method_std": 0.3}
     if recompute:
@@ -120,8 +120,11 @@ def build(case: Case, *, ours: bool, recompute: bool = False) -> nn.Module:
 
 
 def model_errors(cases: list[Case]) -> list[tuple[float, float]]:
-    """By case and without and with recomputation: errors of logits and gradients (relative to the largest)
-    against mcore's own attention on one sequence at a time."""
+    """Return the errors of logits and gradients of each case, without and then with recomputation.
+
+    The reference is mcore's own attention on one sequence at a time. Errors of gradients are relative to the
+    largest gradient.
+    """
     dist.init_process_group("gloo")
     return [model_error(case, recompute) for case in cases for recompute in (False, True)]
 
@@ -138,7 +141,7 @@ def model_error(case: Case, recompute: bool) -> tuple[float, float]:
 
 
 def run_theirs(case: Case, batch: Batch, weight: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Logits ``[B, T, V]`` and gradients of ``(weight * logits).sum()``."""
+    """Return logits ``[B, T, V]`` and gradients of ``(weight * logits).sum()``."""
     parallel_state.initialize_model_parallel(1)
     theirs = build(replace(case, cp=1), ours=False)
     logits = separately(theirs, batch)
@@ -162,7 +165,7 @@ def run_ours(case: Case, batch: Batch, weight: Tensor, recompute: bool) -> tuple
 
 
 def separately(lm: nn.Module, batch: Batch) -> Tensor:
-    """Logits ``[B, T, V]``, one sequence at a time and 0 on padding."""
+    """Return logits ``[B, T, V]``, computed one sequence at a time, 0 on padding."""
     out = torch.zeros(*batch.labels.shape, VOCAB)
     starts = None if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     for number, length in enumerate(batch.seqlens.tolist()):
@@ -174,5 +177,5 @@ def separately(lm: nn.Module, batch: Batch) -> Tensor:
 
 
 def ones_anywhere(*args: Any, ones: Any = torch.ones, **options: Any) -> Tensor:
-    """mcore's own attention makes its mask on "cuda" by name."""
+    """Replace `torch.ones` and ignore the device, because mcore's attention makes its mask on "cuda"."""
     return ones(*args, **{name: value for name, value in options.items() if name != "device"})

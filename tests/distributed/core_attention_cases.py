@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# First, because it makes megatron work where there is no GPU.
+# This comes first, because it makes megatron work without a GPU.
 from components.engines.megatron.runtime.attention import CoreAttention, packed_seq_params  # isort: split
 
 from megatron.core import parallel_state
@@ -34,10 +34,10 @@ class Case:
     layout: str
     lengths: tuple[int, ...] = (7, 1, 20, 12)
     heads: tuple[int, int] = (4, 2)
-    """Of queries and of keys."""
+    """Numbers of query heads and of key-value heads."""
     window: int | None = None
     longer: int = 0
-    """Padding at the end of the row."""
+    """Padding at the end of the row, in units of 2 * cp positions."""
 
 
 def make_batch(lengths: tuple[int, ...], layout: str) -> Batch:
@@ -56,7 +56,7 @@ def make_batch(lengths: tuple[int, ...], layout: str) -> Batch:
 
 
 def group_of(cp: int) -> Any:
-    """This rank's group of ``cp`` ranks; every rank of the world calls it."""
+    """Return this rank's group of ``cp`` ranks. Every rank of the world calls it."""
     dist.init_process_group("gloo")
     parts = [list(range(begin, begin + cp)) for begin in range(0, dist.get_world_size(), cp)]
     return dist.new_subgroups_by_enumeration(parts)[0]
@@ -68,7 +68,10 @@ def row_of(case: Case, batch: Batch, rank: int) -> CPShard:
 
 
 def atomic_write(values: Tensor, row: CPShard, junk: int | None = None) -> Tensor:
-    """``[B, T, heads, D]`` to this rank's ``[L, B, heads, D]``, with zeros or random numbers on padding."""
+    """Split ``[B, T, heads, D]`` into this rank's ``[L, B, heads, D]``.
+
+    Padding is zero, or random with the seed ``junk``.
+    """
     shape = (len(values), row.cp * row.input_ids.shape[1], *values.shape[2:])
     whole = values.new_zeros(shape)
     if junk is not None:
@@ -79,7 +82,7 @@ def atomic_write(values: Tensor, row: CPShard, junk: int | None = None) -> Tenso
 
 
 def collect(out: Tensor, row: CPShard, group: Any) -> Tensor:
-    """``[L, B, X]`` of every rank to ``[B, T, X]``."""
+    """Gather ``[L, B, X]`` of every rank to ``[B, T, X]``."""
     local = out.detach().transpose(0, 1).contiguous()
     shares = [torch.empty_like(local) for _ in range(row.cp)]
     dist.all_gather(shares, local, group=group)
@@ -88,7 +91,7 @@ def collect(out: Tensor, row: CPShard, group: Any) -> Tensor:
 
 
 def real(batch: Batch) -> Tensor:
-    """bool ``[B, T]``: what is no padding."""
+    """Return bool ``[B, T]``, False on padding."""
     return batch.labels != IGNORE
 
 
@@ -116,7 +119,7 @@ def core(case: Case, group: Any, **options: Any) -> CoreAttention:
 
 
 def run(module: nn.Module, row: CPShard, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """As mcore's attention calls it."""
+    """Call core attention as mcore's attention does."""
     params = packed_seq_params(row)
     if params is None:
         return module(query, key, value, None)
@@ -125,7 +128,7 @@ def run(module: nn.Module, row: CPShard, query: Tensor, key: Tensor, value: Tens
 
 
 def inputs(case: Case, batch: Batch) -> list[Tensor]:
-    """query, key, value and the gradient of the output, float64 ``[B, T, heads, D]``; none on padding."""
+    """Return query, key, value and output gradient (0 on padding), float64 ``[B, T, heads, D]``."""
     g, (queries, keys) = torch.Generator().manual_seed(3), case.heads
     shapes = [(*batch.labels.shape, n, HEAD_DIM) for n in (queries, keys, keys, queries)]
     *tensors, grad = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
@@ -133,7 +136,7 @@ def inputs(case: Case, batch: Batch) -> list[Tensor]:
 
 
 def errors(cases: list[Case]) -> list[tuple[float, float, bool]]:
-    """By case: the largest error of the output, of a gradient, and whether padding has no influence."""
+    """Return for each case the largest errors of output and gradients, and whether padding has no effect."""
     group = group_of(cases[0].cp)
     return [error(case, group) for case in cases]
 
@@ -158,7 +161,7 @@ def error(case: Case, group: Any) -> tuple[float, float, bool]:
 
 
 def softmax_attention(case: Case, batch: Batch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """One sequence at a time, by the formula: ``[B, T, heads * D]``, 0 on padding."""
+    """Return attention by the softmax formula for each sequence: ``[B, T, heads * D]``, 0 on padding."""
     group = case.heads[0] // case.heads[1]
     starts = [0] * len(case.lengths) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     out = torch.zeros(*batch.labels.shape, case.heads[0] * HEAD_DIM, dtype=query.dtype)
@@ -182,7 +185,7 @@ def softmax_gradients(case: Case, batch: Batch) -> list[Tensor]:
 
 
 def dropped(cases: list[Case], sequence_parallel: bool) -> list[dict[str, bool]]:
-    """How dropout draws: what changed, and whether the ordinary generator moved."""
+    """Return for each case which outputs dropout changes, and whether the default generator advances."""
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(1, context_parallel_size=cases[0].cp)
     model_parallel_cuda_manual_seed(5)

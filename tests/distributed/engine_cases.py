@@ -25,7 +25,7 @@ Layout = FSDP2 | Megatron
 
 
 def snapshot(engine: Any) -> dict[str, Tensor]:
-    """Copies of every weight and every optimizer value; with Megatron, of what this rank holds."""
+    """Copy all weights and optimizer values; with Megatron, only the shards of this rank."""
     if hasattr(engine, "update"):
         return held(engine)
     tensors = {name: full_tensor(p.detach()).clone() for name, p in engine.weights.items()}
@@ -54,7 +54,7 @@ def identical(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class FailsAt(NextToken):
-    """Raises when it has been called ``calls`` times."""
+    """A loss that raises in its call number ``calls``."""
 
     calls: int = 2
 
@@ -67,7 +67,7 @@ class FailsAt(NextToken):
 
 @dataclass(frozen=True)
 class OutOfMemory(FailsAt):
-    """As where no memory is left, when it has been called ``calls`` times."""
+    """A loss that raises an out-of-memory error in its call number ``calls``."""
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
         try:
@@ -97,7 +97,7 @@ def two_steps(on: Layout) -> tuple[StepResult, dict[str, Tensor]]:
 
 
 def largest_rank(on: Layout) -> float:
-    """What the ranks agree on where each passes 10 + its number."""
+    """Return the maximum over ranks of 10 + the rank."""
     engine = make_engine(on=on)
     found = engine.max_over_ranks(10.0 + dist.get_rank())
     engine.close()
@@ -105,7 +105,7 @@ def largest_rank(on: Layout) -> float:
 
 
 def words_where_memory_ends(on: Layout, calls: int) -> tuple[list[str], int]:
-    """In a train step and in an evaluation; and the micro-batches of each."""
+    """Return the errors of a train step and an evaluation out of memory, and the number of micro-batches."""
     engine, said = make_engine(on=on), []
     batches = share(engine, "packed", 1)
     evaluation = failing(OutOfMemory, calls)
@@ -124,7 +124,7 @@ def words_where_memory_ends(on: Layout, calls: int) -> tuple[list[str], int]:
 
 
 def two_steps_and_an_error(on: Layout) -> tuple[bool, StepResult, dict[str, Tensor]]:
-    """As ``two_steps``, but the second is first tried with a loss that raises in its second micro-batch."""
+    """Run ``two_steps``, but first try the second step with a loss that raises in its second micro-batch."""
     engine, loss = make_engine(on=on), next_token()
     step(engine, share(engine, "packed", 2), loss)
     before, second = snapshot(engine), share(engine, "packed", 2, seed=1)
@@ -141,7 +141,7 @@ def two_steps_and_an_error(on: Layout) -> tuple[bool, StepResult, dict[str, Tens
 
 
 def two_steps_and_an_abort(on: Layout) -> tuple[bool, StepResult, dict[str, Tensor]]:
-    """As ``two_steps``, but all of the second is first computed, reduced and dropped."""
+    """Run ``two_steps``, but first compute and reduce the whole second step and abort it."""
     engine, loss = make_engine(on=on), next_token()
     step(engine, share(engine, "packed", 2), loss)
     before, second = snapshot(engine), share(engine, "packed", 2, seed=1)
@@ -155,7 +155,7 @@ def two_steps_and_an_abort(on: Layout) -> tuple[bool, StepResult, dict[str, Tens
 
 
 def skip_when_one_rank_is_not_finite(on: Layout, bad_rank: int) -> tuple[bool, bool, bool]:
-    """(skipped, nothing changed, the step after is taken)."""
+    """Return whether the step is skipped, nothing has changed, and the next step is taken."""
     engine, loss = make_engine(on=on), next_token()
     step(engine, share(engine, "packed", 2), loss)
     before = snapshot(engine)
@@ -168,19 +168,19 @@ def skip_when_one_rank_is_not_finite(on: Layout, bad_rank: int) -> tuple[bool, b
 
 
 def skip_when_the_loss_is_too_high(on: Layout) -> tuple[bool, bool, bool]:
-    """(skipped, nothing changed, the step is taken where its loss is just allowed)."""
+    """Return whether the step is skipped, nothing has changed, and a loss equal to the limit is accepted."""
     engine, loss = make_engine(on=on), next_token()
     first = step(engine, share(engine, "packed", 2), loss)
     before, batches = snapshot(engine), share(engine, "packed", 2)
     high = step(engine, batches, loss, max_loss=first.loss / 2)
     unchanged = identical(before, snapshot(engine))
-    allowed = step(engine, batches, loss, max_loss=first.loss)  # on the samples of the first
+    allowed = step(engine, batches, loss, max_loss=first.loss)  # the samples are those of the first step
     engine.close()
     return high.skipped, unchanged, not allowed.skipped
 
 
 def streamed(on: Layout, calls: bool) -> StepResult:
-    """One step; with ``calls`` no counts are given and every micro-batch is a call of its own."""
+    """Return one step; with ``calls``, without counts and with one call for each micro-batch."""
     engine, loss = make_engine(on=on), next_token()
     batches = share(engine, "packed", 1)
     if not calls:
@@ -201,7 +201,7 @@ def curve(
     optimizer: Optimizer | None = None,
     family: str = "qwen3",
 ) -> list[tuple[float, float]]:
-    """(loss, grad_norm) of ``steps`` steps, clipped at 1."""
+    """Return (loss, grad_norm) of each step. Gradients are clipped at 1."""
     engine, loss = (
         make_engine(family, on=on, optimizer=optimizer, dtype=dtype, max_grad_norm=1.0),
         next_token(),
@@ -212,7 +212,7 @@ def curve(
 
 
 def evaluate(on: Layout) -> tuple[float, float]:
-    """(eval loss, train loss) on the same sequences."""
+    """Return the evaluation loss and the train loss on the same sequences."""
     engine, loss = make_engine(on=on), next_token()
     means = engine.evaluate([share(engine, "padded", 2)], loss)
     result = step(engine, share(engine, "padded", 2), loss)
@@ -221,7 +221,7 @@ def evaluate(on: Layout) -> tuple[float, float]:
 
 
 def reference_logps(on: Layout) -> bool:
-    """The reference stays what the policy was at the start."""
+    """Return whether the reference stays equal to the initial policy while the policy changes."""
     engine = make_engine(on=on, reference="frozen")
     batches = share(engine, "packed", 2)
     start = engine.logps(batches)
@@ -241,7 +241,7 @@ def bf16_by_sequence(on: Layout, dtype: torch.dtype) -> StepResult:
 
 
 def logps_around_an_update(on: Layout) -> tuple[Tensor, Tensor]:
-    """Log-probabilities after an update, with and without a look at them between backward and update."""
+    """Return log-probabilities after an update that followed another forward pass, and the expected ones."""
     answers = []
     engine, loss = make_engine(on=on), next_token()
     batches = share(engine, "packed", 4)
@@ -250,7 +250,7 @@ def logps_around_an_update(on: Layout) -> tuple[Tensor, Tensor]:
     engine.logps(batches)
     engine.finish_train_step(1e-2)
     answers.append(engine.logps(batches)[0])
-    # A backward gathers afresh whatever was left gathered.
+    # A backward pass frees all gathered weights, so that the updated ones are gathered.
     engine.begin_train_step()
     engine.train_microbatches(batches, loss)
     engine.abort_train_step()
@@ -284,7 +284,10 @@ def one_step(on: FSDP2, family: str, layout: str, micro_batch: int = 1) -> Step:
 
 
 def shared_rows(on: FSDP2, family: str) -> dict[str, Tensor]:
-    """Micro-batches shorter than there are ranks, without tokens or padded; every statistic of the labels."""
+    """Return log-probabilities, losses and norms of two steps, whose losses need every label statistic.
+
+    Some micro-batches are padded, without tokens, or shorter than the number of ranks.
+    """
     engine, found = make_engine(family, on=on), {}
     every = NextToken(kind="chat", normalize="sequence", label_smoothing=0.1, z_loss=1e-2)
     batches = [*share(engine, "packed", 3), *share(engine, "padded", 3), tiny_batch(1), tiny_batch(0)]
@@ -298,7 +301,7 @@ def shared_rows(on: FSDP2, family: str) -> dict[str, Tensor]:
 
 
 def tiny_batch(length: int) -> Batch:
-    """One packed sequence of one token with its label, or of none."""
+    """Return one packed sequence of one token with its label, or of no token."""
     one, ends = torch.ones(1, 1, dtype=torch.int64), torch.tensor([0, 1], dtype=torch.int32)
     lengths = torch.tensor([length], dtype=torch.int32)
     return Batch(one, one if length else one * IGNORE, one * 0, lengths, cu_seqlens=ends, max_seqlen=1)
@@ -311,7 +314,7 @@ def export(on: Layout, path: Path) -> None:
 
 
 def description(on: Layout) -> tuple[dict[str, Any], int]:
-    """What the engine says of itself, and how many elements of its weights this rank holds."""
+    """Return ``describe()`` and the number of elements of the weights that this rank holds."""
     engine = make_engine("llama", on=on)
     described = engine.describe()
     held = sum(local_shard(parameter).numel() for parameter in engine.weights.values())

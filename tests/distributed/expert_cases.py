@@ -1,4 +1,4 @@
-"""What ranks run of models with experts, on either engine."""
+"""Rank functions of tests of MoE models on both engines."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained, and how micro-batches are cut."""
+    """A model, its router losses and its micro-batches."""
 
     family: str
     layout: str = "packed"
@@ -37,7 +37,7 @@ class Work:
 class Trained:
     first: Step
     curve: Tensor
-    """``[steps, 2]``: loss and gradient norm."""
+    """Loss and gradient norm of each step, ``[steps, 2]``."""
     results: list[StepResult]
     biases: dict[str, Tensor]
 
@@ -51,7 +51,7 @@ def make(work: Work, on: FSDP2 | Megatron) -> Any:
 
 
 def run(on: FSDP2 | Megatron, work: Work, load: Path | None = None, folder: Path | None = None) -> Trained:
-    """Some steps from the start or from ``load``; then a checkpoint and an export to ``folder``."""
+    """Train from the initial weights or from ``load``, then save a checkpoint and an export to ``folder``."""
     engine = make(work, on)
     if load is not None:
         engine.load(load)
@@ -65,7 +65,7 @@ def run(on: FSDP2 | Megatron, work: Work, load: Path | None = None, folder: Path
     biases = {name: bias.clone() for name, bias in getattr(engine, "biases", {}).items()}
     engine.close()
     curve = torch.tensor([(r.loss, r.grad_norm) for r in results], dtype=torch.float64)
-    # Those that an update was made with are clipped.
+    # The update's gradients are clipped.
     step = Step(*curve[0].tolist(), first) if results else Step(0.0, 0.0, {})
     unclipped = {name: gradient * max(1.0, step.grad_norm + 1e-6) for name, gradient in step.grads.items()}
     return Trained(replace(step, grads=unclipped), curve, results, biases)
@@ -74,13 +74,13 @@ def run(on: FSDP2 | Megatron, work: Work, load: Path | None = None, folder: Path
 @dataclass(frozen=True)
 class OtherPasses:
     straight: tuple[float, ...]
-    """Loss and metrics of a step."""
+    """Loss and metrics of a step that follows no other pass."""
     undisturbed: tuple[float, ...]
-    """Of the same after an evaluation, log-probabilities and an aborted step."""
+    """Loss and metrics of the same step after and between evaluations, reference passes and an abort."""
     skipped_changes: float
-    """Of biases, by a step that was skipped."""
+    """Sum of the absolute changes of router biases by a skipped step."""
     main: float
-    """The loss of the step without the terms of routers."""
+    """Loss of the step without the router losses."""
     evaluated: float
 
 
@@ -123,10 +123,10 @@ def one_step(engine: Any, work: Work, seed: int) -> StepResult:
 
 
 def watch_routers(terms: MoELossConfig, model: nn.Module) -> Callable[[], Tensor]:
-    """For ``plain_step``: what ``terms`` add to the loss, where every sequence is a micro-batch.
+    """Return a ``watch`` result for ``plain_step``: the router losses, with one sequence per micro-batch.
 
-    The balance loss is by transformers' own function, layer by layer; DeepSeek's, whose scores are no
-    softmax, by its definition.
+    The load balancing loss is computed layer by layer with transformers' function. That of DeepSeek, whose
+    scores are not a softmax, follows its definition.
     """
     seen: list[tuple[Tensor, Tensor]] = []
     for name, gate in model.named_modules():
@@ -146,7 +146,7 @@ def watch_routers(terms: MoELossConfig, model: nn.Module) -> Callable[[], Tensor
 
 
 def balance(model: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """Of one layer and one sequence; 1 where the load is even."""
+    """Return the load balancing loss of one layer and one sequence; 1 for an even load."""
     number, top_k = logits.shape[1], chosen.shape[1]
     if model.config.model_type != "deepseek_v3":
         found: Tensor = load_balancing_loss_func((logits,), number, top_k) / top_k
@@ -157,7 +157,7 @@ def balance(model: Any, logits: Tensor, chosen: Tensor) -> Tensor:
 
 
 def read(point: Path) -> dict[str, Tensor]:
-    """Everything in a checkpoint but random streams, in one process."""
+    """Read a checkpoint except its random generator states in one process."""
     import torch.distributed.checkpoint as dcp
 
     stored = dcp.FileSystemReader(point).read_metadata().state_dict_metadata

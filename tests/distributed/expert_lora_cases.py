@@ -1,4 +1,4 @@
-"""What ranks of both engines run with an adapter on experts, and the same with transformers and torch."""
+"""Rank functions for adapters on experts on both engines, and the same with transformers and torch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ ADAPTER = warm()
 
 
 class Merged(nn.Module):
-    """transformers' model with an adapter added to its weights, expert by expert: autograd finds the rest."""
+    """transformers' model with an adapter that is added to its weights, expert by expert, under autograd."""
 
     def __init__(self, family: str, adapter: LoRA) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Merged(nn.Module):
 
 
 def stacked(name: str, found: dict[str, Tensor]) -> Tensor:
-    """As transformers holds what is called ``name``."""
+    """Return a parameter of transformers, which stacks the matrices of all experts."""
     match = FUSED.fullmatch(name)
     if match is None or name in found:
         return found[name]
@@ -69,7 +69,10 @@ def plain_train(family: str, adapter: LoRA, stage: str = "sft", steps: int = 3) 
 
 
 def save(on: FSDP2 | Megatron, family: str, adapter: LoRA, folder: Path) -> list[list[Tensor]]:
-    """Two steps, a checkpoint, an export, two more; sums of log-probabilities, also without the adapter."""
+    """Train two steps, save a checkpoint and an export, and train two more steps.
+
+    Return the sums of log-probabilities at the checkpoint with and without the adapter, and the last steps.
+    """
     engine = make_engine(family, on=on, adapter=adapter, reference="adapter_off")
     run_on(engine, next_token(), 2)
     save_tensors(folder / "checkpoint", engine.tensors())

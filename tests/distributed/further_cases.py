@@ -1,4 +1,4 @@
-"""What ranks run with layers for further tokens, and the same computed with transformers' modules."""
+"""Rank functions for multi-token prediction (MTP), and the same computed with transformers' modules."""
 
 from copy import copy
 from dataclasses import replace
@@ -36,7 +36,7 @@ DEPTHS, COEF = 2, 0.3
 
 
 class PlainLayer(nn.Module):
-    """A decoder layer of transformers, and what DeepSeek-V3's equations 21 to 23 put around it."""
+    """An MTP layer: a decoder layer of transformers and the modules of DeepSeek-V3's equations 21 to 23."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -48,7 +48,10 @@ class PlainLayer(nn.Module):
 
 
 def plain_step(family: str) -> Step:
-    """Nothing of ours but the initial weights: one sequence at a time, eager attention, depths by slices."""
+    """Return a step by transformers: one sequence at a time, eager attention, MTP depths by slicing.
+
+    Only the initial weights come from our code.
+    """
     model, mtp, named = plain_model(family)
     means = plain_means_of(model, mtp)
     total = means[0] + COEF * means[1:].mean()
@@ -60,14 +63,14 @@ def plain_step(family: str) -> Step:
 
 @torch.no_grad()
 def plain_means(family: str) -> list[float]:
-    """The loss, and those of both depths, without coefficients."""
+    """Return the main loss and the losses of both MTP depths without coefficients."""
     model, mtp, _ = plain_model(family)
     means: list[float] = plain_means_of(model, mtp).tolist()
     return means
 
 
 def plain_model(family: str) -> tuple[Any, list[PlainLayer], dict[str, nn.Parameter]]:
-    """With the initial weights; and the parameters by their names on disk."""
+    """Return a model with the initial weights, its MTP layers, and its parameters by their names on disk."""
     described = replace(spec(family), mtp=MTPConfig(DEPTHS))
     model: Any = AutoModelForCausalLM.from_config(spec(family).config(), attn_implementation="eager")
     mtp = [PlainLayer(model) for _ in range(DEPTHS)]
@@ -96,7 +99,7 @@ def plain_means_of(model: Any, mtp: list[PlainLayer]) -> Tensor:
 
 
 def plain_logits(model: Any, mtp: list[PlainLayer], ids: Tensor) -> list[Tensor]:
-    """By depth ``[T - depth, V]``: a depth is one position shorter than the one before."""
+    """Return the logits of each depth, ``[T - depth, V]``."""
     hidden = model.model(input_ids=ids[None], use_cache=False).last_hidden_state
     found = [model.lm_head(hidden)[0]]
     for depth, layer in enumerate(mtp, 1):
@@ -120,7 +123,7 @@ def plain_logits(model: Any, mtp: list[PlainLayer], ids: Tensor) -> list[Tensor]
 
 
 def mask(length: int, window: int | None) -> Tensor:
-    """Additive ``[1, 1, T, T]``."""
+    """Return an additive causal mask ``[1, 1, T, T]``."""
     distance = torch.arange(length)[:, None] - torch.arange(length)[None]
     seen = (distance >= 0) & (distance < (window or length))
     return torch.zeros(1, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
@@ -129,7 +132,7 @@ def mask(length: int, window: int | None) -> Tensor:
 def one_step(
     on: FSDP2 | Megatron, family: str, layout: str, micro_batch: int = 4
 ) -> tuple[Step, dict[str, float]]:
-    """The engine's step, and its metrics."""
+    """Return a step of the engine and its metrics."""
     engine = make_engine(family, on=on, mtp_layers=DEPTHS)
     grads = capture(engine)
     result = step(engine, share(engine, layout, micro_batch), next_token())
@@ -138,7 +141,7 @@ def one_step(
 
 
 def curve(on: FSDP2 | Megatron, family: str) -> list[float]:
-    """Losses of training, each followed by that of an evaluation, which leaves out further tokens."""
+    """Return the loss of each step, each followed by that of an evaluation, which has no MTP terms."""
     engine, losses = make_engine(family, on=on, mtp_layers=DEPTHS), []
     for seed in range(3):
         losses.append(step(engine, share(engine, "packed", 2, seed), next_token()).loss)
@@ -148,7 +151,7 @@ def curve(on: FSDP2 | Megatron, family: str) -> list[float]:
 
 
 def megatrons_own(family: str) -> tuple[dict[str, Tensor], dict[str, Tensor], float, float]:
-    """Of one padded sequence: gradients and losses of our step, and of Megatron's own model and loss."""
+    """Return gradients of our step and of Megatron's own model on one padded sequence, then both losses."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
@@ -194,7 +197,7 @@ def megatrons_own(family: str) -> tuple[dict[str, Tensor], dict[str, Tensor], fl
 
 
 def saved(on: FSDP2 | Megatron, family: str, path: Path) -> list[float]:
-    """Two steps, a checkpoint, and the losses of two more."""
+    """Train two steps, save a checkpoint, and return the losses of two more steps."""
     engine = make_engine(family, on=on, mtp_layers=DEPTHS)
     for seed in (0, 1):
         step(engine, share(engine, "packed", 2, seed), next_token())
@@ -203,7 +206,7 @@ def saved(on: FSDP2 | Megatron, family: str, path: Path) -> list[float]:
 
 
 def resumed(on: FSDP2 | Megatron, family: str, path: Path, again: Path) -> list[float]:
-    """From the checkpoint at ``path``, which is written ``again`` at once, the losses of two steps."""
+    """Load the checkpoint at ``path``, save it to ``again``, and return the losses of two steps."""
     engine = make_engine(family, on=on, mtp_layers=DEPTHS)
     engine.load(path)
     save_tensors(again, engine.tensors())
@@ -223,7 +226,7 @@ def exported(on: FSDP2 | Megatron, family: str, path: Path) -> None:
 
 
 def routed(on: FSDP2 | Megatron) -> dict[str, float]:
-    """Losses and metrics of the second of two steps with every term that routers have."""
+    """Return the losses of two steps with all router losses, and the norm and metrics of the second."""
     terms = MoELossConfig("sequence", 0.1, z_loss_coef=0.01, bias_update_rate=0.1)
     described: Any = replace(spec("deepseek"), mtp=MTPConfig(DEPTHS), moe=terms)
     engine: Any = on.build(described, AdamW(lr=1e-3), EngineOptions(torch.float32, "cpu"))

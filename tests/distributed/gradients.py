@@ -1,4 +1,4 @@
-"""The gradients that an engine updates with, whole, under Hugging Face names."""
+"""The full gradients that an engine updates with, by Hugging Face name."""
 
 from typing import Any
 
@@ -10,9 +10,10 @@ from components.engines.fsdp2.mesh import full_tensor
 
 
 def capture(engine: Any) -> dict[str, Tensor]:
-    """Filled whenever the engine drops gradients, and so by the end of a step; clipped if it clips.
+    """Return a dict that is filled when the engine drops its gradients at the end of a step.
 
-    Every rank of the engine calls it, and every rank gets all gradients.
+    Gradients are clipped if the engine clips them. Every rank of the engine calls this, and every rank gets
+    all gradients.
     """
     found: dict[str, Tensor] = {}
     drop = engine.zero_grad
@@ -26,10 +27,10 @@ def capture(engine: Any) -> dict[str, Tensor]:
 
 
 def gradients(engine: Any) -> dict[str, Tensor]:
-    """What the optimizer of ``engine`` was given; float32, collective, the same on every rank."""
+    """Return the optimizer's gradients in float32 on every rank. This is a collective."""
     if hasattr(engine, "update"):
         return megatron_gradients(engine)
-    # Not every rank has all experts.
+    # With expert parallelism, a rank holds only some experts.
     here = {m.name: full_tensor(m.slices(m.parameter.grad)).clone() for m in engine.trained}
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, here)

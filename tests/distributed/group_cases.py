@@ -1,4 +1,4 @@
-"""Which ranks an engine has really grouped, as one of them sees it."""
+"""Rank function of test_mesh_groups.py: the process groups that an engine creates."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from tests.distributed.cases import make_engine
 
 
 def engine_groups(on: FSDP2 | Megatron) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """This rank's groups by dimension, those of one rank left out, and the mesh in ``describe``."""
+    """Return this rank's groups of more than one rank by dimension, and the mesh in ``describe``."""
     engine = make_engine("qwen3" if on.ep == 1 else "qwen3_moe", on=on)
     found = fsdp2_groups(engine) if isinstance(engine, FSDP2Engine) else megatron_groups(on)
     mesh = engine.describe()["mesh"]
-    dist.barrier()  # a rank that destroys its groups breaks the connections of one that still makes them
+    dist.barrier()  # destroying groups breaks the connections of a rank that is still creating them
     engine.close()
     return {name: ranks for name, ranks in found.items() if len(ranks) > 1}, mesh
 

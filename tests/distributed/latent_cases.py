@@ -1,4 +1,4 @@
-"""What ranks of test_latent_attention.py run with a folder between them."""
+"""Rank functions of test_latent_attention.py that write and read a folder."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from tests.distributed.cases import make_engine, next_token
 from tests.distributed.megatron_lora_cases import run_on
 
 Curve = list[tuple[float, float]]
-"""(loss, grad_norm) by step."""
+"""Loss and gradient norm of each step."""
 
 
 def leave(on: FSDP2 | Megatron, family: str, folder: Path) -> Curve:
-    """Exports, then saves after two steps; the two steps that follow."""
+    """Export the model, save a checkpoint after two steps, and return the next two steps."""
     engine = make_engine(family, on=on)
     engine.export(folder / "export")
     run_on(engine, next_token(), 2)
@@ -24,7 +24,7 @@ def leave(on: FSDP2 | Megatron, family: str, folder: Path) -> Curve:
 
 
 def go_on(on: FSDP2 | Megatron, family: str, folder: Path) -> Curve:
-    """The steps that follow the checkpoint in ``folder``."""
+    """Return the two steps that follow the checkpoint in ``folder``."""
     engine = make_engine(family, on=on)
     engine.load(folder / "checkpoint")
     after = run_on(engine, next_token(), 2).curve

@@ -18,7 +18,7 @@ from tests.distributed.cases import fsdp2, spec
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """The most resident memory of this process, mapped files too, above what it had before; in bytes."""
+    """Yield a list with the peak increase of resident memory in bytes, including mapped files."""
     found, done = [0], threading.Event()
     before = resident()
 
@@ -40,12 +40,12 @@ def resident() -> int:
 
 
 def warm_up(dp: int) -> None:
-    """Imports and thread pools are not the model's."""
+    """Build a small engine, so that imports and thread pools are not attributed to the model."""
     start(spec("llama"), dp).close()
 
 
 def build(folder: Path, dp: int) -> tuple[int, int]:
-    """(peak bytes of building the engine from ``folder``, bytes of this rank's shards)."""
+    """Return the peak bytes of building the engine from ``folder`` and the bytes of this rank's shards."""
     with peak_memory() as peak:
         engine = start(ModelSpec(path=str(folder), init="pretrained"), dp)
     shards = sum(local_shard(parameter).nbytes for parameter in engine.weights.values())

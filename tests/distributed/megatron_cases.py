@@ -1,4 +1,4 @@
-"""What ranks of the Megatron engine run in tests."""
+"""Rank functions of tests of the Megatron engine."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ from tests.distributed.gradients import capture
 
 
 def engine_step(on: Megatron, family: str, layout: str, micro_batch: int, **options: Any) -> Step:
-    """One step on eight sequences, with the gradients it would have updated with."""
+    """Return one step on eight sequences, with the gradients that the engine updates with."""
     engine = make_engine(family, on=on, **options)
     grads = capture(engine)
     result = step(engine, share(engine, layout, micro_batch), next_token())
@@ -27,7 +27,7 @@ def engine_step(on: Megatron, family: str, layout: str, micro_batch: int, **opti
 
 
 def odd_vocabulary(on: FSDP2 | Megatron) -> tuple[float, float, int | None]:
-    """Loss, norm and zeros of a step of a model whose vocabulary no even number divides."""
+    """Return loss, norm and number of zeros of the second step of a model with an odd vocabulary size."""
     odd = ModelSpec(architecture=COMMON | SHAPES["llama"] | {"vocab_size": 161})
     engine = on.build(
         odd,
@@ -48,7 +48,7 @@ def describe(on: Megatron) -> dict[str, Any]:
 
 
 def buckets_under_way(on: Megatron) -> list[int]:
-    """How many reductions have begun before each of two steps is finished."""
+    """Return the number of gradient reductions that have begun before each of two steps is finished."""
     engine, loss = make_engine(on=on), next_token()
     begun = []
     for _ in range(2):
@@ -68,7 +68,7 @@ def three_steps(on: FSDP2 | Megatron, family: str) -> list[tuple[float, float]]:
 
 
 def kept_for_a_checkpoint(on: Megatron) -> dict[str, int]:
-    """What this rank hands to the disk, in elements."""
+    """Return the number of elements of each tensor that this rank writes to disk."""
     engine = make_engine(on=on)
     kept = {name: saved(tensor) for name, tensor in engine.tensors().items()}
     engine.close()

@@ -1,4 +1,4 @@
-"""What ranks of the Megatron engine run of models with experts; the same with plain transformers."""
+"""Rank functions for MoE models on the Megatron engine, and the same with plain transformers."""
 
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ from tests.distributed.expert_cases import Trained, Work, make, one_step, run
 
 
 def plain_step(family: str, terms: MoELossConfig) -> tuple[Step, dict[str, float]]:
-    """One sequence at a time, balanced sequence by sequence, and the means of what routers add."""
+    """Return a step by transformers with load balancing by sequence, and the means of the router losses."""
     model: Any = plain_model(family)
     logits: list[Tensor] = []
     for module in model.modules():
@@ -43,7 +43,10 @@ def plain_step(family: str, terms: MoELossConfig) -> tuple[Step, dict[str, float
 
 
 def balance(logits: Tensor, config: Any) -> Tensor:
-    """Of one layer and one sequence. transformers makes an even load K."""
+    """Return the load balancing loss of one layer and one sequence.
+
+    It is 1 for an even load. That of transformers is K.
+    """
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     top_k = config.num_experts_per_tok
@@ -51,13 +54,13 @@ def balance(logits: Tensor, config: Any) -> Tensor:
 
 
 def unmarked(on: Megatron, work: Work) -> Trained:
-    """``run``, of experts that are marked as Megatron marks them."""
+    """Call ``run`` without our marks on the parameters of experts, only with those of Megatron."""
     with mock.patch("components.engines.megatron.runtime.model.expert_parameters", return_value=[]):
         return run(on, work)
 
 
 def without_terms(on: Megatron, work: Work) -> tuple[float, float, float]:
-    """The loss of an evaluation, minus the mean of logps, and the loss of the step after both."""
+    """Return the loss of an evaluation, the negative mean of logps, and the main loss of the next step."""
     engine, loss = make(work, on), next_token()
     batches = share(engine, work.layout, work.micro_batch)
     evaluated = engine.evaluate([batches], loss)["loss"]
@@ -70,7 +73,7 @@ def without_terms(on: Megatron, work: Work) -> tuple[float, float, float]:
 
 
 def aborted(on: Megatron, work: Work) -> list[float]:
-    """Losses of two steps, the second after one that was dropped halfway."""
+    """Return the losses of two steps, with a step in between that is aborted halfway."""
     engine, loss = make(work, on), next_token()
     first = one_step(engine, work, 0)
     batches = share(engine, work.layout, work.micro_batch)
@@ -83,7 +86,10 @@ def aborted(on: Megatron, work: Work) -> list[float]:
 
 
 def routed(on: Megatron, family: str, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the first router makes of 24 tokens, the last ``padding`` of which are none; as Megatron does."""
+    """Route 24 tokens, the last ``padding`` of them padding, with our first router and with Megatron's.
+
+    Return weights and choices of ours, then those of Megatron.
+    """
     from megatron.core.transformer.moe.moe_utils import (
         apply_router_token_dropping,
         topk_routing_with_score_function,

@@ -1,4 +1,4 @@
-"""What ranks of the Megatron engine run with an adapter, and the same with transformers, peft and torch."""
+"""Rank functions for adapters on the Megatron engine, and the same with transformers, peft and torch."""
 
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -31,7 +31,7 @@ BETA = 0.5
 
 @dataclass(frozen=True)
 class Warm(LoRA):
-    """An adapter whose B is not zero: of one that is, A has no gradient, and it changes no logits."""
+    """An adapter whose B is not zero. With B = 0, A has no gradient and the logits do not change."""
 
     def weights(self, model: PreTrainedModel, seed: int, base: WeightSource) -> WeightSource:  # noqa: ARG002
         shapes = self.shapes(model)
@@ -49,7 +49,7 @@ def warm(target: Any = "all-linear", **settings: Any) -> Warm:
 
 @dataclass
 class Run:
-    """Steps of one run, and the gradients of the first."""
+    """Loss, gradient norm and number of zero gradients of each step, and the gradients of the first."""
 
     curve: list[tuple[float, float]]
     grads: dict[str, Tensor]
@@ -57,7 +57,7 @@ class Run:
 
 
 def batches(engine: Any, loss: Loss, seed: int) -> list[Batch]:
-    """This rank's share; where pairs are asked for, neighbours are one."""
+    """Return this rank's micro-batches. For a preference loss, neighbouring sequences form a pair."""
     made = share(engine, "packed", 2, seed)
     if loss.kind != "preference":
         return made
@@ -87,15 +87,15 @@ def train(on: FSDP2 | Megatron, family: str, adapter: LoRA, stage: str = "sft", 
 
 @dataclass
 class Life:
-    """What a rank sees of an engine that trains an adapter, saves it and exports it."""
+    """State of a rank after its engine has trained, saved and exported an adapter."""
 
     reference: list[Tensor]
-    """Sums of log-probabilities by sequence, on the last stage."""
+    """Sum of log-probabilities of each sequence under the reference; empty except on the last stage."""
     trained: list[Tensor]
     held: dict[str, tuple[Any, Tensor]]
-    """By name: which part of it, and its values."""
+    """Index in the full tensor, and the values, of each parameter of this rank."""
     elements: dict[str, int]
-    """Of what is trained, on all ranks and on this one, of its gradient buffers and of optimizer state."""
+    """Numbers of elements: trained on all ranks and on this rank, in its gradient buffers, in its moments."""
 
 
 def live(on: Megatron, adapter: LoRA, folder: Path) -> Life:
@@ -126,7 +126,7 @@ def all_buckets(chunk: Any) -> list[Any]:
 
 
 def sums(engine: Any, *, reference: bool) -> list[Tensor]:
-    """By sequence, in the order of this rank's share."""
+    """Return the sum of log-probabilities of each sequence in the order of this rank's share."""
     made = share(engine, "packed", 2)
     answer = engine.logps(made, reference=reference)
     if answer is None:
@@ -145,7 +145,7 @@ def save_and_go_on(on: FSDP2 | Megatron, adapter: LoRA, folder: Path) -> list[tu
 
 
 def go_on(on: FSDP2 | Megatron, adapter: LoRA, folder: Path) -> list[tuple[float, float]]:
-    """The steps that follow the checkpoint in ``folder``."""
+    """Return the two steps that follow the checkpoint in ``folder``."""
     engine = make_engine("qwen2_four", on=on, adapter=adapter)
     engine.load(folder / "checkpoint")
     after = run_on(engine, next_token(), 2).curve
@@ -154,7 +154,7 @@ def go_on(on: FSDP2 | Megatron, adapter: LoRA, folder: Path) -> list[tuple[float
 
 
 def with_dropout(on: Megatron, adapter: LoRA) -> tuple[dict[str, tuple[Any, Tensor]], list[float]]:
-    """What a rank holds after three steps; losses of a step and of two evaluations."""
+    """Return this rank's parameters after three steps, and losses of the first step and two evaluations."""
     engine = make_engine("qwen2_four", on=on, adapter=adapter, reference="adapter_off")
     loss = DPO(beta=BETA, label_smoothing=0.0)
     losses = run_on(engine, next_token(), 3).curve[0][:1]
@@ -176,7 +176,7 @@ def train_frozen(on: Megatron, family: str, patterns: tuple[str, ...]) -> Run:
 
 
 def plain_adapted(family: str, adapter: LoRA) -> Any:
-    """peft's model with the values that the engines start from."""
+    """Return peft's model with the initial values of the engines."""
     description = spec(family)
     meta = description.build(description.config())
     model = get_peft_model(plain_model(family), peft_config(adapter, meta))  # type: ignore[arg-type]
@@ -220,7 +220,7 @@ def plain_run(model: Any, stage: str, steps: int) -> Run:
 
 
 def plain_sums(model: Any, seed: int) -> list[Tensor]:
-    """Of the log-probabilities of each sequence's labels."""
+    """Return the sum of the log-probabilities of the labels of each sequence."""
     found = []
     for row in sequences(seed):
         logits = model(input_ids=row.ids[None], use_cache=False).logits[0]

@@ -1,4 +1,4 @@
-"""Rank functions of test_megatron_own_path.py: one step by Megatron alone, and the same by our engine."""
+"""Rank functions of test_megatron_own_path.py: one step by Megatron's code and by our engine."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -29,9 +29,9 @@ def build(on: Megatron) -> Any:
 
 
 def split_step(on: Megatron, last: bool) -> dict[str, Tensor]:
-    """Our step in two calls, whose counts become known on the way; the second may be told to be the last.
+    """Return the gradients of our step in two calls without counts; ``last`` marks the second as the last.
 
-    Gradients are those of the second of two steps from the same weights; the first is shorter.
+    It is the second of two steps from the same weights. The first step is shorter.
     """
     engine, loss = build(on), next_token()
     batches, found = share(engine, "packed", MICRO_BATCH), capture(engine)
@@ -48,9 +48,9 @@ def split_step(on: Megatron, last: bool) -> dict[str, Tensor]:
 
 
 def own_step(on: Megatron) -> dict[str, Tensor]:
-    """One call of Megatron's schedule, which reduces and finalises by itself; the second of two such steps.
+    """Return the gradients of the second of two steps by Megatron's schedule with its own reductions.
 
-    In the first, Megatron counts how often every gradient comes; only then it overlaps.
+    In the first step, Megatron counts how often each gradient is computed. It overlaps reductions only after.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -77,7 +77,7 @@ def own_step(on: Megatron) -> dict[str, Tensor]:
 
 
 def set_hooks(chunks: list[Any], config: Any, on: Megatron) -> None:
-    """As ``train`` in Megatron-LM's megatron/training/training.py sets them."""
+    """Set the hooks as ``train`` in Megatron-LM's megatron/training/training.py does."""
     from megatron.core.distributed import finalize_model_grads
 
     def each(name: str) -> Any:
@@ -98,5 +98,5 @@ def forward_step(source: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
 
 
 def loss_sum(labels: Tensor, stats: TokenStats) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Sum and count over the positions of this rank, as ``loss_func`` in Megatron-LM's pretrain_gpt.py."""
+    """Return loss sum and label count of this rank, as ``loss_func`` in Megatron-LM's pretrain_gpt.py."""
     return -stats.logps.sum(), (labels != IGNORE).sum().to(torch.int), {}

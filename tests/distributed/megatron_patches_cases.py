@@ -1,4 +1,4 @@
-"""What two pipeline stages run in tests of the patches."""
+"""Rank functions of the tests of the patches, on two pipeline stages."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ SYMBOLS = list(chain.from_iterable(patch.symbols for patch in PATCHES))
 
 @contextmanager
 def without(symbol: str | None) -> Iterator[None]:
-    """``symbol`` is what it was before it was patched, while the block runs."""
+    """Undo the patch of ``symbol`` inside the ``with`` block."""
     if symbol is None:
         yield
         return
@@ -44,7 +44,7 @@ def two_stages() -> None:
 
 
 def tied_embeddings(skipped: str | None) -> Any:
-    """The tied matrix that this stage holds, or the error of building it."""
+    """Return this stage's copy of the tied embedding matrix, or the error of building the model."""
     two_stages()
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -79,7 +79,10 @@ def tied_embeddings(skipped: str | None) -> Any:
 
 
 def sent_while_freed(skipped: str | None) -> bool:
-    """Whether the second stage gets what the first sent, and freed as the interleaved schedule does."""
+    """Return whether the second stage receives the right values of a tensor that the first stage has freed.
+
+    The first stage frees it right after the send, as the interleaved schedule does.
+    """
     two_stages()
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import p2p_communication
@@ -113,7 +116,7 @@ def sent_while_freed(skipped: str | None) -> bool:
 
 
 def parts_of_different_sizes(skipped: str | None) -> Any:
-    """What this rank gathers and what it is left of a sum, where ranks have 1 and 3 rows; or the error."""
+    """Return the results of all-gather and reduce-scatter when ranks have 1 and 3 rows, or the error."""
     two_stages()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import mappings

@@ -1,4 +1,4 @@
-"""Rank functions of test_megatron_weights.py: checkpoints of any tensors that have the parameters' shapes."""
+"""Rank functions of test_megatron_weights.py: checkpoints of tensors with the shapes of the parameters."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ KINDS = ("model", "exp_avg", "exp_avg_sq")
 
 
 def value(kind: str, weights: WeightSource) -> WeightSource:
-    """Something of each kind that is different everywhere, as a function of the weight."""
+    """Return the values of a kind of tensor, which are the weights times a factor."""
     factor = KINDS.index(kind) + 1
     return lambda name, index=(): weights(name, index) * factor
 
@@ -22,7 +22,7 @@ def value(kind: str, weights: WeightSource) -> WeightSource:
 def checkpoint_tensors(
     model: Model, tensors: dict[str, dict[Any, Tensor]]
 ) -> dict[str, tuple[Any, Any, Tensor]]:
-    """Key -> block, the tensor it lies in, and the value that a checkpoint holds or fills."""
+    """Return for each key the block, the tensor that contains it, and the part that a checkpoint stores."""
     return {
         f"{kind}/{block.name}": (block, tensor[parameter], block.read(tensor[parameter]))
         for kind, tensor in tensors.items()
@@ -50,7 +50,7 @@ def save_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> None:
 
 
 def load_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> list[str]:
-    """Keys whose values, padding included, are not bitwise what ``value`` says."""
+    """Load a checkpoint and return the keys whose values, including padding, differ from ``value``."""
     from components.engines.megatron.runtime.hf_weights import as_dtensor, fill_parameter
 
     with layout(sizes) as parallelism:
@@ -72,7 +72,7 @@ def load_checkpoint(sizes: Sizes, spec: ModelSpec, path: Path) -> list[str]:
 
 
 def gathered_moments(sizes: Sizes, spec: ModelSpec) -> dict[str, Tensor]:
-    """What ``whole`` makes of tensors that are not the weights themselves."""
+    """Return the full Hugging Face tensors of moments, which are not the weights themselves."""
     from components.engines.megatron.runtime.hf_weights import fill_parameter, full_hf_tensor
 
     with layout(sizes) as parallelism:
@@ -101,7 +101,7 @@ def fsdp2_engine(spec: ModelSpec) -> Any:
 
 
 def save_by_fsdp2(spec: ModelSpec, path: Path) -> None:
-    """A checkpoint of the FSDP2 engine whose tensors are those of ``value``."""
+    """Save a checkpoint of the FSDP2 engine with the tensors of ``value``."""
     from components.engines.fsdp2.parallelize import copy_slice
     from components.optimizers import make_moments
 

@@ -1,4 +1,4 @@
-"""Rank functions of test_megatron_weights.py: four gloo ranks in any layout."""
+"""Rank functions of test_megatron_weights.py on four gloo ranks in any layout."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from components.engines.megatron.config import Megatron
 from components.models import ModelSpec, WeightSource, export_folder, named_shapes
 
 Sizes = tuple[int, int, int]
-"""tp, pp, vpp; data parallelism takes the other ranks."""
+"""tp, pp and vpp. The remaining factor of the world size is data parallelism."""
 
 IDS = torch.arange(2 * 24).reshape(2, 24) * 7 % 89
 
@@ -46,7 +46,7 @@ def layout(sizes: Sizes) -> Iterator[Megatron]:
 
 @dataclass
 class Model:
-    """This rank's chunks, full of 7 until something is loaded, and what they consist of."""
+    """This rank's chunks and their parameters, which are all 7 until weights are loaded."""
 
     spec: ModelSpec
     chunks: list[Any]
@@ -84,7 +84,10 @@ def loaded(
 
 @torch.no_grad()
 def logits(model: Model) -> Tensor:
-    """``[B, T, V]`` of ``IDS`` on every rank: one stage after the other, without a schedule."""
+    """Return the logits ``[B, T, V]`` of ``IDS``, computed stage by stage without a schedule.
+
+    Ranks of all stages but the last return ``[B, T, 0]``.
+    """
     from megatron.core import parallel_state
 
     from components.contracts.batch import Batch
@@ -116,13 +119,13 @@ def logits(model: Model) -> Tensor:
 
 
 def logits_of(sizes: Sizes, folders: dict[str, Path]) -> dict[str, Tensor]:
-    """By name, on ranks of the last stage; the others answer with tensors without columns."""
+    """Return the logits of each model."""
     with layout(sizes) as spec:
         return {name: logits(loaded(folder, spec)) for name, folder in folders.items()}
 
 
 def flipped_row(source: WeightSource) -> WeightSource:
-    """Row 0 of one q projection has the other sign."""
+    """Return weights in which row 0 of one q projection has the opposite sign."""
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
         value = source(name).clone()
@@ -138,7 +141,7 @@ def logits_of_a_flipped_row(sizes: Sizes, folder: Path) -> Tensor:
         return logits(loaded(folder, spec, flipped_row))
 
 
-# ---- what a rank holds
+# ---- the parameters of a rank
 
 
 def exported(sizes: Sizes, folders: dict[str, Path], target: Path) -> None:
@@ -155,9 +158,9 @@ def exported(sizes: Sizes, folders: dict[str, Path], target: Path) -> None:
 class Holdings:
     stage: int
     asked: dict[str, int]
-    """Elements that were asked of the source, by name."""
+    """Number of elements read from the source by name."""
     padding: list[float]
-    """The rows of the vocabulary that the Hugging Face model has not."""
+    """Values of the rows that pad the vocabulary of the Hugging Face model."""
     secondary: list[str]
 
 
@@ -186,7 +189,10 @@ def holdings(sizes: Sizes, folder: Path) -> Holdings:
 
 
 def refusals(folder: Path, changes: dict[str, dict[str, tuple[int, ...] | None]]) -> dict[str, str]:
-    """What ``blocks`` says where the Hugging Face model has other shapes, or (None) lacks a parameter."""
+    """Return the errors of ``hf_slices`` if the Hugging Face model has other shapes or lacks parameters.
+
+    None as a shape means that the parameter is missing.
+    """
     from components.engines.megatron.runtime.hf_weights import hf_slices
 
     with layout((2, 1, 1)) as parallelism:
@@ -204,7 +210,7 @@ def refusals(folder: Path, changes: dict[str, dict[str, tuple[int, ...] | None]]
 
 
 def refusals_of_other_parameters(folder: Path) -> dict[str, str]:
-    """What ``blocks`` says where Megatron's model is not made of the parameters that it names."""
+    """Return the errors of ``hf_slices`` if the parts that Megatron names do not make up its parameters."""
     from components.engines.megatron.runtime import hf_weights
 
     found = {}
@@ -236,7 +242,7 @@ def drop_norm(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def overlapping(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The gate's rows twice, the first time under the name of gate, the second under that of up."""
+    """Map the rows of the gate projection to both the gate and the up projection."""
     build = tensors[FC1].build_fn
 
     def both_first(*args: Any) -> Any:

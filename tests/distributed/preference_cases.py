@@ -30,14 +30,14 @@ LOSSES: dict[str, Loss] = {
     "apo_zero_unpaired": KTO(loss="apo_zero_unpaired", **KTO_OPTIONS),
 }
 FEW = ("ipo", "rpo, ld", "orpo", "kto")
-"""One of each shape: per token, with a likelihood and weights, without a reference, with constants."""
+"""One loss of each type: per token, with likelihood term and weights, reference-free, with constants."""
 
 Found = dict[str, tuple[Step, dict[str, float], dict[str, float]]]
-"""By loss: a step with its gradients, the metrics of the step, and those of an evaluation."""
+"""For each loss a step with its gradients, the metrics of the step, and those of an evaluation."""
 
 
 def pairs(engine: Engine, layout: str, micro_batch: int, loss: Loss) -> list[Batch]:
-    """This rank's micro-batches of four pairs, or of four answers with their mismatched ones."""
+    """Return this rank's micro-batches of four pairs, or of four answers and their mismatched answers."""
     rows, found = sequences(), []
     for start in range(0, len(rows), micro_batch):
         batch = LAYOUTS[layout](rows[start : start + micro_batch])
@@ -51,7 +51,10 @@ def pairs(engine: Engine, layout: str, micro_batch: int, loss: Loss) -> list[Bat
 
 
 def every_loss(on: FSDP2 | Megatron, layout: str, micro_batch: int, names: tuple[str, ...]) -> Found:
-    """From weights that the reference has not: one step of SGD away, which forgives small errors."""
+    """Return a step and an evaluation of each loss, from weights that differ from the reference.
+
+    They differ by one step of SGD, which does not amplify small errors as Adam does.
+    """
     engine = make_engine(on=on, reference="frozen", optimizer=SGD(lr=1.0, max_grad_norm=None))
     step(engine, share(engine, "packed", 2), next_token(), lr=0.1)
     found: Found = {}

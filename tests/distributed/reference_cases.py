@@ -24,7 +24,7 @@ from tests.pairs import PAIRS, make_pairs
 
 
 def save_reference(path: Path) -> Path:
-    """A llama, where the model that is trained is a qwen3."""
+    """Save a llama model; the trained model is a qwen3."""
     model = plain_model("llama")
     assert isinstance(model, torch.nn.Module)
     model.save_pretrained(path)  # type: ignore[operator]
@@ -32,7 +32,7 @@ def save_reference(path: Path) -> Path:
 
 
 def other_model(on: FSDP2 | Megatron, path: Path) -> dict[int, Tensor] | None:
-    """By the number of its first sequence: a reference pass over the micro-batch, after an update."""
+    """Return reference log-probabilities after an update, by the first sequence of each micro-batch."""
     engine = on.build(
         spec("qwen3"),
         AdamW(lr=1e-2),
@@ -53,7 +53,7 @@ def other_model(on: FSDP2 | Megatron, path: Path) -> dict[int, Tensor] | None:
 
 
 def plain_logps(path: Path) -> list[Tensor]:
-    """Of transformers' model in the folder: every sequence alone, 0 where there is no label."""
+    """Return the log-probabilities of each sequence by transformers' model; 0 at positions without label."""
     model, found = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager"), []
     for row in sequences():
         with torch.no_grad():
@@ -64,7 +64,7 @@ def plain_logps(path: Path) -> list[Tensor]:
 
 
 def prepare(folder: Path) -> PreparedData:
-    """Pairs of random tokens in rows of at most forty."""
+    """Prepare pairs of random tokens in rows of at most forty tokens."""
     store = make_pairs(folder / "store")
     options, repeats = PlanOptions("bfd", 20, shuffle=False), np.ones(len(PAIRS))
     plans = CachedPlans(folder / "plans", store, options, repeats, share_prompt=False)
@@ -92,7 +92,7 @@ def fill(on: FSDP2 | Megatron, data: PreparedData, folder: Path, family: str = "
 
 
 def fill_and_ask(on: FSDP2 | Megatron, data: PreparedData, folder: Path) -> tuple[float, float]:
-    """One engine after another in the same processes, as in a run."""
+    """Fill a cache and compare it, with one engine after another in the same processes, as in a run."""
     fill(on, data, folder)
     return difference(on, data, folder)
 
@@ -100,13 +100,16 @@ def fill_and_ask(on: FSDP2 | Megatron, data: PreparedData, folder: Path) -> tupl
 def difference(
     on: FSDP2 | Megatron, data: PreparedData, folder: Path, family: str = "qwen3"
 ) -> tuple[float, float]:
-    """Of what the loader attaches from what a frozen model says: the largest, and the largest value."""
+    """Compare the log-probabilities that the loader attaches with those of a frozen model.
+
+    Return the largest difference and the largest absolute value.
+    """
     engine = make_engine(family, on=on, reference="frozen")
     loader = data.loader(data.train, BatchShard(4, 1, engine.dp_rank, engine.dp_size), folder)
     errors, sizes = [0.0], [0.0]
     for number in range(loader.num_steps):
         batches = loader.microbatches(number)
-        found = engine.logps(batches, reference=True) or []  # none off the last stage
+        found = engine.logps(batches, reference=True) or []  # only the last stage has any
         for batch, logps in zip(batches, found):  # noqa: B905
             assert batch.ref_logps is not None
             errors.append((batch.ref_logps - logps).abs().max().item())

@@ -21,16 +21,16 @@ from tests.pairs import plan_pairs
 
 BETA = 0.3
 AGREEMENT = 0.9
-"""What the reference is taken to say, over what it says: at step 0 the two models would be the same."""
+"""Factor of the reference log-probabilities. Without it, both models would be equal at step 0."""
 
 Logps = dict[tuple[int, ...], Tensor]
-"""Labels of a sequence to their log-probabilities."""
+"""Log-probabilities of the labels of each sequence, by these labels."""
 
 
 def dpo_step(on: FSDP2, path: Path, bound: int) -> tuple[Step, Logps]:
-    """One step on all pairs of the store in ``path``, and what this rank's reference said of its own.
+    """Return one step on all pairs of the store in ``path``, and this rank's reference log-probabilities.
 
-    ``bound``: tokens of the reference's bins.
+    ``bound`` is the largest number of tokens of a merged micro-batch of the reference pass.
     """
     microbatch_merging.MAX_TOKENS["cpu"] = bound
     engine, loss = make_engine(on=on, reference="frozen"), DPO(beta=BETA, label_smoothing=0.0)
@@ -69,7 +69,7 @@ def by_sequence(batch: Batch) -> list[tuple[tuple[int, ...], Tensor]]:
 
 
 def plain_dpo_step(store: TokenStore) -> tuple[Step, Logps]:
-    """The same with nothing of ours but tokens and initial weights: one whole sequence at a time."""
+    """Return the same step by transformers, one sequence at a time, with our tokens and initial weights."""
     model, found, ratios = plain_model("qwen3"), {}, []
     for sequence, length in enumerate(store.lengths.tolist()):
         ids = torch.from_numpy(store.tokens(sequence, 0, length).astype("int64"))

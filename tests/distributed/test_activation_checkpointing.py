@@ -1,4 +1,4 @@
-"""What is computed again in the backward is bitwise what it was, and is not kept meanwhile."""
+"""Recomputed activations are bitwise the original ones and take no memory until the backward pass."""
 
 from functools import cache
 
@@ -50,7 +50,7 @@ def test_nothing_changes_but_memory(layout: str, dropout: float) -> None:
 
 
 def test_dropout_is_on() -> None:
-    """Else the tests with dropout would say nothing about it."""
+    """Dropout changes the loss, without which the tests above would not cover it."""
     assert alone("full", "packed", 0.0).results[0].loss != alone("full", "packed", 0.3).results[0].loss
 
 

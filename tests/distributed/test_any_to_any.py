@@ -1,4 +1,4 @@
-"""A run that was saved on any engine and layout goes on on any other, as if it had never stopped."""
+"""A run that was saved on any engine and layout resumes on any other as if it had not been interrupted."""
 
 import math
 
@@ -52,7 +52,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 
 
 def assert_goes_on(matrix: Matrix, work: str, before: Run, step: int, layout: str, *more: str) -> Run:
-    """From the checkpoint at ``step`` of ``before``; the run on ``layout``."""
+    """Resume from the checkpoint of ``before`` at ``step``, check the run on ``layout``, and return it."""
     reference = matrix.whole(work, "single")
     after = matrix.resumed(work, layout, before.point(step), *more)
     written = read(before.point(step))
@@ -72,7 +72,7 @@ def test_a_run_goes_on_in_another_layout(matrix: Matrix, work: str, before: str,
 
 @pytest.mark.parametrize(("work", "layout"), SAME)
 def test_the_same_layout_goes_on_bitwise(matrix: Matrix, work: str, layout: str) -> None:
-    """Random streams too: an adapter's dropout draws what it would have drawn."""
+    """Random generators are restored too, so that an adapter's dropout is the same."""
     whole = matrix.whole(work, layout)
     rest = matrix.resumed(work, layout, whole.point(HALF))
     assert rest.rows == whole.rows[HALF:]
@@ -87,7 +87,7 @@ def test_a_chain_of_four_layouts(matrix: Matrix) -> None:
 
 
 def test_a_run_begins_with_the_weights_of_another_layout(matrix: Matrix) -> None:
-    """A rank reads its slices of them, twice: for what is trained and for the reference."""
+    """Each rank reads its slices of the weights twice, for the policy and for the reference model."""
     begin = f"checkpoint.init_from={matrix.whole('full', 'pp2vpp2cp2').point(HALF)}"
     reference = matrix.run("dpo", "single", begin)
     assert reference.rows[0]["train/loss"] == pytest.approx(math.log(2), rel=1e-6)

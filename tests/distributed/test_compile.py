@@ -8,7 +8,7 @@ RECOMPUTED_TP2 = fsdp2(1, tp=2, activation_checkpointing="full")
 
 
 def test_compiled_blocks_equal_plain_transformers() -> None:
-    """Five blocks of eight lengths: they share graphs, which end at attention and at sums over ranks."""
+    """Five blocks and eight lengths share graphs, which break at attention and at all-reduces."""
     ranks = Ranks(2)
     compiled, _ = ranks.run(one_step, RECOMPUTED_TP2, "deep", "packed", seconds=150)
     assert_same(compiled.step, plain_step("deep", "token"))

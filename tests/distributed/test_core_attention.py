@@ -1,4 +1,4 @@
-"""Our core attention and the shares it works on, against the softmax formula, mcore and transformers."""
+"""Our core attention and its context-parallel shards, against the softmax formula, mcore and transformers."""
 
 import pytest
 

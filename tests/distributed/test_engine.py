@@ -1,4 +1,4 @@
-"""The engine as a state machine, on one rank and on two."""
+"""The FSDP2 engine as a state machine, on one and two ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ def two() -> Ranks:
 
 @pytest.fixture(params=[1, 2])
 def run(request: pytest.FixtureRequest, two: Ranks) -> Run:
-    """Calls ``function(dp, ...)`` on dp ranks and returns the answer of each."""
+    """Return a function that calls ``function(layout, ...)`` on one or two ranks."""
 
     def call(function: Callable[..., Any], *args: Any) -> list[Any]:
         return [function(fsdp2(1), *args)] if request.param == 1 else two.run(function, fsdp2(2), *args)
@@ -91,7 +91,7 @@ def test_logps_see_an_update_made_after_a_look(run: Run) -> None:
 
 
 def test_abort_by_hand_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of torch before 2.13, which has no ``reset_iter_state``."""
+    """This covers torch before 2.13, which has no ``reset_iter_state``."""
     expected, state = cases.two_steps(fsdp2(1))
     monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
     unchanged, result, after = cases.two_steps_and_an_error(fsdp2(1))
@@ -111,7 +111,7 @@ def test_a_failed_build_leaves_the_process_usable(monkeypatch: pytest.MonkeyPatc
 def test_zeros_are_counted_once(two: Ranks) -> None:
     grads = plain_step("llama", "token").grads
     expected = sum(int((g == 0).sum()) for g in grads.values())
-    assert expected > 0  # embeddings of tokens that do not occur
+    assert expected > 0  # embeddings of tokens that do not occur have zero gradients
     assert cases.zeros_in_grad(fsdp2(1)) == expected
     assert two.run(cases.zeros_in_grad, fsdp2(2)) == [expected] * 2
 

@@ -1,4 +1,4 @@
-"""LoRA on experts, both engines, against transformers' model with the adapter added to its weights."""
+"""LoRA on experts with both engines, against transformers' model with the adapter added to its weights."""
 
 from functools import cache
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The parity tables of models with experts, reduced to cells that together touch every kind of layout."""
+"""The parity tables of MoE models, reduced to cells that together cover every kind of layout."""
 
 import gc
 
@@ -39,7 +39,7 @@ CELLS = [(table, row, column) for table, cells in REDUCED.items() for row, colum
 
 @pytest.fixture(scope="module")
 def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bench]:
-    """Of one set of ranks."""
+    """Return the benches of both tables, which use the same ranks."""
     first = Bench(tmp_path_factory.mktemp("experts"), EXPERTS)
     second = Bench(tmp_path_factory.mktemp("deepseek"), LATENT)
     return {EXPERTS.name: first, LATENT.name: second}
@@ -70,7 +70,7 @@ def threads() -> int:
 
 
 def test_runs_leave_nothing_in_their_ranks(benches: dict[str, Bench]) -> None:
-    """A model that something holds keeps its process groups, and their threads wake all the time."""
+    """A repeated run adds no threads: a model that stays referenced keeps its process groups and threads."""
     bench = benches[EXPERTS.name]
     bench.cell(EXPERTS.row("dp2 ep2"), EXPERTS.column("pt"))
     before = Ranks(2, megatron=True).run(threads)

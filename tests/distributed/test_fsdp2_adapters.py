@@ -1,4 +1,7 @@
-"""Adapters on FSDP2, against plain peft and torch on one process; other layouts: test_fsdp2_layouts.py."""
+"""Adapters on FSDP2 on one rank, against plain peft and torch.
+
+Other layouts are tested in test_fsdp2_layouts.py.
+"""
 
 import json
 from dataclasses import replace
@@ -57,7 +60,7 @@ def test_steps_equal_plain_peft(plain: Plain, family: str, kind: str, layout: st
 
 
 PROMPT = torch.arange(30, 50)
-"""No token of it is special: ``generate`` would not attend to padding."""
+"""Token ids without special tokens, because ``generate`` does not attend to padding."""
 
 
 def logits(model: Any) -> Tensor:
@@ -67,7 +70,7 @@ def logits(model: Any) -> Tensor:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The untied model of the cases, as a folder."""
+    """Write the untied model of the cases to a folder."""
     path, description = tmp_path_factory.mktemp("base"), spec("llama")
     weights = description.weights(0)
     names = dict(plain_model("llama").named_parameters())
@@ -80,7 +83,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_export_is_bitwise_what_was_read_and_merges(
     plain: Plain, base: Path, tmp_path: Path, kind: str
 ) -> None:
-    """peft gives the exported folder the logits it gave its own, and so has the merged model."""
+    """In peft, the exported and the original folder have the same logits, and so does the merged model."""
     source, _ = plain("llama", kind)
     engine = make_engine("llama", adapter=continued(source, dora=kind == "dora"))
     engine.export(tmp_path / "export")
@@ -106,7 +109,7 @@ def test_an_export_is_bitwise_what_was_read_and_merges(
 
 
 def test_a_checkpoint_holds_the_adapter_alone(plain: Plain, tmp_path: Path) -> None:
-    """And its moments; with the frozen model as it was at the start, the next step is bitwise the same."""
+    """It holds the adapter's weights and moments; the next step on the frozen model is bitwise the same."""
     one, _ = plain("llama", "all")
     engine = make_engine("llama", adapter=continued(one))
     batches = share(engine, "packed", 2)
@@ -156,7 +159,7 @@ def test_dropout_is_of_training_alone(plain: Plain) -> None:
         engine.logps(batches, reference=reference)[0] for reference in (True, True, False, False)
     )
     assert torch.equal(one, two)
-    assert not torch.equal(*trained)  # the model's own
+    assert not torch.equal(*trained)  # the policy keeps the dropout of the model
     engine.close()
 
 

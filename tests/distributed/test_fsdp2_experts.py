@@ -1,4 +1,4 @@
-"""Models with experts on FSDP2: plain transformers' gradients, and the same curve in every layout."""
+"""MoE models on FSDP2 have the gradients of plain transformers and the same curve in every layout."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -32,7 +32,7 @@ COMBINED = {
     "dp4": fsdp2(4),
     "cp2 tp2": fsdp2(1, cp=2, tp=2),
 }
-"""Of six experts, four ranks have no whole ones each: they share the hidden side."""
+"""More layouts. Six experts cannot be split over four ranks, which split the hidden dimension instead."""
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_every_layout_trains_experts_as_one_process_does(pools: Pools, name: str
 
 
 def test_the_balance_of_the_global_batch_is_that_of_the_same_data_ranks(pools: Pools) -> None:
-    """Which micro-batches come before one depends on how many ranks share the batch, and on nothing else."""
+    """The load of earlier micro-batches depends only on the number of data-parallel ranks."""
     work = Work("deepseek", terms=replace(GLOBAL, bias_update_rate=0.01))
     expected = pools.run(run, LAYOUTS["dp2"], work)[0]
     for found in pools.run(run, COMBINED["ep2 full"], work):
@@ -150,7 +150,7 @@ def test_an_export_with_experts_is_read_by_transformers(
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_micro_batches_and_padding_change_nothing(layout: str) -> None:
-    """Of what is a mean over tokens or sequences; the balance of a micro-batch is not."""
+    """Means over tokens or sequences do not change; a balance over a micro-batch would."""
     expected = single(Work("deepseek", "packed", 1, 2, BIASED))
     for size in (2, 4):
         assert_as_one_process(single(Work("deepseek", layout, size, 2, BIASED)), expected)

@@ -1,4 +1,4 @@
-"""What every layout of FSDP2 must do as one process does it."""
+"""Every layout of FSDP2 gives the results of one process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,18 +31,18 @@ COMBINED = {
     "tp2 offload": fsdp2(1, tp=2, cpu_offload=True),
     "cp2 offload": fsdp2(1, cp=2, cpu_offload=True),
     "cp2dp2": fsdp2(2, cp=2),
-    "cp4": fsdp2(1, cp=4),  # more than there are key-value heads
-    "tp2cp2": fsdp2(1, cp=2, tp=2),  # a key-value head a rank
+    "cp4": fsdp2(1, cp=4),  # more ranks than key-value heads
+    "tp2cp2": fsdp2(1, cp=2, tp=2),  # one key-value head per rank
     "tp2cp2 full": fsdp2(1, cp=2, tp=2, activation_checkpointing="full"),
     "tp2cp2 selective offload": fsdp2(1, cp=2, tp=2, cpu_offload=True, activation_checkpointing="selective"),
 }
 
 
 class Pools:
-    """Ranks of every number that is asked for."""
+    """Sets of ranks of any size."""
 
     def run(self, function: Callable[..., Any], on: FSDP2, *args: Any) -> list[Any]:
-        """``function(on, ...)`` on the ranks that ``on`` takes; what each returned."""
+        """Call ``function(on, ...)`` on the ranks of the layout ``on`` and return the results by rank."""
         size = on.world_size({}, 0)
         return [function(on, *args)] if size == 1 else Ranks(size).run(function, on, *args)
 
@@ -75,7 +75,10 @@ def test_every_architecture_is_cut_rightly(pools: Pools, name: str, family: str)
 def test_pairs_that_share_their_prompt_equal_plain_transformers(
     pools: Pools, name: str, tmp_path: Path
 ) -> None:
-    """Of two data ranks one would join its micro-batches for the reference at 50 tokens, both at 100."""
+    """With a limit of 50 tokens, only one of two data-parallel ranks could merge its reference micro-batches.
+
+    With 100 tokens, both could.
+    """
     store = make_pairs(tmp_path / "pairs")
     expected, logps = plain_dpo_step(store)
     for bound in (50, 100):

@@ -1,4 +1,4 @@
-"""Building a model takes the memory of this rank's share of it."""
+"""Building a model takes little more memory than this rank's shard of it."""
 
 import sys
 from pathlib import Path
@@ -29,7 +29,7 @@ MODEL = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """108M weights in bf16, as models are published."""
+    """Write a model of 108M weights in bf16, the usual dtype of published models."""
     path = tmp_path_factory.mktemp("model")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(ModelSpec(architecture=MODEL).config())

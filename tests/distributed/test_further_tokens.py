@@ -1,4 +1,4 @@
-"""Multi-token prediction in every layout, against transformers' modules put together by hand."""
+"""Multi-token prediction (MTP) in every layout, against a model built from transformers' modules."""
 
 from dataclasses import replace
 from functools import cache
@@ -84,7 +84,7 @@ def test_layers_of_experts_are_plain_transformers(pair: Ranks, name: str, family
 
 @pytest.mark.parametrize("name", [name for name in EXPERTS if name != "fsdp2 tp2"])
 def test_routers_of_further_layers_count_like_others(pair: Ranks, name: str) -> None:
-    """Four layers of experts, their terms and their loads, in two steps; biases follow these."""
+    """Router losses and loads of all four MoE layers are equal in two steps, between which biases change."""
     expected = cases.routed(fsdp2())
     assert {f"moe/load_max/{layer}" for layer in range(4)} <= expected.keys()
     for found in run(pair, cases.routed, EXPERTS[name]):
@@ -105,7 +105,7 @@ def test_chunks_of_stages_are_plain_transformers(pair: Ranks) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_step_is_megatrons_own(family: str) -> None:
-    """Of its model, its shifts and its loss."""
+    """Gradients and main loss are those of Megatron's own model, label shifts and loss."""
     found, expected, loss, main = cases.megatrons_own(family)
     assert loss == pytest.approx(main, rel=1e-5)
     assert found.keys() == expected.keys()
@@ -132,7 +132,7 @@ def test_the_curve_is_that_of_one_rank(pair: Ranks, name: str) -> None:
     ("before", "after"), [("pp2", "fsdp2"), ("fsdp2 tp2", "pp2"), ("dp2 sharded", "tp2")]
 )
 def test_a_checkpoint_goes_on_in_another_layout(pair: Ranks, before: str, after: str, tmp_path: Path) -> None:
-    """Bitwise as it was saved, with moments."""
+    """Weights and moments are read bitwise as they were saved, and the losses continue."""
     for path in (tmp_path / "saved", tmp_path / "again"):
         path.mkdir()
     straight = run(pair, cases.saved, LAYOUTS[before], "llama", tmp_path / "saved")

@@ -1,4 +1,4 @@
-"""DeepSeek-V3's latent attention on both engines, against plain transformers: one sequence at a time."""
+"""Multi-head latent attention (DeepSeek-V3) on both engines, against transformers on single sequences."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,7 @@ SHARDED: dict[str, FSDP2] = {
 
 @pytest.fixture
 def run(megatron_ranks: Ranks) -> Run:
-    """Calls ``function(layout, ...)`` on the ranks that the layout takes; the answer of each."""
+    """Return a function that calls ``function(layout, ...)`` on the ranks of a layout."""
 
     def call(function: Callable[..., Any], on: Layout, *args: Any) -> list[Any]:
         size = on.world_size({}, 0)
@@ -53,7 +53,7 @@ def peft() -> lora.Run:
 
 
 def cells(every: list[str], some: list[str]) -> list[tuple[str, str]]:
-    """(layout, family): one family in every layout."""
+    """Return pairs (layout, family): one family in all layouts, and the others in some."""
     return [(name, "latent") for name in every] + [(name, other) for name in some for other in FAMILIES[1:]]
 
 

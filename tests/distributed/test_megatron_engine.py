@@ -27,7 +27,7 @@ LAYOUTS = {
     "cp2": megatron(cp=2, dp=1),
     "pp2": megatron(pp=2, dp=1),
 }
-# A loss that raises is seen by the last stage alone: the others wait for it until the run is ended.
+# With a pipeline, only the last stage sees an error of the loss. The others wait until the run is ended.
 WITHOUT_PIPELINE = [name for name, layout in LAYOUTS.items() if layout.pp == 1]
 
 
@@ -38,7 +38,7 @@ def two() -> Ranks:
 
 @pytest.fixture(scope="module")
 def run(two: Ranks) -> Run:
-    """Calls ``function(layout, ...)`` on the ranks that the layout takes and returns the answer of each."""
+    """Return a function that calls ``function(layout, ...)`` on the ranks of a layout."""
 
     def call(function: Callable[..., Any], on: FSDP2 | Megatron, *args: Any) -> list[Any]:
         ranks = on.world_size({}, 0)
@@ -100,7 +100,7 @@ def test_the_reference_is_frozen(run: Run, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["single", "dp2", "pp2"])
 def test_bf16_follows_the_other_engine(run: Run, name: str) -> None:
-    """bf16 weights, fp32 main parameters and gradients, as FSDP2's fp32 shards computed in bf16."""
+    """bf16 weights with fp32 master weights and gradients act like FSDP2's fp32 shards computed in bf16."""
     exact = torch.tensor(cases.curve(fsdp2(), torch.float32))
     other = torch.tensor(cases.curve(fsdp2(), torch.bfloat16))
     for curve in run(cases.curve, LAYOUTS[name], torch.bfloat16):
@@ -136,12 +136,12 @@ def test_recomputed_activations_change_nothing(run: Run, recompute: str) -> None
 def test_zeros_are_counted_once(run: Run, name: str) -> None:
     grads = plain_step("llama", "token").grads
     expected = sum(int((g == 0).sum()) for g in grads.values())
-    assert expected > 0  # embeddings of tokens that do not occur
+    assert expected > 0  # embeddings of tokens that do not occur have zero gradients
     assert set(run(cases.zeros_in_grad, LAYOUTS[name])) == {expected}
 
 
 def test_zeros_and_curves_do_not_see_padded_vocabulary(run: Run) -> None:
-    """161 tokens on two ranks of tp: one row of padding."""
+    """161 tokens on two tensor-parallel ranks need one row of padding, which has no effect."""
     single = run(megatron_cases.odd_vocabulary, fsdp2())[0]
     for answer in run(megatron_cases.odd_vocabulary, megatron(tp=2, dp=1)):
         assert answer == pytest.approx(single, rel=1e-6)
@@ -179,7 +179,7 @@ def test_stages_may_be_of_any_size(run: Run, sizes: dict[str, Any]) -> None:
 
 
 def test_the_head_is_gathered_before_it_is_read(run: Run) -> None:
-    """Its parameters fill a bucket of their own where the head is untied, or on another stage."""
+    """The parameters of an untied head, or of a head on another stage, fill a separate bucket."""
     expected = torch.tensor(run(megatron_cases.three_steps, fsdp2(), "llama")[0])
     for curve in run(megatron_cases.three_steps, replace(LAYOUTS["dp2"], bucket_size=3000), "llama"):
         assert torch.tensor(curve) == pytest.approx(expected, rel=1e-5)
@@ -194,13 +194,13 @@ def test_data_ranks_share_out_a_checkpoint(run: Run) -> None:
     assert both == {key: n for key, n in tensors[2].items() if key != "optimizer_step"}
     smaller, larger = sorted(sum(kept.values()) for kept in tensors[:2])
     assert smaller > 0.9 * larger
-    # The generators of a GPU have another state: a run may move there.
+    # A run may resume on a GPU, whose generators have another state.
     assert {key for key in alone if key.startswith("rng")} >= {"rng/0", "rng_cpu_model-parallel-rng/0"}
     assert not any("cuda" in key for key in alone)
 
 
 def test_gradients_are_reduced_during_the_last_backward(run: Run) -> None:
-    """Megatron learns in the first step which gradients complete a bucket."""
+    """Reductions overlap from the second step: in the first, Megatron counts the gradients of each bucket."""
     bucketed = replace(LAYOUTS["dp2"], bucket_size=2000)
     for first, second in run(megatron_cases.buckets_under_way, bucketed):
         assert first == 0
@@ -224,7 +224,7 @@ def test_ranks_agree_on_the_largest(run: Run) -> None:
 
 @pytest.mark.parametrize("name", ["single", "dp2"])
 def test_where_memory_ends_is_named(run: Run, name: str) -> None:
-    """With overlap, the last micro-batch has a pass of its own."""
+    """The error names the micro-batch, also if it is the last one, which has a separate pass with overlap."""
     for number in (2, 4):
         for said, total in run(cases.words_where_memory_ends, LAYOUTS[name], number):
             assert len(said) == 2

@@ -1,4 +1,4 @@
-"""Experts on the Megatron engine: transformers' gradients in every layout, capacity, state."""
+"""MoE models on the Megatron engine: gradients in every layout, capacity, checkpoints and exports."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[Megatron, str, str]] = {
 
 @pytest.fixture(scope="module")
 def call() -> Callable[..., list[Any]]:
-    """Calls ``function(layout, ...)`` on the ranks that the layout takes; the answer of each."""
+    """Return a function that calls ``function(layout, ...)`` on the ranks of a layout."""
     ranks = Ranks(4, megatron=True)
 
     def on_ranks(function: Callable[..., Any], on: FSDP2 | Megatron, *args: Any) -> list[Any]:
@@ -69,7 +69,7 @@ def work(family: str, layout: str = "packed", terms: MoELossConfig = TERMS, step
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_is_plain_transformers(call: Call, name: str) -> None:
     on, family, layout = LAYOUTS[name]
-    terms = NONE if family == "deepseek" else TERMS  # its scores are no softmax, and transformers has no term
+    terms = NONE if family == "deepseek" else TERMS  # transformers has no loss for sigmoid scores
     expected, means = plain_step(family, terms)
     for found in call(run, on, work(family, layout, terms)):
         assert_same(found.first, expected)
@@ -79,7 +79,7 @@ def test_every_layout_is_plain_transformers(call: Call, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["tp2ep2", "cp2ep2 full", "tp2ep2etp2 allgather"])
 def test_sigmoid_scores_and_biases_in_every_layout(call: Call, name: str) -> None:
-    """Three steps, after each of which biases move."""
+    """Three steps are equal, after each of which the router biases change."""
     on, terms = LAYOUTS[name][0], replace(TERMS, bias_update_rate=0.05)
     trained: Trained = call(run, megatron(dp=1), work("deepseek", terms=terms, steps=3))[0]
     for found in call(run, on, work("deepseek", terms=terms, steps=3)):
@@ -90,7 +90,7 @@ def test_sigmoid_scores_and_biases_in_every_layout(call: Call, name: str) -> Non
 
 
 def test_experts_marked_as_megatron_marks_them_are_told(call: Call) -> None:
-    """The control of ``tp2``: every rank of tp would have the gradients of its own tokens only."""
+    """As a control, Megatron's marks give each tensor-parallel rank the gradients of only its own tokens."""
     on, family, layout = LAYOUTS["tp2"]
     (expected, _), (found, _) = plain_step(family, TERMS), call(cases.unmarked, on, work(family, layout))
     name = "model.layers.1.mlp.experts.0.down_proj.weight"
@@ -130,14 +130,14 @@ def test_capacity_is_megatrons(policy: str, pads: bool, padding: int) -> None:
     weights, taken, their_weights, their_taken = cases.routed(on, "qwen3_moe", padding)
     torch.testing.assert_close(weights, their_weights)
     assert torch.equal(taken, their_taken)
-    room = 9  # of 24 tokens, 2 choices of each, among 4 experts, 3/4
+    room = 9  # 24 tokens x 2 choices / 4 experts x capacity factor 0.75
     assert taken.sum(0).max() == room
     if not pads:
         assert not taken[24 - padding :].any()
 
 
 def test_what_pads_experts_adds_nothing(call: Call) -> None:
-    """Both give the ranks rows of one length, which room is a share of."""
+    """Padded and all-gathered experts drop the same tokens: capacity is a fraction of the same row length."""
     on, done = replace(LAYOUTS["ep2"][0], capacity_factor=0.8), work("mixtral")
     (full, *_), (padded, *_) = (
         call(run, replace(on, **changes), done) for changes in (ALL, {"moe_pad_to_capacity": True})
@@ -181,7 +181,7 @@ def test_a_checkpoint_goes_on_in_any_layout(
 
 
 def assert_same_files(one: Path, other: Path) -> None:
-    """What they hold, whatever files it lies in."""
+    """Assert that two exports have the same tensors, in whatever files they are."""
     first, second = (
         {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         for folder in (one, other)
@@ -191,7 +191,7 @@ def assert_same_files(one: Path, other: Path) -> None:
 
 
 def test_an_export_is_its_source(call: Call, tmp_path: Path) -> None:
-    """Untrained weights are bitwise those that the model began with."""
+    """Exported untrained weights are bitwise the initial weights."""
     from tests.distributed.cases import spec
 
     on = LAYOUTS["tp2ep2etp2"][0]

@@ -48,7 +48,7 @@ def assert_same(run: cases.Run, expected: cases.Run) -> None:
     assert ((ours - theirs).abs().amax(0) <= 1e-5 * theirs.abs().amax(0)).all(), f"{ours} {theirs}"
 
 
-# Of the families one has biases and a tied head, the other neither.
+# qwen2_four has biases and a tied head, llama_four has neither.
 CELLS = [
     ("dp4 sharded", "qwen2_four", "sft"),
     ("tp2", "qwen2_four", "sft"),
@@ -76,12 +76,12 @@ def test_any_part_of_a_fused_layer_may_be_adapted(target: Any) -> None:
     assert_same(cases.train(megatron(dp=1), "qwen2_four", adapter, steps=2), expected)
 
 
-# ---- what becomes of an adapter
+# ---- checkpoints and exports of an adapter
 
 
 @pytest.fixture(scope="module")
 def life(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[cases.Life]]:
-    """Of an adapter on tp2pp2, and the folder it has left."""
+    """Train, save and export an adapter on tp2pp2. Return its folder and the states of all ranks."""
     folder = tmp_path_factory.mktemp("adapter")
     return folder, four.run(cases.live, LAYOUTS["tp2pp2"], ADAPTER, folder)
 
@@ -115,7 +115,7 @@ def test_the_base_takes_no_state_and_is_in_no_checkpoint(life: tuple[Path, list[
 
 
 def test_a_stage_may_have_nothing_to_train(four: Ranks, tmp_path: Path) -> None:
-    """Neither in its backward nor in its optimizer, nor to save or to load."""
+    """A stage without trained parameters runs its backward pass and update, and is saved and loaded."""
     adapter = cases.warm(("0.self_attn.v_proj", "0.mlp.down_proj"))
     written = four.run(cases.save_and_go_on, megatron(pp=2, **SHARDED), adapter, tmp_path)
     for on in (megatron(dp=1, pp=1), fsdp2()):
@@ -128,7 +128,7 @@ def test_a_stage_may_have_nothing_to_train(four: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tp2", "tp2 sp"])
 def test_dropout_leaves_replicas_the_same(four: Ranks, name: str) -> None:
-    """Of an adapter's two factors one is on both ranks of tp; evaluation and reference drop nothing."""
+    """Replicas stay equal, such as the factor that both tp ranks hold. Evaluations use no dropout."""
     answers = four.run(cases.with_dropout, LAYOUTS[name], cases.warm(dropout=0.5))
     (first, losses), rest = answers[0], answers[1:]
     twins = 0
@@ -138,7 +138,7 @@ def test_dropout_leaves_replicas_the_same(four: Ranks, name: str) -> None:
             if index == first[parameter][0]:
                 twins += 1
                 assert torch.equal(values, first[parameter][1]), parameter
-    assert twins >= 2 * len(first)  # the other rank of dp, and one factor on each of the others
+    assert twins >= 2 * len(first)  # all on the other dp rank, and one of two factors on each other rank
     trained, evaluated, again = losses
     assert trained != pytest.approx(plain("qwen2_four", "sft").curve[0][0], rel=1e-3)
     assert evaluated == again
@@ -150,7 +150,7 @@ def test_dropout_leaves_replicas_the_same(four: Ranks, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "family", "patterns"),
     [
-        # A stage and a chunk with nothing to train, and the tied head on another stage.
+        # A stage or a chunk has nothing to train, and the tied head is on another stage.
         ("pp2", "qwen2_four", ("model.layers.[01].*", "model.embed_tokens.*")),
         ("pp2vpp2", "qwen2_four", ("model.layers.[02].*", "model.norm.*")),
         ("pp2vpp2", "llama_four", ("model.layers.*", "model.embed_tokens.*", "lm_head.*")),

@@ -1,4 +1,4 @@
-"""Our split step against Megatron's own: its schedule with its hooks for a whole step."""
+"""Our step in several calls against Megatron's schedule and hooks for a whole step."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Hugging Face weights in and out of Megatron, in every layout, against transformers itself."""
+"""Loading Hugging Face weights into Megatron and exporting them in every layout, against transformers."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.distributed import megatron_weights_cases as cases
 from tests.ranks import Ranks
 
 LAYOUTS: dict[str, cases.Sizes] = {
-    "single": (1, 1, 1),  # four replicas of it
+    "single": (1, 1, 1),  # on four ranks: four replicas
     "tp2": (2, 1, 1),
     "pp2": (1, 2, 1),
     "tp2pp2": (2, 2, 1),
@@ -65,7 +65,7 @@ def ranks(megatron_ranks: Ranks) -> Ranks:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models as transformers writes them, in which no parameter is constant."""
+    """Save models with transformers, without constant parameters."""
     root, found = tmp_path_factory.mktemp("models"), {}
     g = torch.Generator().manual_seed(0)
     for name, spec in SPECS.items():
@@ -101,7 +101,7 @@ def test_logits_are_those_of_transformers(ranks: Ranks, folders: dict[str, Path]
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1)], ids=str)
 def test_logits_tell_one_flipped_row(ranks: Ranks, folders: dict[str, Path], sizes: cases.Sizes) -> None:
-    """The control of the test above."""
+    """A wrong row changes the logits, which is the control of the test above."""
     folder = folders["llama-untied"]
     expected = reference(folder)
     for found in on_last_stage(ranks.run(cases.logits_of_a_flipped_row, sizes, folder)):
@@ -145,7 +145,7 @@ def test_every_stage_writes_a_file(ranks: Ranks, folders: dict[str, Path], tmp_p
     assert set(where.values()) == files
 
 
-# ---- what a rank holds
+# ---- the parameters of a rank
 
 
 @every_layout
@@ -169,7 +169,7 @@ def test_a_rank_asks_for_its_part_alone(ranks: Ranks, folders: dict[str, Path], 
 
 
 def stage_of(name: str, pp: int, vpp: int) -> int:
-    """Four layers over ``pp * vpp`` chunks, dealt to the stages in turn."""
+    """Return the stage of a parameter. Chunks of four layers in total are dealt to the stages in turn."""
     if name == "model.norm.weight":
         return pp - 1
     return int(name.split(".")[2]) // (4 // (pp * vpp)) % pp
@@ -240,7 +240,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 SAVED = {
     "tp2pp2-tied": ((2, 2, 1), SPECS["qwen2-tied"]),
     "pp2vpp2-untied": ((1, 2, 2), SPECS["qwen3-untied"]),
-    # Three ranks of the vocabulary have three rows each, and the last has none.
+    # Three ranks hold three rows of the vocabulary each, and the last rank holds none.
     "tp4-nine-words": ((4, 1, 1), ModelSpec(architecture=BASE | FAMILIES["llama"] | {"vocab_size": 9})),
 }
 saved = pytest.mark.parametrize(("sizes", "spec"), SAVED.values(), ids=SAVED)

@@ -1,4 +1,4 @@
-"""The estimate of a rank's memory against what torch's allocator gave out: some cells of the benchmark."""
+"""The estimated memory of a rank against the peak of torch's allocator, in some cells of the benchmark."""
 
 import os
 import subprocess
@@ -59,7 +59,7 @@ def test_the_estimate_is_what_was_held(bench: Bench, layout: str, work: str) -> 
 
 
 def test_the_instrument_counts_what_is_there_at_once() -> None:
-    """A block that is let go, one that is resized to nothing, and one from before it looked."""
+    """Freed blocks, blocks resized to zero, and blocks from before the measurement are not counted."""
     megabyte = 1 << 20
     kept: list[Any] = [torch.empty(megabyte, dtype=torch.uint8)]
 
@@ -78,7 +78,7 @@ def test_the_instrument_counts_what_is_there_at_once() -> None:
 
 
 def test_the_instrument_sees_what_the_system_sees() -> None:
-    """In a process whose C library gives back every block at once."""
+    """Both counts agree in a process whose C library returns every block to the system at once."""
     environ = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     command = [sys.executable, "-c", IN_RAM]
     answer = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The groups that preflight tells before a rank starts are those that engines make."""
+"""The process groups that preflight reports are those that engines create."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The same eight sequences give the same loss and gradients however they are cut up and laid out."""
+"""The same eight sequences give the same loss and gradients with any micro-batches, ranks and padding."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The parity table of benchmarks/parity/, reduced to rows that together touch every kind of layout."""
+"""The parity table of benchmarks/parity/, reduced to rows that together cover every kind of layout."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def test_every_layout_trains_the_same_curve(bench: Bench, name: str, on: str) ->
 
 @pytest.mark.parametrize("row", CONTROLS, ids=lambda row: row.fault)
 def test_a_broken_layout_is_told(bench: Bench, row: Row) -> None:
-    """The control of the test above: by far, and it is the fault that is found."""
+    """As a control, a layout with a fault fails by far, in the right place, and passes without the fault."""
     cell, _ = bench.cell(row, DENSE.column(CONTROL_COLUMN))
     assert cell.gradient > 1e-3
     assert cell.grad_norm > 1e-4

@@ -1,4 +1,4 @@
-"""Every preference loss has one gradient: in micro-batches of any size, and in every layout."""
+"""Every preference loss has the same gradient in micro-batches of any size and in every layout."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def compare(found: Found, single: Found) -> None:
 
 
 def test_no_two_losses_are_one(single: Found) -> None:
-    """And KTO's KL is above 0, or it would not be seen."""
+    """All losses have different gradients, and KTO's KL term is above 0, so that it has an effect."""
     assert len({round(step.grad_norm, 5) for step, _, _ in single.values()}) == len(LOSSES)
     assert single["kto"][1]["kl"] > 0.1
     assert single["rpo, ld"][1]["nll"] > 0.1

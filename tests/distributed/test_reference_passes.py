@@ -1,4 +1,4 @@
-"""Whose log-probabilities a reference pass gives."""
+"""Reference passes: other reference models, and log-probabilities that are computed in advance."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("on", LAYOUTS.values(), ids=LAYOUTS)
 def test_another_model_is_scored_as_transformers_does(two: Ranks, folder: Path, on: FSDP2 | Megatron) -> None:
-    """Another architecture than that of the model that is trained, which does not move it."""
+    """The reference has another architecture than the trained model and is not changed by training."""
     expected, found = cases.plain_logps(folder), {}
     for answer in two.run(cases.other_model, on, folder):
         found |= answer or {}
@@ -36,7 +36,10 @@ def test_another_model_is_scored_as_transformers_does(two: Ranks, folder: Path, 
 
 
 def test_what_one_layout_computes_every_layout_reads(two: Ranks, tmp_path: Path) -> None:
-    """Written by one process, to the bit what it would say again; and by two, in either engine."""
+    """Caches of one process and of two, on either engine, are bitwise right on the same layout.
+
+    On other layouts they are equal up to rounding.
+    """
     data, alone = cases.prepare(tmp_path), fsdp2()
     cases.fill(alone, data, tmp_path / "one")
     error, largest = cases.difference(alone, data, tmp_path / "one")

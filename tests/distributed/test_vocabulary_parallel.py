@@ -1,4 +1,4 @@
-"""A head split over 2 and 4 ranks gives the statistics and gradients of whole logits."""
+"""A head that is split over 2 or 4 ranks gives the statistics and gradients of full logits."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ SPLITS: dict[str, Split] = {
     "four uneven": [(0, 1), (1, 40), (41, 0), (41, 12)],
 }
 PATHS = (False, True)
-"""Gradients made in the backward, or in the forward."""
+"""Whether gradients are computed in the forward pass instead of the backward pass."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def by_rank(
     chunk_bytes: int | None = None,
     size: int = V,
 ) -> list[list[Answer]]:
-    """The answer of every rank to every case."""
+    """Return for each case the answers of all ranks."""
     shards = SPLITS[split]
     answers = ranks[len(shards)].run(on_ranks, shards, cases, chunk_bytes, size)
     return [list(of_case) for of_case in zip(*answers, strict=True)]
@@ -46,7 +46,7 @@ def by_rank(
 def together(
     ranks: dict[int, Ranks], split: str, cases: Sequence[Case], chunk_bytes: int | None = None
 ) -> list[Answer]:
-    """The ranks' statistics, equal to the last bit, and their gradients put together as a caller does."""
+    """Return the statistics, which are bitwise equal on all ranks, and the merged gradients of each case."""
     answers = by_rank(ranks, split, cases, chunk_bytes)
     return [merge(of_case, SPLITS[split], case) for of_case, case in zip(answers, cases, strict=True)]
 
@@ -63,7 +63,7 @@ def merge(answers: list[Answer], split: Split, case: Case) -> Answer:
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
-    """Relative, over the whole tensor."""
+    """Return the relative error of the whole tensor."""
     assert ours.shape == theirs.shape
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
 

@@ -1,4 +1,4 @@
-"""Token statistics over a vocabulary that is split over ranks, and the same from whole logits."""
+"""Token statistics over a vocabulary that is split over ranks, and the same from full logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +18,13 @@ from tests.chunked_stats import chunked_stats
 V = 53
 ALL = frozenset({"logsumexp", "mean_logp"})
 Split = Sequence[tuple[int, int]]
-"""``(start, rows)`` of every rank."""
+"""First row and number of rows of each rank."""
 
 
 @dataclass(frozen=True)
 class Case:
     weighted: bool = False
-    """The gradients are made in the forward, for a loss ``-0.37 * (weights * logps).sum()``."""
+    """Whether gradients are computed in the forward pass, for ``-0.37 * (weights * logps).sum()``."""
     bias: bool = False
     chunk_size: int = 7
     dtype: torch.dtype = torch.float32
@@ -32,13 +32,16 @@ class Case:
     width: int = 16
     labelled: bool = True
     scale: float = 1.0
-    """Of the hidden states."""
+    """Factor of the hidden states."""
     nan_row: int | None = None
     label: int | None = None
-    """The label of the first token, whatever it was."""
+    """Label of the first token. None means that it stays random."""
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """hidden ``[1, tokens, width]``, weight ``[V, width]``, bias ``[V]``, labels, a third ignored."""
+        """Return hidden ``[1, tokens, width]``, weight ``[V, width]``, bias ``[V]`` and labels.
+
+        About a third of the labels is ignored.
+        """
         g = torch.Generator().manual_seed(0)
         hidden = (self.scale * torch.randn(1, self.tokens, self.width, generator=g)).to(self.dtype)
         weight = torch.randn(V, self.width, generator=g).to(self.dtype)
@@ -56,7 +59,7 @@ class Case:
         return torch.rand(1, self.tokens, generator=g) * (self.inputs()[-1] != IGNORE)
 
     def loss(self, stats: TokenStats) -> Tensor:
-        """Every statistic enters with its own weight at every position."""
+        """Return a sum of all statistics with different weights at every position."""
         if self.weighted:
             return -0.37 * (self.weights() * stats.logps).sum()
         g = torch.Generator().manual_seed(2)
@@ -68,15 +71,15 @@ class Case:
 class Answer:
     stats: list[Tensor]
     gradients: list[Tensor]
-    """Of hidden, weight and, where there is one, bias."""
+    """Gradients of hidden, weight and, if present, bias."""
     collectives: tuple[int, int] = (0, 0)
-    """In forward and backward."""
+    """Numbers of collectives in the forward and in the backward pass."""
     largest: int = 0
-    """Elements of the largest tensor that was made."""
+    """Number of elements of the largest tensor that any operation returned."""
 
 
 def answer(case: Case, rows: slice = slice(None), shard: VocabularyShard | None = None) -> Answer:
-    """``token_stats`` and the gradients of ``case.loss``, with ``rows`` of the head."""
+    """Return ``token_stats`` and the gradients of ``case.loss`` for ``rows`` of the head."""
     hidden, weight, bias, labels = case.inputs()
     inputs = [
         t.clone().requires_grad_() for t in (hidden, weight[rows]) + (() if bias is None else (bias[rows],))
@@ -100,7 +103,7 @@ def answer(case: Case, rows: slice = slice(None), shard: VocabularyShard | None 
 
 
 def exact(case: Case, dtype: torch.dtype = torch.float64) -> Answer:
-    """From ``torch.log_softmax`` of whole logits; matmuls and gradients in ``dtype``."""
+    """Compute the answer with ``torch.log_softmax`` of full logits, with matmuls and gradients in ``dtype``."""
     *inputs, labels = case.inputs()
     inputs = [t.to(dtype).requires_grad_() for t in inputs if t is not None]
     logits = inputs[0] @ inputs[1].T + (inputs[2] if case.bias else 0)
@@ -115,7 +118,7 @@ def exact(case: Case, dtype: torch.dtype = torch.float64) -> Answer:
 
 
 class Watch(TorchDispatchMode):
-    """Counts collectives and remembers the size of the largest tensor that any operation returned."""
+    """Counts collectives and records the size of the largest tensor that any operation returned."""
 
     collectives = 0
     largest = 0
@@ -130,7 +133,7 @@ class Watch(TorchDispatchMode):
 
 
 def on_ranks(split: Split, cases: Sequence[Case], chunk_bytes: int | None, size: int) -> list[Answer]:
-    """What one rank of ``split`` answers; ``chunk_bytes`` stands in for the default size of a chunk."""
+    """Return the answers of one rank of ``split``. ``chunk_bytes`` replaces the default size of a chunk."""
     dist.init_process_group("gloo")
     start, rows = split[dist.get_rank()]
     default = token_log_probs.CHUNK_BYTES["cpu"]
