@@ -13,6 +13,7 @@ import pytest
 
 from runner.sweeps.job_record import JobRecord, read_job_records
 from tests.e2e.commands import command
+from tests.patience import patience
 from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
@@ -63,16 +64,16 @@ class Sweep:
         path = Path(str(folders[0]), "metrics.jsonl") if folders else Path("nowhere")
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    def until(self, true: Callable[[], bool], seconds: float = 240) -> None:
-        deadline = time.monotonic() + seconds
+    def until(self, true: Callable[[], bool], seconds: float = 60) -> None:
+        deadline = time.monotonic() + patience(seconds)
         while not true():
             assert self.process.poll() is None, self.everything()
             assert time.monotonic() < deadline, self.everything()
             time.sleep(0.2)
 
-    def end(self, seconds: float = 400) -> int:
+    def end(self, seconds: float = 100) -> int:
         try:
-            return self.process.wait(seconds)
+            return self.process.wait(patience(seconds))
         except subprocess.TimeoutExpired:
             pytest.fail(self.everything())
 
