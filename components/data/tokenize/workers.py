@@ -291,8 +291,9 @@ def _write_store(path: Path, source: Source, encoder: Encoder, num_workers: int)
     with writer:
         if writer.num_records:
             log.info("tokenising %s: continues after %s rows", source.name, f"{writer.num_records:,}")
-        rest = islice(items, writer.num_records, None)
-        chunks = encode_all(rest, replace(encoder, format=found.format), num_workers)
+        for _ in islice(items, writer.num_records):  # before the clock of the progress starts
+            pass
+        chunks = encode_all(items, replace(encoder, format=found.format), num_workers)
         progress = show_progress(f"tokenising {source.name}", "rows", found.fraction)
         with progress as advance, closing(chunks):
             for chunk in chunks:

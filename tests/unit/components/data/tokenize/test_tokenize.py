@@ -1,6 +1,7 @@
 """Samples are truncated, dropped and counted equally with and without workers, once per content."""
 
 import ctypes
+import json
 import multiprocessing
 import os
 import re
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from components.contracts.errors import ConfigError
 from components.data import progress
 from components.data.records.samples import TextSample
-from components.data.store.token_store import TokenStore
+from components.data.store.token_store import StoreWriter, TokenChunk, TokenStore
 from components.data.tokenize import chat
 from components.data.tokenize import workers as tokenize
 from components.data.tokenize.chat import Encoded
@@ -311,6 +312,34 @@ def test_a_torn_store_is_built_again(
     again, _ = build_store(source, text_encoder, tmp_path / "cache", 1)
     assert again.lengths.tolist() == lengths
     assert len(writes) == 2
+
+
+@pytest.mark.parametrize("kind", ["text", "unpaired"])
+def test_an_interrupted_store_is_continued(
+    tmp_path: Path, text_encoder: Encoder, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    path = tmp_path / "train.jsonl"
+    turns = ({"prompt": f"Say {n}.", "completion": f"{n}", "label": n % 2 == 0} for n in range(200))
+    records = ({"text": f"document {n}"} for n in range(200)) if kind == "text" else turns
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    source, encoder = FileSource("data.train", str(path), "auto"), replace(text_encoder, kind=kind)
+    original, appended = StoreWriter.append, 0
+
+    def interrupted(writer: StoreWriter, chunk: TokenChunk) -> None:
+        nonlocal appended
+        appended += 1
+        if appended == 3:
+            raise KeyboardInterrupt
+        original(writer, chunk)
+
+    monkeypatch.setattr(StoreWriter, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build_store(source, encoder, tmp_path / "cache", 1)
+    store, _ = build_store(source, encoder, tmp_path / "cache", 1)
+    assert appended == 3 + 2  # the other two of four chunks
+    straight, _ = build_store(source, encoder, tmp_path / "other", 1)
+    for name in store.meta.sizes:
+        assert (store.path / name).read_bytes() == (straight.path / name).read_bytes()
 
 
 def test_concurrent_jobs_write_once(
