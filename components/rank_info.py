@@ -38,17 +38,22 @@ class RankInfo:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Read torchrun's variables from ``environ``. None means the environment of this process."""
+        """Read torchrun's variables from ``environ``. None means the environment of this process.
+
+        Raises:
+            ConfigError: if one of them is not a number in its range.
+        """
         environ = os.environ if environ is None else environ
-        world_size = int(environ.get("WORLD_SIZE", cls.world_size))
+        world_size = number(environ, "WORLD_SIZE", cls.world_size, range(1, 10**6))
+        ranks = range(world_size if "WORLD_SIZE" in environ else 10**6)  # check_place names what is missing
         return cls(
-            rank=int(environ.get("RANK", cls.rank)),
+            rank=number(environ, "RANK", cls.rank, ranks),
             world_size=world_size,
-            local_rank=int(environ.get("LOCAL_RANK", cls.local_rank)),
-            local_world_size=int(environ.get("LOCAL_WORLD_SIZE", world_size)),
-            node=int(environ.get("GROUP_RANK", cls.node)),
+            local_rank=number(environ, "LOCAL_RANK", cls.local_rank, ranks),
+            local_world_size=number(environ, "LOCAL_WORLD_SIZE", world_size, range(1, world_size + 1)),
+            node=number(environ, "GROUP_RANK", cls.node, ranks),
             master_addr=environ.get("MASTER_ADDR", cls.master_addr),
-            master_port=int(environ.get("MASTER_PORT", cls.master_port)),
+            master_port=number(environ, "MASTER_PORT", cls.master_port, range(2**16)),
             launched=any(name in environ for name in PLACE),
         )
 
@@ -87,6 +92,23 @@ class RankInfo:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
         }
+
+
+def number(environ: Mapping[str, str], name: str, default: int, allowed: range) -> int:
+    """Return the variable ``name``, or ``default`` if it is not set.
+
+    Raises:
+        ConfigError: if it is not a number in ``allowed``.
+    """
+    text = environ.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal() or int(text) not in allowed:
+        raise ConfigError(
+            f"{name}: is {text!r} in the environment; set it to a number from {allowed[0]} to {allowed[-1]}, "
+            "or unset it."
+        )
+    return int(text)
 
 
 def check_place(environ: Mapping[str, str]) -> None:

@@ -113,10 +113,14 @@ def main() -> None:
     """Run the command and exit with one of the codes of ``components.contracts.errors``."""
     # Hydra would print a stack and exit with 1 for every mistake; this program needs the exception itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    os.environ |= slurm_env.ranks(os.environ)
+    try:
+        os.environ |= slurm_env.ranks(os.environ)
+        place = RankInfo.read()
+    except ConfigError as error:
+        sys.exit(explained(error))
     program_first()
     survive_closed_streams()
-    place, code = RankInfo.read(), command()
+    code = command()
     if place.launched:
         # A rank of torchrun or srun: see runner.launch.rank_main.main.
         sys.stdout.flush()

@@ -19,7 +19,12 @@ def program_first() -> None:
     ``python -m`` puts it first, and a console script leaves it out. The search path of a checkout begins with
     the checkout, and so does PYTHONPATH: processes that `python_module` starts import the same files.
     """
-    folder, own = os.getcwd(), [] if IS_INSTALLED else [str(ROOT)]
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        print("error: the working directory was deleted; change to one that exists.", file=sys.stderr)
+        raise SystemExit(2) from None  # as for every mistake, see components.contracts.errors
+    own = [] if IS_INSTALLED else [str(ROOT)]
     kept = [path for path in sys.path if path not in {"", folder, *own}]
     sys.path[:] = [*own, *kept, *({folder} - {*own})]
     inherited = os.environ.get("PYTHONPATH")

@@ -1,5 +1,6 @@
 """Writing an adapter's folder in peft's format."""
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +52,7 @@ def export_adapter(
         for file in files:
             file.unlink()
         peft_config(adapter, model, spec).save_pretrained(str(path))
+        shutil.copymode(path / CONFIG, path / TENSORS)  # safetensors lets only the owner read its files
     if dist.is_initialized():
         dist.barrier()
 

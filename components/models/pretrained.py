@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
+from components.json_text import as_type
 from components.models.experts import unstack_experts
 from components.models.export.hf_file_names import file_names
 from components.models.hub import one_line, read_json
@@ -25,6 +26,8 @@ from components.models.weights import named_shapes, tied_names
 log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
+STORED = ("F64", "F32", "F16", "BF16")
+"""Types of safetensors that weights may have."""
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 Places = Mapping[str, tuple[Path, str]]
@@ -116,7 +119,10 @@ def file_hash(path: Path) -> str:
 def stored_names(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor in the folder's safetensors files; empty if there are none."""
     if (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map", {})
+        try:
+            weight_map = as_type(dict[str, str], read_json(folder / INDEX).get("weight_map"))
+        except ValueError as error:
+            raise ConfigError(f"model.path: {folder / INDEX}: weight_map: {error}; copy it again.") from error
         for file in sorted(set(weight_map.values())):
             if not (folder / file).is_file():
                 raise ConfigError(
@@ -139,9 +145,15 @@ def lazy_weights(folder: Path, shapes: Mapping[str, torch.Size], places: Places)
     for name, shape in shapes.items():
         file, stored = places[name]
         try:
-            found = opened(file).get_slice(stored).get_shape()
+            part = opened(file).get_slice(stored)
+            found = part.get_shape()
         except SafetensorError as error:
             raise ConfigError(f"model.path: {file} does not hold {stored}, but {INDEX} says so.") from error
+        if part.get_dtype() not in STORED:
+            raise ConfigError(
+                f"model.path: {file}: {stored} is stored as {part.get_dtype()}; quantised weights cannot be "
+                f"trained, use files in {', '.join(STORED)}."
+            )
         check_shape(folder, stored, found, shape)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:

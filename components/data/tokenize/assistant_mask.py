@@ -27,6 +27,18 @@ from components.data.records.samples import ChatSample, Message, PreferenceSampl
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE = "\ue000"  # in the private use area: no template strips, escapes or tests for it
 
+FAILURES = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Exceptions of templates that refuse a conversation or have a mistake."""
+
 Span = tuple[int, int]
 """Begin and end, in characters or in tokens."""
 
@@ -48,8 +60,8 @@ class Template:
             return self.tokenizer.apply_chat_template(
                 messages, tools=self.tools, tokenize=False, add_generation_prompt=prompt
             )
-        except (TemplateError, TypeError, ValueError) as error:
-            reason, _, _ = str(error).partition("\n")
+        except FAILURES as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
             raise self.error(f"refuses this conversation ({reason})") from error
 
     def conversation(self, messages: list[Message]) -> "Conversation":

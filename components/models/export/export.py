@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from components.models.config import ModelSpec
 from components.models.export.hf_file_names import file_names
@@ -117,6 +117,8 @@ def sharded(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
 
 def name_shards(path: Path, shards: list[tuple[Path, Sizes]]) -> None:
     """Rename the files as transformers expects them, and write the index if there are several."""
+    for file, _ in shards:  # safetensors lets only the owner read its files
+        shutil.copymode(path / CONFIG_NAME, file)
     if len(shards) == 1:
         shards[0][0].replace(path / SAFE_WEIGHTS_NAME)
         return

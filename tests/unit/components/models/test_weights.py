@@ -183,6 +183,22 @@ def test_tied_parameters_with_two_values_are_refused(
         read_all(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])
+def test_quantised_weights_are_refused(saved: tuple[Path, dict[str, Tensor]], dtype: torch.dtype) -> None:
+    folder, tensors = saved
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
+    rewrite(folder, tensors, as_bin=False)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is stored as .*quantised"):
+        read_all(folder)
+
+
+@pytest.mark.parametrize("index", ["5", '{"weight_map": 5}', '{"weight_map": {"a": 3}}', "[" * 100_000])
+def test_an_odd_index_is_refused(saved: tuple[Path, dict[str, Tensor]], index: str) -> None:
+    (saved[0] / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json"):
+        read_all(saved[0])
+
+
 @pytest.mark.parametrize("as_bin", [True, False])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -224,6 +240,7 @@ class PartsOnly:
 
         class Slice:
             get_shape = staticmethod(stored.get_shape)
+            get_dtype = staticmethod(stored.get_dtype)
 
             def __getitem__(self, index: Any) -> Tensor:
                 asked.append((name, index))
@@ -423,6 +440,7 @@ def test_export_is_read_by_transformers(tmp_path: Path, shard_bytes: int, dtype:
     files = sorted(tmp_path.glob("*.safetensors"))
     assert (len(files) > 1) is (shard_bytes == 20_000)
     assert sum(len(load_file(file)) for file in files) == len(names)
+    assert files[0].stat().st_mode == (tmp_path / "config.json").stat().st_mode
 
 
 def export_by_turns(path: Path) -> None:
