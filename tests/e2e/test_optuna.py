@@ -115,7 +115,7 @@ def test_what_fails_or_is_refused_is_no_point_to_learn_from(
 
 
 def test_runs_that_are_worse_than_others_end_early(tmp_path: Path) -> None:
-    """Of three real runs, the third is pruned, whose learning rate is too low to learn anything."""
+    """The third of three real runs is pruned, whose learning rate is too low to learn anything."""
     arguments = [
         "hydra.sweeper.sampler=grid",
         "hydra.sweeper.seed=3",
