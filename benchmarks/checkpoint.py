@@ -1,7 +1,7 @@
-"""Saving and loading against a plain write of as many bytes: ``python -m benchmarks.checkpoint``.
+"""Times of saving and loading against a plain write of the same size: ``python -m benchmarks.checkpoint``.
 
-Gloo ranks of this machine hold a random model with AdamW's moments. In turns, all ranks together: every rank
-writes its part of the state into a file and syncs it; a checkpoint is saved; one is saved in the background.
+Gloo ranks on this machine hold a random model with AdamW's moments. In each turn, all ranks write their part
+of the state to a file and sync it, then save a checkpoint, then save another one in the background.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from tests.ranks import Ranks
 HIDDEN, INTERMEDIATE, VOCABULARY = 1536, 4096, 8192
 PER_LAYER = 4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE
 BYTES = 12
-"""Of one parameter: its weight and two moments in fp32."""
+"""Bytes of state per parameter: the weight and two moments in fp32."""
 MIB = 2**20
 
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def measure(engine_name: str, ranks: int, parameters: int, folder: Path, turns: int) -> Mapping[str, Any]:
-    """What one rank found; every rank calls it."""
+    """Measure and return the results of this rank. All ranks call it together."""
     engine = build(engine_name, ranks, parameters)
     rank, count = dist.get_rank(), engine.describe()["parameters"]
     state, taken = BYTES * count, dict[str, list[float]]()
@@ -76,7 +76,7 @@ def measure(engine_name: str, ranks: int, parameters: int, folder: Path, turns: 
     parts = (
         tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in engine.tensors().values()
     )
-    local = list({tensor.data_ptr(): tensor for tensor in parts}.values())  # shards of q, k and v are one
+    local = list({tensor.data_ptr(): tensor for tensor in parts}.values())  # shards of q, k and v share one
     peak = 0.0
     for turn in range(turns + 1):
         now = TrainState(step=turn)
@@ -88,7 +88,7 @@ def measure(engine_name: str, ranks: int, parameters: int, folder: Path, turns: 
         taken.setdefault("background_s", []).append(timed(background.wait))
     saved = folder / "plain" / f"step_{turns:08d}"
     taken["load_s"] = [timed(lambda: engine.load(saved)) for _ in range(turns + 1)]
-    # The first turn makes buffers.
+    # The first turn is not counted, because it allocates buffers.
     seconds = {name: median(values[1:]) for name, values in taken.items()}
     return {
         "parameters": count,
@@ -103,7 +103,7 @@ def measure(engine_name: str, ranks: int, parameters: int, folder: Path, turns: 
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Turn by turn, so that a disk that slows down counts on both sides."""
+    """Return the ratio of each turn but the first, so that a slower disk affects both of its values."""
     return [a / b for a, b in zip(over[1:], under[1:], strict=True)]
 
 
@@ -132,7 +132,7 @@ def build(name: str, ranks: int, parameters: int) -> Any:
 
 
 def write(tensors: Sequence[Tensor], path: Path) -> None:
-    """The least that a save can be: bytes, one tensor after the other."""
+    """Write and sync the bytes of all tensors, which is the least that a save must do."""
     with path.open("wb") as file:
         for tensor in tensors:
             file.write(tensor.numpy().data)
@@ -141,7 +141,7 @@ def write(tensors: Sequence[Tensor], path: Path) -> None:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds until all ranks have done it."""
+    """Return the seconds until all ranks have finished the work."""
     dist.barrier()
     began = time.perf_counter()
     work()
@@ -150,7 +150,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 class PeakMemory:
-    """The most resident memory that this process has had since, over what it has now (Linux)."""
+    """Peak resident memory of this process from now on, above the present value (Linux)."""
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")

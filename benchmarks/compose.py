@@ -1,4 +1,4 @@
-"""An experiment composed from overrides, as the command line composes it."""
+"""Composing an experiment from overrides as the command line does."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +10,6 @@ from runner.config.sources import ConfigSources
 
 
 def composed(overrides: Sequence[str]) -> dict[str, Any]:
-    """``run.name`` has to be given: Hydra knows it on the real command line alone."""
+    """Return the resolved config. ``run.name`` is required, because only the command line has a default."""
     with initialize_config_dir(config_dir(), version_base="1.3"):
         return resolved(compose("config", list(overrides)), ConfigSources())

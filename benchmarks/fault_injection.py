@@ -1,8 +1,9 @@
-"""A run of two ranks, killed over and over: ``python -m benchmarks.fault_injection [--kills 40]``.
+"""A run of two ranks that is killed many times: ``python -m benchmarks.fault_injection [--kills 40]``.
 
-SIGKILL to a random rank or to the parent, at random instants, half of them while a checkpoint is being
-written. After each, ``checkpoint.resume=auto``. At the end the weights must be bitwise those of a run that
-was left alone, no process may be left, and every checkpoint that was marked must have been readable.
+SIGKILL is sent to a random rank or to the parent at random times, half of them while a checkpoint is being
+written. After each kill, the run is started with ``checkpoint.resume=auto``. At the end, the weights must be
+bitwise those of an uninterrupted run, no process may be left, and every complete checkpoint must have been
+readable.
 """
 
 import argparse
@@ -44,14 +45,14 @@ SMALL = (
     "model.architecture.num_hidden_layers=2",
 )
 START_S = 300.0
-"""Within which a run must have taken its first step."""
+"""Time limit in seconds for the first step of a run."""
 LEAVING_S, GONE_S = 60.0, 5.0
-"""Within which the parent of a killed rank must have left, and after it everything that it has started."""
+"""Time limits in seconds for the end of the parent of a killed rank, and then of all its processes."""
 
 
 @dataclass
 class Tally:
-    """What the kills met, and what was wrong."""
+    """Numbers of kills and starts, and the errors that were found."""
 
     kills: int = 0
     in_a_save: int = 0
@@ -62,7 +63,7 @@ class Tally:
 
 
 class Run:
-    """One experiment in a folder of its own, started as often as it takes."""
+    """One experiment in its own folder, which can be started many times."""
 
     def __init__(self, folder: Path, layout: str, steps: int, *, in_background: bool = False) -> None:
         self.folder, self.layout, self.steps = folder, layout, steps
@@ -79,7 +80,7 @@ class Run:
 
     @property
     def current(self) -> Path:
-        """The run folder: a new one as long as there is no checkpoint to go on from."""
+        """Newest run folder. Each start makes a new one until there is a checkpoint to resume from."""
         return max(self.folder.glob("chaos/*"), default=self.folder / "none")
 
     @property
@@ -87,11 +88,11 @@ class Run:
         return self.current / "checkpoints"
 
     def torn(self) -> set[str]:
-        """Steps whose folder is there and not whole: being written, or left by a kill."""
+        """Return the names of incomplete checkpoints, which are being written or were left by a kill."""
         return {path.name for path in self.checkpoints.glob("step_*") if not is_complete(path)}
 
     def logged(self) -> tuple[int, int]:
-        """The file of rows (a start makes a new one) and how many are in it."""
+        """Return the inode of metrics.jsonl, which is new after each start, and its number of rows."""
         path = self.current / "metrics.jsonl"
         return (path.stat().st_ino, path.read_bytes().count(b"\n")) if path.exists() else (0, 0)
 
@@ -101,7 +102,10 @@ class Run:
 
 
 def wait_for_moment(run: Run, process: "subprocess.Popen[bytes]", rng: random.Random) -> bool | None:
-    """Returns at a random instant after the first step: True in a save, False elsewhere, None at the end."""
+    """Wait until a random time after the first step.
+
+    Return True during a save, False at another time, and None if the run has ended.
+    """
     known, (file, _), rows = run.torn(), run.logged(), run.rows_at_start()
     deadline = time.monotonic() + START_S
     while run.logged()[0] in (0, file) or run.logged()[1] <= rows:
@@ -121,7 +125,7 @@ def wait_for_moment(run: Run, process: "subprocess.Popen[bytes]", rng: random.Ra
 
 
 def kill(process: "subprocess.Popen[bytes]", tally: Tally, rng: random.Random) -> list[psutil.Process]:
-    """SIGKILL to the parent or to one of its ranks; returns all that must be gone soon."""
+    """Kill the parent or one of its ranks, and return all processes that must end soon."""
     parent = psutil.Process(process.pid)
     ranks = [child for child in parent.children() if os.getsid(child.pid) == child.pid]
     victims = [parent, *ranks]
@@ -133,13 +137,13 @@ def kill(process: "subprocess.Popen[bytes]", tally: Tally, rng: random.Random) -
 
 
 def orphans(processes: Sequence[psutil.Process], within: float = GONE_S) -> int:
-    """How many still run; what waits to be collected does not."""
+    """Return the number of processes that still run, without zombies."""
     _, alive = psutil.wait_procs(processes, timeout=within)
     return sum(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in alive)
 
 
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """Everything in it, read in this process."""
+    """Read all tensors of a checkpoint in this process."""
     known = read_metadata(checkpoint).state_dict_metadata
     found = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -151,14 +155,14 @@ def tensors(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def unreadable(run: Run) -> Iterator[str]:
-    """Marked checkpoints of which a byte is not as it was written."""
+    """Yield the complete checkpoints whose checksums are wrong."""
     for checkpoint in complete_checkpoints(run.checkpoints):
         if wrong := inspect_checkpoint(checkpoint, checksums=True)[1]:
             yield f"{checkpoint.name}: {wrong}"
 
 
 def torment(run: Run, kills: int, rng: random.Random) -> Tally:
-    """Kills and resumes until it has been killed ``kills`` times, then lets it end."""
+    """Kill and resume a run ``kills`` times, then let it end."""
     tally = Tally()
     while tally.kills < kills:
         process = run.start()
@@ -184,7 +188,10 @@ def last_tensors(run: Run) -> dict[str, Tensor]:
 def measure(
     layout: str, kills: int, steps: int, seed: int, folder: Path, *, in_background: bool = False
 ) -> dict[str, object]:
-    """``in_background``: the run that is killed writes its checkpoints while it trains on."""
+    """Compare a run that is killed with an uninterrupted one, and return the results.
+
+    With ``in_background``, the run that is killed writes its checkpoints in the background.
+    """
     alone = Run(folder / "alone", layout, steps)
     tormented = Run(folder / "tormented", layout, steps, in_background=in_background)
     for run in (alone, tormented):
@@ -197,7 +204,7 @@ def measure(
 
 
 def keep(found: Sequence[Mapping[str, object]], arguments: Sequence[str]) -> None:
-    """In results/fault_injection.json, beside what other layouts and ways to save gave."""
+    """Write results to results/fault_injection.json, next to those of other layouts and ways to save."""
     about = report("benchmarks.fault_injection", arguments, "2 ranks on the CPU, gloo", [], {})
     facts = {key: about[key] for key in ("command", "date", "device", "versions")}
     path = RESULTS / "fault_injection.json"

@@ -1,6 +1,6 @@
-"""What a report on a large sweep takes: ``python -m benchmarks.report [--runs 200 --steps 10000]``.
+"""Time and memory of a report on a large sweep: ``python -m benchmarks.report [--runs 200 --steps 10000]``.
 
-The runs are made up, with the keys and the noise of real ones; making them is not counted.
+The runs are synthetic, with the keys and the noise of real ones. The time to create them is not counted.
 """
 
 import argparse
@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parent / "results" / "report.json"
 
 
 def make_sweep(folder: Path, *, runs: int, steps: int) -> Path:
-    """A sweep over learning rate and seed in ``folder``, as the runner leaves it; returns its folder."""
+    """Write the files of a sweep over learning rate and seed below ``folder``, and return its folder."""
     sweep = folder / "sweeps" / "lr_seed"
     (sweep / "jobs").mkdir(parents=True)
     for number in range(runs):

@@ -1,6 +1,7 @@
-"""Two ranks against one, each with one thread: ``python -m benchmarks.scaling --data DIR``.
+"""Speed of two ranks against one, with one thread each: ``python -m benchmarks.scaling --data DIR``.
 
-The sft work item of ``benchmarks.baselines`` in fp32, on FSDP2 over gloo. Wall time: a free core for each.
+The work is the sft item of ``benchmarks.baselines`` in fp32 on FSDP2 over gloo. Wall time is measured, so
+each rank needs a free core.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def layout(ranks: int) -> list[str]:
-    """One forward pass a rank and step."""
+    """Return the options of a layout with one forward pass per rank and step."""
     share = f"run.micro_batch_size={ROWS // ranks}"
     return ["parallelism=fsdp2", f"parallelism.dp={ranks}", "parallelism.reshard_after_forward=false", share]
 

@@ -1,7 +1,7 @@
 """Tokens per second of both engines on one device: ``python -m benchmarks.throughput [OVERRIDES]``.
 
-Each engine runs the same experiment in turns, every run a process of its own; what is printed, and kept in
-results/throughput_<device>.json, is the median over all steps but the first five of every run.
+The engines run the same experiment in turns, each run in a separate process. The median over all steps,
+except the first five of each run, is printed and written to results/throughput_<device>.json.
 """
 
 import json
@@ -47,7 +47,7 @@ def main(overrides: Sequence[str]) -> None:
 
 
 def run(options: Sequence[str], warm_up: int = WARM_UP) -> list[float]:
-    """Tokens per second of every step of one run, the first ``warm_up`` left out."""
+    """Return the tokens per second of each step of one run after the first ``warm_up`` steps."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "runner", *options, f"run.output_dir={folder}"]
         subprocess.run(command, check=True, capture_output=True)

@@ -1,9 +1,9 @@
-"""The same model on the same samples, trained by this runner and by everybody else.
+"""The same model trained on the same samples by this runner and by other programs.
 
 ``python -m benchmarks.baselines --data DIR --peer trl=VENV/bin/python --peer litgpt=VENV/bin/python``
 
-Every peer has an environment of its own: torch of the same version as here first, then the peer. Without
-network; what is missing is skipped with a note.
+Each peer has its own environment, in which the same version of torch as here is installed first, then the
+peer. No network is used, and missing programs are skipped with a note.
 """
 
 import argparse
@@ -28,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "baselines.json"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code: 1 where this runner or the loop failed."""
+    """Compare all programs and return the exit code, which is 1 if this runner or the loop failed."""
     asked = parse(arguments)
     data, cache, console = asked.cache / "data", asked.cache, Console(width=160)
     data.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def pair(text: str) -> tuple[str, str]:
 
 
 def compare(case: Case, chosen: Sequence[Program], count: int, cache: Path, console: Console) -> list[Line]:
-    """``count`` runs of every program, in turns, so that a busy minute of the machine meets them all."""
+    """Run each program ``count`` times, in turns, so that other load on the machine affects all programs."""
     runs: dict[str, list[Run]] = {program.name: [] for program in chosen}
     reasons: dict[str, str | None] = {program.name: program.missing() for program in chosen}
     for turn in range(count):
@@ -110,14 +110,14 @@ def compare(case: Case, chosen: Sequence[Program], count: int, cache: Path, cons
 
 
 def matmul_rates(cache: Path) -> dict[str, float]:
-    """FLOPs per processor second of one thread, by dtype."""
+    """Return the FLOPs per processor second of one thread by dtype."""
     command = [sys.executable, "-m", "benchmarks.baselines.matmul"]
     env = environment(cache / "none", cache)
     return json.loads(subprocess.run(command, check=True, capture_output=True, env=env, cwd=ROOT).stdout)
 
 
 def keep(output: Path, work: str, measured: dict[str, Any]) -> None:
-    """Other work items in the file stay as they are: each was measured on its own."""
+    """Write the results of one work item to the file and keep the others, which are measured separately."""
     works = json.loads(output.read_text()) if output.exists() else {}
     output.write_text(json.dumps(works | {work: measured}, indent=2) + "\n")
 
@@ -137,7 +137,7 @@ def about(
 
 
 def command(asked: argparse.Namespace, work: Work) -> str:
-    """What to type to measure a work item again; where things are installed is left to who does."""
+    """Return the command to measure a work item again, with placeholders for local paths."""
     words = ["python", "-m", "benchmarks.baselines", "--data=DATA", f"--work={work.name}"]
     words += [f"--runs={asked.runs}", f"--steps={asked.steps}"]
     words += [f"--peer={name}=PYTHON" for name, _ in asked.peer]

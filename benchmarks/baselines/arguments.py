@@ -1,4 +1,4 @@
-"""What every program under test is asked; the standard library alone, for every peer's own Python."""
+"""Options of all compared programs. Only the standard library is used, since each peer has its own Python."""
 
 import argparse
 from dataclasses import dataclass, fields
@@ -7,20 +7,20 @@ from pathlib import Path
 LEARNING_RATES = {"pt": 1e-3, "sft": 1e-3, "dpo": 1e-5}
 MAX_LENGTH = 1024
 ROWS = 4
-"""Rows of ``MAX_LENGTH`` tokens, or pairs, of one step."""
+"""Number of rows of ``MAX_LENGTH`` tokens, or of pairs, in one step."""
 
 
 @dataclass(frozen=True)
 class Asked:
     data: Path
-    """A folder made by ``benchmarks.baselines.samples``."""
+    """Folder made by ``benchmarks.baselines.samples``."""
     stage: str
     dtype: str
     steps: int
     output: Path
-    """An empty folder for whatever the program leaves behind."""
+    """Empty folder for the files of the program."""
     order: Path | None
-    """JSON, the samples of every step, for a program that can be told."""
+    """JSON file with the samples of each step, for programs that can use it."""
     share_prompt: bool
     compile: bool
 

@@ -1,9 +1,9 @@
-"""What a program under test writes while it trains: one JSON object a line, in the file of BENCH_OUT.
+"""Events of a compared program: one JSON object per step and line in the file BENCH_OUT.
 
-Every peer's own Python imports this file, so it needs the standard library alone. The keys of a step:
-``t`` wall and ``cpu`` processor seconds since the process started (all its threads), ``tok`` useful tokens
-(no padding; of a shared prompt, both copies) and ``lab`` labels of this step, ``rss`` the process's peak
-resident memory in MiB, ``loss``.
+The Python of each peer imports this file, so it uses only the standard library. The keys of a step are ``t``
+and ``cpu`` (wall and processor seconds of all threads since the start of the process), ``tok`` (useful tokens
+of this step: no padding, both copies of a shared prompt), ``lab`` (labels of this step), ``rss`` (peak
+resident memory of the process in MiB) and ``loss``.
 """
 
 import json
@@ -13,10 +13,10 @@ import time
 
 
 class Events:
-    """``step`` is called after every optimizer step."""
+    """Writes events; ``step`` is called after each optimizer step."""
 
     def __init__(self) -> None:
-        self._file = open(os.environ["BENCH_OUT"], "a")  # noqa: SIM115  as long as the process
+        self._file = open(os.environ["BENCH_OUT"], "a")  # noqa: SIM115  open as long as the process
 
     def step(self, *, tokens: int, labels: int, loss: float, **more: float) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -27,7 +27,7 @@ class Events:
 
 
 def seconds_since_start() -> float:
-    """Wall time of this process, from Linux's own record of its start."""
+    """Return the wall time since the start of this process, which Linux records."""
     with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
         started = int(stat.read().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
         return float(uptime.read().split()[0]) - started

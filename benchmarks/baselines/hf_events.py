@@ -1,4 +1,4 @@
-"""Events of any trainer that descends from transformers.Trainer."""
+"""Events of any subclass of transformers.Trainer."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ IGNORE = -100
 
 
 class StepEvents(transformers.TrainerCallback):
-    """An event after every optimizer step; pass it among the trainer's callbacks.
+    """A callback for the trainer that writes an event after each optimizer step.
 
-    Counting is by wrapping ``Trainer.training_step``, which every descendant calls: some programs build
-    their trainer where no argument reaches it.
+    It counts tokens by wrapping ``Trainer.training_step``, which all subclasses call, because some programs
+    offer no argument to change the trainer that they build.
     """
 
     def __init__(self, pad_id: int) -> None:
@@ -31,7 +31,7 @@ class StepEvents(transformers.TrainerCallback):
         transformers.Trainer.training_step = training_step
 
     def count(self, inputs: dict[str, Any]) -> None:
-        """Adds one micro-batch; padding does not count."""
+        """Add the tokens and labels of one micro-batch without padding."""
         ids = inputs["input_ids"]
         self.tokens += int((ids != self.pad_id).sum())
         if "labels" in inputs:

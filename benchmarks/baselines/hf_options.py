@@ -1,4 +1,4 @@
-"""Options that every descendant of transformers.TrainingArguments has."""
+"""Options of transformers.TrainingArguments and all its subclasses."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from benchmarks.baselines.arguments import Asked
 
 
 def training_options(asked: Asked) -> dict[str, Any]:
-    """Same optimizer, clipping and length as everybody; nothing saved, logged or evaluated."""
+    """Return options with the optimizer, clipping and steps of all programs, without saving or logging."""
     return {
         "output_dir": str(asked.output),
         "max_steps": asked.steps,

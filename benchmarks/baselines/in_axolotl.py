@@ -1,6 +1,6 @@
-"""axolotl with sample packing, which keeps samples apart.
+"""axolotl with sample packing, without attention between samples.
 
-Its environment: torch first, then axolotl.
+In its environment, install torch, then axolotl.
 """
 
 import json
@@ -17,14 +17,14 @@ from benchmarks.baselines.hf_events import StepEvents
 
 
 class EventsPlugin(BasePlugin):
-    """Puts our callback among the trainer's."""
+    """Adds our callback to the trainer."""
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:  # noqa: ARG002
         return [StepEvents(trainer.processing_class.pad_token_id)]
 
 
 def configuration(asked: Asked) -> dict[str, Any]:
-    """What its YAML file would hold."""
+    """Return the content of its YAML file."""
     return {
         "base_model": str(asked.model),
         "plugins": ["benchmarks.baselines.in_axolotl.EventsPlugin"],

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on blocks of text, as its own example of pre-training groups them."""
+"""Hugging Face's Trainer on blocks of text, grouped as in its own example of pre-training."""
 
 from datasets import Dataset, load_dataset
 from transformers import (
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def blocks(asked: Asked, tokenizer: AutoTokenizer) -> Dataset:
-    """Documents end to end, cut every ``MAX_LENGTH`` tokens; kept by ``datasets`` from run to run."""
+    """Return the concatenated documents in pieces of ``MAX_LENGTH`` tokens, which ``datasets`` caches."""
 
     def group(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         joined = [

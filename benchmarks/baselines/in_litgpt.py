@@ -1,6 +1,6 @@
-"""litgpt's pre-training command, on the same shape with random weights of its own.
+"""litgpt's pre-training command on a model of the same shape with its own random weights.
 
-Its environment: torch first, then litgpt, and requests, without which it cannot save at the end.
+In its environment, install torch, then litgpt, and requests, which it needs to save at the end.
 """
 
 import json
@@ -19,11 +19,11 @@ from benchmarks.baselines.arguments import MAX_LENGTH, ROWS, Asked, parse
 from benchmarks.baselines.events import Events
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
-"""Mixed: fp32 weights and moments, as everybody here has them."""
+"""Precision options. Mixed means fp32 weights and moments, as in all other programs here."""
 
 
 class EventLogger(Logger):
-    """litgpt logs every iteration, which is a step here."""
+    """Writes an event for each iteration that litgpt logs, which is one step here."""
 
     name, version = "events", 0
 
@@ -35,11 +35,11 @@ class EventLogger(Logger):
             self.events.step(tokens=ROWS * MAX_LENGTH, labels=ROWS * MAX_LENGTH, loss=float(metrics["loss"]))
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """None are kept."""
+        """Ignore the hyperparameters."""
 
 
 class Blocks(DataModule):
-    """Documents end to end, cut to rows with one token more than is predicted."""
+    """Concatenated documents, cut into rows of ``MAX_LENGTH`` tokens and the label of the last one."""
 
     def __init__(self, asked: Asked) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class Blocks(DataModule):
         self.rows = [torch.tensor(joined[start : start + MAX_LENGTH + 1]) for start in starts]
 
     def connect(self, *_: Any, **__: Any) -> None:
-        """The sizes are known."""
+        """Ignore the sizes, which are fixed."""
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.rows, batch_size=ROWS, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        """One row: litgpt runs over it once before it trains."""
+        """Return one row, because litgpt evaluates once before it trains."""
         return DataLoader(self.rows[:1], batch_size=1)
 
 
@@ -89,7 +89,7 @@ def main() -> None:
     asked = parse()
     torch._dynamo.config.disable = not asked.compile  # litgpt always compiles
     pretrain.choose_logger = lambda *_, **__: EventLogger()
-    pretrain.save_hyperparameters = lambda *_, **__: None  # it reads the command line again, as its own
+    pretrain.save_hyperparameters = lambda *_, **__: None  # it would parse our command line
     pretrain.setup(
         "bench",
         model_config=shape(asked),

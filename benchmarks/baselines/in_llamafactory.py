@@ -1,7 +1,7 @@
-"""LLaMA-Factory: supervised rows packed so that samples stay apart (``neat_packing``), text, and pairs.
+"""LLaMA-Factory: sft packed without attention between samples (``neat_packing``), pre-training, and dpo.
 
-Its environment: torch first, then llamafactory; then take torchvision out again and put an empty module in
-torchaudio's place, which it imports and does not use here: neither fits this torch.
+In its environment, install torch, then llamafactory. Then uninstall torchvision and replace torchaudio by an
+empty module, since it is imported but not used here. Neither of them works with this version of torch.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ STAGES: dict[str, dict[str, Any]] = {
 
 
 def options(asked: Asked) -> dict[str, Any]:
-    """What its YAML file would hold."""
+    """Return the content of its YAML file."""
     return {
         **training_options(asked),
         **STAGES[asked.stage],

@@ -1,4 +1,4 @@
-"""TRL: SFTTrainer with packing that keeps sequences apart (``bfd``), and DPOTrainer."""
+"""TRL: SFTTrainer with packing without attention between sequences (``bfd``), and DPOTrainer."""
 
 from typing import Any
 
@@ -21,7 +21,10 @@ def main() -> None:
 
 
 def sft(asked: Asked, common: dict[str, Any]) -> SFTTrainer:
-    """A row at a time: rows of one forward pass share one mask, whose cost grows with their square."""
+    """Return a trainer with one row per forward pass.
+
+    All rows of a forward pass would have one mask, whose cost grows with the square of their number.
+    """
     args = SFTConfig(
         **training_options(asked),
         per_device_train_batch_size=1,

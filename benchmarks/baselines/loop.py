@@ -1,7 +1,7 @@
-"""The hand-written loop that everything is measured against: ``python -m benchmarks.baselines.loop``.
+"""The hand-written loop with which all programs are compared: ``python -m benchmarks.baselines.loop``.
 
-It does what training needs and no more: packed rows, one causal attention a sequence, the head only where
-there is a label, one fused AdamW. Pure torch, no options that cost time.
+It does only what training needs: packed rows, one causal attention per sequence, the head only at positions
+with a label, and one fused AdamW. It is pure torch without options that cost time.
 """
 
 import json
@@ -25,13 +25,13 @@ BETAS = (0.9, 0.95)
 
 
 class Trainer:
-    """Weights, and the optimizer that holds them in fp32."""
+    """Weights, their fp32 master weights, and the optimizer."""
 
     def __init__(self, model: Model, folder: Path, dtype: torch.dtype, *, lr: float, reference: bool) -> None:
         self.model = model
         loaded = load_file(folder / "model.safetensors")
         loaded.pop("lm_head.weight", None)  # tied
-        # Copies: in the file, tensors are not aligned as the processor likes them.
+        # The weights are copied, because tensors in the file are not aligned for fast access.
         self.masters = {n: w.to(torch.float32, copy=True).requires_grad_() for n, w in loaded.items()}
         self.weights: dict[str, Tensor] = self.masters
         if dtype != torch.float32:
@@ -42,7 +42,7 @@ class Trainer:
         )
 
     def step(self, step: Step) -> tuple[Tensor, int]:
-        """Loss and labels of one optimizer step."""
+        """Take one optimizer step and return its loss and number of labels."""
         labels = torch.tensor(step.labels)
         kept = (labels != IGNORE).nonzero()[:, 0]
         loss = self.loss(step, labels, kept)
@@ -51,7 +51,7 @@ class Trainer:
         return loss.detach(), len(kept)
 
     def loss(self, step: Step, labels: Tensor, kept: Tensor) -> Tensor:
-        """``kept``: positions with a label."""
+        """Return the loss of the stage. ``kept`` are the positions with a label."""
         if self.reference is not None:
             return self.dpo(step, labels, kept)
         return self.cross_entropy(step, labels, kept)
@@ -78,7 +78,7 @@ class Trainer:
         return self.model.hidden(weights, torch.tensor(step.ids), torch.tensor(step.positions), step.spans)
 
     def update(self) -> None:
-        """Gradients of the weights go to the fp32 masters, the result back."""
+        """Update the fp32 master weights with the gradients, and copy them back to the weights."""
         if self.weights is not self.masters:
             for name, weight in self.weights.items():
                 assert weight.grad is not None

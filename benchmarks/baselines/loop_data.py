@@ -1,4 +1,4 @@
-"""Samples and steps of the hand-written loop: tokenised by ``tokenizers``, packed end to end."""
+"""Samples and steps of the hand-written loop, tokenised by ``tokenizers`` and packed end to end."""
 
 import json
 from bisect import bisect_left, insort
@@ -17,17 +17,20 @@ from benchmarks.baselines.loop_model import Span
 IGNORE = -100
 Ids = list[int]
 Order = list[list[Ids]]
-"""Per step the tokens of its sequences; of pairs all chosen sides, then all rejected ones."""
+"""For each step the tokens of its sequences; for pairs, all chosen sides, then all rejected sides."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Answers carry loss. A document is an answer to nothing; a pair has two answers, chosen and rejected."""
+    """A prompt and its answers, which have labels.
+
+    A document is an answer without a prompt, and a pair has two answers, chosen and rejected.
+    """
 
     prompt: Ids
     answers: tuple[Ids, ...]
     silent: int = 0
-    """Last tokens of an answer without loss: the template's line break behind the stop token."""
+    """Number of last tokens of an answer without labels: the template's line break after the stop token."""
 
     @property
     def first(self) -> Ids:
@@ -36,17 +39,20 @@ class Sample:
 
 @dataclass
 class Step:
-    """What one forward pass sees; labels are shifted already."""
+    """Input of one forward pass. Labels are already shifted."""
 
     ids: Ids = field(default_factory=list)
     labels: Ids = field(default_factory=list)
     positions: Ids = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     tokens: int = 0
-    """Useful ones: a shared prompt counts for each that shares it."""
+    """Number of useful tokens. A shared prompt counts for each of its answers."""
 
     def add(self, sample: Sample, *, share_prompt: bool) -> None:
-        """A sequence an answer; with ``share_prompt`` later ones compute only its last token again."""
+        """Add one sequence per answer.
+
+        With ``share_prompt``, only the last token of the prompt is computed again for the second answer.
+        """
         begin, seen = len(self.ids), len(sample.prompt) - 1
         for number, answer in enumerate(sample.answers):
             if share_prompt and number:
@@ -68,14 +74,14 @@ class Step:
 
 
 class Reader:
-    """The files of a folder made by ``benchmarks.baselines.samples``, as steps."""
+    """Reads the files of a folder made by ``benchmarks.baselines.samples`` as steps."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tokenizer = Tokenizer.from_file(str(folder / "model_small" / "tokenizer.json"))
 
     def steps(self, stage: str, *, share_prompt: bool = False, order: Order | None = None) -> list[Step]:
-        """``order``: the samples of every step, instead of a shuffled packing of its own."""
+        """Return all steps. ``order`` gives the samples of each step, instead of shuffling and packing."""
         samples = list({"pt": self._rows, "sft": self._chats, "dpo": self._pairs}[stage]())
         if order is not None:
             indices = ordered(samples, order)
@@ -86,7 +92,7 @@ class Reader:
         return [step([samples[i] for i in group], share_prompt) for group in indices]
 
     def _rows(self) -> Iterator[Sample]:
-        """Documents end to end, cut every ``MAX_LENGTH`` tokens."""
+        """Yield the concatenated documents in pieces of ``MAX_LENGTH`` tokens."""
         end = self.tokenizer.token_to_id("<|im_end|>")
         assert end is not None
         joined = [token for row in self._read("pt") for token in [*self._encode(row["text"]), end]]
@@ -136,10 +142,10 @@ def singly(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int]) -> list[list[int]]:
-    """Best-fit decreasing: indices of the samples of every row of at most ``MAX_LENGTH`` tokens."""
+    """Pack by best-fit decreasing, and return the samples of each row of at most ``MAX_LENGTH`` tokens."""
     assert max(lengths) <= MAX_LENGTH
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # sorted: space left, row
+    free: list[tuple[int, int]] = []  # free tokens and row, sorted
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         fit = bisect_left(free, (lengths[i], -1))
         space, row = free.pop(fit) if fit < len(free) else (MAX_LENGTH, len(rows))

@@ -1,6 +1,6 @@
-"""A Qwen3 by hand: what packed sequences need, and nothing else.
+"""A hand-written Qwen3 for packed sequences and nothing else.
 
-Tensors without a batch dimension: ``[T, ...]``, every sequence end to end.
+Tensors have no batch dimension: ``[T, ...]``, with all sequences end to end.
 """
 
 import json
@@ -16,12 +16,12 @@ from torch import Tensor
 Weights = Mapping[str, Tensor]
 EMBEDDING = "model.embed_tokens.weight"
 CHUNK = 512
-"""Positions whose logits exist at one time."""
+"""Number of positions whose logits are in memory at the same time."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a folder's config.json."""
+    """Sizes from the config.json of a model folder."""
 
     hidden: int
     intermediate: int
@@ -52,7 +52,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Span:
-    """One sequence: positions ``begin`` to ``end``; ``prefix``: others that all of them see too."""
+    """One sequence at positions ``begin`` to ``end``, all of which also attend to those of ``prefix``."""
 
     begin: int
     end: int
@@ -64,13 +64,16 @@ class Span:
 
     @property
     def pairs(self) -> float:
-        """Of a query and a key it sees."""
+        """Number of pairs of a query and a key that it attends to."""
         shared = 0 if self.prefix is None else self.prefix[1] - self.prefix[0]
         return self.length**2 / 2 + self.length * shared
 
 
 class Model:
-    """Hidden states by weights of Hugging Face names; ``compile``: all but attention, for every length."""
+    """Computes hidden states with weights by Hugging Face name.
+
+    With ``compile``, everything except attention is compiled for dynamic lengths.
+    """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, *, longest: int, compile: bool) -> None:
         self.shape = shape
@@ -84,7 +87,7 @@ class Model:
             self.after = torch.compile(self.after, dynamic=True)
 
     def hidden(self, weights: Weights, ids: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
-        """``[T, hidden]`` behind the last norm."""
+        """Return the hidden states ``[T, hidden]`` after the last norm."""
         x = F.embedding(ids, weights[EMBEDDING])
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         for index in range(self.shape.layers):
@@ -94,7 +97,7 @@ class Model:
         return self._norm(x, weights["model.norm.weight"])
 
     def flops(self, spans: Sequence[Span], num_labels: int, *, passes: int) -> float:
-        """Multiplications and additions that are needed; ``passes``: 3 forward and backward, 1 forward."""
+        """Return the required FLOPs. ``passes`` counts 1 for a forward pass and 2 for a backward pass."""
         s = self.shape
         projections = 2 * s.hidden * s.head_dim * (s.heads + s.kv_heads)
         linear = s.layers * (projections + 3 * s.hidden * s.intermediate)
@@ -138,7 +141,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span]) -> Tensor:
-    """Causal within every span: one call each, so that no pair of positions is computed in vain."""
+    """Compute causal attention with one call per span, so that no masked pairs of spans are computed."""
     return torch.cat([attend(q, k, v, span) for span in spans])
 
 
@@ -157,11 +160,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """``-sum(log p(label)) * scale``; both gradients are made in the forward pass, chunk by chunk."""
+    """``-sum(log p(label)) * scale``, with both gradients computed in the forward pass, chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """``hidden [N, hidden]``, ``head [vocabulary, hidden]``, ``labels [N]``."""
+        """Compute the loss from ``hidden [N, hidden]``, ``head [vocabulary, hidden]`` and ``labels [N]``."""
         loss = torch.zeros(())
         d_hidden, d_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
         for part in chunks(len(labels)):
@@ -181,7 +184,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 class LogProbs(torch.autograd.Function):
-    """``log p(label)``, fp32 ``[N]``; the backward pass computes every chunk again."""
+    """``log p(label)``, fp32 ``[N]``, with each chunk recomputed in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
@@ -211,7 +214,7 @@ def chunks(count: int) -> list[slice]:
 
 
 def add_product(total: Tensor, p: Tensor, hidden: Tensor) -> None:
-    """``total += p.T @ hidden``, in fp32 whatever the factors are."""
+    """Add ``p.T @ hidden`` to ``total``, which is fp32 for any dtype of the factors."""
     if p.dtype == torch.float32:
         total.addmm_(p.t(), hidden)
     else:

@@ -1,4 +1,4 @@
-"""The results as the table of the README: ``python -m benchmarks.baselines.markdown``."""
+"""Print the results as the table of the README: ``python -m benchmarks.baselines.markdown``."""
 
 import json
 from collections.abc import Mapping
@@ -20,11 +20,14 @@ COMPILED = ", compiled"
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """A line a work item, and one more for compiled programs; a cell is tokens a second and peak MiB."""
+    """Return a Markdown table with tokens per second and peak MiB.
+
+    Each work item has one line, and a second one for compiled programs.
+    """
     ran = {row["program"].removesuffix(COMPILED) for work in results.values() for row in work["rows"]}
     names = [name for name in COLUMNS if name in ran]
     lines = [["work", *(COLUMNS[name] for name in names)], ["---"] * (1 + len(names))]
-    # Of pairs that share prompts others fit a batch, so that their tokens cost something else.
+    # With shared prompts, batches differ, so that the cost per token cannot be compared.
     alike = (work for work in WORKS if not work.share_prompt)
     for work in (work.name for work in alike if work.name in results):
         rows = {row["program"]: row for row in results[work]["rows"]}

@@ -1,4 +1,4 @@
-"""How much one thread can multiply, as JSON: ``OMP_NUM_THREADS=1 python -m benchmarks.baselines.matmul``."""
+"""Print the matmul rate of a thread as JSON: ``OMP_NUM_THREADS=1 python -m benchmarks.baselines.matmul``."""
 
 import json
 import time
@@ -10,7 +10,7 @@ TRIALS = 7
 
 
 def flops_per_cpu_second(dtype: torch.dtype) -> float:
-    """The best of some products of square matrices: neighbours can only slow them down."""
+    """Return the best rate of several products of square matrices, as other processes only slow them down."""
     a, b = (torch.randn(SIZE, SIZE).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(TRIALS):

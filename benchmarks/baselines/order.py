@@ -1,4 +1,4 @@
-"""The samples of every step as this runner deals them, for programs that can be told."""
+"""The samples of each step of this runner, for programs that can use the same ones."""
 
 import json
 from dataclasses import replace
@@ -18,10 +18,11 @@ from runner.launch.run_record import RunRecord
 
 
 def write_order(work: Work, data: Path, steps: int, folder: Path) -> Path:
-    """Per step the tokens of its sequences; of pairs all chosen sides, then all rejected ones (of these, with
-    shared prompts, what is computed for them).
+    """Write the tokens of the sequences of each step to a JSON file and return its path.
 
-    A run is prepared in ``folder``, and never started.
+    Pairs are written as all chosen sides, then all rejected sides. With shared prompts, a rejected side has
+    only the tokens that are computed for it. The samples come from a run that is prepared in ``folder`` and
+    never started.
     """
     config = composed([*overrides(work, data, steps), "run.name=order", f"run.output_dir={folder}"])
     launch = check_launch(config, ConfigSources(), command=["order"])
@@ -43,7 +44,7 @@ def write_order(work: Work, data: Path, steps: int, folder: Path) -> Path:
 
 
 def sequences(batch: Batch) -> list[list[int]]:
-    """Tokens of every sequence of a packed batch."""
+    """Return the tokens of each sequence of a packed batch."""
     assert batch.cu_seqlens is not None
     parts = batch.input_ids[0].split(batch.cu_seqlens.diff().tolist())
     return [part.tolist() for part in parts if len(part)]

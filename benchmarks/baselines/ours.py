@@ -1,4 +1,4 @@
-"""This runner as a user starts it, but for a logger that also writes the events of a benchmark.
+"""This runner as a user starts it, with an additional logger for the events of a benchmark.
 
 ``python -m runner ... +logger.events._target_=benchmarks.baselines.ours.BenchLogger``
 """
@@ -10,7 +10,7 @@ from components.loggers import Row, RunInfo, RunResult
 
 
 class EventLogger:
-    """One event for every logged step; evaluations leave none."""
+    """Writes one event for each logged step and none for evaluations."""
 
     def __init__(self) -> None:
         self._events = Events()
@@ -21,15 +21,15 @@ class EventLogger:
             self._events.step(tokens=tokens, labels=labels, loss=float(row["train/loss"] or 0))
 
     def finish(self, ending: RunResult) -> None:
-        """Every event is on disk."""
+        """Do nothing, because all events are on disk."""
 
 
 @dataclass(frozen=True)
 class BenchLogger:
-    """Events in BENCH_OUT."""
+    """Logger that writes events to BENCH_OUT."""
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """Do nothing, because nothing can be missing."""
 
     def open(self, start: RunInfo) -> EventLogger:  # noqa: ARG002
         return EventLogger()

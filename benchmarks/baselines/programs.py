@@ -1,4 +1,4 @@
-"""What is compared: how each program is started, and what it is given."""
+"""The programs that are compared, their commands, and the work items."""
 
 import json
 import shlex
@@ -18,7 +18,7 @@ class Work:
     stage: str
     dtype: str
     share_prompt: bool = False
-    """dpo: a prompt is computed once for both sides, where a program can."""
+    """Whether programs that can do so compute a prompt of dpo once for both sides."""
 
     @property
     def name(self) -> str:
@@ -43,23 +43,23 @@ class Case:
 
     work: Work
     data: Path
-    """Of ``samples``."""
+    """Folder made by ``samples``."""
     order: Path | None
-    """The samples of every step of this runner; None where any will do."""
+    """File with the samples of each step of this runner. None means that any samples will do."""
     steps: int
 
 
 @dataclass(frozen=True)
 class Program:
-    """A module of this package that takes the options of ``arguments``, in the Python it needs."""
+    """A module of this package that is run with the options of ``arguments`` by its own Python."""
 
     name: str
     stages: tuple[str, ...]
     packages: tuple[str, ...]
-    """Whose versions are noted; it does not run without the first."""
+    """Packages whose versions are recorded. The first one is required."""
     module: str = ""
     python: str | None = None
-    """None: nobody said where it is installed."""
+    """Path of the Python. None means that it was not given."""
     compile: bool = False
     shares_prompts: bool = False
 
@@ -77,7 +77,7 @@ class Program:
         return command if case.order is None else [*command, f"--order={case.order}"]
 
     def missing(self) -> str | None:
-        """Why it cannot run here, in a few words."""
+        """Return a short reason why the program cannot run, or None."""
         peer = self.name.split(",")[0]
         if self.python is None:
             return f"skipped: give --peer {peer}=PYTHON, the Python in which it is installed"
@@ -88,7 +88,7 @@ class Program:
         return None
 
     def versions(self) -> dict[str, str]:
-        """Of those of ``packages`` that are installed; empty where there is no Python."""
+        """Return the versions of the installed ``packages``; empty if there is no Python."""
         if self.python is None or not Path(self.python).is_file():
             return {}
         done = subprocess.run(
@@ -98,7 +98,7 @@ class Program:
 
 
 class Ours(Program):
-    """The command line, as a user types it, with a logger that writes events too."""
+    """This runner by its command line, with an additional logger for events."""
 
     def command(self, case: Case, output: Path) -> list[str]:
         assert self.python is not None
@@ -109,7 +109,7 @@ class Ours(Program):
 
 @dataclass(frozen=True)
 class Other(Program):
-    """A command of the user's: any program that writes ``events`` into BENCH_OUT."""
+    """Any command that writes ``events`` to BENCH_OUT."""
 
     template: str = ""
 
@@ -129,14 +129,14 @@ class Other(Program):
         return shlex.split(line)
 
     def missing(self) -> None:
-        """It is for the user to know."""
+        """Return None, because this cannot be checked."""
 
     def versions(self) -> dict[str, str]:
         return {}
 
 
 def overrides(work: Work, data: Path, steps: int) -> list[str]:
-    """What this runner is told, so that a step is the same work as everybody else's."""
+    """Return the options of this runner with which a step is the same work as in the other programs."""
     file = {"sft": "sft_messages", "pt": "pt", "dpo": "dpo_trl"}[work.stage]
     rows = ROWS // 2 if work.stage == "dpo" else ROWS  # a row of pairs has twice the length
     options = [
@@ -162,7 +162,10 @@ def overrides(work: Work, data: Path, steps: int) -> list[str]:
 
 
 def programs(peers: Mapping[str, str], others: Mapping[str, str]) -> list[Program]:
-    """This runner and the loop first, in the Python that runs this; ``peers``: name -> Python."""
+    """Return all programs, this runner and the loop first, which use the current Python.
+
+    ``peers`` maps names to paths of a Python, and ``others`` names to commands.
+    """
     here, stages = sys.executable, tuple(LEARNING_RATES)
     own = ("torch", "transformers", "tokenizers")
     ours = [
@@ -198,4 +201,4 @@ for name in sys.argv[1:]:
         pass
 print(json.dumps(found))
 """
-"""For a Python that has nothing of this project; prints a JSON object."""
+"""Code for any Python without this project. It prints a JSON object."""

@@ -1,4 +1,4 @@
-"""Runs one program once, and reads its events."""
+"""Running a program once and reading its events."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from benchmarks.baselines.programs import Case, Program
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 1800
-"""Until a program is given up."""
+"""Time limit of one run of a program in seconds."""
 QUIET = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -23,32 +23,35 @@ QUIET = {
     "DO_NOT_TRACK": "1",
     "AXOLOTL_DO_NOT_TRACK": "1",
     "WANDB_DISABLED": "true",
-    "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory: newer versions of its dependencies than it knows
+    "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory: allow newer versions of its dependencies
     "TOKENIZERS_PARALLELISM": "false",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the process itself, whose seconds are counted
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compile in the process whose time is measured
 }
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run without its first step."""
+    """Results of one run without its first step."""
 
     tokens_per_cpu_second: float
     labels_per_token: float
     peak_mib: float
     first_step_seconds: float
-    """From the process's start to the end of its first optimizer step; and so in processor seconds."""
+    """Wall time from the start of the process to the end of its first step; below, processor time."""
     first_step_cpu_seconds: float
     flops_per_token: float | None
     losses: list[float]
 
 
 class Failed(Exception):
-    """In a few words why there is no run."""
+    """A failed run, with a short reason."""
 
 
 def run(program: Program, case: Case, cache: Path) -> Run:
-    """``cache``: for data that a program keeps from run to run; it starts warm all but the first time."""
+    """Run a program once and return its results, or raise Failed.
+
+    ``cache`` is a folder for the data that a program keeps between runs, so that only the first run is cold.
+    """
     with TemporaryDirectory(prefix="peers-") as folder:
         events, output = Path(folder, "events.jsonl"), Path(folder, "output")
         output.mkdir()
@@ -73,7 +76,7 @@ def run(program: Program, case: Case, cache: Path) -> Run:
 
 
 def environment(events: Path, cache: Path) -> dict[str, str]:
-    """One thread, no network, no graphics card, and caches of our own."""
+    """Return environment variables for one thread, no network, no GPU, and separate caches."""
     own = {
         "OMP_NUM_THREADS": "1",
         "THREADS": "1",
@@ -106,7 +109,7 @@ def summary(steps: Sequence[dict[str, Any]]) -> Run:
 
 
 def medians(runs: Sequence[Run]) -> Run:
-    """Of every number; losses and counts are those of the first run."""
+    """Return the medians of times and memory. Losses and counts are those of the first run."""
     values = {
         name: median(getattr(run, name) for run in runs)
         for name in (

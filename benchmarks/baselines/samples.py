@@ -1,4 +1,4 @@
-"""The same samples in every program's format, and the model they are trained on.
+"""The same samples in the format of each program, and the model that is trained on them.
 
 A folder with ``model_small`` (a Qwen3 of 16.6M random parameters and its tokenizer) and JSON files: chats as
 messages, as prompt and completion and as alpaca; preference pairs as messages and as sharegpt; documents.
@@ -42,18 +42,18 @@ LLAMA_FACTORY = {
     },
     "bench_pt": {"file_name": "pt.json", "columns": {"prompt": "text"}},
 }
-"""Its dataset_info.json."""
+"""Content of dataset_info.json for LLaMA-Factory."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The public files."""
+    """Content of the public files."""
 
     alpaca: list[dict[str, str]]
     pairs: list[dict[str, Any]]
     documents: list[str]
     wiki: list[str]
-    """For the tokenizer alone."""
+    """Texts that are used only to train the tokenizer."""
 
     @classmethod
     def read(cls, folder: Path) -> "Source":
@@ -76,7 +76,7 @@ class Source:
 
 
 def make_samples(source: Path, folder: Path) -> None:
-    """Fills ``folder``, unless that was done before; the same bytes every time."""
+    """Fill ``folder`` unless it is already complete. The bytes are the same every time."""
     done = folder / "dataset_info.json"
     if done.is_file():
         return
@@ -102,7 +102,7 @@ def make_samples(source: Path, folder: Path) -> None:
 
 
 def make_tokenizer(source: Source) -> Any:
-    """Byte-level BPE on all the text there is, with a plain chat template."""
+    """Train a byte-level BPE tokenizer on all texts, with a plain chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -157,13 +157,13 @@ def question(row: dict[str, str]) -> str:
 
 
 def as_messages(pair: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """A sharegpt pair as prompt, chosen and rejected."""
+    """Return a sharegpt pair as prompt, chosen and rejected messages."""
     sides = {name: [turn("assistant", pair[name]["value"])] for name in ("chosen", "rejected")}
     return {"prompt": [turn(ROLES[t["from"]], t["value"]) for t in pair["conversations"]], **sides}
 
 
 def fits(tokenizer: Any, pair: dict[str, list[dict[str, str]]]) -> bool:
-    """Whether both sides are at most ``MAX_LENGTH`` tokens."""
+    """Return whether both sides have at most ``MAX_LENGTH`` tokens."""
     texts = [
         tokenizer.apply_chat_template(pair["prompt"] + pair[side], tokenize=False)
         for side in ("chosen", "rejected")

@@ -1,4 +1,4 @@
-"""What is shown and what is kept of a comparison."""
+"""The printed table and the JSON rows of a comparison."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,13 +12,13 @@ from benchmarks.baselines.runs import Run, medians
 
 @dataclass(frozen=True)
 class Line:
-    """One program on one work item."""
+    """Runs of one program on one work item."""
 
     work: Work
     program: str
     runs: Sequence[Run]
     note: str | None = None
-    """Why there are none, or fewer."""
+    """Reason why there are no runs, or fewer than requested."""
 
     @property
     def median(self) -> Run | None:
@@ -27,14 +27,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Shares:
-    """A program against the loop, this runner and the machine; None where there is nothing to compare."""
+    """Ratios of a program to the loop, this runner and the machine. None means that one was not measured."""
 
     of_loop: float | None
     of_ours: float | None
     of_matmul: float | None
-    """Useful multiplications, counted by the loop, of what the machine can do."""
+    """Rate of useful FLOPs, counted by the loop, over the matmul rate of the machine."""
     start_of_loop: float | None
-    """Processor seconds until the first step is done."""
+    """Processor time until the end of the first step over that of the loop."""
 
 
 def shares(line: Line, lines: Sequence[Line], rates: Mapping[str, float]) -> Shares:
@@ -88,7 +88,7 @@ def ratio(value: float | None) -> str:
 
 
 def notes(lines: Sequence[Line]) -> list[str]:
-    """Every reason once, with the work items it holds for."""
+    """Return each note once with its program and work items."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         if line.note is not None:
@@ -97,7 +97,7 @@ def notes(lines: Sequence[Line]) -> list[str]:
 
 
 def report(lines: Sequence[Line], rates: Mapping[str, float], work: Work) -> list[dict[str, Any]]:
-    """A JSON object a line of one work item, with the numbers of every run."""
+    """Return one JSON object per line of a work item, with the speeds of all runs."""
     rows = []
     for line in (line for line in lines if line.work == work):
         row: dict[str, Any] = {"program": line.program, "note": line.note}

@@ -1,7 +1,7 @@
-"""The estimated memory of a rank against what it held: ``python -m benchmarks.memory``.
+"""The estimated memory of a rank against the measured peak: ``python -m benchmarks.memory``.
 
-The second step of every work in its layouts, on CPU ranks, or with ``--device cuda`` on one GPU (layouts of
-one rank). Exits with 1 where an estimate misses by more than the bound.
+The second step of each work item is measured in its layouts on CPU ranks, or with ``--device cuda`` on one
+GPU (only layouts of one rank). The exit code is 1 if the error of an estimate exceeds the bound.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PACKAGES = ("torch", "megatron-core", "transformers")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Measure and print all cells and return the exit code."""
     asked = parse(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
     if asked.device == "cpu":
@@ -88,7 +88,7 @@ def mib(size: int) -> str:
 
 
 def write(path: Path, cells: Sequence[Cell], command: str) -> None:
-    """What the table shows, and what it was measured with; other cells that the file has stay."""
+    """Write the cells, versions and options to a file. Other cells in the file stay."""
     before = json.loads(path.read_text()) if path.is_file() else {"commands": [], "cells": []}
     found = [asdict(cell) | {"estimate": cell.estimate, "ratio": round(cell.ratio, 3)} for cell in cells]
     taken = {(cell.layout, cell.work) for cell in cells}

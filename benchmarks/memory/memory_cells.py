@@ -1,4 +1,4 @@
-"""Layouts and works whose memory is measured, and one cell of the table of both."""
+"""Layouts and work items whose memory is measured, and the cells of their table."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from runner.training.rank import DTYPES
 from tests.ranks import Ranks
 
 BOUND = 0.15
-"""How far an estimate may be from what was held, by the latter."""
+"""Largest error of an estimate, relative to the measured peak."""
 
 FULL = "parallelism.activation_checkpointing=full"
 SELECTIVE = "parallelism.activation_checkpointing=selective"
@@ -49,12 +49,12 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained on how much."""
+    """A work item: what is trained, and on how many tokens."""
 
     overrides: tuple[str, ...]
     workload: MicrobatchShape
     layouts: Collection[str] = tuple(name for name in LAYOUTS if "ep2" not in name)
-    """Those that are measured where none are named."""
+    """Layouts to measure by default."""
 
 
 SMALL = (
@@ -83,7 +83,7 @@ WORKS: dict[str, Work] = {
 }
 
 GPU = ("model=qwen3_0_6b", "model.init=random", "run.kernels=torch")
-"""As large as what a GPU's libraries keep for themselves is small beside it."""
+"""A model that is large compared with the memory that a GPU's libraries reserve."""
 
 GPU_WORKS: dict[str, Work] = {
     "0.6B": Work(("stage=pt", *GPU), MicrobatchShape(1, 2048, 2048, num_microbatches=2)),
@@ -102,13 +102,13 @@ GPU_WORKS: dict[str, Work] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """Of one pipeline stage."""
+    """Estimate and measured peak of one pipeline stage."""
 
     layout: str
     work: str
     stage: int
     held: int
-    """Bytes, by the rank of the stage that held most."""
+    """Peak in bytes of the rank of the stage with the highest peak."""
     parts: Mapping[str, int]
 
     @property
@@ -125,18 +125,18 @@ class Cell:
 
 
 class Bench:
-    """Measures cells on ranks that stay up."""
+    """Measures cells on one set of ranks."""
 
     def __init__(self, device: Literal["cpu", "cuda"]) -> None:
         self.device = device
         self.works = WORKS if device == "cpu" else GPU_WORKS
 
     def can_run(self, layout: str) -> bool:
-        """On a GPU, layouts of one rank."""
+        """Return whether a layout can be measured. On a GPU, it must have one rank."""
         return self.device == "cpu" or self.compose(layout, next(iter(self.works)))[1] == 1
 
     def cells(self, layout: str, work: str) -> list[Cell]:
-        """One a stage."""
+        """Measure a work item in a layout and return one cell per pipeline stage."""
         config, world_size = self.compose(layout, work)
         workload = self.works[work].workload
         stages = estimated(build_experiment(config, ConfigSources()), world_size, workload, self.device)
@@ -147,7 +147,7 @@ class Bench:
         ]
 
     def compose(self, layout: str, work: str) -> tuple[dict[str, Any], int]:
-        """The experiment, and how many ranks it takes."""
+        """Return the config of the experiment and its world size."""
         overrides = ("run.name=memory", f"run.device={self.device}", *LAYOUTS[layout])
         config = composed((*overrides, *self.works[work].overrides))
         return config, build_experiment(config, ConfigSources()).parallelism.world_size({}, 0)

@@ -1,4 +1,4 @@
-"""What every rank of a memory measurement does, and how the bytes are counted that it held."""
+"""Rank functions of a memory measurement, and the ways to count bytes."""
 
 import gc
 import os
@@ -24,21 +24,21 @@ STEP = "the measured step"
 
 @dataclass(frozen=True)
 class Held:
-    """By one rank."""
+    """Peak memory of one rank."""
 
     stage: int
     peak: int
-    """Bytes that torch's allocator held at once during a step, and not before the engine was built."""
+    """Peak bytes of torch's allocator during a step, above those from before the engine was built."""
 
 
 Instrument = Callable[[Callable[[], None], Callable[[], None]], int]
-"""Calls one function, then the other, and says how many bytes were held at once during the second."""
+"""Calls two functions and returns the peak bytes during the second one."""
 
 
 def measure(
     config: Mapping[str, Any], workload: MicrobatchShape, device: str, instrument: Instrument | None = None
 ) -> Held:
-    """The second of two steps of ``config``: the first one makes the moments."""
+    """Measure the second of two steps of ``config``. The first one creates the moments."""
     experiment = build_experiment(config, ConfigSources())
     engines: list[Engine] = []
 
@@ -55,10 +55,10 @@ def measure(
 
 
 def on_cpu(begin: Callable[[], None], measured: Callable[[], None]) -> int:
-    """As torch's profiler records them: every block that its allocator hands out and gets back.
+    """Count the blocks that torch's profiler records as allocated and freed.
 
-    What gloo's own threads give back it does not see. A block at an address that is handed out again was
-    given back; only a message whose address is not used again is counted until the end.
+    The profiler does not record blocks that gloo's threads free. A block counts as freed when its address is
+    allocated again. Only a message whose address is not used again is counted until the end.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         begin()
@@ -79,7 +79,7 @@ def on_cpu(begin: Callable[[], None], measured: Callable[[], None]) -> int:
 
 
 def allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
-    """Time in ns, address and signed size in bytes of every block that was handed out or given back."""
+    """Yield time in ns, address and size in bytes of each allocation; freed blocks have a negative size."""
     for event in events:
         if event.tag == _EventType.Allocation:
             fields = event.extra_fields
@@ -97,12 +97,12 @@ def on_gpu(begin: Callable[[], None], measured: Callable[[], None]) -> int:
 
 
 def resident(begin: Callable[[], None], measured: Callable[[], None]) -> int:
-    """As the system sees it: all that the process has gained in RAM."""
+    """Return the peak increase of the resident memory of the process."""
     gc.collect()
     before = memory("VmRSS")
     begin()
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     measured()
     return memory("VmHWM") - before
 
@@ -121,7 +121,10 @@ def step(engine: Engine, experiment: Experiment, workload: MicrobatchShape) -> N
 
 
 def make_batches(experiment: Experiment, workload: MicrobatchShape) -> list[Batch]:
-    """As full as ``workload`` lets them be: a sequence a row, or in packed rows of pairs two as long."""
+    """Return micro-batches of the size of ``workload``.
+
+    Each row has one sequence, or with packed pairs two sequences of half the length.
+    """
     kind, vocabulary = experiment.stage.kind, experiment.model.config().vocab_size
     packed = experiment.data.resolve_packing(kind) != "none"
     share = 2 if packed and kind == "preference" else 1
@@ -137,7 +140,7 @@ def make_batches(experiment: Experiment, workload: MicrobatchShape) -> list[Batc
 
 
 def pack(batch: Batch) -> Batch:
-    """The rows of ``batch`` end to end."""
+    """Pack the rows of ``batch`` into one row."""
     seqlens = batch.seqlens
     return Batch(
         batch.input_ids.reshape(1, -1),
@@ -151,7 +154,7 @@ def pack(batch: Batch) -> Batch:
 
 
 def stage_of(mesh: Mapping[str, Any]) -> int:
-    """The pipeline stage of this rank, where there are any."""
+    """Return the pipeline stage of this rank, or 0 without pipeline parallelism."""
     if "pp" not in mesh["dims"]:
         return 0
     place = (torch.tensor(mesh["ranks"]) == int(os.environ["RANK"])).nonzero()[0]

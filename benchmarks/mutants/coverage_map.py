@@ -74,8 +74,8 @@ class CoverageMap:
     def _ordered(self, tests: set[str], direct: set[str]) -> list[str]:
         """Sort by the mean duration of the tests of a file, the cheapest file first, and then by duration.
 
-        The tests of a file stay together, since each change of file ends the fixtures of a module. Of two
-        tests that take equally long, the one that covers fewer lines comes first: it looks more closely.
+        The tests of a file stay together, since each change of file ends the fixtures of a module. If two
+        tests take equally long, the one that covers fewer lines comes first, because it is more specific.
         """
         files = {test: test.partition("::")[0] for test in tests}
         by_file: defaultdict[str, list[float]] = defaultdict(list)

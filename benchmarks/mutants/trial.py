@@ -99,9 +99,9 @@ class Tree:
 
 
 def outcome_of(tests: Sequence[str], code: int, stopped: str, found: Sequence[Mapping[str, str]]) -> Outcome:
-    """Return the first failure. A collection that fails, or a process that dies, is one too.
+    """Return the first failure. A failed collection or a process that dies counts as a failure.
 
-    An exit code of 1 without a failed test is none: tests/conftest.py sets it if a session takes too much.
+    An exit code of 1 without a failed test does not: tests/conftest.py sets it if a session is over budget.
     """
     passed = sum(event["phase"] == "call" and event["outcome"] == "passed" for event in found)
     failed = [event["test"] for event in found if event["outcome"] == "failed"]

@@ -1,7 +1,7 @@
 """Every layout trains the same curve: ``python -m benchmarks.parity``.
 
-Five steps of every row, on every column, against the one-process FSDP2 engine on the same weights, all on
-CPU ranks. Exits with 1 where a bound is missed, or where a row that is broken on purpose passes.
+Five steps of each row on each column are compared with the FSDP2 engine on one process with the same weights,
+all on CPU ranks. The exit code is 1 if an error exceeds the bound or if a row with a fault passes.
 """
 
 import argparse
@@ -32,17 +32,17 @@ PACKAGES = ("torch", "megatron-core", "transformers")
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table, filled."""
+    """Results of one row of the table."""
 
     row: Row
     cells: dict[str, Cell]
     world_size: int
     mesh: dict[str, int]
-    """As run.json has it."""
+    """Mesh dimensions from run.json."""
 
     @property
     def as_it_should(self) -> bool:
-        """Within bounds; with a fault, beyond them."""
+        """Whether all cells are within the bound, or all beyond it if the row has a fault."""
         return all(cell.passes == (self.row.fault is None) for cell in self.cells.values())
 
     @property
@@ -51,10 +51,10 @@ class Line:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Measure and print a table and return the exit code."""
     asked = parse(arguments)
     asked_table = TABLES[asked.table]
-    # Ranks inherit it: they are on the CPU even where there is a GPU, with a thread each.
+    # Ranks inherit this: they run on the CPU with one thread each, even if there is a GPU.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     began, console = time.perf_counter(), Console(width=180)
     with tempfile.TemporaryDirectory(prefix="parity-") as root:
@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def chosen(asked: argparse.Namespace, table: Table) -> list[tuple[Row, list[Column]]]:
-    """What was asked for; controls always."""
+    """Return the requested rows with their columns, and always the controls."""
     columns = [column for column in table.columns if asked.columns is None or column.name in asked.columns]
     rows = [row for row in table.rows if asked.rows is None or row.name in asked.rows]
     control = [table.column(CONTROL_COLUMN)]
@@ -111,7 +111,7 @@ def fill(bench: Bench, row: Row, columns: Sequence[Column], console: Console) ->
 
 
 def printed(lines: Sequence[Line], table: Table) -> Printed:
-    """A line a row; in a cell the errors of gradients, loss and norm."""
+    """Return the table for printing. A cell has the errors of gradients, loss and gradient norm."""
     result = Printed(
         title=f"{table.name}: parity with one process, bound {BOUND:.0e}",
         caption="gradients / loss / gradient norm",
@@ -153,7 +153,7 @@ def verdict(line: Line) -> str:
 
 
 def report(lines: Sequence[Line], curves: dict[str, list[float]], table: Table) -> dict[str, Any]:
-    """What the table shows and what it was measured with; ``curves`` are losses of the reference."""
+    """Return the table with versions and options for JSON. ``curves`` are losses of the reference."""
     return {
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in PACKAGES},

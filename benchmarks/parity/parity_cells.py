@@ -1,4 +1,4 @@
-"""One cell of the parity table: a run by the user's path, and how far it is from the reference."""
+"""One cell of the parity table: a run through the code of real runs, and its errors."""
 
 import json
 import time
@@ -27,19 +27,19 @@ from runner.launch.run_record import RunRecord
 from tests.ranks import Ranks
 
 BOUND = 1e-5
-"""Relative: of a gradient by its parameter's norm, of a curve by its largest value."""
+"""Largest relative error: of a gradient, by its reference's norm; of a curve, by its largest value."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run was."""
+    """Results of a run."""
 
     gradients: dict[str, Tensor]
     losses: Tensor
     grad_norms: Tensor
     world_size: int
     mesh: dict[str, int]
-    """Dimensions other than 1, of run.json."""
+    """Mesh dimensions other than 1 from run.json."""
     seconds: float
 
 
@@ -48,7 +48,7 @@ class Cell:
     """Relative errors against the reference."""
 
     gradient: float
-    """Of the worst parameter, at step 0: norm of the difference by norm of the reference."""
+    """Error of the worst parameter in the first step: norm of the difference by norm of the reference."""
     parameter: str
     loss: float
     grad_norm: float
@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def passes(self) -> bool:
-        return all(error <= BOUND for error in (self.gradient, self.loss, self.grad_norm))  # NaN does not
+        return all(error <= BOUND for error in (self.gradient, self.loss, self.grad_norm))  # NaN fails
 
 
 class Bench:
@@ -71,7 +71,7 @@ class Bench:
             write_adapter(root / "adapter", table.experiment)
 
     def cell(self, row: Row, column: Column) -> tuple[Cell, Measured]:
-        """Trains ``row`` on ``column``, and the reference where that was not done before."""
+        """Train ``row`` on ``column``, and the reference of the column unless that is already done."""
         if column.name not in self.references:
             self.references[column.name] = self.measure(REFERENCE, column)
         found = self.measure(row, column)
@@ -93,7 +93,7 @@ class Bench:
         return Measured(gradients, losses, norms, facts["world_size"], mesh, time.perf_counter() - began)
 
     def prepare(self, row: Row, column: Column) -> Path:
-        """The run folder, as the command line makes it before it starts ranks."""
+        """Create the run folder as the command line does before it starts ranks."""
         launch = check_launch(
             self.config(row, column), ConfigSources(), command=row.overrides + column.overrides
         )
@@ -113,7 +113,7 @@ class Bench:
 
 
 def check_mesh(row: Row, facts: dict[str, Any]) -> dict[str, int]:
-    """The mesh in run.json, but for dimensions of 1; it must be the one that ``row`` names."""
+    """Return the mesh in run.json without dimensions of 1, and assert that it is that of ``row``."""
     mesh = {name: size for name, size in facts["mesh"]["dims"].items() if size > 1}
     chunks = facts.get("chunks_per_stage", 1)
     assert (facts["engine"], facts["world_size"], mesh, chunks) == (
@@ -140,13 +140,16 @@ def compare(found: Measured, reference: Measured) -> Cell:
 
 
 def relative(found: Tensor, reference: Tensor) -> Tensor:
-    """Where the reference is 0, of an expert that no token has chosen, only 0 will do."""
+    """Return the relative error, which is infinite if only the reference is 0.
+
+    The gradient of an expert without tokens is 0.
+    """
     error = (found.double() - reference.double()).norm()
     return error / reference.double().norm() if error else error
 
 
 def curve_error(found: Tensor, reference: Tensor) -> float:
-    """Relative to the largest value of the reference."""
+    """Return the largest error relative to the largest value of the reference."""
     assert found.shape == reference.shape, f"{len(found)} steps, not {len(reference)}"
     return ((found - reference).abs().max() / reference.abs().max()).item()
 
@@ -155,7 +158,7 @@ def curve_error(found: Tensor, reference: Tensor) -> float:
 
 
 def write_samples(kind: SampleKind, path: Path, count: int = 240) -> None:
-    """The first short ones of the embedded data, of uneven lengths; documents may be long."""
+    """Write the first short samples of the embedded data, or the first documents of any length."""
     samples = (sample for sample, _ in stdlib_records(kind, "train"))
     short = (sample for sample in samples if isinstance(sample, TextSample) or length(sample) < 400)
     lines = [json.dumps(record(sample)) for sample in islice(short, 20 if kind == "text" else count)]
@@ -163,14 +166,14 @@ def write_samples(kind: SampleKind, path: Path, count: int = 240) -> None:
 
 
 def record(sample: Sample) -> dict[str, Any]:
-    """As a file has it."""
+    """Return a sample in the format of data files."""
     if isinstance(sample, UnpairedSample):
         return {"prompt": sample.prompt, "completion": sample.completion, "label": sample.desirable}
     return asdict(sample)
 
 
 def length(sample: Sample) -> int:
-    """Characters of all messages; a pair's longer side counts."""
+    """Return the characters of all messages, of a pair with its longer side."""
     if isinstance(sample, ChatSample):
         return characters(sample.messages)
     if isinstance(sample, UnpairedSample):
@@ -180,7 +183,7 @@ def length(sample: Sample) -> int:
 
 
 def write_adapter(path: Path, chosen: Sequence[str] = EXPERIMENT) -> None:
-    """Of the model of the experiment ``chosen``. Neither of its factors is 0, as one is at a usual start."""
+    """Write an adapter for the model of the experiment ``chosen``, whose matrices are all nonzero."""
     config = composed([*chosen, "data=demo", "adapter=lora", "adapter.r=4", "run.name=adapter"])
     experiment = build_experiment(config, ConfigSources())
     shapes = experiment.adapter.shapes(experiment.model.build(experiment.model.config()))

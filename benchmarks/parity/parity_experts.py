@@ -1,4 +1,4 @@
-"""Parity tables of models with experts. Routers' losses are on, and strong enough to show in gradients."""
+"""Parity tables of MoE models, with router losses that are large enough to affect the gradients."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ SHAPE = (
     "model.architecture.moe_intermediate_size=48",
     "model.architecture.num_attention_heads=4",
     "model.architecture.initializer_range=0.1",
-    # Of a micro-batch: those of one row are the same in every layout.
+    # Router losses depend on micro-batches. Those of one row are the same in every layout.
     "run.micro_batch_size=1",
     "model.moe.z_loss_coef=0.01",
 )
@@ -90,7 +90,7 @@ TAKEN = tuple(replace(column, engines=("fsdp2", "megatron")) for column in COLUM
 
 
 def in_larger_micro_batches(number: int, row: Row) -> Row:
-    """A balance of sequences does not know of micro-batches: the reference has one sample in each."""
+    """Give a row larger micro-batches than the reference, since a balance by sequence ignores their size."""
     dims = row.dims or {}
     data_ranks = dims.get("dp", 1) * dims.get("dp_replicate", 1) * dims.get("dp_shard", 1)
     size = min((2, 4, 8)[number % 3], 16 // data_ranks)

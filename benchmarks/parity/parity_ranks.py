@@ -1,4 +1,4 @@
-"""What every rank of a parity run does."""
+"""Rank functions of the parity runs."""
 
 import os
 import sys
@@ -22,13 +22,13 @@ from tests.distributed.gradients import capture
 
 
 def train(folder: Path, fault: Fault | None) -> None:
-    """The run that is prepared in ``folder``, without a word on the terminal."""
+    """Train the run that is prepared in ``folder`` without output on the terminal."""
     with silence(), broken(fault):
         run_rank(folder)
 
 
 def first_gradients(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
-    """Those of the run's first step, unclipped, whole, by Hugging Face name; on rank 0 (empty elsewhere)."""
+    """Return the full unclipped gradients of the first step by Hugging Face name on rank 0, {} on others."""
     experiment, record = build_experiment(read_run_config(folder), ConfigSources()), RunRecord.read(folder)
     run, loss = experiment.run, experiment.stage
     unclipped = replace(experiment, optimizer=replace(experiment.optimizer, max_grad_norm=None))
@@ -54,7 +54,7 @@ def silence() -> Iterator[None]:
 
 @contextmanager
 def broken(fault: Fault | None) -> Iterator[None]:
-    """While it lasts, Megatron or our engine on top of it lacks something."""
+    """Apply a fault to Megatron or to our engines inside the ``with`` block."""
     if fault is None:
         yield
     else:
@@ -64,17 +64,17 @@ def broken(fault: Fault | None) -> Iterator[None]:
 
 @contextmanager
 def norms_not_summed() -> Iterator[None]:
-    """Under sequence parallelism a rank sees its own positions alone, and so do its norms."""
+    """Skip the sum over tp ranks of norm gradients, which cover only a rank's own positions."""
     import components.engines.megatron.runtime.engine  # noqa: F401  patches megatron before it is used
 
-    module = sys.modules["megatron.core.distributed.finalize_model_grads"]  # a function has its name too
+    module = sys.modules["megatron.core.distributed.finalize_model_grads"]  # a function has the same name
     with mock.patch.object(module, "_allreduce_non_tensor_model_parallel_grads"):
         yield
 
 
 @contextmanager
 def own_count() -> Iterator[None]:
-    """Every data rank takes its own labels, times dp, for those of all ranks."""
+    """Let each data-parallel rank use dp times its own label count as the count of all ranks."""
     from components.engines.megatron.runtime.engine import MegatronEngine
 
     reduce_sums = MegatronEngine.reduce_sums
@@ -89,7 +89,7 @@ def own_count() -> Iterator[None]:
 
 @contextmanager
 def own_load() -> Iterator[None]:
-    """Routers balance what their own rank sees of a micro-batch."""
+    """Let each rank compute the load balancing loss from only its own part of a micro-batch."""
     from components.engines.shared.moe_losses import MoELosses
 
     with mock.patch.object(MoELosses, "_add_up"):

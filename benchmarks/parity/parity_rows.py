@@ -1,4 +1,4 @@
-"""The rows and columns of the parity tables, as a user would type them."""
+"""The rows and columns of the parity tables as options of the command line."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ COMMON = (
     "checkpoint.model_only=true",
 )
 EXPERIMENT = (
-    # Four layers for pp4 and pp2vpp2, two query heads a key-value head, a vocabulary that no tp divides.
+    # Four layers for pp4 and pp2vpp2, two query heads per key-value head, an odd vocabulary size.
     "model=tiny",
     "model.architecture.vocab_size=8193",
     "model.architecture.hidden_size=64",
@@ -33,27 +33,27 @@ EXPERIMENT = (
     # Larger than usual, so that attention and its gradients are far from uniform.
     "model.architecture.initializer_range=0.1",
     *COMMON,
-    # Eight micro-batches a step, or four on each of two data ranks: more than any pipeline has stages.
+    # Eight micro-batches per step, or four on each of two data-parallel ranks, fill all pipelines.
     "run.micro_batch_size=2",
 )
 
 
 @dataclass(frozen=True)
 class Column:
-    """What is trained on what."""
+    """A stage, its data and its options."""
 
     name: str
     data: str
-    """Name of the file that ``data.train`` gets."""
+    """Name of the file for ``data.train``, without its ending."""
     overrides: tuple[str, ...]
     engines: tuple[str, ...] = ("fsdp2", "megatron")
-    """Those that do not refuse it."""
+    """Engines that support it."""
     adapted: bool = False
-    """An adapter is trained, from values of which no gradient is zero."""
+    """Whether an adapter is trained. Its initial values give no zero gradients."""
 
     @property
     def is_slow(self) -> bool:
-        """Five steps at its learning rate teach little."""
+        """Whether the learning rate is so low that five steps change the loss little."""
         return "optimizer.lr=1e-5" in self.overrides
 
 
@@ -84,17 +84,17 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A layout, and what run.json must say about it."""
+    """A layout, and its description in run.json."""
 
     name: str
     overrides: tuple[str, ...]
     engine: str = "megatron"
     dims: Mapping[str, int] | None = None
-    """Of the mesh, where they are not 1."""
+    """Dimensions of the mesh that are not 1."""
     chunks: int = 1
-    """Of every pipeline stage."""
+    """Number of chunks of each pipeline stage."""
     fault: Fault | None = None
-    """What is broken on purpose."""
+    """Fault that is injected on purpose."""
 
     @property
     def world_size(self) -> int:
@@ -106,7 +106,7 @@ OVERLAPPED = (
     "parallelism.distributed_optimizer=true",
     "parallelism.overlap_grad_reduce=true",
     "parallelism.overlap_param_gather=true",
-    "parallelism.bucket_size=100000",  # several buckets in a model as small as this
+    "parallelism.bucket_size=100000",  # small enough for several buckets
 )
 
 REFERENCE = Row("fsdp2, one process", ("parallelism=single",), engine="fsdp2")
@@ -181,13 +181,13 @@ CONTROLS = (
         fault="own_count",
     ),
 )
-"""Rows that must fail: a table that passes them proves nothing."""
+"""Rows that must fail. A table that passes them proves nothing."""
 CONTROL_COLUMN = "sft packed"
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Rows on columns, all of one model."""
+    """Rows and columns of one model."""
 
     name: str
     experiment: tuple[str, ...]

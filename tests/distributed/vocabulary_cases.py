@@ -103,7 +103,7 @@ def answer(case: Case, rows: slice = slice(None), shard: VocabularyShard | None 
 
 
 def exact(case: Case, dtype: torch.dtype = torch.float64) -> Answer:
-    """Compute the answer with ``torch.log_softmax`` of full logits, in ``dtype``."""
+    """Compute the answer with ``torch.log_softmax`` of full logits; ``dtype`` is that of matmuls."""
     *inputs, labels = case.inputs()
     inputs = [t.to(dtype).requires_grad_() for t in inputs if t is not None]
     logits = inputs[0] @ inputs[1].T + (inputs[2] if case.bias else 0)

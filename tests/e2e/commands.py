@@ -1,4 +1,4 @@
-"""Running the command: in this process, in one forked for it, or as a user types it."""
+"""Running the command in this process, in a forked process, or as a user types it."""
 
 import json
 import os
@@ -37,20 +37,20 @@ SMALL = (
     "run.device=cpu",
     "run.final_sample_tokens=4",
 )
-"""The default experiment, made small."""
+"""Options of a small version of the default experiment."""
 
 # ---- in this process
 
 
 def run_here(folder: Path, *overrides: str) -> Path:
-    """Runs in this process with outputs under ``folder``; returns the newest run folder."""
+    """Run in this process with outputs under ``folder`` and return the newest run folder."""
     code = call_here(f"run.output_dir={folder}", *overrides)
     assert code == 0, f"exit code {code}"
     return newest(folder)
 
 
 def call_here(*arguments: str) -> int:
-    """Returns the exit code. The ranks and jobs that it starts are forked."""
+    """Run the command in this process, with forked ranks and jobs, and return its exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with (
         little_data(),
@@ -63,7 +63,7 @@ def call_here(*arguments: str) -> int:
 
 @contextmanager
 def little_data() -> Iterator[None]:
-    """The embedded data is its first samples: all of it takes 10 seconds to tokenise, and one to evaluate."""
+    """Reduce the embedded data to its first samples. All of it takes 10 s to tokenise and 1 s to evaluate."""
 
     def first(kind: SampleKind, split: SplitName) -> Iterator[tuple[Sample, str]]:
         documents = kind == "text"
@@ -75,7 +75,7 @@ def little_data() -> Iterator[None]:
 
 
 def write_chats(path: Path) -> None:
-    """Forty short ones: what a real command trains on in a test, since it sees all of the embedded data."""
+    """Write forty short chats, for tests of the real command, which would use all embedded data."""
     chats = [{"instruction": f"Count to {n}.", "output": "one more " * n} for n in range(1, 41)]
     path.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
 
@@ -85,18 +85,18 @@ def newest(folder: Path) -> Path:
 
 
 def rows(run: Path, key: str = "step") -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl that have ``key``."""
+    """Return the rows of metrics.jsonl that have ``key``."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if key in row]
 
 
 def curve(run: Path, *, without: tuple[str, ...] = ("perf/",)) -> list[dict[str, Any]]:
-    """Every row without what may differ between equal runs."""
+    """Return all rows without the values that may differ between equal runs."""
     return [{k: v for k, v in row.items() if not k.startswith(without)} for row in rows(run)]
 
 
 class ForkedPopen(Process):
-    """Stands in for `subprocess.Popen` where the program starts ``python -m MODULE``."""
+    """Replaces `subprocess.Popen` for the commands ``python -m MODULE`` of the program."""
 
     def __init__(
         self,
@@ -115,23 +115,23 @@ class ForkedPopen(Process):
 
 
 def trains_with_megatron(arguments: Sequence[str]) -> bool:
-    """Whether these are the arguments of a rank of such a run."""
+    """Return whether these are the arguments of a rank of a Megatron run."""
     config = Path(*arguments[:1], "config.yaml")
     return config.is_file() and "components.engines.megatron" in config.read_text()
 
 
 def popen(command: Sequence[str], *, start_new_session: bool, **options: Any) -> Any:
-    """`subprocess.Popen`, as the program calls it."""
+    """Start a process like `subprocess.Popen`, but fork it for ``python -m MODULE``."""
     if "-m" in command[1:3]:
         return ForkedPopen(command, **options)
     return subprocess.Popen(command, start_new_session=start_new_session, **options)
 
 
 FORKING = SimpleNamespace(Popen=popen, TimeoutExpired=subprocess.TimeoutExpired)
-"""In place of the module `subprocess`."""
+"""Replacement of the module `subprocess` in the program."""
 
 
-# ---- in a process of its own
+# ---- in a forked process
 
 
 def run_runner(*arguments: str) -> None:
@@ -140,7 +140,7 @@ def run_runner(*arguments: str) -> None:
 
 
 class Command:
-    """A function in a forked process, by default ``python -m runner``; its output goes to files."""
+    """A function in a forked process, by default ``python -m runner``, whose output goes to files."""
 
     def __init__(
         self,
@@ -159,14 +159,14 @@ class Command:
             self.process = Process(call, *arguments, streams=streams, environ=env, cwd=cwd)
 
     def stdout(self) -> str:
-        """All that it has written so far."""
+        """Return the standard output so far."""
         return read(self.outputs[0])
 
     def stderr(self) -> str:
         return read(self.outputs[1])
 
     def until(self, true: Callable[[], object], seconds: float = 60) -> None:
-        """Waits, and fails when the process ends first."""
+        """Wait until ``true()``. Fail if the process ends first or the time is up."""
         deadline = time.monotonic() + patience(seconds)
         while not true():
             assert self.process.poll() is None, self.stdout() + self.stderr()
@@ -174,11 +174,11 @@ class Command:
             time.sleep(0.01)
 
     def ranks(self) -> list[psutil.Process]:
-        """All processes that it has started, and those that they have."""
+        """Return all descendants of the process."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def finish(self, seconds: float = 60) -> "subprocess.CompletedProcess[str]":
-        """Waits for its end."""
+        """Wait for the end of the process, which is killed if it takes too long."""
         try:
             code = self.process.wait(patience(seconds))
         finally:
@@ -193,12 +193,12 @@ def read(file: IO[bytes]) -> str:
 def run_forked(
     *arguments: str, cwd: Path, environ: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """Run ``python -m runner ARGUMENTS`` in a forked process, which need not import anything, and wait."""
+    """Run ``python -m runner ARGUMENTS`` in a forked process, which needs no imports, and wait."""
     return Command(*arguments, cwd=cwd, environ=environ).finish()
 
 
 def left(processes: list[psutil.Process], *, within: float = 5) -> list[psutil.Process]:
-    """Those that still run; what has ended and waits to be collected is not ours to collect."""
+    """Return the processes that still run, without zombies, which are collected by their parents."""
     _, alive = psutil.wait_procs(processes, timeout=patience(within))
     return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
@@ -213,7 +213,7 @@ def command(*arguments: str) -> list[str]:
 def run_command(
     arguments: list[str], *, cwd: Path, environ: Mapping[str, str] | None = None, seconds: float = 120
 ) -> "subprocess.CompletedProcess[str]":
-    """A real process, which imports for seconds and sees all data; nearly all tests take `run_forked`."""
+    """Run a real process, which imports for seconds and uses all data. Most tests use `run_forked`."""
     own_cache = {"RUNNER_CACHE": os.environ["RUNNER_CACHE"] + "-whole"}
     return subprocess.run(
         arguments,

@@ -1,4 +1,4 @@
-"""Losses from outside the package that go wrong in the ways ranks go wrong: ``stage._target_=tests...``."""
+"""Losses from outside the package that make ranks fail: ``stage._target_=tests...``."""
 
 import math
 import os
@@ -17,9 +17,9 @@ from components.losses import NextToken
 
 @dataclass(frozen=True)
 class Fails(NextToken):
-    """On rank ``rank``, in call ``at`` of this process: raises, exits, is killed, hangs, or goes on.
+    """In call ``at`` on rank ``rank``, raises, exits, kills the process, hangs, or continues.
 
-    It says so in the file ``ready``; where that is there already, it has happened, and nothing does.
+    It then writes the file ``ready``. With ``once``, nothing happens if the file already exists.
     """
 
     how: str = "raise"
@@ -52,7 +52,7 @@ class Fails(NextToken):
 
 @dataclass(frozen=True)
 class Signalled(NextToken):
-    """Sends this process the signals ``numbers`` in call ``at`` of the training, or of the evaluation."""
+    """Sends the signals ``numbers`` to this process in call ``at`` of the training or of the evaluation."""
 
     numbers: tuple[int, ...] = (signal.SIGTERM,)
     at: int = 3
@@ -70,7 +70,7 @@ class Signalled(NextToken):
 
 @dataclass(frozen=True)
 class Undetermined(NextToken):
-    """Its backward pass has an operation of which torch knows no deterministic form."""
+    """A loss with an operation in its backward pass that has no deterministic implementation in torch."""
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
         output = super().__call__(stats, batch)
@@ -85,12 +85,12 @@ def undetermined(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Marked(NextToken):
-    """``factor`` times as high where a sample has 32 targets or more."""
+    """A loss that is multiplied by ``factor`` in micro-batches with a sample of 32 or more labels."""
 
     factor: float = math.nan
 
     def weights(self, batch: Batch) -> None:
-        """Not of the log-probabilities alone."""
+        """Return None, because the loss is not a weighted sum of log-probabilities."""
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
         output = super().__call__(stats, batch)
@@ -100,12 +100,12 @@ class Marked(NextToken):
 
 @dataclass(frozen=True)
 class Scaled(NextToken):
-    """``factor`` times as high."""
+    """A loss that is multiplied by ``factor``."""
 
     factor: float = math.nan
 
     def weights(self, batch: Batch) -> None:
-        """Not of the log-probabilities alone."""
+        """Return None, because the loss is not a weighted sum of log-probabilities."""
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
         return LossOutput({"loss": super().__call__(stats, batch).terms["loss"] * self.factor})

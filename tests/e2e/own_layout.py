@@ -1,4 +1,4 @@
-"""A parallelism that is neither FSDP2 nor Megatron by its type: ``parallelism._target_=tests...``."""
+"""A parallelism whose type is neither FSDP2 nor Megatron: ``parallelism._target_=tests...``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ BUILDS = FSDP2(dp=1, default_dp=1, reshard_after_forward=False)
 
 @dataclass(frozen=True)
 class OneRank:
-    """All that ``ParallelismSpec`` asks for."""
+    """The members of ``ParallelismSpec``, and no others."""
 
     computes_prefixes: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""``adapter=lora`` from the command line to a folder that transformers and peft read."""
+"""``adapter=lora`` from the command line to an export that transformers and peft read."""
 
 import hashlib
 import json
@@ -102,7 +102,7 @@ def test_the_content_of_a_folder_is_every_byte(run: Path, tmp_path: Path) -> Non
     copy = tmp_path / "model.safetensors"
     copy.write_bytes(stored)
     assert content_hash(tmp_path) == content_hash(run / "base")
-    blob = tmp_path / "blobs" / hashlib.sha256(stored).hexdigest()  # as in the cache of the hub
+    blob = tmp_path / "blobs" / hashlib.sha256(stored).hexdigest()  # as in the cache of the Hugging Face hub
     blob.parent.mkdir()
     copy.rename(blob)
     copy.symlink_to(blob)

@@ -1,4 +1,4 @@
-"""pt -> sft -> dpo by ``checkpoint.init_from``, and what ``runner.export`` makes of their checkpoints."""
+"""pt -> sft -> dpo with ``checkpoint.init_from``, and exports of their checkpoints with ``runner.export``."""
 
 import math
 import shutil
@@ -19,7 +19,7 @@ FILES = {"sft": "2_sft", "dpo": "3_dpo"}
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The three runs of conf/experiment/pretrain_sft_dpo; the first one keeps only its weights."""
+    """Run the three experiments of conf/experiment/pretrain_sft_dpo; the first one saves only its weights."""
     folder = tmp_path_factory.mktemp("chain")
     runs = {"pt": run_here(folder, "experiment=pretrain_sft_dpo/1_pt", *SMALL, "checkpoint.model_only=true")}
     runs["sft"] = run_here(folder, "experiment=pretrain_sft_dpo/2_sft", *SMALL)
@@ -31,7 +31,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_stage_begins_with_the_weights_of_the_one_before(
     chain: dict[str, Path], tmp_path: Path, before: str, after: str
 ) -> None:
-    """Bitwise the run that reads the export of the one before: the reference too, but nothing else of it."""
+    """The run is bitwise the one that starts from the export: policy and reference are read, nothing else."""
     small = [option for option in SMALL if not option.startswith("model.")]
     export_of = ("model=hf", f"model.path={chain[before] / 'export'}")
     other = run_here(
@@ -168,7 +168,7 @@ def test_mistakes_in_an_export(
 
 
 def test_routers_biases_go_along(tmp_path: Path) -> None:
-    """What no gradient changes is in checkpoints, and in fp32 in exports; dpo leaves further layers out."""
+    """Router biases, which have no gradients, are saved, and exported in fp32; dpo drops the MTP layers."""
     deepseek = (
         "model=deepseek_tiny",
         *(option for option in SMALL if "head" not in option),

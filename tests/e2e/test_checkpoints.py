@@ -1,4 +1,4 @@
-"""What runs keep and when they end, and that a checkpoint written in the background is as good as any."""
+"""Best checkpoints, early stopping, damaged checkpoints, and checkpoints written in the background."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ QUICK = (
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Little to train on and less to evaluate on."""
+    """Write 36 chats for training and four for evaluation, and return the options of a run on them."""
     folder = tmp_path_factory.mktemp("few")
     chats = [{"instruction": f"Count to {n}.", "output": " ".join(map(str, range(n + 1)))} for n in range(40)]
     for name, some in {"train": chats[:36], "eval": chats[36:]}.items():
@@ -39,7 +39,7 @@ def stderr_of(capsys: pytest.CaptureFixture[str]) -> str:
 def test_an_early_stop_keeps_the_best_and_is_not_resumed(
     tmp_path: Path, few: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With max, the falling loss of the first evaluation is the best."""
+    """The mode is max, so that the first evaluation has the best loss, which then falls."""
     watched = (
         "checkpoint.keep_best=eval/loss",
         "early_stopping.metric=eval/loss",

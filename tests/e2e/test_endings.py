@@ -1,4 +1,4 @@
-"""A run ends as what it was: finished late, refused, failed, or complete without a reader."""
+"""Runs that are finished by a restart, refused or failed, or complete although stdout is closed."""
 
 import errno
 import json

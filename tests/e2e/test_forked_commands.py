@@ -1,4 +1,4 @@
-"""A forked command and the one that a user types give the same output, exit code, files and metrics."""
+"""A forked command and a real one give the same output, exit code, files and metrics."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 def lines(text: str, folder: Path) -> list[str]:
-    """Without what a clock, a process number or the folder changes."""
+    """Return the lines of a text without times, rates and the folder."""
     clock = r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d|[\d.,]+(?= (s|ms|GiB|GFLOP/s|tok/s|tokens/s)\b)"
     text = re.sub(clock, "N", text)
     text = text.replace(str(folder), "FOLDER")

@@ -1,4 +1,4 @@
-"""Steps that are not taken: losses that are not finite, and spikes."""
+"""Skipped steps: losses that are not finite, and loss spikes."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ GUARDED = (
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Chats of which one, the 17th, is marked, as tests.e2e.losses.Marked knows; not shuffled."""
+    """Write chats whose 17th sample has the mark of tests.e2e.losses.Marked; they are not shuffled."""
     path = tmp_path_factory.mktemp("data") / "chats.jsonl"
     chats = [
         {"instruction": f"Count {n}.", "output": "yes " * (50 if n == BAD else n % 9 + 1)}
@@ -40,11 +40,11 @@ def warnings(run: Path) -> list[str]:
 def test_a_step_is_skipped_and_its_samples_are_named(
     data: tuple[str, ...], tmp_path: Path, how: tuple[str, ...], why: str
 ) -> None:
-    """The 17th sample is in the fifth batch of the first epoch, and in the 20th step of all."""
+    """The 17th sample is in the fifth batch of the first epoch and in step 20."""
     guarded = (*GUARDED, *data, *how, "run.loss_spike_factor=3", "run.max_steps=20", "scheduler=constant")
     run = run_here(tmp_path, *guarded)
     skipped = [row["train/total_skipped"] for row in rows(run, "train/loss")]
-    # A spike shows against ten steps before it; what is not finite always.
+    # A spike is found only after ten earlier steps; a loss that is not finite is always found.
     assert skipped == [0] * 4 + [int(how is NAN)] * 15 + [1 + (how is NAN)]
     assert why in warnings(run)[-1]
     assert "samples data.train:17, data.train:18, data.train:19, data.train:20" in warnings(run)[-1]

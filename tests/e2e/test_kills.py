@@ -1,4 +1,4 @@
-"""A few of the kills of ``python -m benchmarks.fault_injection``, on both engines."""
+"""A few of the kills of ``python -m benchmarks.fault_injection`` on both engines."""
 
 import json
 from pathlib import Path

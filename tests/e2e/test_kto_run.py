@@ -1,4 +1,4 @@
-"""KTO from a file to rows, with a reference in memory and with one that was asked before."""
+"""KTO from a data file to metrics, with a reference in memory and with a precomputed one."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ RECORDS = [
 
 
 def test_a_run(tmp_path: Path) -> None:
-    """Ten answers in two steps an epoch; both kinds of reference say the same, bit by bit."""
+    """Ten answers make two steps per epoch, and both kinds of reference give bitwise the same metrics."""
     (tmp_path / "answers.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in RECORDS))
     data = ["data=files", f"data.train={tmp_path}/answers.jsonl", f"data.cache_dir={tmp_path}/cache"]
     options = ["stage=kto", "data.packing=none", "run.global_batch_size=8", "run.export=false", *data]

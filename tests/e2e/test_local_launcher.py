@@ -1,4 +1,4 @@
-"""``hydra/launcher=local`` and signals: what runs saves, and nothing is left."""
+"""``hydra/launcher=local`` and signals: running jobs save a checkpoint, and no process is left."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from tests.e2e.test_workers import FAILS
 
 
 def start(folder: Path, how: str, *more: str) -> Command:
-    """A sweep, two at once, the first rank of each of which goes on, or hangs, in its third call."""
+    """Start a sweep of two jobs at once, whose first ranks continue or hang in the third call of the loss."""
     ready = f"+stage.ready={folder}/ready_${{hydra:runtime.choices.parallelism}}"
     swept = ("-m", *SMALL, FAILS, f"+stage.how={how}", "+stage.rank=0", ready, "run.max_steps=100000")
     launcher = ("hydra/launcher=local", "hydra.launcher.jobs=2", f"run.output_dir={folder}")
@@ -21,7 +21,7 @@ def start(folder: Path, how: str, *more: str) -> Command:
 
 
 def begun(folder: Path, started: Command, jobs: int) -> list[psutil.Process]:
-    """Every process of the sweep but its parent, once ``jobs`` of them train."""
+    """Wait until ``jobs`` jobs train, and return all processes of the sweep except its parent."""
     started.until(lambda: len([*folder.glob("ready_*")]) >= jobs)
     return started.ranks()
 

@@ -1,4 +1,4 @@
-"""The Megatron engine by the commands that users type."""
+"""The Megatron engine in whole runs."""
 
 import json
 import re
@@ -10,8 +10,7 @@ from tests.e2e.commands import SMALL, call_here, command, curve, newest, rows, r
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
-# Adam turns the sign of a gradient that is almost zero into a whole step: compared at a rate where that
-# does not show.
+# The rate is low, because Adam makes a full step of the sign of a gradient that is almost zero.
 SAME = (*SMALL, "optimizer.lr=1e-5", "run.export=false")
 
 
@@ -41,7 +40,7 @@ def test_dpo_on_tp2pp2_has_the_curve_of_one_process(tmp_path: Path) -> None:
 
 
 def test_a_sweep_over_engines_in_one_process(tmp_path: Path) -> None:
-    """Megatron's patches stay in the process; the engine after it must not notice."""
+    """Megatron's patches stay in the process, but do not change the next FSDP2 run."""
     engines = "parallelism=single,megatron,single"
     assert call_here("-m", engines, *SAME, f"run.output_dir={tmp_path}") == 0
     first, megatron, second = sorted(tmp_path.glob("*/*/run.json"), key=lambda path: path.stat().st_mtime_ns)
@@ -50,7 +49,7 @@ def test_a_sweep_over_engines_in_one_process(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_ones_own_on_every_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss of docs/losses.md knows nothing of tensor, pipeline or context parallelism."""
+    """The loss of docs/losses.md has no code for tensor, pipeline or context parallelism."""
     source, *_ = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / "losses.md").read_text(), flags=re.DOTALL
     )

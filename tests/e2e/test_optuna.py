@@ -1,4 +1,4 @@
-"""``hydra/sweeper=optuna``: searches that go on, fail, and are wrong."""
+"""``hydra/sweeper=optuna``: searches that resume, failed trials, pruning, and mistakes in the options."""
 
 import json
 import math
@@ -25,7 +25,7 @@ Run = Callable[..., float]
 
 
 def distance(config: Any, *_: Any) -> float:
-    """From the best learning rate, in powers of ten."""
+    """Return the distance from the best learning rate in powers of ten, plus the seed."""
     return abs(math.log10(config["optimizer"]["lr"]) + 3) + config["run"]["seed"]
 
 
@@ -65,7 +65,7 @@ def test_a_search_finds_it_and_says_what_it_was(
 def test_an_interrupted_search_goes_on_and_draws_what_it_would_have_drawn(
     tmp_path: Path, runs: Callable[[Run], None]
 ) -> None:
-    """By a signal in the fourth of its jobs, in the second batch of two."""
+    """The interruption is in the fourth job, in the second batch of two."""
     more = (LR, "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler_options={n_startup_trials:3}")
     runs(distance)
     assert search(tmp_path / "straight", *more) == 0
@@ -115,7 +115,7 @@ def test_what_fails_or_is_refused_is_no_point_to_learn_from(
 
 
 def test_runs_that_are_worse_than_others_end_early(tmp_path: Path) -> None:
-    """Real ones: the learning rate of the third is too low to learn anything."""
+    """The third of three real runs is pruned, whose learning rate is too low to learn anything."""
     arguments = [
         "hydra.sweeper.sampler=grid",
         "hydra.sweeper.seed=3",

@@ -1,4 +1,4 @@
-"""The wheel carries everything: it runs in any folder, without the checkout."""
+"""The wheel is complete: it runs in any folder without the checkout."""
 
 import os
 import shutil
@@ -29,15 +29,15 @@ class Mine(NextToken):
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the programs of an environment into which the wheel is installed."""
+    """Install the wheel into a new environment and return the folder of its programs."""
     folder = tmp_path_factory.mktemp("wheel")
     wheels, source = folder / "wheels", folder / "source"
-    # A copy: building leaves a folder behind, whose old files would end up in the next wheel.
+    # The wheel is built from a copy, because old files in the build folder would be in the next wheel.
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "outputs", "build", "tests"))
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", str(wheels), str(source)]
     subprocess.run(build, check=True)
     (wheel,) = wheels.glob("samecurve-*.whl")
-    # The dependencies come from this environment, and only the program from the wheel.
+    # Only the program comes from the wheel. Its dependencies are those of this environment.
     venv.create(folder / "venv", with_pip=False, system_site_packages=False)
     python = folder / "venv" / "bin" / "python"
     site = next((folder / "venv" / "lib").glob("python3*/site-packages"))
@@ -49,7 +49,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer_of(command: list[object], folder: Path) -> str:
-    """Runs a command that succeeds, and returns its standard output."""
+    """Run a command that must succeed, and return its standard output."""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, check=False)
@@ -70,7 +70,7 @@ def test_an_empty_folder(programs: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_with_packages_called_as_ours(programs: Path, tmp_path: Path) -> None:
-    """Neither the command, nor the job and the ranks that it starts import them."""
+    """The command, its job and its ranks do not import the user's packages with our names."""
     (tmp_path / "components").mkdir()
     for name in ("components/__init__.py", "runner.py"):
         (tmp_path / name).write_text(f"raise ValueError('{name} of the user')")

@@ -1,4 +1,4 @@
-"""The comparison with other programs, as a command: ours, the loop and one more, and notes on the others."""
+"""The comparison with other programs as a command: our runner, the loop, a third one, and skipped ones."""
 
 import json
 import sys
@@ -21,12 +21,12 @@ for i in range(int(sys.argv[2])):
 assert sys.argv[1] == "sft fp32"
 open(os.environ["BENCH_OUT"], "w").write("".join(json.dumps(step) + chr(10) for step in steps))
 """
-"""A program that claims 200 and 300 tokens in a processor second each."""
+"""A program that reports 200 and 300 tokens in one processor second each."""
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The rows of the results, by program: three runs a program would take a minute, so one."""
+    """Return the rows of the results by program, with only one run per program to save time."""
     folder = tmp_path_factory.mktemp("peers")
     small_data(folder)
     (folder / "other.py").write_text(OTHER)
@@ -82,7 +82,7 @@ def test_what_did_not_run_says_why(report: dict[str, dict[str, Any]]) -> None:
 
 def test_a_python_without_the_peer_says_so(tmp_path: Path) -> None:
     bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # no site-packages
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
     bare.chmod(0o755)
     named = {program.name.split(",")[0] for program in PEERS}
     found = programs({name: str(bare) for name in named}, {})

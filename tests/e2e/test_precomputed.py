@@ -1,4 +1,4 @@
-"""stage.reference=precomputed, by the real command."""
+"""``stage.reference=precomputed`` in whole runs."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
 
 @pytest.fixture
 def options(tmp_path: Path) -> tuple[str, ...]:
-    """Sixteen pairs, four of them for evaluation, in a cache of their own."""
+    """Return the options of runs on sixteen pairs, four of them for evaluation, with a separate cache."""
     with (tmp_path / "pairs.jsonl").open("w") as file:
         for n in range(16):
             prompt, chosen, rejected = (" ".join(WORDS[n % k : n % k + k]) for k in (5, 3, 4))
@@ -47,7 +47,7 @@ PRECOMPUTED = "stage.reference=precomputed"
 
 
 def close(run: Path, other: Path) -> None:
-    """The same losses up to rounding."""
+    """Assert that losses are equal up to rounding."""
     for ours, theirs in zip(curve(run), curve(other), strict=True):
         losses = {key: value for key, value in theirs.items() if key.endswith("/loss")}
         assert losses == pytest.approx({key: ours[key] for key in losses}, abs=1e-5)
@@ -73,7 +73,7 @@ def test_losses_are_those_of_a_frozen_reference(
 def test_a_run_that_is_continued_finds_or_computes_the_same(
     tmp_path: Path, options: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The reference is the model before the first step, wherever the run goes on."""
+    """The reference is the model before the first step, also when the run resumes from a later one."""
     whole = run_here(
         tmp_path / "whole", *options, PRECOMPUTED, "checkpoint.save_every=2", "checkpoint.keep_last=0"
     )
@@ -90,7 +90,7 @@ def test_a_run_that_is_continued_finds_or_computes_the_same(
 def test_another_reference_is_computed_anew(
     tmp_path: Path, options: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Another seed is another model; so is the folder of a run, whose tokens are these."""
+    """Another seed or another ``stage.reference_path`` means another reference model."""
     one = (*options, "run.max_steps=1", "run.epochs=null", "run.eval_every=0")
     first = run_here(tmp_path / "first", *one, PRECOMPUTED, "run.export=true")
     other = (*one, f"stage.reference_path={first}/export")
@@ -104,7 +104,7 @@ def test_another_reference_is_computed_anew(
 
 
 def test_an_adapter_is_compared_with_its_base(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """Whoever computes it: the model with its adapter off, a second one, or one that is gone by then."""
+    """Losses are equal with the adapter switched off, a frozen second model, and a precomputed reference."""
     adapter = (*options, "adapter=lora", "adapter.r=4", "run.epochs=1", "run.eval_every=0")
     off = run_here(tmp_path / "off", *adapter)
     losses = [row["train/loss"] for row in curve(off) if "train/loss" in row]

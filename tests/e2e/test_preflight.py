@@ -1,4 +1,4 @@
-"""``preflight.mode``: what is told before a run against the run, and the modes in which there is none."""
+"""``preflight.mode``: forecasts against real runs, and the modes that start no run."""
 
 import json
 import re
@@ -16,7 +16,7 @@ H100 = ["run.dtype=bf16", "preflight.device_name=H100"]
 
 
 def forecast(folder: Path) -> dict[str, Any]:
-    """The newest preflight.json below the outputs ``folder``."""
+    """Return the newest preflight.json below the outputs ``folder``."""
     path = max((folder / "preflight").glob("*/preflight.json"), key=lambda path: path.stat().st_mtime_ns)
     sections: dict[str, Any] = json.loads(path.read_text())
     return sections
@@ -72,12 +72,12 @@ def test_every_key_has_a_reader(tmp_path: Path) -> None:
 
 
 def test_512_ranks_on_a_laptop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without weights, a tokenizer of its own, or a GPU."""
+    """The forecast needs no weights, no tokenizer of the model and no GPU."""
     assert call_here(*LARGE, "preflight.mode=only", f"run.output_dir={tmp_path}") == 0
     told = forecast(tmp_path)
     assert told["layout"] == {"ranks": 512, "parallelism": "Megatron", "pp": 4, "dp": 16, "cp": 1, "tp": 8}
-    assert told["batch"]["rows"] == 32  # as none was given
-    assert told["parameters"]["total"] == 70_553_706_496  # as its model card has it
+    assert told["batch"]["rows"] == 32  # the default for forecasts
+    assert told["parameters"]["total"] == 70_553_706_496  # from its model card
     assert [row["stage"] for row in told["memory"]] == [0, 1, 2, 3]
     assert len(told["groups"]) == 64 + 32 + 128
     shown, said = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""``profiler.enabled=true`` leaves a trace and a table of the steps that were asked for."""
+"""``profiler.enabled=true`` writes a trace and a table of the given steps."""
 
 import json
 from pathlib import Path

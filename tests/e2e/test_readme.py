@@ -1,4 +1,4 @@
-"""The commands of the README and of docs/, and what is promised of the first one."""
+"""The commands of the README and of docs/, and the promises of the README about the first one."""
 
 import json
 import math
@@ -31,9 +31,9 @@ PAIRS = [
 
 
 def test_the_default_run(tmp_path: Path) -> None:
-    """``python -m runner``: at least 100 steps in under three minutes of one core, and it learns.
+    """``python -m runner`` takes at least 100 steps in less than three minutes of one core, and it learns.
 
-    Not by the clock: other tests run beside it.
+    Processor time is measured, because other tests run at the same time.
     """
     began = children_seconds()
     answer = run_command(command(), cwd=tmp_path, seconds=150)
@@ -49,7 +49,7 @@ def test_the_default_run(tmp_path: Path) -> None:
 
 
 def test_what_the_default_run_says(tmp_path: Path) -> None:
-    """The same with a few steps of a small model."""
+    """The output is complete, also with a few steps of a small model."""
     answer = run_forked(*SMALL, cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     for words in SAID:
@@ -57,7 +57,7 @@ def test_what_the_default_run_says(tmp_path: Path) -> None:
 
 
 def children_seconds() -> float:
-    """Processor seconds of processes that have ended."""
+    """Return the processor seconds of child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -68,7 +68,7 @@ def test_there_are_commands() -> None:
 
 @pytest.mark.parametrize("text", [text for text in COMMANDS if text not in SWEEPS])
 def test_a_command_of_the_readme_composes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With ``--cfg job`` in place of the run: every group, option and key in it exists."""
+    """All groups, options and keys of the command exist; ``--cfg job`` replaces the run."""
     words = shlex.split(text)
     arguments = words[words.index("runner") + 1 :]
     shown = [] if {"--help", "--cfg"} & set(arguments) else ["--cfg", "job"]
@@ -84,9 +84,9 @@ def test_a_command_of_the_readme_composes(text: str, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("text", [text for text in SWEEPS if "launcher=slurm" not in text])
 def test_a_sweep_of_the_readme_sweeps(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every job of it composes; none is run."""
+    """The configurations of all jobs compose. No job is run."""
     numbers: list[int] = []
-    Plugins.instance()  # has imported the launchers
+    Plugins.instance()  # imports the launchers
     monkeypatch.setattr(
         "runner.launch.run.run", lambda *given: numbers.append(given[1].sweep_job.number) or 1.0
     )
@@ -112,7 +112,7 @@ def pretend(job: LocalJob, numbers: list[int]) -> None:
 
 
 def test_reports_are_written_as_shown(tmp_path: Path) -> None:
-    """Of a sweep and a run with the names that the README gives them."""
+    """Reports of a sweep and of a run are written with the names in the README."""
     stamp = make_sweep(tmp_path / "outputs", runs=2, steps=20).rename(tmp_path / "outputs/sweeps/STAMP")
     (tmp_path / "outputs/sft_tiny").mkdir()
     (tmp_path / "outputs/sft_tiny/STAMP").symlink_to(tmp_path / "outputs/pt_tiny/stamp_0000")
@@ -143,7 +143,7 @@ def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_preference_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one, with its YAML file."""
+    """The second example of docs/losses.md trains with its YAML file."""
     _, source = re.findall(r"```python\n(.*?)```", DOCS, flags=re.DOTALL)
     (config,) = re.findall(r"```yaml\n(.*?)```", DOCS, flags=re.DOTALL)
     (tmp_path / "conf/stage").mkdir(parents=True)
@@ -156,7 +156,7 @@ def test_a_preference_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.Monke
     assert call_here(*chosen, *SMALL, *data, f"run.output_dir={tmp_path}/out") == 0
     found = rows(newest(tmp_path / "out"), "train/loss")
     assert len(found) == 4
-    # At the reference, log 2 and the squares of two targets of 5.
+    # While policy and reference are equal, the loss is log 2 and the squares of two targets of 5.
     assert found[0]["train/loss"] == pytest.approx(math.log(2) + 0.5 * 2 * 25, rel=1e-6)
     assert found[-1]["train/loss"] < found[0]["train/loss"]
 

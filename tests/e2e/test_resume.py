@@ -1,4 +1,4 @@
-"""Resuming continues the same run: same batches, same moments, bitwise the same rows."""
+"""A resumed run has the same batches, the same moments and bitwise the same metrics."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_a_run_folder_resumes_from_its_newest_checkpoint(straight: Path, tmp_pat
 
 def test_auto_starts_afresh_then_continues(tmp_path: Path) -> None:
     first = run_here(tmp_path, *TEN, "run.max_steps=3", "checkpoint.resume=auto")
-    # What a run that was killed leaves after its last checkpoint: another row, and half of one.
+    # A killed run leaves a row after its last checkpoint and half of another one.
     with (first / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "train/loss": 99.0}\n{"step": 5, "tra')
     second = run_here(tmp_path, *TEN, "run.max_steps=5", "checkpoint.resume=auto")

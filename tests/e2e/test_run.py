@@ -1,4 +1,4 @@
-"""A whole run: what it leaves behind, and that it is the same run however it is started."""
+"""A whole run: its files, and equal results however it is started."""
 
 import json
 import math
@@ -157,7 +157,7 @@ def test_epochs(tmp_path: Path) -> None:
     small = [override for override in SMALL if not override.startswith("run.max_steps")]
     length = ("run.epochs=2", "checkpoint.save_every_epochs=1", "checkpoint.keep_last=0")
     run = run_here(tmp_path / "o", *small, *data, *length)
-    # Ten samples in batches of four: the third batch of an epoch holds two.
+    # Ten samples in batches of four leave two for the third batch of an epoch.
     assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3, 4, 5, 6]
     assert [row["train/total_samples"] for row in rows(run, "train/loss")] == [4, 8, 10, 14, 18, 20]
     saved = [path.name for path in sorted((run / "checkpoints").iterdir())]

@@ -1,4 +1,4 @@
-"""A signal, or the end of its time, at every place of a run: resumable or cleanly absent."""
+"""A signal or a time limit at any point leaves a run that can be resumed, or no run at all."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_in_a_save_which_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_in_the_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its evaluation and its export are what is left to do."""
+    """The resumed run does the last evaluation and the export."""
     run = run_here(tmp_path / "first", *SIX, "run.export=true", SIGNALLED, "+stage.at=6")
     assert saved(run) == ["step_00000006"]
     assert not (run / "export").exists()

@@ -1,4 +1,4 @@
-"""``hydra/launcher=slurm`` where there is no SLURM: what it would submit, and what it refuses."""
+"""``hydra/launcher=slurm`` without SLURM: the scripts of a dry run, and refused options."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``-m``: jobs one after another in one process, each as if alone."""
+"""``-m`` runs jobs one after another in one process without effects on each other."""
 
 import json
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ def test_a_failed_job_does_not_stop_the_others(
 
 @dataclass(frozen=True)
 class Prunes:
-    """Finds job 1 not worth going on with, from its second step on."""
+    """A pruner that stops job 1 at step 2 and logs all its calls."""
 
     number: int
     told: str
@@ -123,7 +123,7 @@ class LeavesPruner(Callback):
 
 
 def test_ranks_end_together_where_a_sweep_has_seen_enough(tmp_path: Path) -> None:
-    """The first rank alone is told of evaluations; what tells it is named in the folder of the sweep."""
+    """Only the first rank calls the pruner, which is named in the sweep folder, and all ranks stop."""
     told, sweep = tmp_path / "told", tmp_path / "sweep"
     own = "+hydra.callbacks.own={_target_: tests.e2e.test_sweep.LeavesPruner, told: %s}"
     two_ranks = ("parallelism=fsdp2", "run.micro_batch_size=1", "run.eval_every=1", "run.export=false")

@@ -1,4 +1,4 @@
-"""The same numbers from every tracker, over a run that failed and went on; and a run without any."""
+"""All trackers have the same numbers of a run that failed and resumed, and a run needs no tracker."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.trackers import scalars, tags, wandb_runs
 
 
 def two_starts(*options: str) -> None:
-    """A run that fails after step 5, and the same command again."""
+    """Run a command that fails after step 5, and run it again."""
     arguments = [*SMALL, *options, "run.max_steps=6", "checkpoint.save_every=3", "run.eval_every=2"]
     arguments += ["run.export=false"]
     train_step = loop.train_step
@@ -31,7 +31,7 @@ def two_starts(*options: str) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that failed after step 5, and went on from its checkpoint of step 3."""
+    """Return the folder of a run that failed after step 5 and resumed from its checkpoint of step 3."""
     folder = tmp_path_factory.mktemp("trackers")
     options = ["logger=[jsonl,tensorboard,wandb]", "logger.wandb.mode=offline", f"run.output_dir={folder}"]
     answer = Command(*options, cwd=folder, call=two_starts).finish()
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logged(run: Path, first: int = 1) -> dict[int, dict[str, Any]]:
-    """Step -> what metrics.jsonl has of it; null is no value."""
+    """Return the values in metrics.jsonl by step, without nulls."""
     found: dict[int, dict[str, Any]] = {}
     for row in rows(run):
         if row["step"] >= first:

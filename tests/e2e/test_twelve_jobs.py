@@ -1,4 +1,4 @@
-"""Twelve jobs, one after another in one process and side by side in processes of their own."""
+"""Twelve jobs, one after another in one process, and two at a time in separate processes."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def test_twelve_jobs(tmp_path: Path, capfd: pytest.CaptureFixture[str], launcher
     facts = json.loads((sweep / "sweep.json").read_text())
     assert facts["counts"] == {"completed": 9, "invalid": 2, "failed": 1}
     assert (facts["jobs"], facts["exit_code"]) == (12, 1)
-    if not launcher:  # in one process, in which Megatron has run meanwhile
+    if not launcher:  # all in one process, in which Megatron has also run
         alone = run_here(tmp_path / "alone", *(word for word in SWEEP if word not in SWEPT), *POINTS[6])
         assert curve(alone) == curve(Path(str(outcomes[6].folder)))
     lowest = min(outcomes, key=lambda outcome: math.inf if outcome.loss is None else outcome.loss)

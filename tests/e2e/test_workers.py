@@ -1,4 +1,4 @@
-"""No orphan, no silent success: what happens when ranks or their parent end early."""
+"""When ranks or their parent end early, no process is left and the run never succeeds silently."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ def arguments(tmp_path: Path, how: str, rank: int = 1) -> list[str]:
 
 
 def start(tmp_path: Path, how: str, *more: str) -> tuple[Command, list[psutil.Process]]:
-    """The command, once its rank 1 hangs in a step, and the ranks it has started."""
+    """Start the command, wait until its rank 1 hangs in a step, and return it with its ranks."""
     started = Command(*arguments(tmp_path, how), *more, cwd=ROOT)
     started.until((tmp_path / "ready").exists)
     ranks = started.ranks()
@@ -101,7 +101,7 @@ def test_killing_the_parent_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_failure_on_one_rank_alone_has_a_traceback(tmp_path: Path) -> None:
-    """The first rank runs in the user's own process."""
+    """A run of one rank, which runs in the process of the command, prints the traceback."""
     single = [*SMALL, FAILS, "+stage.rank=0", f"run.output_dir={tmp_path}"]
     answer = run_forked(*single, cwd=ROOT)
     assert answer.returncode == 1

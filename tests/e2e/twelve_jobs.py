@@ -1,5 +1,6 @@
-"""A sweep of twelve jobs over learning rate, layout (of both engines) and model: nine are well, two are
-refused, and one fails; whatever launches it.
+"""A sweep of twelve jobs over learning rate, layout (of both engines) and model, for any launcher.
+
+Nine jobs complete, two are refused, and one fails.
 """
 
 import json
@@ -43,7 +44,7 @@ SWEEP = (
 
 @dataclass(frozen=True)
 class Breaks(Constant):
-    """Fails on every rank but the first, in the second step, where the rate is 3e-3."""
+    """A schedule that fails in the second step on all ranks except the first if the rate is 3e-3."""
 
     def lr(self, step: int, *, peak: float, total_steps: int) -> float:
         if step == 1 and peak == 3e-3 and os.environ.get("RANK", "0") != "0":
@@ -52,7 +53,7 @@ class Breaks(Constant):
 
 
 def check_outcomes(sweep: Path) -> list[JobRecord]:
-    """Each job has ended as it should, in a folder of its own, and engines agree."""
+    """Check that each job has the expected status and its own folder, and that engines agree."""
     records = read_job_records(sweep)
     assert [record.number for record in records] == list(range(12))
     assert [record.overrides[-3:] for record in records] == POINTS
@@ -76,7 +77,7 @@ def check_outcomes(sweep: Path) -> list[JobRecord]:
 
 
 def check_table(shown: str) -> None:
-    """A row for each job, and what was wrong with three of them."""
+    """Check that the table has a row for each job, and the errors of three of them."""
     rows = [line for line in shown.splitlines() if re.match(r" *\d+  ", line)]
     assert [row.split()[:5] for row in rows] == [
         [str(number), *(word.partition("=")[2] for word in point), STATUSES[number]]

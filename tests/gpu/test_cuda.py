@@ -1,4 +1,4 @@
-"""The same command on a GPU. Skipped where there is none; nothing else needs one."""
+"""Whole runs on a GPU. They are skipped without one."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Megatron on one GPU, against FSDP2 on the same. Skipped where there is none."""
+"""Megatron on one GPU against FSDP2 on the same GPU. The tests are skipped without one."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The estimate of a rank's memory against what the GPU's allocator gave out. Skipped where there is none."""
+"""The estimated memory of a rank against the peak of the CUDA allocator. Skipped without a GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A SLURM of two nodes on this machine: real daemons, without systemd, cgroups or an accounting database."""
+"""A SLURM cluster of two nodes on this machine: real daemons, but no systemd, cgroups or accounting."""
 
 import contextlib
 import os
@@ -46,13 +46,16 @@ KillWait=5
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=8000 Gres=gpu:8"
-"""A requeued job begins once its credential has expired (``cred_expire``)."""
+"""Line of a node in slurm.conf.
+
+``cred_expire`` in ``CONF`` is short, because a requeued job starts only after its credential has expired.
+"""
 GPUS = 8
-"""Of each node; there is nothing behind them."""
+"""Number of GPUs of each node. They are only empty files."""
 
 
 class Cluster:
-    """Its daemons live from ``__enter__`` to ``__exit__``, and no longer than this process."""
+    """A cluster whose daemons run from ``__enter__`` to ``__exit__``, and end if this process ends."""
 
     def __init__(self, base: Path) -> None:
         self.base, self.daemons = base, list[subprocess.Popen[bytes]]()
@@ -70,7 +73,7 @@ class Cluster:
         ]
         text = CONF.format(host=host, base=self.base, port=ports[0])
         (self.base / "slurm.conf").write_text("\n".join([text, *nodes, ""]))
-        for number in range(GPUS):  # that there is a file for each is all that is asked of them
+        for number in range(GPUS):  # SLURM only checks that the files exist
             (self.base / f"gpu{number}").touch()
         (self.base / "gres.conf").write_text(f"Name=gpu File={self.base}/gpu[0-{GPUS - 1}]\n")
         with HOSTS.open("a") as hosts:  # in place: containers mount this file
@@ -115,7 +118,7 @@ class Cluster:
             self.daemons.append(subprocess.Popen(guarded, env=env, stdout=log, stderr=log))
 
     def run(self, *command: str, cwd: Path | None = None) -> str:
-        """What one of SLURM's own commands prints."""
+        """Run a command of SLURM and return its output."""
         answer = subprocess.run(
             command, env=os.environ | self.environ, cwd=cwd, capture_output=True, text=True, check=False
         )
@@ -130,7 +133,7 @@ class Cluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """That nobody listens at now."""
+    """Return ports that are free at this moment."""
     sockets = [socket.socket() for _ in range(count)]
     for one in sockets:
         one.bind(("127.0.0.1", 0))
@@ -141,7 +144,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def need_slurm() -> None:
-    """Installs SLURM where that can be done; skips where not."""
+    """Install SLURM if possible; otherwise skip the tests."""
     if os.geteuid() != 0:
         pytest.skip("SLURM's daemons for tests need root")
     if shutil.which("slurmctld") and shutil.which("munged"):

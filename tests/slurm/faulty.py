@@ -1,4 +1,4 @@
-"""A layout from outside the package that goes wrong: ``parallelism._target_=tests.slurm.faulty.Faulty``."""
+"""A layout from outside the package that fails: ``parallelism._target_=tests.slurm.faulty.Faulty``."""
 
 import os
 import time
@@ -10,11 +10,11 @@ from components.engines.fsdp2 import FSDP2
 
 @dataclass(frozen=True)
 class Faulty(FSDP2):
-    """Rank 1 fails in the third step or after the last collective, or every rank hangs, or is slow."""
+    """A layout whose rank 1 fails in step 3 or after the last collective, or whose ranks hang or are slow."""
 
     fault: Literal["none", "middle", "late", "hang", "slow"] = "none"
     step_s: float = 0.5
-    """Of the slow one."""
+    """Extra duration of each step in seconds with the fault ``slow``."""
 
     def build(self, *args: Any, **options: Any) -> Any:
         engine = super().build(*args, **options)

@@ -1,4 +1,4 @@
-"""Sweeps through SLURM, started as users start them and watched from outside."""
+"""Sweeps through SLURM, started with the real command and observed from outside."""
 
 import os
 import re
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Sweep:
-    """``python -m runner -m hydra/launcher=slurm`` in a process of its own."""
+    """``python -m runner -m hydra/launcher=slurm`` in a separate process."""
 
     def __init__(self, cluster: Cluster, folder: Path, *words: str) -> None:
         self.folder, self.log = folder, folder / "launcher.log"
@@ -52,14 +52,14 @@ class Sweep:
         return [record for sweep in self.folder.glob("sweeps/*") for record in read_job_records(sweep)]
 
     def id_of(self, number: int) -> str:
-        """What SLURM calls a job, as soon as that is known."""
+        """Wait for the SLURM id of a job and return it."""
         self.until(lambda: f"job {number} (SLURM " in self.said())
         found = re.search(rf"job {number} \(SLURM (\S+)\)", self.said())
         assert found is not None
         return found[1]
 
     def steps_of(self, number: int) -> int:
-        """That a job has logged so far."""
+        """Return the number of rows that a job has logged so far."""
         folders = [record.folder for record in self.outcomes() if record.number == number]
         path = Path(str(folders[0]), "metrics.jsonl") if folders else Path("nowhere")
         return len(path.read_text().splitlines()) if path.exists() else 0

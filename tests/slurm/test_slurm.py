@@ -1,4 +1,4 @@
-"""Sweeps and runs on a real SLURM of two nodes."""
+"""Sweeps and runs on a real SLURM cluster of two nodes."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Words:
-    """A run of seconds, on data that take no time to tokenise."""
+    """Return the options of a run of a few seconds on a small data file."""
     path = tmp_path_factory.mktemp("data") / "chats.json"
     chats = [{"instruction": f"count to {n}", "output": "one more " * n} for n in range(1, 40)]
     path.write_text(json.dumps(chats))
@@ -40,7 +40,10 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Words:
 
 @pytest.fixture(scope="module")
 def limited(cluster: Cluster, short: Words, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweep]:
-    """One job of two ranks that it starts itself, too slow for its two minutes. Other tests run beside it."""
+    """Start a job of two ranks that exceeds its time limit of two minutes, while other tests run.
+
+    The job has one task, which starts the ranks itself.
+    """
     slow = ("parallelism.dp=2", "+parallelism.fault=slow", "+parallelism.step_s=1", "run.max_steps=300")
     limits = [f"hydra.launcher.{key}" for key in ("timeout_min=2", "signal_delay_s=15", "max_requeues=1")]
     with Sweep(cluster, tmp_path_factory.mktemp("limited") / "o", *short, *slow, *limits) as sweep:
@@ -51,7 +54,7 @@ def limited(cluster: Cluster, short: Words, tmp_path_factory: pytest.TempPathFac
 def faults(
     cluster: Cluster, short: Words, limited: Sweep, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Sweep]:
-    """An array of jobs of two tasks: one is well, two fail, and one is cancelled in its third step."""
+    """Run an array of jobs of two tasks: one completes, two fail, and one is cancelled in its third step."""
     swept = "+parallelism.fault=none,middle,late,hang"
     with Sweep(cluster, tmp_path_factory.mktemp("faults") / "o", *short, TWO, swept) as sweep:
         sweep.until(lambda: sweep.steps_of(3) >= 2)
@@ -100,7 +103,7 @@ def outcome_of(sweep: Sweep, number: int) -> JobRecord:
 
 
 def test_an_array(faults: Sweep) -> None:
-    """Four jobs of 1 x 2 ranks are one array, and each has its outcome."""
+    """Four jobs of one node and two ranks form one array, and each has its own record."""
     assert {faults.id_of(number).split("_")[1] for number in range(4)} == {"0", "1", "2", "3"}
     assert len({faults.id_of(number).split("_")[0] for number in range(4)}) == 1
     assert [outcome.status for outcome in faults.outcomes()] == ["completed", "failed", "failed", "failed"]
@@ -115,7 +118,7 @@ def test_an_array(faults: Sweep) -> None:
     ("number", "words"), [(1, "the third step is a bad one"), (2, "after the last collective")]
 )
 def test_a_failed_rank_fails_its_job(faults: Sweep, number: int, words: str) -> None:
-    """Also where every other rank was well; its own traceback is shown where the sweep was started."""
+    """One failed rank is enough, and its traceback is shown in the output of the sweep."""
     error = str(outcome_of(faults, number).error)
     assert error.splitlines()[-1] == f"RuntimeError: {words}"
     assert "rank 1 failed:\nTraceback (most recent call last):" in error
@@ -130,7 +133,7 @@ def test_a_job_cancelled_by_others_has_failed(faults: Sweep) -> None:
 def test_a_preempted_job_goes_on_in_its_folder(
     cluster: Cluster, short: Words, limited: Sweep, tmp_path: Path
 ) -> None:
-    """2 x 2 ranks, told once by a notice and once as SLURM preempts; bitwise the job beside it."""
+    """A job of 2 x 2 ranks that is stopped by a signal and by a requeue is bitwise an uninterrupted job."""
     shape = ("hydra.launcher.nodes=2", TWO, "run.max_steps=12", "+parallelism.fault=none,slow")
     with Sweep(cluster, tmp_path / "o", *short, *shape) as sweep:
         sweep.until(lambda: sweep.steps_of(1) >= 2)
@@ -149,7 +152,7 @@ def test_a_preempted_job_goes_on_in_its_folder(
 
 
 def test_the_script_for_sbatch(cluster: Cluster, short: Words, faults: Sweep, tmp_path: Path) -> None:
-    """examples/slurm.sbatch, made smaller, gives the curve of the same job of a sweep."""
+    """A smaller examples/slurm.sbatch gives the curve of the same job of a sweep."""
     smaller = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", "--time=5")
     log, path = tmp_path / "log", f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
     script = ("sbatch", "--wait", *smaller, f"--output={log}", "examples/slurm.sbatch", *short)
@@ -159,7 +162,7 @@ def test_the_script_for_sbatch(cluster: Cluster, short: Words, faults: Sweep, tm
 
 
 def test_ctrl_c_cancels(cluster: Cluster, short: Words, limited: Sweep, tmp_path: Path) -> None:
-    """Without a terminal at which to ask."""
+    """Without a terminal for a question, Ctrl-C cancels all jobs."""
     held = "hydra.launcher.sbatch_args=[--hold]"
     with Sweep(cluster, tmp_path / "o", *short, "run.seed=1,2", held) as sweep:
         jobs = [sweep.id_of(number) for number in (0, 1)]
@@ -179,7 +182,7 @@ def test_what_sbatch_refuses_is_a_mistake(
 
 
 def test_twelve_jobs(cluster: Cluster, limited: Sweep, tmp_path: Path) -> None:
-    """Lone tasks, which start as many ranks as their layouts take; refused points are not submitted."""
+    """Single tasks start the ranks of their layouts, and refused points are not submitted."""
     with Sweep(cluster, tmp_path / "o", *SWEEP, "hydra.launcher.array_parallelism=2") as sweep:
         assert sweep.end() == 1
         check_outcomes(next(sweep.folder.glob("sweeps/*")))
@@ -188,7 +191,7 @@ def test_twelve_jobs(cluster: Cluster, limited: Sweep, tmp_path: Path) -> None:
 
 
 def test_a_job_whose_time_is_up(limited: Sweep) -> None:
-    """It saves, is queued again as often as it may be, and goes on from where it was each time."""
+    """The job saves a checkpoint, is requeued up to the limit, and resumes each time."""
     assert limited.end() == 1
     (outcome,) = limited.outcomes()
     folder = Path(str(outcome.folder))
