@@ -40,8 +40,8 @@ def test_the_returned_value_is_the_final_eval_loss(tmp_path: Path, monkeypatch: 
 def test_a_sweep_under_torchrun_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     assert call_here("-m", *SMALL, "run.seed=1,2", f"run.output_dir={tmp_path}") == 2
     assert "torchrun" in capsys.readouterr().err
 
