@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config
 
+from components.checksum import checksum
+
 CHUNK = 1 << 22
 """Bytes that are hashed and then written, small enough to be still in the cache for the write."""
 
@@ -132,11 +134,3 @@ def damage(folder: Path, files: dict[str, FileRecord], *, checksums: bool) -> st
         if checksums and checksum(path) != record.xxh3:
             return f"{name} is damaged: its bytes are not those that were written"
     return None
-
-
-def checksum(path: Path) -> str:
-    value = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while block := file.read(CHUNK):
-            value.update(block)
-    return value.hexdigest()

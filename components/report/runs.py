@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from components.contracts.json_types import Json
-from components.contracts.status import RENAMED
+from components.contracts.status import current_status
 from components.json_text import as_type, parse_json
 from components.report.curves import Curve, current_name, read_curves
 
@@ -69,7 +69,7 @@ class RunPage:
     @property
     def status(self) -> str:
         status = self.entry.status or self.facts.get("ended") or "unfinished"
-        return "unfinished" if status == "running" else RENAMED.get(status, status)
+        return "unfinished" if status == "running" else str(current_status(status))
 
     @property
     def error(self) -> str | None:

@@ -22,7 +22,7 @@ from hydra_plugins.runner_sweeps.optuna_study import (
     open_study,
     tell_trial,
 )
-from hydra_plugins.runner_sweeps.search_space import SearchSpace
+from hydra_plugins.runner_sweeps.search_space import SearchSpace, as_overrides
 from runner.distribution import pip_install
 from runner.sweeps.job_record import SWEEP_FOLDER, JobRecord, SweepJob, read_job_record
 from runner.sweeps.pruner import leave_no_pruner, leave_pruner
@@ -70,9 +70,8 @@ class OptunaSweeper(Sweeper):
             ConfigError: if the command differs from that of the study that it resumes, or sweeps nothing.
         """
         sweep = Path(os.environ[SWEEP_FOLDER])
-        given = [f"{key}={value}" for key, value in (self.params or {}).items()]
         parser = OverridesParser.create(config_loader=self.loader)
-        space = SearchSpace.of(parser.parse_overrides([*given, *arguments]))
+        space = SearchSpace.of(parser.parse_overrides([*as_overrides(self.params), *arguments]))
         with only_command(sweep):
             self.check(space)
             study = open_study(sweep, space)

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
 
+def as_overrides(params: Mapping[str, object] | None) -> list[str]:
+    """Return ``hydra.sweeper.params``, which a sweep file sets, as overrides of the command line."""
+    return [f"{key}={value}" for key, value in (params or {}).items()]
+
+
 @dataclass(frozen=True)
 class SearchSpace:
     """The overrides of a command: fixed ones, which all jobs have, and swept ones, by key."""

@@ -10,6 +10,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from components.contracts.errors import ConfigError
+from hydra_plugins.runner_sweeps.search_space import as_overrides
 from runner.launch.slurm_env import MAX_REQUEUES
 from runner.sweeps.job_record import SWEEP_FOLDER
 from runner.sweeps.pruner import leave_no_pruner
@@ -44,7 +45,7 @@ def make_folder(config: DictConfig) -> Path:
         raise ConfigError(
             f"hydra.sweeper.study_name: {study!r} is not a folder name; leave out '/' and a leading '.'."
         )
-    check_values([*as_given(config.hydra), *swept_parameters(config)])
+    check_values([*as_given(config.hydra), *as_overrides(config.hydra.sweeper.get("params"))])
     try:
         create_sweep(folder, as_given(config.hydra))
         if study is None:  # Optuna's sweeper leaves its own pruner, once no other command is at the folder
@@ -54,11 +55,6 @@ def make_folder(config: DictConfig) -> Path:
             f"run.output_dir: cannot make {folder}: {error.strerror}; name another folder."
         ) from error
     return folder
-
-
-def swept_parameters(config: DictConfig) -> list[str]:
-    """Return ``hydra.sweeper.params``, which a sweep file sets, as overrides."""
-    return [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
 
 
 def check_values(overrides: Sequence[str]) -> None:

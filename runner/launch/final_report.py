@@ -15,13 +15,14 @@ from runner.training.rank import DTYPES
 from runner.training.run_summary import Results
 
 
-def print_summary(experiment: Experiment, folder: Path) -> None:
-    """Finish the export by adding the tokenizer, and print paths, metrics and a completion on stdout."""
-    record = RunRecord.read(folder)
-    saved = newest_checkpoint(folder, record)
+def print_summary(experiment: Experiment, folder: Path, record: RunRecord, saved: Path | None) -> None:
+    """Finish the export by adding the tokenizer, and print paths, metrics and a completion on stdout.
+
+    ``saved`` is the newest checkpoint. None means that there is no checkpoint.
+    """
     facts = {"run folder": str(folder), "checkpoint": str(saved or "none")} | metric_facts(record.results)
     if (folder / "export").is_dir():
-        facts |= export_facts(experiment, folder)
+        facts |= export_facts(experiment, folder, record)
     print()
     for name, value in facts.items():
         print(f"{name:<12}{value}")
@@ -56,7 +57,7 @@ def metric_facts(results: Results) -> dict[str, str]:
     return facts
 
 
-def export_facts(experiment: Experiment, folder: Path) -> dict[str, str]:
+def export_facts(experiment: Experiment, folder: Path, record: RunRecord) -> dict[str, str]:
     """Finish the export; return its path and its model's completion of the first held-out prompt."""
     run, model, adapter = experiment.run, experiment.model, experiment.adapter
     export, base = folder / "export", folder / "base"
@@ -66,7 +67,7 @@ def export_facts(experiment: Experiment, folder: Path) -> dict[str, str]:
         tokenizer = adapter.finish_export(model, export, base, run.seed, DTYPES[run.dtype])
     facts = {"export": str(export)}
     if run.final_sample_tokens:
-        prompt = experiment.data.restore(RunRecord.read(folder).data).prompt()
+        prompt = experiment.data.restore(record.data).prompt()
         answer = model.generate(export, prompt, run.final_sample_tokens)
         facts["prompt"] = repr(tokenizer.decode(prompt))
         facts["completion"] = repr(tokenizer.decode(answer))

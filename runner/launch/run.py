@@ -83,7 +83,7 @@ def finish(launch: RunPreparation, folder: Path) -> float:
     saved = newest_checkpoint(folder, record)
     if record.stopped is None:
         with naming_file(folder / "export"):
-            print_summary(launch.experiment, folder)
+            print_summary(launch.experiment, folder, record, saved)
     else:
         reason, overrides = record.stopped.reason, launch.where.overrides
         resumable = print_stopped(

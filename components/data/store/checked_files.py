@@ -10,9 +10,9 @@ import numpy.typing as npt
 import xxhash
 
 from components.atomic_write import atomic_file, write_atomic
+from components.checksum import CHUNK, checksum
 from components.contracts.json_types import Json
 
-_CHUNK = 2**22
 _DIGEST = 8
 """Bytes of the checksum at the end of an array's file."""
 
@@ -28,7 +28,7 @@ class HashedFile:
         """Open ``path`` and keep its first ``size`` bytes, or fewer if it has fewer."""
         self.size, self._hash = 0, xxhash.xxh3_64()
         self._file: IO[bytes] = path.open("r+b" if size else "w+b")
-        while kept := self._file.read(min(_CHUNK, size - self.size)):
+        while kept := self._file.read(min(CHUNK, size - self.size)):
             self._count(kept)
         self._file.truncate(self.size)
         self._file.seek(self.size)
@@ -51,15 +51,6 @@ class HashedFile:
     def _count(self, data: bytes) -> None:
         self.size += len(data)
         self._hash.update(data)
-
-
-def checksum(path: Path) -> str:
-    """Return the checksum of the content of a file, as ``HashedFile`` does."""
-    value = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while block := file.read(_CHUNK):
-            value.update(block)
-    return value.hexdigest()
 
 
 def save_array(path: Path, values: npt.NDArray[Any]) -> None:

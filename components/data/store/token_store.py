@@ -16,8 +16,9 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from components.atomic_write import sync_folder
+from components.checksum import checksum
 from components.contracts.errors import ConfigError
-from components.data.store.checked_files import DamagedFile, HashedFile, checksum, read_json, write_json
+from components.data.store.checked_files import DamagedFile, HashedFile, read_json, write_json
 
 Array = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]
