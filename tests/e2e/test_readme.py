@@ -16,6 +16,7 @@ from benchmarks.report import make_sweep
 from hydra_plugins.runner_sweeps import local
 from runner.sweeps.local_jobs import LocalJob
 from tests.e2e.commands import SMALL, call_here, command, newest, rows, run_command, run_forked
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,7 +24,6 @@ DOCS = "\n".join(page.read_text() for page in PAGES)
 COMMAND = re.compile(r"^(?:\$ )?((?:python -m runner|torchrun) .*?)(?:  +#.*)?$", re.MULTILINE)
 COMMANDS = sorted(set(COMMAND.findall(DOCS)))
 SWEEPS = [text for text in COMMANDS if re.search(r" -m runner .*(-m |sweep=)", text)]
-MINUTES = 3
 SAID = ("run folder", "checkpoint", "train loss", "eval loss", "tokens/s", "export", "completion")
 PAIRS = [
     {"prompt": f"What is {n} + 1?", "chosen": f"It is {n + 1}.", "rejected": f"It is {n}."} for n in range(8)
@@ -31,14 +31,14 @@ PAIRS = [
 
 
 def test_the_default_run(tmp_path: Path) -> None:
-    """``python -m runner`` takes at least 100 steps in less than three minutes of one core, and it learns.
+    """``python -m runner`` takes at least 100 steps in a few minutes of one core, and it learns.
 
     Processor time is measured, because other tests run at the same time.
     """
     began = children_seconds()
     answer = run_command(command(), cwd=tmp_path, seconds=150)
     assert answer.returncode == 0, answer.stderr
-    assert children_seconds() - began < MINUTES * 60
+    assert children_seconds() - began < patience(60)
     run = newest(tmp_path / "outputs")
     losses = [row["train/loss"] for row in rows(run, "train/loss")]
     assert len(losses) >= 100
