@@ -29,7 +29,7 @@ def check_modes(mode: str, devices: int | None, device_name: str | None, *, join
     if device_name is not None and mode == "check":
         raise ConfigError(
             f"preflight.device_name: is {device_name}, but this run uses the device of this machine; leave "
-            "it out, or set preflight.mode=only or plan."
+            "it out, or set preflight.mode=only, plan or rehearse."
         )
     if joined and mode != "check":
         raise ConfigError(

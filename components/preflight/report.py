@@ -174,7 +174,8 @@ def lines(case: Candidate, work: StepWork, sections: Mapping[str, Section]) -> d
 
 def tabulate(name: str, section: Section) -> Table:
     """Render an object as a row per key, a table as a row per object, memory as a column per stage."""
-    table = Table(title=name.capitalize(), title_justify="left", show_header=not isinstance(section, Mapping))
+    title = name.replace("_", " ").capitalize()
+    table = Table(title=title, title_justify="left", show_header=not isinstance(section, Mapping))
     objects = [section] if isinstance(section, Mapping) else section
     if isinstance(section, Mapping) or name == "memory":
         first, *keys = ["", *section] if isinstance(section, Mapping) else objects[0]
@@ -185,7 +186,8 @@ def tabulate(name: str, section: Section) -> Table:
             table.add_row(key.replace("_", " "), *(cell(name, key, row[key]) for row in objects))
         return table
     for key in objects[0]:
-        table.add_column(key.replace("_", " "), justify="left" if key == "overrides" else "right")
+        text = isinstance(objects[0][key], str)
+        table.add_column(key.replace("_", " "), justify="left" if text else "right", overflow="fold")
     for row in objects:
         table.add_row(*(cell(name, key, value) for key, value in row.items()))
     return table
@@ -199,6 +201,7 @@ UNITS: Mapping[str, Callable[[float], str]] = {
     "seconds": as_seconds,
     "per_s": lambda value: f"{value:,.0f}",
     "_s": as_seconds,
+    "bytes": as_size,
 }
 """Suffix of a key -> format of its value."""
 
@@ -206,6 +209,8 @@ UNITS: Mapping[str, Callable[[float], str]] = {
 def cell(section: str, key: str, value: Any) -> str:
     if isinstance(value, str):
         return value
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if section == "memory":
         return as_size(value)
     show = next((show for end, show in UNITS.items() if key.endswith(end)), UNITS["per_s"])

@@ -129,13 +129,15 @@ class ProfilerConfig:
 class PreflightConfig:
     """``preflight.*``."""
 
-    mode: Literal["check", "only", "plan"]
+    mode: Literal["check", "only", "plan", "rehearse"]
     devices: int | None
     device_memory: float | str | None
     device_name: str | None
+    rank: int | None
+    steps: int
 
     def __post_init__(self) -> None:
-        check_at_least_1("preflight", self, "devices")
+        check_at_least_1("preflight", self, "devices", "steps")
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ from runner.logging_setup import log_to
 from runner.training.rank import engine_options
 from runner.training.state import TrainState
 
+ASSUMED_GPU = "H100"
+
 
 @dataclass(frozen=True)
 class RunPreparation:
@@ -45,8 +47,8 @@ class RunPreparation:
     world_size: int
     local_ranks: int
     console: Console
-    note: str | None = None
-    """Values that a forecast (``preflight.mode=only``) assumes, as a sentence to print."""
+    notes: tuple[str, ...] = ()
+    """Values that a forecast or a rehearsal assumes, as sentences to print."""
     resources: ExitStack = field(default_factory=ExitStack)
     """Held until the run has ended: the lock of its folder."""
 
@@ -86,7 +88,8 @@ class RunPreparation:
         self.check_layout(model, experiment.adapter)
         if (init_from := experiment.checkpoint.init_from) is not None and experiment.checkpoint.verify:
             verify_checkpoint(Path(init_from), checksums=True, option="checkpoint.init_from")
-        experiment.model.weights(run.seed)  # only opened: a missing file is found before a rank starts
+        if experiment.preflight.mode == "check":
+            experiment.model.weights(run.seed)  # only opened: a missing file is found before a rank starts
         if self.reference.is_separate_model:
             with about_reference():
                 self.check_layout(self.reference.model.meta_model)
@@ -180,6 +183,7 @@ def check_launch(
     """
     experiment = build_experiment(config, where)
     check_unread_options(experiment, config, where)
+    experiment, notes = with_assumed_gpu(experiment)
     run, ahead, checkpoint = experiment.run, experiment.preflight, experiment.checkpoint
     for key, metric in (
         ("checkpoint.keep_best", checkpoint.keep_best),
@@ -215,10 +219,20 @@ def check_launch(
         world_size=world_size,
         local_ranks=local_ranks,
         console=terminal(experiment.logger),
+        notes=notes,
     )
-    if ahead.mode == "only" and not where.given("run.global_batch_size"):
+    if ahead.mode in ("only", "rehearse") and not where.given("run.global_batch_size"):
         return with_assumed_batch(launch)
     return launch
+
+
+def with_assumed_gpu(experiment: Experiment) -> tuple[Experiment, tuple[str, ...]]:
+    """Name a GPU for a rehearsal on a machine without one; return the sentence to print, too."""
+    ahead = experiment.preflight
+    if ahead.mode != "rehearse" or ahead.device_name is not None or torch.cuda.is_available():
+        return experiment, ()
+    note = f"preflight.device_name is not given, and {ASSUMED_GPU} is assumed"
+    return replace(experiment, preflight=replace(ahead, device_name=ASSUMED_GPU)), (note,)
 
 
 def with_assumed_batch(launch: RunPreparation) -> RunPreparation:
@@ -232,5 +246,5 @@ def with_assumed_batch(launch: RunPreparation) -> RunPreparation:
         launch,
         experiment=replace(launch.experiment, run=replace(run, global_batch_size=assumed)),
         config={**launch.config, "run": {**launch.config["run"], "global_batch_size": assumed}},
-        note=f"run.global_batch_size is not given, and {assumed} is assumed",
+        notes=(*launch.notes, f"run.global_batch_size is not given, and {assumed} is assumed"),
     )

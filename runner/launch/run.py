@@ -15,6 +15,7 @@ from runner.launch.failures import naming_file, report_failure, reporting_failur
 from runner.launch.final_report import check_saved, newest_checkpoint, print_stopped, print_summary
 from runner.launch.plan import print_forecast
 from runner.launch.prepare import prepare
+from runner.launch.rehearse import print_rehearsal
 from runner.launch.restart import run_with_restarts
 from runner.launch.run_record import RunRecord, recording_end
 from runner.training.rank import run_rank
@@ -37,8 +38,10 @@ def run(config: Config, where: ConfigSources, command: Sequence[str], began: flo
     """
     launch, place = check_launch(config, where, command, began), RankInfo.read()
     if launch.experiment.preflight.mode != "check":
-        if launch.note is not None:
-            launch.console.print(launch.note, highlight=False)
+        for note in launch.notes:
+            launch.console.print(note, highlight=False)
+        if launch.experiment.preflight.mode == "rehearse":
+            return print_rehearsal(launch, launch.inspect())
         return print_forecast(launch.inspect(), launch.config, launch.experiment, where.sweep_job)
     if place.launched:
         with launch.resources:

@@ -36,6 +36,11 @@ READ_IF: tuple[tuple[tuple[str, ...], Callable[[Experiment], object], str], ...]
         "early_stopping.metric=eval/loss",
     ),
     (
+        ("preflight.rank", "preflight.steps"),
+        lambda e: e.preflight.mode == "rehearse",
+        "preflight.mode=rehearse",
+    ),
+    (
         ("parallelism.default_dp",),
         lambda e: getattr(e.parallelism, "dp", None) is None,
         "parallelism.dp=null",
@@ -49,7 +54,7 @@ def check_unread_options(experiment: Experiment, config: Config, where: ConfigSo
     for keys, is_read, remedy in READ_IF:
         for key in keys:
             group, name = key.split(".")
-            if where.chosen(key) and config[group].get(name) and not is_read(experiment):
+            if where.chosen(key) and config[group].get(name) not in (None, False) and not is_read(experiment):
                 raise ConfigError(
                     f"{key} ({where.of(key)}): nothing reads it in this run; set {remedy}, or leave it out."
                 )

@@ -1,0 +1,56 @@
+"""FLOPs by kind of operator, and the number of kernels that the host launches."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+from components.rehearsal.host_values import HostValues
+
+aten = torch.ops.aten
+
+PRODUCTS = {packet: flop_registry[packet] for packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)}
+"""Matrix products -> torch's formula of their FLOPs."""
+NO_KERNEL = ("empty", "detach", "_local_scalar_dense", "_reshape_alias", "set_", "resize_", "is_pinned")
+
+
+@dataclass
+class Arithmetic:
+    """Counts by moment.
+
+    As in the MFU, attention counts the causal pairs only, and its backward pass twice its forward pass.
+    """
+
+    flops: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """FLOPs by moment and kind: ``matmul``, ``grouped matmul`` or ``attention``."""
+    kernels: Counter[str] = field(default_factory=Counter)
+    """Number of operators that launch a kernel, by moment."""
+    moment: str = "build"
+
+    def see(self, func: OpOverload, args: Sequence[Any], out: Any, values: HostValues) -> None:
+        """Count the call ``out = func(*args)``."""
+        packet, name = func._overloadpacket, func._schema.name
+        if not func.is_view and not name.removeprefix("aten::").startswith(NO_KERNEL):
+            self.kernels[self.moment] += 1
+        if packet in PRODUCTS:
+            self.flops[self.moment, "matmul"] += PRODUCTS[packet](*args, out_val=out)
+        elif name == "aten::_grouped_mm":
+            left, right = args[:2]
+            self.flops[self.moment, "grouped matmul"] += 2 * left.numel() * right.shape[-1]
+        elif name.startswith("torch_attn::_varlen_attn"):
+            backward = "backward" in name
+            query, boundaries = args[1 if backward else 0], args[6 if backward else 3]
+            _, heads, width = query.shape
+            pairs = causal_pairs(values, boundaries, len(query))
+            self.flops[self.moment, "attention"] += int(4 * heads * width * pairs * (2 if backward else 1))
+
+
+def causal_pairs(values: HostValues, boundaries: Tensor, length: int) -> float:
+    """Return half the sum of the squared lengths of all sequences; for unknown boundaries of a whole row."""
+    known = values.known(boundaries)
+    return length**2 / 2 if known is None else float(known.diff().double().square().sum()) / 2

@@ -1,0 +1,45 @@
+"""The line of this program, and of a library below it, that is running."""
+
+import sys
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+
+import components
+
+ROOT = f"{Path(components.__file__).parents[1]}/"
+OWN = (f"{ROOT}components/", f"{ROOT}runner/")
+SKIPPED = f"{ROOT}components/rehearsal/"
+LIBRARIES = ("megatron/core", "transformers/models", "torch/distributed/fsdp", "torch/optim", "peft/")
+
+
+@cache
+def shown(code: CodeType) -> tuple[str, bool] | None:
+    """Return the short name of a file and whether it is the program's; None for all other files."""
+    name = code.co_filename
+    if name.startswith(SKIPPED):
+        return None
+    if name.startswith(OWN):
+        return name.removeprefix(ROOT), True
+    if any(library in name for library in LIBRARIES):
+        return name.rpartition("site-packages/")[2], False
+    return None
+
+
+def call_site() -> str:
+    """Return ``file:line`` of the innermost running line of the program.
+
+    If the line of a library that it calls is running, that one follows after ``>``. In a backward pass that
+    runs no Python code of either, the result is ``autograd``.
+    """
+    library = ""
+    walked: FrameType | None = sys._getframe(1)
+    while walked is not None:
+        found = shown(walked.f_code)
+        if found is not None:
+            here = f"{found[0]}:{walked.f_lineno}"
+            if found[1]:
+                return f"{here} > {library}" if library else here
+            library = library or here
+        walked = walked.f_back
+    return library or "autograd"

@@ -1,0 +1,157 @@
+"""A ``torch.cuda`` for a GPU that is not there. It replaces the real one for the rest of the process."""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch._subclasses import fake_tensor
+
+from components.rehearsal.mode import RehearsalMode
+
+GPU = torch.device("cuda", 0)
+CAPABILITIES = {
+    "A100": (8, 0),
+    "A10": (8, 6),
+    "B200": (10, 0),
+    "L40S": (8, 9),
+    "L4": (8, 9),
+    "RTX 3090": (8, 6),
+    "RTX 4090": (8, 9),
+    "RTX A6000": (8, 6),
+}
+"""Compute capabilities of GPUs that are not Hopper's, from NVIDIA's list."""
+HOPPER = (9, 0)
+
+NOTHING = (
+    "set_device",
+    "_lazy_init",
+    "init",
+    "reset_peak_memory_stats",
+    "reset_accumulated_memory_stats",
+    "empty_cache",
+    "manual_seed",
+    "manual_seed_all",
+    "set_rng_state",
+    "set_stream",
+    "ipc_collect",
+    "reset_max_memory_allocated",
+)
+"""Functions of ``torch.cuda`` that have nothing to do."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The rehearsed GPU."""
+
+    name: str
+    memory: int
+    """Bytes."""
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        known = (name for name in sorted(CAPABILITIES, key=len, reverse=True) if name in self.name)
+        return CAPABILITIES.get(next(known, ""), HOPPER)
+
+
+class Stream:
+    """A stream of the fake GPU: all work is done as soon as it is asked for."""
+
+    device, cuda_stream, stream_id, device_index, device_type = GPU, 0, 0, 0, 1
+    on_wait: Callable[[str], None]
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_stream(self, _: Self) -> None: ...
+    def wait_event(self, _: "Event") -> None: ...
+    def synchronize(self) -> None:
+        type(self).on_wait("stream.synchronize")
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        return event or Event()
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Event:
+    """An event of the fake GPU, which has always happened."""
+
+    on_wait: Callable[[str], None]
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None: ...
+    def synchronize(self) -> None:
+        type(self).on_wait("event.synchronize")
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Self) -> float:
+        return 1.0
+
+
+def install(gpu: Gpu, mode: RehearsalMode) -> None:
+    """Replace ``torch.cuda`` by a node of eight ``gpu``, whose waits and memory are those of ``mode``."""
+    cuda: Any = torch.cuda
+    facts = properties(gpu)
+    Stream.on_wait = Event.on_wait = mode.waits.wait
+    stream = Stream()
+    answers: dict[str, Any] = {
+        **dict.fromkeys(NOTHING, None),
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+        "current_device": 0,
+        "device_count": 8,
+        "get_device_properties": facts,
+        "get_device_name": gpu.name,
+        "get_device_capability": gpu.capability,
+        "current_stream": stream,
+        "default_stream": stream,
+        "initial_seed": 0,
+        "mem_get_info": (gpu.memory, gpu.memory),
+        "memory_stats": defaultdict(int),
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+        "get_arch_list": ["sm_{}{}".format(*gpu.capability)],
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, lambda *_, _answer=answer, **__: _answer)
+    cuda.synchronize = lambda *_, **__: mode.waits.wait("cuda.synchronize")
+    cuda.memory_allocated = lambda *_, **__: mode.memory.now
+    cuda.max_memory_allocated = lambda *_, **__: mode.memory.peak
+    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.Stream = cuda.ExternalStream = Stream
+    cuda.Event = Event
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.random.set_rng_state = lambda *_, **__: None
+    cuda.default_generators = (torch.default_generator,) * 8
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(cuda.nvtx, name, lambda *_, **__: None)
+    torch.version.cuda = "12.8"
+    fake_tensor.init_gpu_context = lambda *_: None  # type: ignore[assignment]
+    torch._C._set_only_lift_cpu_tensors(True)
+
+
+def properties(gpu: Gpu) -> SimpleNamespace:
+    major, minor = gpu.capability
+    return SimpleNamespace(
+        name=gpu.name,
+        total_memory=gpu.memory,
+        major=major,
+        minor=minor,
+        multi_processor_count=132,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block_optin=232448,
+        L2_cache_size=50 << 20,
+        gcnArchName="",
+    )

@@ -1,0 +1,115 @@
+"""Replacements of functions of torch that do not take fake tensors. They stay for the rest of the process."""
+
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+from components.rehearsal.mode import RehearsalMode, plausible
+
+OWN_ATTRIBUTES = frozenset(
+    [
+        "fake_device",
+        "fake_mode",
+        "constant",
+        "pytype",
+        "dispatch_keys",
+        "real_tensor",
+        "nonzero_memo",
+        "item_memo",
+        "unique_memo",
+        "unique_consecutive_memo",
+        "nested_int_memo",
+        "host_values",
+        "_debug_trace",
+    ]
+)
+"""Attributes of a fake tensor that describe this tensor and do not move with the identity of a parameter."""
+
+
+def install(mode: RehearsalMode) -> None:
+    """Replace the functions; ``mode`` records what they would do on a GPU."""
+    replace_reads(mode)
+    replace_resize(mode)
+    replace_swap()
+    pause_shape_propagation(mode)
+
+
+def replace_reads(mode: RehearsalMode) -> None:
+    """Let ``tolist`` and ``numpy`` return the values of a fake tensor, plausible ones if unknown."""
+    tensor: Any = Tensor
+    plain_numpy = Tensor.numpy
+
+    def tolist(self: FakeTensor) -> Any:
+        if self.fake_device.type == "cuda":
+            mode.waits.wait("tolist")
+        known = mode.values.known(self)
+        return torch.full(self.shape, plausible(self.dtype)).tolist() if known is None else known.tolist()
+
+    def numpy(self: Tensor, **options: Any) -> Any:
+        return mode.values.of(self).numpy() if isinstance(self, FakeTensor) else plain_numpy(self, **options)
+
+    fake: Any = FakeTensor
+    fake.tolist = tolist
+    tensor.numpy = numpy
+    tensor.record_stream = lambda *_: None
+
+
+def replace_resize(mode: RehearsalMode) -> None:
+    """Let storages report new sizes: FSDP frees and restores gathered weights in this way."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        done = plain(self, size)
+        mode.memory.resized(self)
+        return done
+
+    storage: Any = torch.UntypedStorage
+    storage.resize_ = resize
+
+
+def replace_swap() -> None:
+    """Let ``Module.to`` and ``to_empty`` exchange fake parameters, whose ``data`` cannot be assigned."""
+    utils: Any = torch.utils
+    plain = torch.utils.swap_tensors
+    # Weak references that only torch's own caches hold do not forbid an exchange.
+    utils.weakref = SimpleNamespace(getweakrefs=lambda _: [], WeakIdKeyDictionary=weakref.WeakKeyDictionary)
+
+    def swap(a: Tensor, b: Tensor) -> None:
+        if a is b:
+            return
+        if (
+            isinstance(a, FakeTensor)
+            and isinstance(b, FakeTensor)
+            and (a.device, a.dtype) == (b.device, b.dtype)
+        ):
+            return
+        kept = {name: value for name, value in vars(a).items() if name not in OWN_ATTRIBUTES}
+        plain(a, b)
+        vars(a).update(kept)
+
+    utils.swap_tensors = swap
+    torch.__future__.set_swap_module_params_on_conversion(True)
+
+
+def pause_shape_propagation(mode: RehearsalMode) -> None:
+    """Do not count the tensors from which DTensor learns the shape of a result, which need no memory."""
+
+    def paused(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def propagate(*args: Any, **options: Any) -> Any:
+            mode.memory.paused += 1
+            try:
+                return plain(*args, **options)
+            finally:
+                mode.memory.paused -= 1
+
+        return propagate
+
+    propagator: Any = ShardingPropagator
+    for name in ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"):
+        setattr(propagator, name, paused(getattr(propagator, name)))

@@ -1,0 +1,128 @@
+"""Values of small integer tensors on a fake device: boundaries, positions and counts are the real ones."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+
+MAX_NUMEL = 2**20
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool})
+FILLED = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
+"""Operators whose result has known values, whatever the values of their first argument."""
+UNDEFINED = ("empty", "rand")
+"""Operators with these words in their name have results without a known value."""
+
+
+class UnknownValueError(Exception):
+    """The values of a fake tensor are not known."""
+
+
+class HostValues:
+    """Values of fake tensors, kept as real tensors beside them, if they are small integers."""
+
+    def __init__(self) -> None:
+        self._stale: set[int] = set()
+        """Storages that an operator with unknown results has written to."""
+        self.failures: dict[str, str] = {}
+        """Operators whose values could not be computed -> the exception."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the values of ``tensor``; raise UnknownValueError if they are not known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        values: Tensor | None = getattr(tensor, "host_values", None)
+        if values is None or tensor.untyped_storage()._cdata in self._stale:
+            raise UnknownValueError
+        return values
+
+    def known(self, tensor: Tensor) -> Tensor | None:
+        """Return the values of ``tensor``, or None if they are not known."""
+        try:
+            return self.of(tensor)
+        except UnknownValueError:
+            return None
+
+    def set(self, tensor: Tensor, values: Tensor) -> None:
+        """Declare the values of ``tensor``, whose storage it fills."""
+        tensor.host_values = values  # type: ignore[attr-defined]
+        self._stale.discard(tensor.untyped_storage()._cdata)
+
+    def forget_storage(self, key: int) -> None:
+        self._stale.discard(key)
+
+    def follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Compute the values of ``out`` from those of the arguments, as far as they are known."""
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
+        try:
+            for result, values in self._results(func, args, kwargs, results):
+                result.host_values = values  # type: ignore[attr-defined]
+        except UnknownValueError:
+            self._mark_written(func, args)
+        except (RuntimeError, IndexError, TypeError, NotImplementedError) as error:
+            self._mark_written(func, args)
+            self.failures[str(func)] = f"{type(error).__name__}: {str(error)[:80]}"
+
+    def _results(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[FakeTensor]
+    ) -> list[tuple[FakeTensor, Tensor]]:
+        name = func._schema.name.removeprefix("aten::")
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(result.numel() > MAX_NUMEL for result in results):
+            raise UnknownValueError
+        if name == "topk" and tensors and tensors[0].dtype not in INTEGERS:
+            # As if the router were balanced: expert i, i + 1, ... for consecutive choices.
+            chosen = torch.arange(results[-1].numel()) % args[0].shape[-1]
+            return [(results[-1], chosen.view(results[-1].shape))]
+        if any(result.dtype not in INTEGERS for result in results):
+            raise UnknownValueError
+        if name in FILLED and results:
+            like = torch.empty(args[0].shape, dtype=args[0].dtype)
+            return [(results[0], func(like, *args[1:], **on_host(kwargs)))]
+        if func is aten.copy_.default and self._fills(tensors[0], tensors[1]):
+            self.set(tensors[0], self.of(tensors[1]).to(tensors[0].dtype).clone())
+            return []
+        if any(word in name for word in UNDEFINED):
+            raise UnknownValueError
+        if any(tensor.is_floating_point() for tensor in tensors):
+            raise UnknownValueError
+        found = func(*tree_map(self._argument, list(args)), **on_host(tree_map(self._argument, dict(kwargs))))
+        values = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        if func is aten._to_copy.default and values and values[0] is args[0]:
+            values = [values[0].clone()]
+        return list(zip(results, values, strict=False))
+
+    def _fills(self, target: Tensor, source: Tensor) -> bool:
+        """Return whether a copy defines the values of all of ``target``'s storage for the first time."""
+        return (
+            isinstance(target, FakeTensor)
+            and getattr(target, "host_values", None) is None
+            and target.shape == source.shape
+            and target.storage_offset() == 0
+            and target.untyped_storage().nbytes() == target.numel() * target.element_size()
+        )
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        return self.of(value) if isinstance(value, Tensor) else value
+
+    def _mark_written(self, func: OpOverload, args: Sequence[Any]) -> None:
+        if not func._schema.is_mutable:
+            return
+        for value, argument in zip(args, func._schema.arguments, strict=False):
+            if argument.is_write:
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, FakeTensor) and leaf.dtype in INTEGERS:
+                        self._stale.add(leaf.untyped_storage()._cdata)
+
+
+def on_host(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a factory function without device and pinning."""
+    kept = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    return kept | ({"device": torch.device("cpu")} if kept.get("device") is not None else {})

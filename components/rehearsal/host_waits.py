@@ -1,0 +1,91 @@
+"""Operators for which the host waits until the GPU has finished, and copies that need not block."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from components.rehearsal.call_site import call_site
+
+SYNCHRONIZING = frozenset(
+    f"aten::{name}"
+    for name in (
+        "bincount",
+        "equal",
+        "histc",
+        "is_nonzero",
+        "masked_scatter_backward",
+        "masked_select",
+        "nonzero",
+        "_unique2",
+        "unique_consecutive",
+        "unique_dim",
+    )
+)
+"""Operators whose CUDA kernels read a size or a value on the host (ATen/native/cuda)."""
+INDEXING = frozenset(
+    f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
+)
+REPEAT = "aten::repeat_interleave"
+"""It reads the length of its result, if that is not given."""
+MASKS = (torch.bool, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One place where the host waits for the device or blocks on a copy."""
+
+    kind: str
+    """The operator, or ``copy to cuda`` and ``copy to cpu`` without ``non_blocking``."""
+    moment: str
+    site: str
+
+
+@dataclass
+class HostWaits:
+    """Counts of waits and of blocking copies by place."""
+
+    waits: Counter[Wait] = field(default_factory=Counter)
+    copies: Counter[Wait] = field(default_factory=Counter)
+    """Copies from pageable memory: the host is blocked until the device has read them."""
+    moment: str = "build"
+
+    def wait(self, kind: str) -> None:
+        self.waits[Wait(kind, self.moment, call_site())] += 1
+
+    def blocking_copy(self, kind: str) -> None:
+        self.copies[Wait(kind, self.moment, call_site())] += 1
+
+    def see(
+        self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], target: torch.device | None
+    ) -> None:
+        """Record whether the host waits in ``func(*args, **kwargs)``, which names the device ``target``."""
+        name = func._schema.name
+        if name == "aten::_to_copy":
+            if target is not None and not kwargs.get("non_blocking"):
+                self._copy(args[0].device, target)
+        elif name == "aten::copy_":
+            blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            if blocking:
+                self._copy(args[1].device, args[0].device)
+        elif name in SYNCHRONIZING or (name == REPEAT and kwargs.get("output_size") is None):
+            self.wait(name.removeprefix("aten::"))
+        elif name in INDEXING:
+            for index in filter(None.__ne__, args[1]):
+                self._index(name.removeprefix("aten::"), index, args[0])
+
+    def _copy(self, source: torch.device, target: torch.device) -> None:
+        if source.type == "cuda" and target.type == "cpu":
+            self.wait("copy to cpu")
+        elif source.type == "cpu" and target.type == "cuda":
+            self.blocking_copy("copy to cuda")
+
+    def _index(self, name: str, index: Tensor, indexed: Tensor) -> None:
+        if index.device.type == "cuda" and index.dtype in MASKS:
+            self.wait(f"{name} by a mask")
+        elif index.device.type == "cpu" and indexed.device.type == "cuda":
+            self.blocking_copy(f"{name} by an index in host memory")

@@ -1,0 +1,212 @@
+"""The dispatch mode of a rehearsal: every operator on a fake CUDA tensor passes through it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from components.rehearsal import traffic
+from components.rehearsal.arithmetic import Arithmetic
+from components.rehearsal.host_values import HostValues, UnknownValueError
+from components.rehearsal.host_waits import INDEXING, MASKS, HostWaits
+from components.rehearsal.kernel_rules import KernelRules
+from components.rehearsal.live_memory import LiveMemory
+from components.rehearsal.traffic import Traffic
+
+aten = torch.ops.aten
+
+PLAIN = (FakeTensor, Tensor, torch.nn.Parameter)
+"""Other tensor types, such as DTensor, first replace a call by calls on their parts."""
+
+
+class RehearsalMode(TorchDispatchMode):
+    """Execute operators on host tensors, and only the shapes, dtypes and devices of those on CUDA tensors.
+
+    Attributes record what a GPU would have done. ``moment`` names the part of a step that is running.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.values = HostValues()
+        self.memory, self.waits = LiveMemory(freed=self.values.forget_storage), HostWaits()
+        self.traffic, self.arithmetic = Traffic(), Arithmetic()
+        self.rules = KernelRules(self.values)
+        self.step = "build"
+        self._special: dict[str, Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]] = {
+            "aten::is_pinned": lambda *_: True,
+            "aten::_pin_memory": lambda _, args, __: self._copy_of(args[0]),
+            "aten::_local_scalar_dense": lambda _, args, __: self._scalar(args[0]),
+            "c10d": self._exchange,
+            "_c10d_functional": self._functional_exchange,
+        }
+
+    def count_anew(self) -> None:
+        """Forget waits, traffic and arithmetic so far, but not memory."""
+        for counter in (
+            self.waits.waits,
+            self.waits.copies,
+            self.traffic.calls,
+            self.traffic.num_bytes,
+            self.arithmetic.flops,
+            self.arithmetic.kernels,
+        ):
+            counter.clear()
+
+    @property
+    def moment(self) -> str:
+        """``forward`` or ``backward`` if ``step`` is ``microbatches``, otherwise ``step``."""
+        if self.step != "microbatches":
+            return self.step
+        return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        any_fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        device = kwargs.get("device")
+        if device is None:
+            device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+        target = None if device is None else torch.device(device)
+        if not any_fake and (target is None or target.type != "cuda"):
+            return func(*args, **kwargs)
+        moment = self.moment
+        self.memory.moment = self.waits.moment = self.traffic.moment = self.arithmetic.moment = moment
+        special = self._special.get(func._schema.name) or self._special.get(func.namespace)
+        return (
+            special(func, args, kwargs) if special is not None else self._compute(func, args, kwargs, target)
+        )
+
+    def _compute(
+        self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], target: torch.device | None
+    ) -> Any:
+        """Record an operator and return its fake result."""
+        self.waits.see(func, args, kwargs, target)
+        self.rules.check(func, args)
+        if func._schema.name in INDEXING:
+            args = self._without_masks(args)
+        out = self._fake_result(func, args, kwargs)
+        self.values.follow(func, args, kwargs, out)
+        self.arithmetic.see(func, args, out, self.values)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, FakeTensor) and leaf.device.type == "cuda":
+                self.memory.hold(leaf)
+        return out
+
+    def _fake_result(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if func in DATA_DEPENDENT:
+            return self._data_dependent(func, args, kwargs)
+        lifted_args, lifted_kwargs = tree_map(self._lift, (list(args), kwargs))
+        with self.fake:
+            return func(*lifted_args, **lifted_kwargs)
+
+    def _copy_of(self, tensor: Tensor) -> Tensor:
+        with self.fake:
+            return torch.empty_like(tensor)
+
+    def _lift(self, value: Any) -> Any:
+        """Return a fake tensor for a host tensor, which FakeTensorMode itself would keep alive."""
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        with self.fake:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    def _scalar(self, tensor: FakeTensor) -> float | int | bool:
+        """Return the value of a scalar. Unknown ones are False or 1, as those of a finite step would be."""
+        if tensor.fake_device.type == "cuda":
+            self.waits.wait("item")
+        known = self.values.known(tensor)
+        return plausible(tensor.dtype) if known is None else known.item()
+
+    def _without_masks(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Replace masks whose values are known by the positions that they select."""
+        found: list[Any] = []
+        for index in args[1]:
+            known = None if index is None or index.dtype not in MASKS else self.values.known(index)
+            if known is None:
+                found.append(index)
+                continue
+            device = args[0].device if isinstance(args[0], FakeTensor) else index.device
+            for positions in known.nonzero().unbind(1):
+                with self.fake:
+                    made = torch.empty(positions.shape, dtype=torch.int64, device=device)
+                self.values.set(made, positions)
+                found.append(made)
+        return (args[0], found, *args[2:])
+
+    def _data_dependent(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> FakeTensor:
+        """Return the result of an operator whose length depends on values; if unknown, the longest one."""
+        source = args[0]
+        if func is aten.masked_select.default:
+            shape = torch.broadcast_shapes(source.shape, args[1].shape)
+            length = self._count(args[1], lambda mask: mask.expand(shape).sum())
+            new: tuple[int, ...] = (length,)
+        elif func is aten.nonzero.default:
+            new = (self._count(source, lambda values: (values != 0).sum()), source.dim())
+        else:
+            size = kwargs.get("output_size")
+            new = (self._count(source, torch.sum) if size is None else size,)
+        dtype = torch.int64 if func is aten.nonzero.default else source.dtype
+        with self.fake:
+            return torch.empty(new, dtype=dtype, device=source.device)  # type: ignore[return-value]
+
+    def _count(self, tensor: Tensor, count: Callable[[Tensor], Tensor]) -> int:
+        try:
+            return int(count(self.values.of(tensor)))
+        except UnknownValueError:
+            return tensor.numel()
+
+    # ---- messages
+
+    def _exchange(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Let the fake group answer for empty host tensors instead of the fake ones."""
+        fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        group = traffic.group_of(args)
+        name = func._schema.name.removeprefix("c10d::").rstrip("_")
+        ranks = [] if group is None else dist.get_process_group_ranks(group)
+        self.traffic.add(name, ranks, fakes)
+        stands: dict[int, Tensor] = {}
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, FakeTensor):
+                return value
+            return stands.setdefault(id(value), torch.empty(0, dtype=value.dtype))
+
+        replaced = [tree_map(real, value) for value in args]
+        if name == "alltoall_base":
+            replaced[3], replaced[4] = [], []  # the sizes of the real tensors
+        out = func(*replaced, **tree_map(real, kwargs))
+        traffic.follow_values(self.values, func, fakes, 1 if group is None else group.size())
+        back = {id(stand): fake for fake in fakes for key, stand in stands.items() if key == id(fake)}
+        return tree_map(lambda value: back.get(id(value), value) if isinstance(value, Tensor) else value, out)
+
+    def _functional_exchange(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        name = func._schema.name.removeprefix("_c10d_functional::")
+        words = (value for value in reversed(args) if isinstance(value, str))
+        group = next((word for word in words if word not in REDUCTIONS), None)
+        if group is not None:  # wait_tensor has none
+            resolved = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+            fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+            self.traffic.add(name, dist.get_process_group_ranks(resolved), fakes)
+        return self._compute(func, args, kwargs, None)
+
+
+def plausible(dtype: torch.dtype) -> float | int | bool:
+    """Return the value that a scalar of a finite step might have."""
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 1
+
+
+DATA_DEPENDENT = (aten.masked_select.default, aten.nonzero.default, aten.repeat_interleave.Tensor)
+REDUCTIONS = ("sum", "avg", "max", "min", "product")

@@ -1,0 +1,81 @@
+"""The rehearsal of one rank: its engine is built, takes steps, and its state is copied for a checkpoint."""
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from components.checkpoint.async_save import HostCopy
+from components.checkpoint.flat_shard import FlatShard
+from components.contracts.configs import ModelConfig, OptimizerConfig, Prepared
+from components.contracts.data import BatchShard
+from components.contracts.engine import EngineOptions
+from components.contracts.loss import Loss
+from components.contracts.parallelism import ParallelismSpec
+from components.models import ModelSpec
+from components.rehearsal import fake_cuda, fake_groups, fake_tensors
+from components.rehearsal.fake_weights import FakeWeightsModel
+from components.rehearsal.mode import RehearsalMode
+
+
+@dataclass(frozen=True)
+class RehearsedRun:
+    """What one rank of a run builds and trains."""
+
+    parallelism: ParallelismSpec
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    options: EngineOptions
+    loss: Loss
+    data: Prepared
+    global_batch_size: int
+    micro_batch_size: int
+
+
+def install(gpu: fake_cuda.Gpu, rank: int, world_size: int) -> RehearsalMode:
+    """Turn this process into one rank of ``world_size`` with a ``gpu`` each; return the mode to enter."""
+    mode = RehearsalMode()
+    fake_cuda.install(gpu, mode)
+    fake_tensors.install(mode)
+    # Of another pipeline stage, a rank learns the mean loss and the number of labels.
+    fake_groups.install(rank, world_size, received=({"loss": 1.0}, 1))
+    # A fake tensor cannot become a FlatShard. Only the writer of a checkpoint needs one.
+    flat_shard: Any = FlatShard
+    flat_shard.of = staticmethod(lambda flat, _whole, _boxes: flat)
+    return mode
+
+
+def rehearse(run: RehearsedRun, mode: RehearsalMode, steps: int) -> dict[str, float]:
+    """Build the engine and take ``steps`` steps, then copy its tensors as a checkpoint would.
+
+    Afterwards ``mode`` holds the memory of the whole rehearsal, and waits, traffic and arithmetic of the last
+    step and of the copy. The result has the seconds of each part.
+    """
+    took: dict[str, float] = {}
+    options = replace(run.options, reference_model=fake(run.options.reference_model, mode))
+    with mode:
+        began = time.perf_counter()
+        engine = run.parallelism.build(fake(run.model, mode), run.optimizer, options)
+        took["build"] = time.perf_counter() - began
+        shard = BatchShard(run.global_batch_size, run.micro_batch_size, engine.dp_rank, engine.dp_size)
+        loader = run.data.train_loader(shard)
+        for step in range(steps):
+            mode.count_anew()
+            began = time.perf_counter()
+            batches = [batch.pin_memory() for batch in loader.microbatches(step)]
+            mode.step = "reference"
+            batches = list(run.loss.prepare(batches, engine))
+            mode.step = "counts"
+            engine.begin_train_step(batches, run.loss)
+            mode.step = "microbatches"
+            engine.train_microbatches(batches, run.loss, last=True)
+            mode.step = "update"
+            engine.finish_train_step(run.optimizer.lr)
+            took[f"step {step + 1}"] = time.perf_counter() - began
+        mode.step = "save"
+        HostCopy().of(engine.tensors())
+    return took
+
+
+def fake(model: Any, mode: RehearsalMode) -> Any:
+    """Return ``model`` with fake weights; None stays None."""
+    return FakeWeightsModel.of(model, mode) if isinstance(model, ModelSpec) else model

@@ -1,0 +1,103 @@
+"""The record of a rehearsal as sections of a report."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from components.contracts.json_types import Config, Json
+from components.preflight import Candidate, Report
+from components.preflight.formatting import as_count, as_size
+from components.preflight.search.rank_groups import format_ranks, groups
+
+TOP_LINES = 15
+"""Number of lines of code that the report lists as owners of memory. ``rehearsal.json`` has all."""
+LIMITS = (
+    "Not rehearsed: values, time, kernels (triton, Transformer Engine), memory inside of kernels, "
+    "fragmentation, buffers of NCCL and cuBLAS. Routers are balanced, and peers send what this rank sends."
+)
+
+
+def report(case: Candidate, stage: int, record: Json, steps: int) -> Report:
+    """Return the sections of the last of ``steps`` steps; ``stage`` is the rank's pipeline stage."""
+    memory, estimate = record["memory"], case.memory[stage].total
+    waits = [row for row in record["waits"] if row["moment"] != "save"]
+    copies = [row for row in record["blocking_copies"] if row["moment"] != "save"]
+    inside = sum(row["count"] for row in (*waits, *copies) if row["moment"] in ("forward", "backward"))
+    fits = memory["peak"] <= case.device.memory
+    sections: dict[str, Config | Sequence[Config]] = {
+        "rehearsal": {
+            "rank": record["rank"],
+            "stage": stage,
+            "steps": steps,
+            "peak_bytes": memory["peak"],
+            "peak_moment": memory["moment"],
+            "estimated_bytes": estimate,
+            "device_bytes": case.device.memory,
+            "fits": fits,
+            "kernels": sum(n for moment, n in record["kernels"].items() if moment != "save"),
+            "waits_inside_microbatches": inside,
+        },
+        "peaks": [{"moment": moment, "bytes": size} for moment, size in memory["by_moment"].items()],
+        "memory_lines": memory["lines"][:TOP_LINES],
+        "traffic": traffic_rows(case, record["traffic"]),
+        "waits": [*waits, *(row | {"kind": f"{row['kind']}, blocking"} for row in copies)],
+        "arithmetic": arithmetic_rows(record["flops"]),
+        "violations": [{"violation": text} for text in record["violations"]],
+    }
+    sections = {name: section for name, section in sections.items() if section}
+    return Report(sections, lines(case, sections["rehearsal"], record))  # type: ignore[arg-type]
+
+
+def lines(case: Candidate, summary: Config, record: Json) -> dict[str, str]:
+    peak, estimate = summary["peak_bytes"], summary["estimated_bytes"]
+    total = sum(row["bytes"] for row in record["traffic"] if row["moment"] != "save")
+    flops = sum(row["flops"] for row in record["flops"])
+    return {
+        "rehearsal": f"rank {summary['rank']}, pipeline stage {summary['stage']}, {summary['steps']} step(s)",
+        "peak": (
+            f"{as_size(peak)} in {summary['peak_moment']}, {'fits' if summary['fits'] else 'does not fit'} "
+            f"{as_size(case.device.memory)} ({case.device.name}); estimated {as_size(estimate)} "
+            f"({estimate / peak - 1:+.1%})"
+        ),
+        "step": (
+            f"{as_count(flops)}FLOP in {summary['kernels']:,} kernels, {as_size(total)} sent and received, "
+            f"{summary['waits_inside_microbatches']} wait(s) of the host inside of micro-batches"
+        ),
+        "limits": LIMITS,
+    }
+
+
+def traffic_rows(case: Candidate, found: Sequence[Json]) -> list[Config]:
+    """Return calls and bytes of a step by dimension of the mesh, collective and dtype."""
+    names = {
+        tuple(ranks): label
+        for label, members in reversed(groups(case.layout, case.world_size).items())
+        for ranks in members
+    }
+    calls: Counter[tuple[str, ...]] = Counter()
+    num_bytes: Counter[tuple[str, ...]] = Counter()
+    for row in found:
+        if row["moment"] == "save":
+            continue
+        ranks = tuple(row["ranks"])
+        if len(ranks) == 1:
+            continue
+        shown = "all" if len(ranks) == case.world_size else format_ranks(ranks)
+        key = (names.get(ranks, shown), shown, row["collective"].strip("_"), row["dtype"], row["moment"])
+        calls[key] += row["calls"]
+        num_bytes[key] += row["bytes"]
+    columns = ("group", "ranks", "collective", "dtype", "moment")
+    return [
+        dict(zip(columns, key, strict=True)) | {"calls": calls[key], "bytes": size}
+        for key, size in num_bytes.most_common()
+    ]
+
+
+def arithmetic_rows(found: Sequence[Mapping[str, str | int]]) -> list[Config]:
+    """Return the FLOPs of each kind of operator by moment."""
+    kinds = dict.fromkeys(str(row["kind"]) for row in found)
+    moments = dict.fromkeys(str(row["moment"]) for row in found)
+    flops = {(row["kind"], row["moment"]): row["flops"] for row in found}
+    return [
+        {"kind": kind} | {f"{moment}_flops": flops.get((kind, moment), 0) for moment in moments}
+        for kind in kinds
+    ]

@@ -1,0 +1,63 @@
+"""What a rank sends and receives, by process group and kind of collective."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+
+from components.rehearsal.host_values import HostValues
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One kind of exchange."""
+
+    collective: str
+    """Name in ``c10d``: ``allreduce``, ``_allgather_base``, ``send`` and others."""
+    ranks: tuple[int, ...]
+    """Global ranks of the group."""
+    dtype: str
+    moment: str
+
+
+@dataclass
+class Traffic:
+    """Number of calls, and bytes of their largest tensor list on this rank."""
+
+    calls: Counter[Exchange] = field(default_factory=Counter)
+    num_bytes: Counter[Exchange] = field(default_factory=Counter)
+    moment: str = "build"
+
+    def add(self, collective: str, ranks: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        exchange = Exchange(collective, tuple(ranks), dtype, self.moment)
+        self.calls[exchange] += 1
+        # An all-gather has its input and its output among its tensors: the output is what is moved.
+        self.num_bytes[exchange] += max(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def group_of(args: Sequence[Any]) -> dist.ProcessGroup | None:
+    """Return the process group among the arguments of a ``c10d`` operator."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value)
+    return None
+
+
+def follow_values(values: HostValues, func: OpOverload, tensors: Sequence[Tensor], size: int) -> None:
+    """Set the results of small integer exchanges as if each peer had sent what this rank sends."""
+    name = func._schema.name.removeprefix("c10d::").rstrip("_")
+    if name == "alltoall_base":
+        if (sent := values.known(tensors[1])) is not None:
+            values.set(tensors[0], sent.clone().view(tensors[0].shape))
+    elif name == "_allgather_base":
+        if (sent := values.known(tensors[1])) is not None:
+            values.set(tensors[0], torch.cat([sent.reshape(-1)] * size).view(tensors[0].shape))
+    elif name == "allgather" and (sent := values.known(tensors[-1])) is not None:
+        for received in tensors[:-1]:
+            values.set(received, sent.clone())

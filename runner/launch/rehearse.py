@@ -1,0 +1,83 @@
+"""``preflight.mode=rehearse``: steps of one rank's engine on fake CUDA tensors, in another process."""
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import torch
+
+from components import preflight
+from components.contracts.errors import ConfigError, TrainingError
+from components.contracts.json_types import Json
+from components.preflight.engine_layouts import mesh_info
+from components.preflight.formatting import as_size
+from components.rehearsal.device_guard import build_guard
+from components.rehearsal.tables import report
+from runner.launch.checks import RunPreparation
+from runner.launch.plan import PreparedRun
+from runner.launch.run_dir import create_run_folder, write_config
+from runner.search_path import python_module
+
+
+def print_rehearsal(launch: RunPreparation, found: PreparedRun) -> float:
+    """Rehearse one rank, print and save what it recorded, and return NaN, because there is no loss.
+
+    Raises:
+        ConfigError: if the rank needs more memory than its device has, or the machine has no C++ compiler.
+        TrainingError: if the engine fails in the rehearsal.
+    """
+    case, experiment = found.candidate, launch.experiment
+    assert case is not None, "preflight.check_forecast has refused it"
+    ahead, console = experiment.preflight, launch.console
+    stage = stages(case)
+    rank = stage.index(case.peak.stage) if ahead.rank is None else ahead.rank
+    library = build_guard(experiment.data.cache() / "rehearsal")
+    folder = create_run_folder(experiment.run.output_dir, "preflight")
+    if launch.where.sweep_job is not None:
+        launch.where.sweep_job.mark_running(folder)
+    write_config(folder, launch.config)
+    request = {
+        "rank": rank,
+        "world_size": case.world_size,
+        "steps": ahead.steps,
+        "gpu": {"name": case.device.name, "memory": case.device.memory},
+        "data": found.data.to_json(),
+    }
+    record = run_rehearsal(folder, library, request)
+    told = report(case, stage[rank], record, ahead.steps)
+    forecast = preflight.survey(case, launch.config)
+    (folder / "preflight.json").write_text(
+        preflight.Report({**forecast.sections, **told.sections}, {}).to_json()
+    )
+    console.print(found.data.audit.render(), forecast.render(), told.render_all(), told.render(), sep="\n")
+    console.print(f"preflight folder: {folder}", soft_wrap=True, highlight=False)
+    if record["memory"]["peak"] > case.device.memory:
+        preflight.check_fits(case)
+        raise ConfigError(
+            f"preflight.device_memory: rank {rank} needs {as_size(record['memory']['peak'])} of "
+            f"{as_size(case.device.memory)}; the table above says which lines hold it."
+        )
+    return math.nan
+
+
+def run_rehearsal(folder: Path, library: Path, request: Json) -> Json:
+    """Run the process of the rehearsal and return its record."""
+    (folder / "request.json").write_text(json.dumps(request, indent=1) + "\n")
+    command = [*python_module("runner.launch.rehearsal_main"), str(folder), str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise TrainingError(f"the rehearsal of rank {request['rank']} failed:\n{done.stderr.strip()}")
+    record: Json = json.loads((folder / "rehearsal.json").read_text())
+    return record
+
+
+def stages(case: preflight.Candidate) -> list[int]:
+    """Return the pipeline stage of every rank, 0 without pipelining."""
+    mesh = mesh_info(case.layout, case.world_size)
+    dims = mesh["dims"]
+    if "pp" not in dims:
+        return [0] * case.world_size
+    by_stage = torch.tensor(mesh["ranks"]).view(*dims.values()).movedim(list(dims).index("pp"), 0).flatten(1)
+    stage = {rank: number for number, ranks in enumerate(by_stage.tolist()) for rank in ranks}
+    return [stage[rank] for rank in range(case.world_size)]
