@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import overload
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from components.contracts.batch import Batch
+from components.contracts.batch import IGNORE, Batch
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.engines.shared.parallel_dims import check_cp
@@ -36,6 +37,16 @@ def check(model: PreTrainedModel, cp: int, tp: int) -> None:
                 f"parallelism.cp: rope_type={kind} of {model.config.model_type} depends on the longest "
                 "sequence of a batch, of which a rank has only a part; use parallelism.cp=1."
             )
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """A micro-batch on the compute device, with what the host has read before it was copied."""
+
+    batch: Batch
+    """Whole rows."""
+    label_index: Tensor
+    """int64 ``[n]``: the positions of labels among this rank's positions of all rows."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,16 @@ class ContextParallel:
             return values
         gathered: Tensor = AllGatherShards.apply(values, self.group)
         return gathered[:, :length].clone()  # FSDP adds hooks to it, which views may lose
+
+    def model_input(self, here: Batch, device: torch.device) -> ModelInput:
+        """Copy ``here``, which is in host memory, to ``device``; the host does not wait."""
+        batch = here.to(device)
+        if self.cp == 1:
+            return ModelInput(batch, batch.labelled())
+        index = replace(here, labels=self.shard(here.labels, IGNORE), label_index=None).labelled()
+        if here.labels.is_pinned():
+            index = index.pin_memory()
+        return ModelInput(batch, index.to(device, non_blocking=True))
 
     def attention_kwargs(self, batch: Batch) -> Json:
         """Return the sequence boundaries in whole rows, as arguments of the model."""
