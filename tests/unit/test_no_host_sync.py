@@ -130,6 +130,13 @@ def test_nor_for_shared_prompts() -> None:
     forward_and_backward(micro_batch("packed", share_prompt=True), LOSSES["dpo"])
 
 
+@pytest.mark.parametrize("share_prompt", [False, True])
+def test_nor_with_one_call_per_sequence(monkeypatch: pytest.MonkeyPatch, share_prompt: bool) -> None:
+    """Attention in fp32 or with dropout has no kernel for packed rows."""
+    monkeypatch.setattr(varlen_attention, "has_kernel", lambda *_: False)
+    forward_and_backward(micro_batch("packed", share_prompt=share_prompt), LOSSES["dpo"])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nor_with_a_share_of_every_row(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     for name in ("all_to_all_single", "all_gather"):

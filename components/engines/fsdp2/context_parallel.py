@@ -14,7 +14,7 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.engines.shared.parallel_dims import check_cp
 from components.engines.shared.ulysses import AllGatherShards, rank_slice
-from components.engines.shared.varlen_attention import attention_kwargs
+from components.engines.shared.varlen_attention import attention_kwargs, sequence_spans
 
 BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the largest position of a batch, which not every rank has."""
@@ -47,6 +47,8 @@ class ModelInput:
     """Whole rows."""
     label_index: Tensor
     """int64 ``[n]``: the positions of labels among this rank's positions of all rows."""
+    attention: Json
+    """Arguments of the model: the boundaries of the sequences in whole rows."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +88,16 @@ class ContextParallel:
 
     def model_input(self, here: Batch, device: torch.device) -> ModelInput:
         """Copy ``here``, which is in host memory, to ``device``; the host does not wait."""
-        batch = here.to(device)
+        batch, padding = here.to(device), -here.labels.shape[1] % self.cp
+        spans = sequence_spans(with_padding(here, padding))
+        attention = attention_kwargs(with_padding(batch, padding), spans)
         if self.cp == 1:
-            return ModelInput(batch, batch.labelled())
+            return ModelInput(batch, batch.labelled(), attention)
         index = replace(here, labels=self.shard(here.labels, IGNORE), label_index=None).labelled()
         if here.labels.is_pinned():
             index = index.pin_memory()
-        return ModelInput(batch, index.to(device, non_blocking=True))
-
-    def attention_kwargs(self, batch: Batch) -> Json:
-        """Return the sequence boundaries in whole rows, as arguments of the model."""
-        if self.cp == 1:
-            return attention_kwargs(batch)
-        padding = -batch.labels.shape[1] % self.cp
-        return attention_kwargs(with_padding(batch, padding)) | {"context_group": self.group}
+        attention["context_group"] = self.group
+        return ModelInput(batch, index.to(device, non_blocking=True), attention)
 
 
 def with_padding(batch: Batch, padding: int) -> Batch:

@@ -88,7 +88,7 @@ class LogProbModel(nn.Module):
             input_ids=own(batch.input_ids),
             position_ids=own(batch.position_ids),
             use_cache=False,
-            **self.context.attention_kwargs(batch),
+            **given.attention,
         ).last_hidden_state
         stats = self._stats(hidden, given, requires, weights)
         whole = self.context.gather
