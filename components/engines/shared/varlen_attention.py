@@ -205,8 +205,15 @@ def check_attention_arguments(module: nn.Module, is_causal: bool | None, others:
 
 
 def has_kernel(query: Tensor, dropout: float) -> bool:
-    """Return whether ``varlen`` can be used: its CUDA kernel needs half precision and has no dropout."""
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout
+    """Return whether ``varlen_kernel`` can be used.
+
+    Its CUDA kernel needs half precision, compute capability 8.0 and heads of at most 256 dimensions, a
+    multiple of 8, and has no dropout.
+    """
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or dropout:
+        return False
+    width = query.shape[-1]
+    return width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def varlen_kernel(

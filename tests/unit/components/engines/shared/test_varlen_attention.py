@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components.contracts.batch import Batch
@@ -16,6 +17,7 @@ from components.engines.shared.varlen_attention import (
     SequenceSpans,
     attention,
     attention_kwargs,
+    has_kernel,
     sequence_spans,
 )
 
@@ -235,6 +237,34 @@ def test_dropout_is_honoured(layout: dict[str, Any]) -> None:
     plain, dropped = (call(Attention(), dropout=rate, **layout) for rate in (0.0, 0.5))
     assert not torch.allclose(plain, dropped)
     assert not torch.equal(dropped, call(Attention(), dropout=0.5, **layout))
+
+
+@pytest.mark.parametrize(
+    ("expected", "device", "dtype", "width", "dropout", "capability"),
+    [
+        (True, "cuda", torch.bfloat16, 128, 0.0, (8, 0)),
+        (True, "cuda", torch.float16, 256, 0.0, (9, 0)),
+        (False, "cpu", torch.bfloat16, 128, 0.0, (8, 0)),
+        (False, "cuda", torch.float32, 128, 0.0, (8, 0)),
+        (False, "cuda", torch.bfloat16, 128, 0.1, (8, 0)),
+        (False, "cuda", torch.bfloat16, 264, 0.0, (8, 0)),
+        (False, "cuda", torch.bfloat16, 84, 0.0, (8, 0)),
+        (False, "cuda", torch.bfloat16, 128, 0.0, (7, 5)),
+    ],
+)
+def test_the_cuda_kernel_is_used_only_if_it_supports_the_heads(
+    monkeypatch: pytest.MonkeyPatch,
+    expected: bool,
+    device: str,
+    dtype: torch.dtype,
+    width: int,
+    dropout: float,
+    capability: tuple[int, int],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 4, width, dtype=dtype, device=device)
+    assert has_kernel(query, dropout) is expected
 
 
 @pytest.mark.gpu
