@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.loss import Loss, TokenStats
 from components.engines.shared.token_log_probs import token_stats
-from components.engines.shared.varlen_attention import ATTENTION, attention_kwargs
+from components.engines.shared.varlen_attention import ATTENTION, attention_kwargs, sequence_spans
 from components.optimizers import AdamW, torch_optimizer
 
 OPTIMIZER = AdamW(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
@@ -100,7 +100,10 @@ class Models:
 
 def stats(model: Any, batch: Batch) -> TokenStats:
     hidden = model.base_model(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **attention_kwargs(batch)
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        **attention_kwargs(batch, sequence_spans(batch)),
     ).last_hidden_state
     return token_stats(hidden, model.lm_head.weight, batch.labels)
 

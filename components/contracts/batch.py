@@ -69,8 +69,9 @@ class Batch:
         return replace(self, **moved | read_here)
 
     def pin_memory(self) -> Self:
-        """Return this micro-batch in page-locked memory."""
-        pinned: Fields = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
+        """Return this micro-batch in page-locked memory, with the positions of its labels."""
+        tensors = self._tensors() | {"label_index": self.labelled()}
+        pinned: Fields = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return replace(self, **pinned)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -121,7 +122,8 @@ class Batch:
             "input_ids": shifted(self.input_ids, 0),
             "labels": shifted(self.labels, IGNORE),
         }
-        return replace(self, **found, label_index=None)
+        result = replace(self, **found, label_index=None)
+        return result.pin_memory() if self.labels.is_pinned() else result
 
     def sum_per_sequence(self, values: Tensor) -> Tensor:
         """Sum ``values`` (like ``labels``) over every sequence: float64 ``[S]``.

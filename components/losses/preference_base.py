@@ -189,6 +189,8 @@ def verbosity_weights(batch: Batch, ld_alpha: float) -> Tensor:
     for side in (chosen, rejected):
         shorter[side] = torch.minimum(lengths[chosen], lengths[rejected])
     sequences = batch.sequence_ids()
-    before = (lengths.cumsum(0) - lengths)[sequences]  # number of labels in all earlier sequences
+    # In integers, because torch refuses cumsum of floating-point numbers on a GPU with run.deterministic.
+    numbers = lengths.long()
+    before = (numbers.cumsum(0) - numbers)[sequences]  # number of labels in all earlier sequences
     place = labelled.reshape(-1).cumsum(0).view_as(batch.labels) - before
     return torch.where(place <= shorter[sequences], 1.0, ld_alpha).double()

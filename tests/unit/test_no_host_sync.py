@@ -1,6 +1,9 @@
-"""A train step reads no number back from the device: on the meta device, such a read raises an error."""
+"""A train step reads no number back from the device.
 
-from collections.abc import Iterator
+On the meta device such a read raises an error, except within an operator that has a shape rule there.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from components.contracts.batch import Batch
 from components.contracts.loss import Loss, TokenStats
@@ -38,6 +42,27 @@ LOSSES: dict[str, Loss] = {
     "orpo": ORPO(beta=0.1),
     "kto": KTO(beta=0.1, loss="kto", desirable_weight=1.0, undesirable_weight=1.0),
 }
+
+
+class Refuse(TorchDispatchMode):
+    """Raise an error for operators that have a shape rule, but on a GPU wait for the size of their result."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        device = next((a.device for a in args if isinstance(a, Tensor)), None)
+        assert device != META or "masked_scatter_backward" not in str(func), func
+        return func(*args, **kwargs or {})
+
+
+class TwoRanks:
+    """The second of two context-parallel ranks, without communication."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 1
 
 
 @pytest.fixture(autouse=True)
@@ -71,20 +96,22 @@ def micro_batch(layout: str, *, share_prompt: bool = False) -> Batch:
     return batch
 
 
-def forward_and_backward(here: Batch, loss: Loss, mtp_layers: int = 0) -> None:
+def forward_and_backward(here: Batch, loss: Loss, mtp_layers: int = 0, group: Any = None) -> None:
     described = replace(spec("qwen3"), mtp=MTPConfig(mtp_layers))
     model, terms = (
         described.build(described.config(), attention=varlen_attention.ATTENTION),
         described.mtp,
     )
-    scorer = LogProbModel(model, ContextParallel(dist.group.WORLD))
-    batch, sums, ahead = here.to(META), LossAccumulator(), terms.batches(here)
-    depths = [depth.to(META) for depth in ahead]
-    logps, logsumexp, mean, *mtp = scorer(batch, loss.requires, loss.weights(batch), depths)
-    output = loss(TokenStats(logps, logsumexp, mean), batch)
-    output, sums.counts = add_mtp_losses(output, loss.counts(here), terms, ahead, mtp)
-    sums.scaled_loss(output).backward()
-    sums.add(output, sums.counts)
+    scorer = LogProbModel(model, ContextParallel(group or dist.group.WORLD))
+    sums, ahead = LossAccumulator(), terms.batches(here)
+    given, *depths = (scorer.context.model_input(batch, META) for batch in (here, *ahead))
+    with Refuse():
+        weights = loss.weights(given.batch)
+        logps, logsumexp, mean, *mtp = scorer(given, loss.requires, weights, depths)
+        output = loss(TokenStats(logps, logsumexp, mean), given.batch)
+        output, sums.counts = add_mtp_losses(output, loss.counts(here), terms, ahead, mtp)
+        sums.scaled_loss(output).backward()
+        sums.add(output, sums.counts)
     assert all(p.grad is not None and p.grad.device == META for p in scorer.parameters())
 
 
@@ -103,8 +130,29 @@ def test_nor_for_shared_prompts() -> None:
     forward_and_backward(micro_batch("packed", share_prompt=True), LOSSES["dpo"])
 
 
+@pytest.mark.parametrize("share_prompt", [False, True])
+def test_nor_with_one_call_per_sequence(monkeypatch: pytest.MonkeyPatch, share_prompt: bool) -> None:
+    """Attention in fp32 or with dropout has no kernel for packed rows."""
+    monkeypatch.setattr(varlen_attention, "has_kernel", lambda *_: False)
+    forward_and_backward(micro_batch("packed", share_prompt=share_prompt), LOSSES["dpo"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nor_with_a_share_of_every_row(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    for name in ("all_to_all_single", "all_gather"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: None)
+    forward_and_backward(micro_batch(layout), LOSSES["token"], mtp_layers=1, group=TwoRanks())
+
+
 def test_asking_would_fail() -> None:
     batch = micro_batch("packed").to(META)
     batch.label_index = None
     with pytest.raises(NotImplementedError, match="meta"):
         batch.labelled()
+
+
+def test_a_size_that_depends_on_values_is_refused() -> None:
+    values = torch.ones(2, 2, device=META, requires_grad=True)
+    spread = torch.zeros(2, 2, device=META).masked_scatter(values > 0, values)
+    with pytest.raises(AssertionError, match="masked_scatter_backward"), Refuse():
+        spread.sum().backward()

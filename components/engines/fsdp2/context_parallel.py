@@ -3,17 +3,18 @@
 from dataclasses import dataclass, replace
 from typing import overload
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from components.contracts.batch import Batch
+from components.contracts.batch import IGNORE, Batch
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.engines.shared.parallel_dims import check_cp
 from components.engines.shared.ulysses import AllGatherShards, rank_slice
-from components.engines.shared.varlen_attention import attention_kwargs
+from components.engines.shared.varlen_attention import attention_kwargs, sequence_spans
 
 BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the largest position of a batch, which not every rank has."""
@@ -36,6 +37,18 @@ def check(model: PreTrainedModel, cp: int, tp: int) -> None:
                 f"parallelism.cp: rope_type={kind} of {model.config.model_type} depends on the longest "
                 "sequence of a batch, of which a rank has only a part; use parallelism.cp=1."
             )
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """A micro-batch on the compute device, with what the host has read before it was copied."""
+
+    batch: Batch
+    """Whole rows."""
+    label_index: Tensor
+    """int64 ``[n]``: the positions of labels among this rank's positions of all rows."""
+    attention: Json
+    """Arguments of the model: the boundaries of the sequences in whole rows."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +86,18 @@ class ContextParallel:
         gathered: Tensor = AllGatherShards.apply(values, self.group)
         return gathered[:, :length].clone()  # FSDP adds hooks to it, which views may lose
 
-    def attention_kwargs(self, batch: Batch) -> Json:
-        """Return the sequence boundaries in whole rows, as arguments of the model."""
+    def model_input(self, here: Batch, device: torch.device) -> ModelInput:
+        """Copy ``here``, which is in host memory, to ``device``; the host does not wait."""
+        batch, padding = here.to(device), -here.labels.shape[1] % self.cp
+        spans = sequence_spans(with_padding(here, padding))
+        attention = attention_kwargs(with_padding(batch, padding), spans)
         if self.cp == 1:
-            return attention_kwargs(batch)
-        padding = -batch.labels.shape[1] % self.cp
-        return attention_kwargs(with_padding(batch, padding)) | {"context_group": self.group}
+            return ModelInput(batch, batch.labelled(), attention)
+        index = replace(here, labels=self.shard(here.labels, IGNORE), label_index=None).labelled()
+        if here.labels.is_pinned():
+            index = index.pin_memory()
+        attention["context_group"] = self.group
+        return ModelInput(batch, index.to(device, non_blocking=True), attention)
 
 
 def with_padding(batch: Batch, padding: int) -> Batch:

@@ -15,6 +15,7 @@ from components.contracts.batch import Batch
 from components.contracts.engine import EngineOptions
 from components.contracts.loss import Loss, TokenStats
 from components.engines.fsdp2 import state_dict
+from components.engines.fsdp2.context_parallel import ModelInput
 from components.engines.fsdp2.fsdp_private import discard_iteration, fsdp_modules, release
 from components.engines.fsdp2.grouped_experts import bias_buffers, grouped_experts
 from components.engines.fsdp2.layout import FSDP2Layout
@@ -102,10 +103,10 @@ class FSDP2Engine(TrainStepEngine):
                 begin(index)
                 # Gradients of a call are accumulated and reduced with its last micro-batch.
                 self._set_gradient_sync(index == len(microbatches) - 1)
-                batch, ahead = here.to(self.device), self.spec.mtp.batches(here)
-                stats, mtp = self._stats(self.scorer, batch, loss, ahead)
+                given, ahead = self._given(here), self.spec.mtp.batches(here)
+                stats, mtp = self._stats(self.scorer, given, loss, ahead)
                 output, counts = add_mtp_losses(
-                    loss(stats, batch),
+                    loss(stats, given.batch),
                     loss.counts(here),  # of the copy in host memory: reading a GPU would wait
                     self.spec.mtp,
                     ahead,
@@ -157,7 +158,7 @@ class FSDP2Engine(TrainStepEngine):
     def _logps(self, model: LogProbModel, microbatches: Sequence[Batch]) -> list[Tensor]:
         logps = []
         for joined in microbatch_merging.group_microbatches(microbatches, self.group, self.device):
-            found, *_ = model(microbatch_merging.merge(joined).to(self.device), frozenset(), None)
+            found, *_ = model(self._given(microbatch_merging.merge(joined)), frozenset(), None)
             logps += microbatch_merging.unmerge(found, joined)
         release(model)
         return logps
@@ -175,9 +176,9 @@ class FSDP2Engine(TrainStepEngine):
         with naming_microbatch(microbatches) as begin:
             for index, here in enumerate(microbatches):
                 begin(index)
-                batch = here.to(self.device)
-                stats, _ = self._stats(self.scorer, batch, loss)
-                sums.add(loss(stats, batch), loss.counts(here))
+                given = self._given(here)
+                stats, _ = self._stats(self.scorer, given, loss)
+                sums.add(loss(stats, given.batch), loss.counts(here))
 
     # ---- state
 
@@ -232,12 +233,15 @@ class FSDP2Engine(TrainStepEngine):
 
     # ---- private
 
+    def _given(self, here: Batch) -> ModelInput:
+        return self.scorer.context.model_input(here, self.device)
+
     def _stats(
-        self, model: LogProbModel, batch: Batch, loss: Loss, ahead: Sequence[Batch] = ()
+        self, model: LogProbModel, given: ModelInput, loss: Loss, ahead: Sequence[Batch] = ()
     ) -> tuple[TokenStats, list[Tensor]]:
         """Return the statistics that ``loss`` requires, and the logps of every MTP depth of ``ahead``."""
-        moved = [shifted.to(self.device) for shifted in ahead]
-        logps, logsumexp, mean, *mtp = model(batch, loss.requires, loss.weights(batch), moved)
+        depths = [self._given(shifted) for shifted in ahead]
+        logps, logsumexp, mean, *mtp = model(given, loss.requires, loss.weights(given.batch), depths)
         return TokenStats(logps, logsumexp, mean), mtp
 
     def _set_gradient_sync(self, enabled: bool) -> None:

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from components.contracts.batch import IGNORE, Batch
+from components.contracts.batch import IGNORE
 from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.contracts.loss import TokenStats
 from components.engines.fsdp2.compile import apply_liger, choose_kernels
-from components.engines.fsdp2.context_parallel import ContextParallel
+from components.engines.fsdp2.context_parallel import ContextParallel, ModelInput
 from components.engines.fsdp2.fsdp_private import fsdp_modules
 from components.engines.fsdp2.grouped_experts import (
     ExpertAdapter,
@@ -70,26 +70,27 @@ class LogProbModel(nn.Module):
 
     def forward(
         self,
-        batch: Batch,
+        given: ModelInput,
         requires: frozenset[str],
         weights: Tensor | None,
-        mtp: Sequence[Batch] = (),
+        mtp: Sequence[ModelInput] = (),
     ) -> tuple[Tensor | None, ...]:
         """Return the fields of ``TokenStats``, as a tuple because FSDP adds hooks to tensors of a tuple only.
 
-        They are followed by the logps of each batch of ``mtp``, one per MTP depth (see ``MTPConfig``). If it
+        They are followed by the logps of each input of ``mtp``, one per MTP depth (see ``MTPConfig``). If it
         is empty, the MTP layers are not computed.
         """
-        own, length = self.context.shard, batch.labels.shape[1]
+        own, batch = self.context.shard, given.batch
+        length = batch.labels.shape[1]
         if self.routing is not None and torch.is_grad_enabled():
             self.routing.see(batch)
         hidden = self.lm.base_model(
             input_ids=own(batch.input_ids),
             position_ids=own(batch.position_ids),
             use_cache=False,
-            **self.context.attention_kwargs(batch),
+            **given.attention,
         ).last_hidden_state
-        stats = self._stats(hidden, batch, requires, weights)
+        stats = self._stats(hidden, given, requires, weights)
         whole = self.context.gather
         return (
             whole(stats.logps, length),
@@ -99,29 +100,28 @@ class LogProbModel(nn.Module):
         )
 
     def _stats(
-        self, hidden: Tensor, batch: Batch, requires: frozenset[str], weights: Tensor | None
+        self, hidden: Tensor, given: ModelInput, requires: frozenset[str], weights: Tensor | None
     ) -> TokenStats:
         """Compute the statistics of this rank's positions."""
         head, own = self.lm.get_output_embeddings(), self.context.shard
         return token_stats(
             hidden,
             local(head.weight),
-            own(batch.labels, IGNORE),
+            own(given.batch.labels, IGNORE),
             head_bias=local(head.bias),
             requires=requires,
             weights=None if weights is None else own(weights),
-            # With cp > 1 the host does not know which local positions have labels.
-            label_index=batch.labelled() if self.context.cp == 1 else None,
+            label_index=given.label_index,
             shard=self.vocabulary,
         )
 
-    def _mtp(self, hidden: Tensor, batches: Sequence[Batch]) -> Iterator[Tensor]:
+    def _mtp(self, hidden: Tensor, depths: Sequence[ModelInput]) -> Iterator[Tensor]:
         """Yield the ``logps`` of this rank's positions by MTP depth."""
-        if not batches:
+        if not depths:
             return
-        states = self.further(hidden, [self.context.shard(batch.input_ids) for batch in batches], self._embed)
-        for state, batch in zip(states, batches, strict=True):
-            yield self._stats(state, batch, frozenset(), (batch.labels != IGNORE).float()).logps
+        ids = [self.context.shard(depth.batch.input_ids) for depth in depths]
+        for state, depth in zip(self.further(hidden, ids, self._embed), depths, strict=True):
+            yield self._stats(state, depth, frozenset(), (depth.batch.labels != IGNORE).float()).logps
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Embed ``ids`` for an MTP layer, of which every tensor-parallel rank computes a part."""

@@ -75,15 +75,31 @@ def token_stats(
         logps, logsumexp, mean_logp = ChunkedStats.apply(*inputs)
 
     def spread(values: Tensor | None) -> Tensor | None:
-        if values is None:
-            return None
-        # Not through a view of a flat tensor, because FSDP loses its hooks on a view that is written in
-        # place.
-        return values.new_zeros(labels.shape).masked_scatter(labels != IGNORE, values)
+        return None if values is None else Spread.apply(values, index, labels.shape)
 
     logps = spread(logps)
     assert logps is not None
     return TokenStats(logps, spread(logsumexp) if "logsumexp" in requires else None, spread(mean_logp))
+
+
+class Spread(torch.autograd.Function):
+    """Write ``values [n]`` to the positions ``index`` of a new tensor of ``shape`` that is 0 elsewhere.
+
+    ``masked_scatter`` does the same, but the host waits for the device in its backward pass. The result is
+    not a view, because FSDP loses its hooks on a view that is written in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
+        ctx.save_for_backward(index)
+        spread = values.new_zeros(shape)
+        spread.view(-1).index_copy_(0, index, values)
+        return spread
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return grads[0].reshape(-1).index_select(0, index), None, None
 
 
 def chunk_size(vocabulary: Vocabulary, device: torch.device) -> int:

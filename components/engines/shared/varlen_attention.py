@@ -7,6 +7,7 @@ attend to each other.
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -38,10 +39,32 @@ HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_
 """Arguments that models pass to every attention layer and that do not change causal attention."""
 
 
-def attention_kwargs(batch: Batch) -> Json:
+@dataclass
+class SequenceSpans:
+    """The lengths of the sequences of a packed row, in host memory.
+
+    An object, because torch.compile would compile a decoder block anew for other numbers.
+    """
+
+    queries: list[int]
+    keys: list[int]
+    """With the prefix of every sequence."""
+
+
+def sequence_spans(here: Batch) -> SequenceSpans | None:
+    """Return the lengths in ``here``, which is in host memory. None means that it is not packed."""
+    if here.cu_seqlens is None:
+        return None
+    queries = here.cu_seqlens.diff()
+    keys = queries if here.prefix_lengths is None else queries + here.prefix_lengths
+    return SequenceSpans(queries.tolist(), keys.tolist())
+
+
+def attention_kwargs(batch: Batch, spans: SequenceSpans | None) -> Json:
     """Return the arguments of ``model(...)`` besides input_ids, position_ids and ``use_cache=False``.
 
     With context parallelism, ``batch`` has the whole rows and the caller adds ``context_group``.
+    ``spans`` are the ``sequence_spans`` of the same batch in host memory, read once for all layers.
     """
     if batch.cu_seqlens is None:
         return {"attention_mask": NO_MASK, "padded": True}
@@ -49,6 +72,7 @@ def attention_kwargs(batch: Batch) -> Json:
         "attention_mask": NO_MASK,
         "cu_seq_lens_q": batch.cu_seqlens,
         "max_length_q": batch.max_seqlen,
+        "spans": spans,
     }
     if batch.prefix_lengths is None:
         return boundaries
@@ -90,6 +114,7 @@ def attention(
     max_length_q: int | None = None,
     cu_seq_lens_k: Tensor | None = None,
     key_index: Tensor | None = None,
+    spans: SequenceSpans | None = None,
     padded: bool = False,
     is_causal: bool | None = None,
     **others: object,
@@ -105,6 +130,7 @@ def attention(
         cu_seq_lens_q: int32 ``[S + 1]`` with ``max_length_q``, for a packed batch (B = 1).
         cu_seq_lens_k: with ``key_index``, if sequences attend to prefixes; see ``keys_with_prefixes``.
             ``max_length_q`` bounds their lengths too.
+        spans: with ``cu_seq_lens_q``, the same lengths in host memory.
         padded: whether each row is one sequence.
 
     Returns:
@@ -126,13 +152,13 @@ def attention(
     )
     assert max_length_q is not None, "cu_seq_lens_q comes with max_length_q"
     assert query.shape[0] == 1, f"a packed batch is one row, got {query.shape[0]}"
+    assert spans is not None, "cu_seq_lens_q comes with spans"
     if key_index is not None:
         key, value = key.index_select(2, key_index), value.index_select(2, key_index)
     ends = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
     if has_kernel(query, dropout):
         return varlen_kernel(query, key, value, ends, (max_length_q, max_length_q), **options), None
-    spans = [boundaries.diff().tolist() for boundaries in ends]
-    return packed_sdpa(query, key, value, *spans, dropout=dropout, **options), None
+    return packed_sdpa(query, key, value, spans.queries, spans.keys, dropout=dropout, **options), None
 
 
 def recomputed(module: nn.Module, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, None]:
@@ -179,8 +205,15 @@ def check_attention_arguments(module: nn.Module, is_causal: bool | None, others:
 
 
 def has_kernel(query: Tensor, dropout: float) -> bool:
-    """Return whether ``varlen`` can be used: its CUDA kernel needs half precision and has no dropout."""
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout
+    """Return whether ``varlen_kernel`` can be used.
+
+    Its CUDA kernel needs half precision, compute capability 8.0 and heads of at most 256 dimensions, a
+    multiple of 8, and has no dropout.
+    """
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or dropout:
+        return False
+    width = query.shape[-1]
+    return width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def varlen_kernel(

@@ -14,7 +14,7 @@ from components.data.loader import TokenDataLoader
 from components.data.packing import PlanOptions, plan_epoch
 from components.data.shared_prefix import shared_lengths
 from components.data.store.token_store import TokenStore
-from components.engines.shared.varlen_attention import ATTENTION, attention, attention_kwargs
+from components.engines.shared.varlen_attention import ATTENTION, attention, attention_kwargs, sequence_spans
 from tests.listed_plans import ListedPlans
 from tests.pairs import PAIRS, make_pairs, plan_pairs
 from tests.unit.components.data.store.test_token_store import make_store
@@ -34,7 +34,10 @@ def pack(store: TokenStore, *, shared: bool) -> Batch:
 def logps(lm: nn.Module, batch: Batch) -> Tensor:
     """Return the log-probability of every label, float32 ``[labels]``."""
     logits = lm(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **attention_kwargs(batch)
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        **attention_kwargs(batch, sequence_spans(batch)),
     ).logits
     return labelled(logits[0], batch.labels[0])
 
@@ -78,9 +81,11 @@ def test_the_cuda_kernel_sees_the_prefix(window: int | None, store: TokenStore) 
     batch, g = pack(store, shared=True), torch.Generator().manual_seed(0)
     total = batch.labels.numel()
     inputs = [torch.randn(1, heads, total, 64, generator=g) for heads in (4, 2, 2)]
-    expected, _ = attention(nn.Identity(), *inputs, None, sliding_window=window, **attention_kwargs(batch))
+    expected, _ = attention(
+        nn.Identity(), *inputs, None, sliding_window=window, **attention_kwargs(batch, sequence_spans(batch))
+    )
     on_gpu = [tensor.cuda().bfloat16().requires_grad_() for tensor in inputs]
-    options = attention_kwargs(batch.to(torch.device("cuda")))
+    options = attention_kwargs(batch.to(torch.device("cuda")), sequence_spans(batch))
     got, _ = attention(nn.Identity(), *on_gpu, None, sliding_window=window, **options)
     torch.testing.assert_close(got.float().cpu(), expected, rtol=2e-2, atol=2e-2)
     got.float().square().sum().backward()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from components.contracts.batch import IGNORE
 from components.contracts.errors import ConfigError
@@ -81,6 +82,20 @@ def test_a_longer_answer_counts_up_to_the_length_of_the_other() -> None:
     expected = ratio[2:5].sum(), (weights * ratio[7:13]).sum()
     found = [output.metrics[f"rewards/{side}"][0].item() for side in ("chosen", "rejected")]
     assert found == pytest.approx([float(value) for value in expected])
+
+
+def test_labels_are_counted_in_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with ``run.deterministic``, torch refuses the cumulative sum of floating-point numbers."""
+    cumsum = Tensor.cumsum
+
+    def refuse(values: Tensor, *args: Any, **options: Any) -> Tensor:
+        assert not values.is_floating_point()
+        return cumsum(values, *args, **options)
+
+    monkeypatch.setattr(Tensor, "cumsum", refuse)
+    for name in LOSSES:
+        batch, logps = make("packed", SHUFFLED)
+        LOSSES[name](TokenStats(logps, logps), batch)
 
 
 def test_batches_that_carry_a_reference_keep_it() -> None:

@@ -10,7 +10,7 @@ import torch
 from components.contracts.batch import Batch
 from components.data.collators import collate_packed
 from components.engines.shared.microbatch_merging import group_microbatches, largest_number, merge, unmerge
-from components.engines.shared.varlen_attention import ATTENTION, attention_kwargs
+from components.engines.shared.varlen_attention import ATTENTION, attention_kwargs, sequence_spans
 from tests.pairs import make_pairs, plan_pairs
 from tests.unit.components.engines.shared.test_varlen_attention import model, padded, sequences
 
@@ -25,7 +25,9 @@ def microbatches(path: Path) -> list[Batch]:
 
 @torch.no_grad()
 def logits(lm: Any, batch: Batch) -> torch.Tensor:
-    kwargs = {"position_ids": batch.position_ids, "use_cache": False} | attention_kwargs(batch)
+    kwargs = {"position_ids": batch.position_ids, "use_cache": False} | attention_kwargs(
+        batch, sequence_spans(batch)
+    )
     return lm(input_ids=batch.input_ids, **kwargs).logits
 
 

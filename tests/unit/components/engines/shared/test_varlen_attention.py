@@ -7,11 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components.contracts.batch import Batch
 from components.contracts.errors import ConfigError
-from components.engines.shared.varlen_attention import ATTENTION, attention, attention_kwargs
+from components.engines.shared.varlen_attention import (
+    ATTENTION,
+    SequenceSpans,
+    attention,
+    attention_kwargs,
+    has_kernel,
+    sequence_spans,
+)
 
 V = 97
 LENGTHS = (7, 1, 20, 12)
@@ -87,7 +95,10 @@ def padded(rows: list[Tensor]) -> Batch:
 def run(lm: nn.Module, batch: Batch) -> list[Tensor]:
     """Return the logits of every sequence, without padding."""
     logits = lm(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **attention_kwargs(batch)
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        **attention_kwargs(batch, sequence_spans(batch)),
     ).logits
     rows = logits[0].split(batch.seqlens.tolist()) if batch.cu_seqlens is not None else logits
     return [row[:n] for row, n in zip(rows, batch.seqlens.tolist(), strict=True)]
@@ -140,13 +151,19 @@ def test_an_empty_microbatch_runs() -> None:
     assert run(model("qwen3", ATTENTION), Batch(one, one - 100, one, empty))[0].shape == (0, V)
     packed_empty = Batch(one, one - 100, one, empty, cu_seqlens=ends, max_seqlen=1)
     lm = model("qwen3", ATTENTION)
-    logits = lm(input_ids=one, position_ids=one, use_cache=False, **attention_kwargs(packed_empty)).logits
+    logits = lm(
+        input_ids=one,
+        position_ids=one,
+        use_cache=False,
+        **attention_kwargs(packed_empty, sequence_spans(packed_empty)),
+    ).logits
     assert torch.isfinite(logits).all()
 
 
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("boundaries", {}),
     ("max_length_q", {"cu_seq_lens_q": torch.tensor([0, 4], dtype=torch.int32)}),
+    ("spans", {"cu_seq_lens_q": torch.tensor([0, 4], dtype=torch.int32), "max_length_q": 4}),
     (
         "contradict",
         {"cu_seq_lens_q": torch.tensor([0, 4], dtype=torch.int32), "max_length_q": 4, "padded": True},
@@ -205,13 +222,49 @@ def test_attention_that_is_not_causal_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [{"padded": True}, {"cu_seq_lens_q": torch.tensor([0, 1, 4]), "max_length_q": 3}]
+    "layout",
+    [
+        {"padded": True},
+        {
+            "cu_seq_lens_q": torch.tensor([0, 1, 4]),
+            "max_length_q": 3,
+            "spans": SequenceSpans([1, 3], [1, 3]),
+        },
+    ],
 )
 def test_dropout_is_honoured(layout: dict[str, Any]) -> None:
     torch.manual_seed(0)
     plain, dropped = (call(Attention(), dropout=rate, **layout) for rate in (0.0, 0.5))
     assert not torch.allclose(plain, dropped)
     assert not torch.equal(dropped, call(Attention(), dropout=0.5, **layout))
+
+
+@pytest.mark.parametrize(
+    ("expected", "device", "dtype", "width", "dropout", "capability"),
+    [
+        (True, "cuda", torch.bfloat16, 128, 0.0, (8, 0)),
+        (True, "cuda", torch.float16, 256, 0.0, (9, 0)),
+        (False, "cpu", torch.bfloat16, 128, 0.0, (8, 0)),
+        (False, "cuda", torch.float32, 128, 0.0, (8, 0)),
+        (False, "cuda", torch.bfloat16, 128, 0.1, (8, 0)),
+        (False, "cuda", torch.bfloat16, 264, 0.0, (8, 0)),
+        (False, "cuda", torch.bfloat16, 84, 0.0, (8, 0)),
+        (False, "cuda", torch.bfloat16, 128, 0.0, (7, 5)),
+    ],
+)
+def test_the_cuda_kernel_is_used_only_if_it_supports_the_heads(
+    monkeypatch: pytest.MonkeyPatch,
+    expected: bool,
+    device: str,
+    dtype: torch.dtype,
+    width: int,
+    dropout: float,
+    capability: tuple[int, int],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 4, width, dtype=dtype, device=device)
+    assert has_kernel(query, dropout) is expected
 
 
 @pytest.mark.gpu
@@ -221,7 +274,13 @@ def test_the_cuda_kernel_equals_one_sdpa_a_sequence(window: int | None) -> None:
     g = torch.Generator().manual_seed(0)
     total, ends = sum(LENGTHS), F.pad(torch.tensor(LENGTHS).cumsum(0, dtype=torch.int32), (1, 0))
     inputs = [torch.randn(1, heads, total, 64, generator=g) for heads in (4, 2, 2)]
-    options = {"cu_seq_lens_q": ends, "max_length_q": max(LENGTHS), "sliding_window": window}
+    spans = SequenceSpans(list(LENGTHS), list(LENGTHS))
+    options = {
+        "cu_seq_lens_q": ends,
+        "max_length_q": max(LENGTHS),
+        "spans": spans,
+        "sliding_window": window,
+    }
     expected, _ = attention(Attention(), *inputs, None, **options)
     on_gpu = [tensor.cuda().bfloat16().requires_grad_() for tensor in inputs]
     got, _ = attention(Attention(), *on_gpu, None, **options | {"cu_seq_lens_q": ends.cuda()})
