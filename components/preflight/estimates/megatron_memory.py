@@ -60,10 +60,10 @@ def memory(
             )
             resting["reference"] = (weighed.trained + weighed.frozen) * run.size
         asked = [*stage.moments(), *([stage.during_reference()] if asks else [])]
-        parts = peak(add_by_name(resting, moment) for moment in asked)
-        offloaded = ("masters", "moments") if layout.optimizer_cpu_offload else ()
-        host = {name: parts.pop(name) for name in offloaded if name in parts}
-        found.append(RankMemory(number, parts, host))
+        host: Bytes = {}
+        if layout.optimizer_cpu_offload:
+            host = stage.offloaded(resting.pop("moments"))
+        found.append(RankMemory(number, peak(add_by_name(resting, moment) for moment in asked), host))
     return found
 
 
@@ -118,14 +118,27 @@ class StageMemory:
 
         Gradients have a permanent fp32 buffer. Weights in fp32 have no separate master weights.
         """
-        trained, experts = self.weights.trained, self.weights.trained_experts
-        kept = (trained - experts) * FP32 // self.shards.plain + experts * FP32 // self.shards.experts
+        trained = self.weights.trained
         return {
             "weights": (trained + self.weights.frozen) * self.size,
             "gradients": trained * FP32,
-            "masters": 0 if self.size == FP32 else kept,
-            "moments": kept * num_moments,
+            "masters": 0 if self.size == FP32 else self.optimizer_shard,
+            "moments": self.optimizer_shard * num_moments,
         }
+
+    def offloaded(self, moments: int) -> Bytes:
+        """Return the bytes in host memory with ``optimizer_cpu_offload``.
+
+        Megatron updates copies of the master weights there, with copies of their gradients. The master
+        weights themselves stay on the GPU.
+        """
+        return {"masters": self.optimizer_shard, "moments": moments, "gradients": self.optimizer_shard}
+
+    @property
+    def optimizer_shard(self) -> int:
+        """Bytes in fp32 of the parameters that this rank updates."""
+        trained, experts = self.weights.trained, self.weights.trained_experts
+        return (trained - experts) * FP32 // self.shards.plain + experts * FP32 // self.shards.experts
 
     def moments(self) -> Iterator[Bytes]:
         """Yield the bytes, in addition to those between steps, at the moments that can be the peak."""

@@ -88,6 +88,20 @@ def test_what_is_offloaded_is_in_host_memory() -> None:
     assert not {"weights", "moments"} & set(rank.parts)
 
 
+def test_megatron_keeps_master_weights_on_the_gpu_if_its_optimizer_is_offloaded() -> None:
+    """Their copies in host memory, which the optimizer updates, come on top."""
+    layout = ("model=llama3_8b", "parallelism=megatron", "parallelism.dp=8")
+    sharded = (*layout, "parallelism.distributed_optimizer=true")
+    (here,), (offloaded,) = (
+        estimate(*sharded, *more) for more in ((), ("parallelism.optimizer_cpu_offload=true",))
+    )
+    masters = here.parts["masters"]
+    assert offloaded.parts["masters"] == masters
+    assert offloaded.host == {"masters": masters, "moments": 2 * masters, "gradients": masters}
+    assert here.total - offloaded.total <= here.parts["moments"]
+    assert "moments" not in offloaded.parts
+
+
 def test_a_frozen_reference_is_a_second_copy() -> None:
     (rank,) = estimate("model=llama3_8b", "stage=dpo", "parallelism=fsdp2", reference="frozen")
     assert rank.parts["reference"] == rank.parts["weights"] // 2
