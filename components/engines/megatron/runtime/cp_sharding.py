@@ -39,10 +39,16 @@ class CPShard:
     """int64 ``[B, T]``: the index of each position t of the micro-batch in the row in rank order."""
     cp: int
     rank: int
+    label_index: Tensor | None = None
+    """int64 ``[n]``: the positions in ``labels.reshape(-1)`` that carry a label. ``to`` sets it."""
 
     def to(self, device: torch.device) -> Self:
-        """Return the row with every tensor except ``cu_seqlens`` on ``device``."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        """Return the row with every tensor except ``cu_seqlens`` on ``device``.
+
+        Positions with a label are found before, on the host, because it would wait for a device.
+        """
+        found = replace(self, label_index=(self.labels.reshape(-1) != IGNORE).nonzero()[:, 0])
+        tensors = {name: value for name, value in vars(found).items() if isinstance(value, Tensor)}
         moved: Json = {k: v.to(device) for k, v in tensors.items() if k != "cu_seqlens"}
         return replace(self, **moved)
 

@@ -139,6 +139,7 @@ class LogProbGPTModel(GPTModel):
             asked.shard.labels,
             requires=asked.requires,
             weights=asked.weights,
+            label_index=asked.shard.label_index,
             shard=self.shard if self.tp.size() > 1 else None,
         )
 
