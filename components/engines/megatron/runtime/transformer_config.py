@@ -116,6 +116,9 @@ def parallelism(layout: Layout, mtp: int = 0) -> Json:
         # previous and the next one of the other, so chunks could silently receive each other's tensors.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
+        # Megatron would wait for the whole GPU after each transfer, because of a bug that torch has fixed:
+        # https://github.com/pytorch/pytorch/pull/82450
+        "batch_p2p_sync": False,
     }
 
 
