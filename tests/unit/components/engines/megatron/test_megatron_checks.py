@@ -60,7 +60,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that Transformer Engine is installed and that there is a GPU."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("components.engines.megatron.checks.find_spec", lambda _: object())
+    monkeypatch.setattr("components.engines.megatron.checks.has_transformer_engine", lambda: True)
 
 
 # ---- keys against each other
@@ -381,7 +381,7 @@ def test_whole_tensors_may_be_frozen(pattern: str) -> None:
 
 def test_transformer_engine_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("components.engines.megatron.checks.find_spec", lambda _: None)
+    monkeypatch.setattr("components.engines.megatron.checks.has_transformer_engine", lambda: False)
     check(**TE_RUN)
     with pytest.raises(ConfigError, match="not installed"):
         check(**TE_RUN, transformer_impl="transformer_engine")

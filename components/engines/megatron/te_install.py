@@ -1,0 +1,19 @@
+"""What is installed of transformer-engine, found without importing it."""
+
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def has_transformer_engine() -> bool:
+    """Return whether transformer-engine is installed with its library for torch.
+
+    Without that library, for example with only the one for JAX, Megatron cannot use it. The folders are those
+    in which transformer-engine itself looks: of editable installations, of those from source and of wheels.
+    """
+    package = find_spec("transformer_engine")
+    if package is None or package.origin is None:
+        return False
+    roots = (Path(package.origin).parents[1], Path(sysconfig.get_path("purelib")))
+    places = ("", "transformer_engine/", "transformer_engine/wheel_lib/")
+    return any(any(root.glob(f"{place}transformer_engine_torch*.so")) for root in roots for place in places)
