@@ -76,7 +76,6 @@ class MegatronEngine(TrainStepEngine):
         self.device, self.spec, self.layout, self.options = device, model, layout, options
         self.max_grad_norm = optimizer.max_grad_norm
         initialize_groups(layout)
-        self.ranks = gather_mesh_info(layout)
         self.group = parallel_state.get_data_parallel_group()
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
@@ -225,7 +224,7 @@ class MegatronEngine(TrainStepEngine):
             "device": str(self.device),
             "dtype": str(self.options.dtype).removeprefix("torch."),
             "world_size": dist.get_world_size(),
-            "mesh": self.ranks,
+            "mesh": gather_mesh_info(self.layout),
             "chunks_per_stage": self.layout.vpp,
             "parameters": sum(p.numel() for p in self.meta.parameters()) + added,
             "trained_parameters": added or sum(p.numel() for p in self.meta.parameters() if p.requires_grad),
