@@ -1,4 +1,4 @@
-"""What is installed of transformer-engine, found without importing it."""
+"""The installation of transformer-engine, examined without importing it."""
 
 import sysconfig
 from importlib.util import find_spec
