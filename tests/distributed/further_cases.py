@@ -162,7 +162,7 @@ def megatrons_own(family: str) -> tuple[dict[str, Tensor], dict[str, Tensor], fl
     ours, batch = engine.chunks[0].module, padded(sequences()[3:4])
     config = copy(engine.config)
     config.calculate_per_token_loss, config.mtp_loss_scaling_factor = False, COEF
-    layers = block_spec(config, None, transformer_engine=False)
+    layers = block_spec(config, None)
     theirs = GPTModel(
         config,
         layers,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from components.contracts.engine import EngineOptions
 from components.engines.megatron.config import Megatron
 from components.models import ModelSpec, WeightSource, export_folder, named_shapes
 
@@ -60,8 +61,8 @@ def build(spec: ModelSpec, layout: Megatron) -> Model:
     from components.engines.megatron.runtime.transformer_config import transformer_config
 
     hf = spec.config()
-    config = transformer_config(hf, layout, torch.float32)
-    chunks = build_chunks(hf, config, transformer_engine=False)
+    config = transformer_config(hf, layout, EngineOptions(dtype=torch.float32, device="cpu"))
+    chunks = build_chunks(hf, config)
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(7)

@@ -1,11 +1,11 @@
 """Megatron on one GPU against FSDP2 on the same GPU. The tests are skipped without one."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from components.engines.megatron.te_install import has_transformer_engine
 from tests.e2e.commands import SMALL, rows, run_here
 
 pytestmark = [
@@ -41,7 +41,7 @@ def test_an_adapter_has_the_curve_of_fsdp2(tmp_path: Path, dtype: str, bound: fl
 
 
 @pytest.mark.parametrize("packing", ["bfd", "none"])
-@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="no transformer-engine")
+@pytest.mark.skipif(not has_transformer_engine(), reason="no transformer-engine")
 def test_transformer_engine_has_the_curve_of_our_attention(tmp_path: Path, packing: str) -> None:
     same = ("run.dtype=bf16", f"data.packing={packing}", "parallelism=megatron")
     ours = curves(tmp_path / "te", *same, "parallelism.transformer_impl=transformer_engine")

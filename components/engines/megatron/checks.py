@@ -1,7 +1,6 @@
 """Checks of the limits of the Megatron engine, before a process starts and without importing megatron."""
 
 import math
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -14,6 +13,7 @@ from components.engines.megatron import hf_names
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.moe_config import FAMILIES, check_moe, read_moe_config
 from components.engines.megatron.pipeline_split import check_stages, chunk_layers
+from components.engines.megatron.te_install import has_packed_kernel, has_transformer_engine
 from components.engines.shared.parallel_dims import check_cp, check_tp
 from components.models.mtp import num_mtp_layers
 from components.optimizers import SGD, Optimizer
@@ -265,10 +265,15 @@ def uses_transformer_engine(
     device: Literal["cpu", "cuda"],
     adapter: LoRA | None = None,
 ) -> bool:
-    """Return whether layers are those of transformer-engine; ``check_run`` must have passed."""
+    """Return whether layers are those of transformer-engine; ``check_run`` must have passed.
+
+    With ``auto`` its attention must also have a fast kernel for packed sequences.
+    """
     if layout.transformer_impl == "local":
         return False
-    return why_no_transformer_engine(config, layout, dtype, device, adapter) is None
+    if why_no_transformer_engine(config, layout, dtype, device, adapter) is not None:
+        return False
+    return layout.transformer_impl == "transformer_engine" or has_packed_kernel()
 
 
 def why_no_transformer_engine(
@@ -287,9 +292,7 @@ def why_no_transformer_engine(
     latent = f"the latent attention of {config.model_type} is computed by local only"
     reasons = {
         "this run is on the CPU": device == "cpu",
-        "it is not installed (pip install transformer-engine[pytorch])": (
-            find_spec("transformer_engine") is None
-        ),
+        "it is not installed (pip install transformer-engine[pytorch])": (not has_transformer_engine()),
         "its linear layers hold the norm before them, where an adapter needs its output": adapter is not None,
         "its attention to packed sequences has no fp32 (run.dtype=bf16 has)": dtype == torch.float32,
         f"its attention to packed sequences has no cp_comm_type={layout.cp_comm_type}": layout.cp > 1,

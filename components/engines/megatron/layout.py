@@ -40,7 +40,8 @@ class Layout:
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """The parts recomputed in the backward pass: nothing, every layer, or only core attention."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Implementation of the layers; auto uses transformer-engine if it is installed and supports the run."""
+    """Implementation of the layers; auto uses transformer-engine if it is installed, supports the run and has
+    a fast kernel for packed rows on this GPU."""
     optimizer_cpu_offload: bool = False
     moe_token_dispatcher: Literal["allgather", "alltoall"] = "alltoall"
     """Token exchange: all-gather over the ep x etp ranks, or all-to-all to the chosen experts' ranks."""

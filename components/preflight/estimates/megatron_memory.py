@@ -1,4 +1,4 @@
-"""Peak memory of a Megatron rank in a train step, estimated from the shapes of the model.
+"""Peak memory of a Megatron rank, built and in a train step, estimated from the shapes of the model.
 
 Megatron itself is not imported.
 """
@@ -51,19 +51,21 @@ def memory(
         stage = StageMemory(
             number, chunks, weights, own, model.config.vocab_size, layout, shards, step.microbatch
         )
-        resting = stage.between_steps(len(optimizer.moments))
+        resting, built = stage.between_steps(len(optimizer.moments)), list(stage.while_built())
         if step.reference == "frozen":
             other = step.reference_model or model
             theirs = pipeline_split.chunk_layers(layout, other.config.num_hidden_layers)[number]
             weighed = count_parameters(
                 other, layout, "".join(theirs), stage_layers(layout, other)[number], None
             )
-            resting["reference"] = (weighed.trained + weighed.frozen) * run.size
+            reference = {"reference": (weighed.trained + weighed.frozen) * run.size}
+            resting, built = resting | reference, [moment | reference for moment in built]
         asked = [*stage.moments(), *([stage.during_reference()] if asks else [])]
-        parts = peak(add_by_name(resting, moment) for moment in asked)
-        offloaded = ("masters", "moments") if layout.optimizer_cpu_offload else ()
-        host = {name: parts.pop(name) for name in offloaded if name in parts}
-        found.append(RankMemory(number, parts, host))
+        host: Bytes = {}
+        if layout.optimizer_cpu_offload:
+            host = stage.offloaded(resting.pop("moments"))
+        moments = [*(add_by_name(resting, moment) for moment in asked), *built]
+        found.append(RankMemory(number, peak(moments), host))
     return found
 
 
@@ -100,7 +102,7 @@ class RankParameters:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of a rank of one pipeline stage at the moments of a train step that can be its peak."""
+    """Memory of a rank of one pipeline stage at the moments that can be its peak."""
 
     number: int
     chunks: list[str]
@@ -118,14 +120,44 @@ class StageMemory:
 
         Gradients have a permanent fp32 buffer. Weights in fp32 have no separate master weights.
         """
-        trained, experts = self.weights.trained, self.weights.trained_experts
-        kept = (trained - experts) * FP32 // self.shards.plain + experts * FP32 // self.shards.experts
+        trained = self.weights.trained
         return {
             "weights": (trained + self.weights.frozen) * self.size,
             "gradients": trained * FP32,
-            "masters": 0 if self.size == FP32 else kept,
-            "moments": kept * num_moments,
+            "masters": 0 if self.size == FP32 else self.optimizer_shard,
+            "moments": self.optimizer_shard * num_moments,
         }
+
+    def while_built(self) -> Iterator[Bytes]:
+        """Yield all bytes when the buffers of the last chunk are allocated: of dense parameters, of experts.
+
+        The distributed optimizer moves parameters into a buffer. Their old memory is freed only after that
+        buffer and the one of their gradients have been allocated. There is no optimizer state yet.
+        """
+        if not self.layout.distributed_optimizer:
+            return
+        trained, number = self.weights.trained, len(self.chunks)
+        ends = self.weights.embedding if {"E", "L"} & set(self.chunks[-1]) else 0
+        experts = self.weights.trained_experts // number
+        dense = (trained - self.weights.embedding) // number + ends - experts
+        weights = (trained + self.weights.frozen) * self.size
+        for moved, missing in ((dense, experts), (experts, 0)):
+            gradients = (trained - missing) * FP32
+            yield {"weights": weights, "gradients": gradients, "buffers": moved * self.size}
+
+    def offloaded(self, moments: int) -> Bytes:
+        """Return the bytes in host memory with ``optimizer_cpu_offload``.
+
+        Megatron updates copies of the master weights there, with copies of their gradients. The master
+        weights themselves stay on the GPU.
+        """
+        return {"masters": self.optimizer_shard, "moments": moments, "gradients": self.optimizer_shard}
+
+    @property
+    def optimizer_shard(self) -> int:
+        """Bytes in fp32 of the parameters that this rank updates."""
+        trained, experts = self.weights.trained, self.weights.trained_experts
+        return (trained - experts) * FP32 // self.shards.plain + experts * FP32 // self.shards.experts
 
     def moments(self) -> Iterator[Bytes]:
         """Yield the bytes, in addition to those between steps, at the moments that can be the peak."""

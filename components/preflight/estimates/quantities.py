@@ -52,7 +52,7 @@ class CommInputs:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Peak memory in a train step of a rank of one pipeline stage, in bytes."""
+    """Peak memory of a rank of one pipeline stage, in bytes."""
 
     stage: int
     """Number of the pipeline stage, 0 without pipelining."""

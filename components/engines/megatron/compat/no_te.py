@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from copy import copy
 from functools import cache, wraps
-from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
 
 from components.engines.megatron.compat.patching import Patch
 from components.engines.megatron.compat.patching import install as install_patches
+from components.engines.megatron.te_install import has_transformer_engine
 
 
 @cache
@@ -36,10 +36,6 @@ def mark_sequence_parallel(original: Callable[..., nn.Module]) -> Callable[..., 
     return new
 
 
-def has_transformer_engine(_: bool) -> bool:
-    return find_spec("transformer_engine") is not None
-
-
 PATCHES = (
     Patch(
         symbols=("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",),
@@ -49,6 +45,6 @@ PATCHES = (
     Patch(
         symbols=("megatron.core.transformer.multi_latent_attention.HAVE_TE",),
         why="is true without transformer-engine, whose classes are None then, and asks for their instances",
-        replace=has_transformer_engine,
+        replace=lambda _: has_transformer_engine(),
     ),
 )

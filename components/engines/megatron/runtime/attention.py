@@ -19,6 +19,7 @@ from torch import Tensor
 from components.contracts.json_types import Json
 from components.engines.megatron.runtime.attention_spans import AttentionSpans, full_spans, ring_spans
 from components.engines.megatron.runtime.cp_sharding import CPShard
+from components.engines.megatron.runtime.device_copy import to_device
 from components.engines.shared.sdpa import packed_sdpa
 from components.engines.shared.ulysses import heads_to_seq, seq_to_heads
 from components.engines.shared.varlen_attention import has_kernel, varlen_kernel
@@ -39,7 +40,7 @@ def packed_seq_params(row: CPShard, device: torch.device | None = None) -> Packe
     """
     if row.cu_seqlens is None:
         return None
-    ends = row.cu_seqlens if device is None else row.cu_seqlens.to(device)
+    ends = row.cu_seqlens if device is None else to_device(row.cu_seqlens, device)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,

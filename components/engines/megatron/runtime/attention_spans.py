@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from components.engines.megatron.runtime.cp_sharding import zigzag_order
+from components.engines.megatron.runtime.device_copy import to_device
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,11 @@ def full_spans(ends: tuple[int, ...], cp: int, device: torch.device) -> Attentio
     """
     boundaries = torch.tensor(ends)
     spans = boundaries.diff().tolist()
-    return make_spans(spans, spans, zigzag_order(boundaries, cp), device)
+    whole = cp == 1  # then no copy is needed
+    order = (
+        torch.arange(ends[-1], device=device) if whole else to_device(zigzag_order(boundaries, cp), device)
+    )
+    return make_spans(spans, spans, order)
 
 
 @lru_cache(maxsize=64)
@@ -57,13 +62,12 @@ def ring_spans(ends: tuple[int, ...], cp: int, rank: int, device: torch.device) 
             queries.append(size)
             keys.append((chunk + 1) * size)
             parts.append(order[begin : begin + keys[-1]])
-    return make_spans(queries, keys, torch.cat(parts), device)
+    return make_spans(queries, keys, to_device(torch.cat(parts), device))
 
 
-def make_spans(
-    queries: Sequence[int], keys: Sequence[int], order: Tensor, device: torch.device
-) -> AttentionSpans:
+def make_spans(queries: Sequence[int], keys: Sequence[int], order: Tensor) -> AttentionSpans:
     cu_queries, cu_keys = (
-        torch.tensor([0, *accumulate(spans)], dtype=torch.int32, device=device) for spans in (queries, keys)
+        to_device(torch.tensor([0, *accumulate(spans)], dtype=torch.int32), order.device)
+        for spans in (queries, keys)
     )
-    return AttentionSpans(tuple(queries), tuple(keys), cu_queries, cu_keys, order.to(device))
+    return AttentionSpans(tuple(queries), tuple(keys), cu_queries, cu_keys, order)

@@ -8,6 +8,7 @@ whole row, and the row in rank order, which is the concatenation of the shares o
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.json_types import Json
+from components.engines.megatron.runtime.device_copy import to_device
 from components.engines.shared.ulysses import AllGatherShards, rank_slice
 
 
@@ -39,17 +41,23 @@ class CPShard:
     """int64 ``[B, T]``: the index of each position t of the micro-batch in the row in rank order."""
     cp: int
     rank: int
+    label_index: Tensor | None = None
+    """int64 ``[n]``: the positions in ``labels.reshape(-1)`` that carry a label. ``to`` sets it."""
 
     def to(self, device: torch.device) -> Self:
-        """Return the row with every tensor except ``cu_seqlens`` on ``device``."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved: Json = {k: v.to(device) for k, v in tensors.items() if k != "cu_seqlens"}
+        """Return the row with every tensor except ``cu_seqlens`` on ``device``.
+
+        Positions with a label are found before, on the host, because it would wait for a device.
+        """
+        found = replace(self, label_index=(self.labels.reshape(-1) != IGNORE).nonzero()[:, 0])
+        tensors = {name: value for name, value in vars(found).items() if isinstance(value, Tensor)}
+        moved: Json = {k: to_device(v, device) for k, v in tensors.items() if k != "cu_seqlens"}
         return replace(self, **moved)
 
     def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
         """Return this rank's share ``[B, L]`` of ``values`` ``[B, T]``, with ``fill`` on padding."""
-        whole = values.new_full((len(values), self.cp * self.input_ids.shape[1]), fill)
-        return rank_slice(whole.scatter(1, self.index, values), self.cp, self.rank)
+        length = self.cp * self.input_ids.shape[1]
+        return share(values, self.index, length, fill, cp=self.cp, rank=self.rank)
 
 
 def aligned_length(batch: Batch, *, cp: int, multiple: int) -> int:
@@ -81,21 +89,29 @@ def shard_batch(batch: Batch, *, cp: int, rank: int, multiple: int, length: int 
     ends = aligned_boundaries(batch, cp, length)
     index = zigzag_order(ends, cp)[aligned_positions(batch, ends)].expand_as(batch.labels)
 
-    def shared(values: Tensor, fill: int) -> Tensor:
-        whole = values.new_full((len(values), length), fill)
-        return rank_slice(whole.scatter(1, index, values), cp, rank)
-
+    own = partial(share, index=index, length=length, cp=cp, rank=rank)
     packed = batch.cu_seqlens is not None
     return CPShard(
-        input_ids=shared(batch.input_ids, 0),
-        labels=shared(batch.labels, IGNORE),
-        position_ids=shared(batch.position_ids, 0),
+        input_ids=own(batch.input_ids, fill=0),
+        labels=own(batch.labels, fill=IGNORE),
+        position_ids=own(batch.position_ids, fill=0),
         cu_seqlens=ends.int() if packed else None,
         max_seqlen=int(ends.diff().max()) if packed else None,
         index=index,
         cp=cp,
         rank=rank,
     )
+
+
+def share(values: Tensor, index: Tensor, length: int, fill: float, *, cp: int, rank: int) -> Tensor:
+    """Return the share ``[B, L]`` of ``rank`` of ``values`` ``[B, T]``, with ``fill`` on padding.
+
+    The share of one rank without padding is ``values`` itself, which may be in page-locked memory.
+    """
+    if cp == 1 and length == values.shape[1]:
+        return values
+    whole = values.new_full((len(values), length), fill)
+    return rank_slice(whole.scatter(1, index, values), cp, rank)
 
 
 def gather_shards(values: Tensor, row: CPShard, group: dist.ProcessGroup | None) -> Tensor:

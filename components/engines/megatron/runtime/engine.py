@@ -84,7 +84,7 @@ class MegatronEngine(TrainStepEngine):
         model_parallel_cuda_manual_seed(options.seed + 100 * random_stream())
         self.hf = model.config()
         self.meta = model.build(self.hf)
-        self.config = transformer_config(self.hf, layout, options.dtype)
+        self.config = transformer_config(self.hf, layout, options)
         source = initial_weights(model, self.meta, options)
         self.reference: list[nn.Module] | None = None
         if options.reference == "frozen":
@@ -108,7 +108,7 @@ class MegatronEngine(TrainStepEngine):
     def _frozen(self, model: ModelSpec) -> list[nn.Module]:
         """Build the chunks of ``model`` with its initial weights, frozen and in evaluation mode."""
         hf, options = model.config(), replace(self.options, adapter=None)
-        config = transformer_config(hf, self.layout, options.dtype)
+        config = transformer_config(hf, self.layout, options)
         parts = build_model_chunks(model.build(hf), config, self.layout, options)
         load_weights(parts.trained | parts.frozen | parts.biases, model.weights(options.seed))
         return [chunk.requires_grad_(False).eval() for chunk in parts.chunks]

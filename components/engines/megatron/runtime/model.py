@@ -62,16 +62,14 @@ class LogProbGPTModel(GPTModel):
         self,
         config: TransformerConfig,
         vocab_size: int,
-        *,
-        transformer_engine: bool,
         **options: Any,
     ) -> None:
-        spec = block_spec(config, options["vp_stage"], transformer_engine=transformer_engine)
+        spec = block_spec(config, options["vp_stage"])
         if config.mtp_num_layers:
             options["mtp_block_spec"] = mtp_spec(config, spec, options["vp_stage"])
         super().__init__(config, spec, vocab_size=padded_vocab_size(vocab_size, config), **options)
         # Our attention reads sequence boundaries on the CPU, transformer-engine's on the device.
-        self.boundaries = torch.device(torch.cuda.current_device()) if transformer_engine else None
+        self.boundaries = torch.device(torch.cuda.current_device()) if config.transformer_engine else None
         self.routers = find_routers([self])
         for parameter in expert_parameters(self):
             # Megatron reduces these gradients over the ranks that hold the same experts, but with ep=1 it
@@ -139,6 +137,7 @@ class LogProbGPTModel(GPTModel):
             asked.shard.labels,
             requires=asked.requires,
             weights=asked.weights,
+            label_index=asked.shard.label_index,
             shard=self.shard if self.tp.size() > 1 else None,
         )
 
@@ -156,23 +155,18 @@ def padded_vocab_size(vocab_size: int, config: TransformerConfig) -> int:
     return -(-vocab_size // tp) * tp
 
 
-def build_chunks(
-    hf: PreTrainedConfig, config: TransformerConfig, *, transformer_engine: bool
-) -> list[LogProbGPTModel]:
+def build_chunks(hf: PreTrainedConfig, config: TransformerConfig) -> list[LogProbGPTModel]:
     """Build this rank's chunks (one, or vpp if interleaved); their parameters are uninitialised."""
     chunks = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if chunks is None else list(range(chunks))
-    return [build_chunk(hf, config, stage, transformer_engine=transformer_engine) for stage in stages]
+    return [build_chunk(hf, config, stage) for stage in stages]
 
 
-def build_chunk(
-    hf: PreTrainedConfig, config: TransformerConfig, vp_stage: int | None, *, transformer_engine: bool
-) -> LogProbGPTModel:
+def build_chunk(hf: PreTrainedConfig, config: TransformerConfig, vp_stage: int | None) -> LogProbGPTModel:
     where = {"ignore_virtual": False, "vp_stage": vp_stage}
     chunk = LogProbGPTModel(
         config,
         hf.vocab_size,
-        transformer_engine=transformer_engine,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
@@ -185,11 +179,9 @@ def build_chunk(
     return chunk.to(torch.cuda.current_device())  # torch creates its norms on the CPU
 
 
-def block_spec(
-    config: TransformerConfig, vp_stage: int | None, *, transformer_engine: bool
-) -> ModuleSpec | TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the spec of transformer-engine's layers, or of Megatron's own with our attention and routers."""
-    if transformer_engine:
+    if config.transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     routed = config.experts.layers if config.experts else (False,) * config.num_layers

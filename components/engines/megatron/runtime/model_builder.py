@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from components.contracts.engine import EngineOptions
-from components.engines.megatron.checks import uses_transformer_engine
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime.hf_weights import HFTensorSlices, hf_slices
 from components.engines.megatron.runtime.lora import adapt
@@ -41,8 +40,7 @@ def build_model_chunks(
     Parameters frozen in ``meta`` are frozen here; with an adapter, all parameters except its own are.
     """
     dtype, adapter = options.dtype, options.adapter
-    engine = uses_transformer_engine(meta.config, layout, dtype, options.device, adapter)
-    bare = build_chunks(meta.config, config, transformer_engine=engine)
+    bare = build_chunks(meta.config, config)
     moving = set() if adapter else set(router_biases(meta))
     frozen_names = {n for n, p in meta.named_parameters() if adapter or not p.requires_grad}
     found, recomputed = hf_slices(bare, named_shapes(meta)), layout.activation_checkpointing == "full"

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from components.contracts.batch import Batch
 from components.engines.megatron.moe_config import MoEConfig, read_moe_config
 from components.engines.megatron.runtime.cp_sharding import CPShard
+from components.engines.megatron.runtime.device_copy import to_device
 from components.engines.megatron.runtime.parallel_state import same_batch_group, same_microbatch_group
 from components.engines.shared.moe_losses import (
     MoELosses,
@@ -52,7 +53,8 @@ def token_routing(
     if split:
         tp = parallel_state.get_tensor_model_parallel_world_size()
         own = own.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
-    return TokenRouting(RoutedTokens(own.reshape(-1).to(device), batch.seqlens.to(device)), routers)
+    tokens = RoutedTokens(to_device(own.reshape(-1), device), to_device(batch.seqlens, device))
+    return TokenRouting(tokens, routers)
 
 
 class Router(MegatronRouter):

@@ -34,6 +34,7 @@ from components.engines.megatron.runtime.cp_sharding import (
     gather_shards,
     shard_batch,
 )
+from components.engines.megatron.runtime.device_copy import to_device
 from components.engines.megatron.runtime.model import ForwardRequest
 from components.engines.megatron.runtime.moe_router import token_routing
 from components.engines.shared.moe_losses import MoELosses
@@ -142,7 +143,7 @@ def make_inputs(
     multiple = layout.tp * layout.cp if layout.sequence_parallel else layout.cp
     lengths = [aligned_length(batch, cp=layout.cp, multiple=multiple) for batch in microbatches]
     if layout.moe_token_dispatcher == "allgather" or layout.moe_pad_to_capacity:
-        agreed = torch.tensor(lengths, device=device)
+        agreed = torch.tensor(lengths)  # in host memory, so that nobody waits for a GPU
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
         lengths = agreed.tolist()
     common = max(lengths) if layout.pp > 1 else None
@@ -158,7 +159,7 @@ def make_inputs(
             else None
         )
         weights = None if loss is None else loss.weights(batch)
-        scattered = None if weights is None else row.scatter(weights).to(device)
+        scattered = None if weights is None else to_device(row.scatter(weights), device)
         requires: frozenset[str] = frozenset() if loss is None else loss.requires
         depths = shifted_ids(mtp.batches(batch) if mtp and not filler else (), row, device)
         return PipelineInput(
@@ -184,8 +185,8 @@ def shifted_ids(batches: Sequence[Batch], row: CPShard, device: torch.device) ->
 
     def asked(batch: Batch) -> ForwardRequest:
         labels = row.scatter(batch.labels, IGNORE)
-        shifted = replace(row, input_ids=row.scatter(batch.input_ids), labels=labels)
-        return ForwardRequest(shifted.to(device), weights=(labels != IGNORE).float().to(device))
+        shifted = replace(row, input_ids=row.scatter(batch.input_ids), labels=labels).to(device)
+        return ForwardRequest(shifted, weights=(shifted.labels != IGNORE).float())
 
     return tuple(asked(batch) for batch in batches)
 

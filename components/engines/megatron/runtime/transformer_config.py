@@ -7,19 +7,22 @@ import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from transformers import PreTrainedConfig
 
+from components.contracts.engine import EngineOptions
 from components.contracts.json_types import Json
-from components.engines.megatron.checks import has_latents
+from components.engines.megatron.checks import has_latents, uses_transformer_engine
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.moe_config import read_moe_config
 from components.engines.megatron.pipeline_split import add_mtp_layers
 from components.models.mtp import num_mtp_layers
 
 
-def transformer_config(hf: PreTrainedConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(hf: PreTrainedConfig, layout: Layout, options: EngineOptions) -> TransformerConfig:
     """Return the configuration of the same model as in transformers, split according to ``layout``.
 
     Losses are summed, never averaged (``calculate_per_token_loss``), and parameters start uninitialised.
     """
+    dtype, adapter = options.dtype, options.adapter
+    uses_te = uses_transformer_engine(hf, layout, dtype, options.device, adapter)
     kind = MLATransformerConfig if has_latents(hf) else TransformerConfig
     config = kind(
         **architecture(hf),
@@ -42,8 +45,11 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, dtype: torch.dtype)
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        # The kernel of transformer-engine reads sequence boundaries on the device. Without it, Megatron reads
+        # them on the host, four times in each layer.
+        apply_rope_fusion=uses_te,
     )
+    config.transformer_engine = uses_te
     config.windows, config.rotary = windows(hf), rotary(hf)
     config.experts = read_moe_config(hf)
     return config
@@ -116,6 +122,9 @@ def parallelism(layout: Layout, mtp: int = 0) -> Json:
         # previous and the next one of the other, so chunks could silently receive each other's tensors.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
+        # Megatron would wait for the whole GPU after each transfer, because of a bug that torch has fixed:
+        # https://github.com/pytorch/pytorch/pull/82450
+        "batch_p2p_sync": False,
     }
 
 

@@ -60,7 +60,8 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that Transformer Engine is installed and that there is a GPU."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("components.engines.megatron.checks.find_spec", lambda _: object())
+    monkeypatch.setattr("components.engines.megatron.checks.has_transformer_engine", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
 
 
 # ---- keys against each other
@@ -340,6 +341,23 @@ def test_auto_is_transformer_engine_where_it_can_be(arguments: dict[str, Any], r
             check(**TE_RUN | arguments, transformer_impl="transformer_engine")
 
 
+@pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize(
+    ("capability", "flash_attn", "auto"),
+    [((8, 0), False, False), ((8, 9), False, False), ((8, 0), True, True), ((9, 0), False, True)],
+)
+def test_auto_needs_a_fast_kernel_for_packed_rows(
+    capability: tuple[int, int], flash_attn: bool, auto: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = object() if flash_attn else None
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.setattr("components.engines.megatron.te_install.find_spec", lambda _: installed)
+    config, kinds = ModelSpec(architecture=SHAPE).config(), ("auto", "transformer_engine")
+    run = (torch.bfloat16, "cuda")
+    uses = [uses_transformer_engine(config, Megatron(transformer_impl=kind), *run) for kind in kinds]
+    assert uses == [auto, True]
+
+
 # ---- adapters and frozen parts
 
 
@@ -381,7 +399,7 @@ def test_whole_tensors_may_be_frozen(pattern: str) -> None:
 
 def test_transformer_engine_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("components.engines.megatron.checks.find_spec", lambda _: None)
+    monkeypatch.setattr("components.engines.megatron.checks.has_transformer_engine", lambda: False)
     check(**TE_RUN)
     with pytest.raises(ConfigError, match="not installed"):
         check(**TE_RUN, transformer_impl="transformer_engine")

@@ -88,6 +88,48 @@ def test_what_is_offloaded_is_in_host_memory() -> None:
     assert not {"weights", "moments"} & set(rank.parts)
 
 
+def test_megatron_keeps_master_weights_on_the_gpu_if_its_optimizer_is_offloaded() -> None:
+    """Their copies in host memory, which the optimizer updates, come on top."""
+    layout = ("model=llama3_8b", "parallelism=megatron", "parallelism.dp=8")
+    sharded = (*layout, "parallelism.distributed_optimizer=true")
+    (here,), (offloaded,) = (
+        estimate(*sharded, *more) for more in ((), ("parallelism.optimizer_cpu_offload=true",))
+    )
+    masters = here.parts["masters"]
+    assert offloaded.parts["masters"] == masters
+    assert offloaded.host == {"masters": masters, "moments": 2 * masters, "gradients": masters}
+    assert here.total - offloaded.total <= here.parts["moments"]
+    assert "moments" not in offloaded.parts
+
+
+@pytest.mark.parametrize(
+    ("layout", "copied"),
+    [
+        (("parallelism.optimizer_cpu_offload=true",), 1.0),
+        (("parallelism.optimizer_cpu_offload=true", "parallelism.pp=2"), 1.0),
+        (("parallelism.optimizer_cpu_offload=true", "parallelism.pp=2", "parallelism.vpp=2"), 0.5),
+    ],
+    ids=str,
+)
+def test_the_peak_may_be_while_the_optimizer_is_built(layout: tuple[str, ...], copied: float) -> None:
+    """Parameters are copied into a buffer, chunk by chunk, with the gradient buffer already there."""
+    sharded = ("parallelism=megatron", "parallelism.dp=8", "parallelism.distributed_optimizer=true")
+    short = MicrobatchShape(rows=1, length=64, labels=64, num_microbatches=16)
+    for rank in estimate("model=llama3_8b", *sharded, *layout, microbatch=short):
+        weights = rank.parts["weights"]
+        assert set(rank.parts) == {"weights", "gradients", "buffers"}
+        assert rank.parts["gradients"] == 2 * weights
+        assert rank.parts["buffers"] == pytest.approx(copied * weights, rel=0.15)
+
+
+def test_experts_are_copied_after_the_other_parameters() -> None:
+    sharded = ("parallelism=megatron", "parallelism.dp=64", "parallelism.distributed_optimizer=true")
+    offloaded = ("parallelism.ep=8", "parallelism.optimizer_cpu_offload=true", "model=qwen3_30b_a3b")
+    short = MicrobatchShape(rows=1, length=64, labels=64, num_microbatches=16)
+    (rank,) = estimate(*sharded, *offloaded, microbatch=short)
+    assert 0.5 * rank.parts["weights"] < rank.parts["buffers"] < 0.9 * rank.parts["weights"]
+
+
 def test_a_frozen_reference_is_a_second_copy() -> None:
     (rank,) = estimate("model=llama3_8b", "stage=dpo", "parallelism=fsdp2", reference="frozen")
     assert rank.parts["reference"] == rank.parts["weights"] // 2

@@ -60,6 +60,7 @@ def test_nothing_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+    from components.contracts.engine import EngineOptions
     from components.engines.megatron.runtime.transformer_config import transformer_config
     from tests.distributed.cases import megatron, spec
 
@@ -67,9 +68,10 @@ def test_nothing_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
     try:
-        config = transformer_config(spec("qwen3").config(), megatron(dp=1), torch.float32)
+        options = EngineOptions(torch.float32, "cpu")
+        config = transformer_config(spec("qwen3").config(), megatron(dp=1), options)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
-        (chunk,) = build_chunks(spec("qwen3").config(), config, transformer_engine=False)
+        (chunk,) = build_chunks(spec("qwen3").config(), config)
         assert {parameter.device.type for parameter in chunk.parameters()} == {"meta"}
     finally:
         parallel_state.destroy_model_parallel()

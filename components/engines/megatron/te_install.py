@@ -1,0 +1,29 @@
+"""The installation of transformer-engine, examined without importing it."""
+
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+
+def has_transformer_engine() -> bool:
+    """Return whether transformer-engine is installed with its library for torch.
+
+    Without that library, for example with only the one for JAX, Megatron cannot use it. The folders are those
+    in which transformer-engine itself looks: of editable installations, of those from source and of wheels.
+    """
+    package = find_spec("transformer_engine")
+    if package is None or package.origin is None:
+        return False
+    roots = (Path(package.origin).parents[1], Path(sysconfig.get_path("purelib")))
+    places = ("", "transformer_engine/", "transformer_engine/wheel_lib/")
+    return any(any(root.glob(f"{place}transformer_engine_torch*.so")) for root in roots for place in places)
+
+
+def has_packed_kernel() -> bool:
+    """Return whether transformer-engine attends to packed sequences on this GPU without holding all scores.
+
+    Its fused attention does since compute capability 9.0 (Hopper), flash-attn on the GPUs before too.
+    """
+    return find_spec("flash_attn") is not None or torch.cuda.get_device_capability() >= (9, 0)
