@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from components.rehearsal import device_guard
 from tests import budget
 
 ADDRESS = "RUNNER_TEST_FORKSERVER"
@@ -45,8 +46,19 @@ PRELOADED: Mapping[str, tuple[str, ...]] = {
     ),
     # Megatron's patches replace names of torch.cuda, which must stay unchanged in a process without Megatron.
     "megatron": ("components.engines.megatron.runtime.engine",),
+    "rehearsal": (
+        "transformers.models.qwen3.modeling_qwen3",
+        "components.engines.fsdp2.engine",
+        "components.engines.megatron.runtime.engine",
+        "components.losses",
+        "components.rehearsal.rehearse",
+        "components.schedulers",
+        "runner.training.rehearsal",
+    ),
 }
 MESSAGE_BYTES = 1 << 17
+GUARD = Path(tempfile.gettempdir(), f"runner-guard-{os.getuid()}")
+"""Folder of the library of rehearsals, compiled once for all sessions."""
 INSTALLED = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 """Entries of ``sys.path`` from which the server imports installed packages."""
 
@@ -165,13 +177,16 @@ def serve(listeners: dict[str, socket.socket], alive: io.IOBase) -> None:
     """Fork a process for every request until ``alive`` is closed. Import only at the first request."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the keepers
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is meant for the session
-    loaded = False
+    loaded, kind = False, "plain"
+    rehearsal = listeners.pop("rehearsal")
+    if os.fork() == 0:  # now, because its library must be loaded before torch
+        listeners, kind = {"plain": rehearsal}, "rehearsal"
     while True:
         ready, _, _ = select.select([alive, *listeners.values()], [], [])
         if alive in ready:
             return
         if not loaded:
-            preload("plain")
+            preload(kind)
             loaded = True
         if "megatron" in listeners and listeners["megatron"] in ready:
             megatron = listeners.pop("megatron")
@@ -188,6 +203,10 @@ def serve(listeners: dict[str, socket.socket], alive: io.IOBase) -> None:
 
 
 def preload(kind: str) -> None:
+    if kind == "rehearsal":
+        guard = device_guard.load_guard(device_guard.build_guard(GUARD))
+        importlib.import_module("torch")
+        guard.register_guard()
     for name in PRELOADED[kind]:
         importlib.import_module(name)
     gc.collect()

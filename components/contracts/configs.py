@@ -5,7 +5,7 @@ Every process makes one object of each from the composed configuration. Engines 
 
 from dataclasses import Field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +97,9 @@ class ModelConfig(Protocol):
         """Return the ``shape_hash`` of only the trained parameters."""
 
     def load_tokenizer(self) -> Foreign: ...
+
+    def with_any_tokenizer(self) -> Self:
+        """Return this model with another tokenizer if it has none, for a forecast."""
 
     def add_tokenizer(self, folder: Path) -> Foreign:
         """Add the tokenizer to an exported folder and return it."""

@@ -7,7 +7,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from transformers import (
@@ -240,9 +240,7 @@ class ModelSpec:
         option, folder = self._tokenizer_folder()
         if (folder / "tokenizer.json").is_file():
             read_json(folder / "tokenizer.json")
-        elif not any(
-            (folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json")
-        ):
+        elif not has_tokenizer(folder):
             raise ConfigError(
                 f"{option}: {folder} has no tokenizer; point model.tokenizer at a folder that has one."
             )
@@ -252,6 +250,12 @@ class ModelSpec:
             raise ConfigError(
                 f"{option}: cannot load the tokenizer in {folder}: {one_line(error)}"
             ) from error
+
+    def with_any_tokenizer(self) -> Self:
+        """Return this model, for a forecast with the embedded tokenizer if its folder has none."""
+        if self.tokenizer is not None or not self._reads_path or has_tokenizer(self.folder()):
+            return self
+        return dataclasses.replace(self, tokenizer=str(EMBEDDED_TOKENIZER))
 
     def _tokenizer_folder(self) -> tuple[str, Path]:
         if self.tokenizer is not None:
@@ -269,3 +273,8 @@ class ModelSpec:
     def generate(self, folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
         """Return the greedy continuation of ``prompt`` by the model exported to ``folder``."""
         return generate(folder, prompt, max_new_tokens, trust_remote_code=self.trust_remote_code)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    return any((folder / name).is_file() for name in names)

@@ -38,6 +38,15 @@ def check_modes(mode: str, devices: int | None, device_name: str | None, *, join
         )
 
 
+def check_rehearsed_rank(rank: int | None, world_size: int) -> None:
+    """Raise ConfigError if the layout has no such rank."""
+    if rank is not None and not 0 <= rank < world_size:
+        raise ConfigError(
+            f"preflight.rank: is {rank}, and the layout has the ranks 0 to {world_size - 1}; name one of "
+            "them, or leave it out for the one that needs the most memory."
+        )
+
+
 def check_forecast(mode: str, layout: ParallelismSpec) -> None:
     """Raise ConfigError if only a forecast is wanted but the layout has none."""
     if mode != "check" and not isinstance(layout, EngineLayout):

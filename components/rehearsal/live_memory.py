@@ -35,6 +35,12 @@ class LiveMemory:
     _births: dict[int, tuple[str, str]] = field(default_factory=dict)
     _recorded: int = 0
 
+    def enter(self, moment: str) -> None:
+        """Name the part of the rehearsal that begins now, or goes on."""
+        if moment != self.moment:
+            self.moment = moment
+            self.by_moment[moment] = max(self.now, self.by_moment.get(moment, 0))
+
     def hold(self, tensor: torch.Tensor) -> None:
         """Count the storage of ``tensor``, until it is freed, if it is new."""
         storage = tensor.untyped_storage()

@@ -81,7 +81,8 @@ class RehearsalMode(TorchDispatchMode):
         if not any_fake and (target is None or target.type != "cuda"):
             return func(*args, **kwargs)
         moment = self.moment
-        self.memory.moment = self.waits.moment = self.traffic.moment = self.arithmetic.moment = moment
+        self.memory.enter(moment)
+        self.waits.moment = self.traffic.moment = self.arithmetic.moment = moment
         special = self._special.get(func._schema.name) or self._special.get(func.namespace)
         return (
             special(func, args, kwargs) if special is not None else self._compute(func, args, kwargs, target)
@@ -174,7 +175,7 @@ class RehearsalMode(TorchDispatchMode):
         group = traffic.group_of(args)
         name = func._schema.name.removeprefix("c10d::").rstrip("_")
         ranks = [] if group is None else dist.get_process_group_ranks(group)
-        self.traffic.add(name, ranks, fakes)
+        self.traffic.add(name, ranks, args)
         stands: dict[int, Tensor] = {}
 
         def real(value: Any) -> Any:
@@ -196,8 +197,7 @@ class RehearsalMode(TorchDispatchMode):
         group = next((word for word in words if word not in REDUCTIONS), None)
         if group is not None:  # wait_tensor has none
             resolved = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-            fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
-            self.traffic.add(name, dist.get_process_group_ranks(resolved), fakes)
+            self.traffic.add(name, dist.get_process_group_ranks(resolved), args)
         return self._compute(func, args, kwargs, None)
 
 

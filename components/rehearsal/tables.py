@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 
 from components.contracts.json_types import Config, Json
 from components.preflight import Candidate, Report
+from components.preflight.engine_layouts import comm_cost
+from components.preflight.estimates.quantities import CommInputs
+from components.preflight.estimates.step_time import step_work
 from components.preflight.formatting import as_count, as_size
 from components.preflight.search.rank_groups import format_ranks, groups
 
@@ -23,6 +26,7 @@ def report(case: Candidate, stage: int, record: Json, steps: int) -> Report:
     copies = [row for row in record["blocking_copies"] if row["moment"] != "save"]
     inside = sum(row["count"] for row in (*waits, *copies) if row["moment"] in ("forward", "backward"))
     fits = memory["peak"] <= case.device.memory
+    traffic = traffic_rows(case, record["traffic"])
     sections: dict[str, Config | Sequence[Config]] = {
         "rehearsal": {
             "rank": record["rank"],
@@ -38,7 +42,8 @@ def report(case: Candidate, stage: int, record: Json, steps: int) -> Report:
         },
         "peaks": [{"moment": moment, "bytes": size} for moment, size in memory["by_moment"].items()],
         "memory_lines": memory["lines"][:TOP_LINES],
-        "traffic": traffic_rows(case, record["traffic"]),
+        "traffic": traffic,
+        "communication": communication_rows(case, traffic),
         "waits": [*waits, *(row | {"kind": f"{row['kind']}, blocking"} for row in copies)],
         "arithmetic": arithmetic_rows(record["flops"]),
         "violations": [{"violation": text} for text in record["violations"]],
@@ -89,6 +94,27 @@ def traffic_rows(case: Candidate, found: Sequence[Json]) -> list[Config]:
     return [
         dict(zip(columns, key, strict=True)) | {"calls": calls[key], "bytes": size}
         for key, size in num_bytes.most_common()
+    ]
+
+
+def communication_rows(case: Candidate, traffic: Sequence[Config]) -> list[Config]:
+    """Return the bytes that a rank sends in a step by dimension of the mesh, beside the estimate."""
+    sizes = {label: len(members[0]) for label, members in groups(case.layout, case.world_size).items()}
+    sent: Counter[str] = Counter()
+    for row in traffic:
+        if row["group"] in sizes and row["collective"] != "recv":
+            ranks = 1 if row["collective"] == "send" else sizes[row["group"]]
+            factor = 2 if row["collective"].startswith(("allreduce", "all_reduce")) else 1
+            sent[row["group"]] += round(row["bytes"] * (factor * (ranks - 1) / ranks if ranks > 1 else 1))
+    work = step_work(case)
+    tokens = work.computed / case.dp_size
+    step = CommInputs(case.world_size, case.dtype, tokens, case.microbatch.num_microbatches)
+    estimated: Counter[str] = Counter()
+    for volume in comm_cost(case.layout, work.size, step).volumes:
+        estimated[volume.dimension] += round(volume.num_bytes)
+    names = dict.fromkeys([*sent, *estimated])
+    return [
+        {"dimension": name, "sent_bytes": sent[name], "estimated_bytes": estimated[name]} for name in names
     ]
 
 

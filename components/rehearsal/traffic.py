@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from components.rehearsal.host_values import HostValues
 
@@ -27,18 +29,19 @@ class Exchange:
 
 @dataclass
 class Traffic:
-    """Number of calls, and bytes of their largest tensor list on this rank."""
+    """Number of calls and bytes of their tensors on this rank."""
 
     calls: Counter[Exchange] = field(default_factory=Counter)
     num_bytes: Counter[Exchange] = field(default_factory=Counter)
     moment: str = "build"
 
-    def add(self, collective: str, ranks: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        dtype = str(tensors[0].dtype).removeprefix("torch.")
-        exchange = Exchange(collective, tuple(ranks), dtype, self.moment)
+    def add(self, collective: str, ranks: Sequence[int], args: Sequence[Any]) -> None:
+        """Count a call. Its size is that of its inputs or of its outputs, whichever is larger."""
+        tensors = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor)] for value in args]
+        first = next(tensor for each in tensors for tensor in each)
+        exchange = Exchange(collective, tuple(ranks), str(first.dtype).removeprefix("torch."), self.moment)
         self.calls[exchange] += 1
-        # An all-gather has its input and its output among its tensors: the output is what is moved.
-        self.num_bytes[exchange] += max(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.num_bytes[exchange] += max(sum(t.numel() * t.element_size() for t in each) for each in tensors)
 
 
 def group_of(args: Sequence[Any]) -> dist.ProcessGroup | None:

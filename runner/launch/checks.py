@@ -183,6 +183,8 @@ def check_launch(
     """
     experiment = build_experiment(config, where)
     check_unread_options(experiment, config, where)
+    if experiment.preflight.mode != "check":
+        experiment = replace(experiment, model=experiment.model.with_any_tokenizer())
     experiment, notes = with_assumed_gpu(experiment)
     run, ahead, checkpoint = experiment.run, experiment.preflight, experiment.checkpoint
     for key, metric in (
@@ -202,6 +204,7 @@ def check_launch(
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     world_size = experiment.parallelism.world_size(os.environ, gpus)
     local_ranks = place.local_world_size if place.launched else world_size
+    preflight.check_rehearsed_rank(ahead.rank, world_size)
     if ahead.mode == "check":
         preflight.check_ranks(world_size, device, local_ranks)
     preflight.check_restarts(run.max_restarts, place.launched)

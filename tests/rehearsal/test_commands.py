@@ -1,0 +1,54 @@
+"""``preflight.mode=rehearse`` as a user types it: a process of its own, tables, files and refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from components.contracts.errors import ConfigError
+from components.rehearsal.device_guard import build_guard
+from tests.e2e.commands import SMALL, call_here
+
+LITTLE = [word for word in SMALL if not word.startswith("run.device")]
+
+
+def test_a_rehearsal_in_its_own_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank of the last pipeline stage runs on fake CUDA tensors, and everything it did is told."""
+    chosen = ["stage=dpo", "parallelism=tp2pp2", "run.dtype=bf16", "preflight.mode=rehearse"]
+    assert call_here(*LITTLE, *chosen, f"run.output_dir={tmp_path}") == 0
+    (folder,) = (tmp_path / "preflight").iterdir()
+    told = json.loads((folder / "preflight.json").read_text())
+    assert told["rehearsal"]["stage"] == 1
+    assert told["rehearsal"]["rank"] == 2
+    assert told["rehearsal"]["fits"] is True
+    assert {"reference", "forward", "backward", "update", "save"} <= {row["moment"] for row in told["peaks"]}
+    assert {"tp", "pp"} <= {row["group"] for row in told["traffic"]}
+    output = capfd.readouterr().out
+    for words in ("preflight.device_name is not given, and H100 is assumed", "Not rehearsed", "Traffic"):
+        assert words in output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["preflight.rank=4", "parallelism=tp2pp2"], "preflight.rank"),
+        (["preflight.rank=-1"], "preflight.rank"),
+        (["run.device=cpu"], "run.device"),
+        (["preflight.device_memory=1MiB"], "preflight.device_memory"),
+    ],
+)
+def test_refusals(
+    overrides: list[str], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chosen = [*LITTLE, "preflight.mode=rehearse", f"run.output_dir={tmp_path}", *overrides]
+    assert call_here(*chosen) == 2
+    assert words in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("compiler", ["", "no-such-compiler", "false"])
+def test_a_machine_without_a_compiler(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("PATH", "" if not compiler else "/usr/bin:/bin")
+    with pytest.raises(ConfigError, match=r"(CXX|preflight.mode=rehearse).*(install|name another)"):
+        build_guard(tmp_path)
+    assert not any(tmp_path.glob("*.so"))

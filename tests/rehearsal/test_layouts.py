@@ -1,0 +1,114 @@
+"""Every option of both engines on a GPU, as far as that can be seen without one.
+
+A case fails if a CUDA branch mixes devices or dtypes, breaks a rule of a kernel, or lets the host wait inside
+of a micro-batch. See `EXPECTED_WAITS` for what an algorithm cannot avoid.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import SMALL
+from tests.rehearsal.rehearsed import Rehearsed, rehearsed
+
+LITTLE = [word for word in SMALL if not word.startswith("run.device")]
+TINY_EXPERTS = ["model=moe_tiny", "data.max_length=128", "run.max_steps=4"]
+TINY_DEEPSEEK = ["model=deepseek_tiny", "data.max_length=128", "run.max_steps=4"]
+BF16 = ["run.dtype=bf16"]
+
+FSDP2 = {
+    "single": ["parallelism=single"],
+    "fsdp2": ["parallelism=fsdp2"],
+    "fp32": ["parallelism=fsdp2", "run.dtype=fp32"],
+    "hsdp": ["parallelism=hsdp", "preflight.rank=3"],
+    "tp2": ["parallelism=fsdp2_tp2", "stage=dpo", "preflight.rank=1"],
+    "cp2": ["parallelism=fsdp2_cp2", "stage=dpo", "preflight.rank=1"],
+    "tp2cp2": ["parallelism=fsdp2_tp2cp2", "preflight.rank=3"],
+    "sequence parallel": ["parallelism=fsdp2_tp2", "parallelism.sequence_parallel=true"],
+    "padded": ["parallelism=fsdp2", "data.packing=none"],
+    "pt": ["parallelism=fsdp2", "stage=pt"],
+    "kto": ["parallelism=fsdp2", "stage=kto"],
+    "orpo": ["parallelism=fsdp2", "stage=orpo"],
+    "ld dpo": ["parallelism=single", "stage=dpo", "stage.ld_alpha=0.5"],
+    "shared prompt": ["parallelism=fsdp2", "stage=dpo", "data.share_prompt=true"],
+    "offload": ["parallelism=fsdp2", "parallelism.cpu_offload=true"],
+    "full recomputation": ["parallelism=fsdp2", "parallelism.activation_checkpointing=full"],
+    "selective recomputation": ["parallelism=fsdp2", "parallelism.activation_checkpointing=selective"],
+    "no resharding": ["parallelism=fsdp2", "parallelism.reshard_after_forward=false"],
+    "sgd": ["parallelism=fsdp2", "optimizer=sgd", "run.log_num_zeros=true"],
+    "lora": ["parallelism=fsdp2", "adapter=lora", "stage=dpo"],
+    "dora": ["parallelism=fsdp2", "adapter=dora"],
+    "experts": [*TINY_EXPERTS, "parallelism=fsdp2"],
+    "experts on ranks": [*TINY_EXPERTS, "parallelism=fsdp2_ep2"],
+    "experts lora": [*TINY_EXPERTS, "parallelism=fsdp2", "adapter=lora"],
+    "latent attention": [*TINY_DEEPSEEK, "parallelism=fsdp2"],
+}
+MEGATRON = {
+    "megatron": ["parallelism=megatron"],
+    "fp32": ["parallelism=megatron", "run.dtype=fp32"],
+    "tp2": ["parallelism=tp2", "preflight.rank=1"],
+    "sequence parallel": ["parallelism=tp2", "parallelism.sequence_parallel=true", "stage=dpo"],
+    "pp2": ["parallelism=pp2", "preflight.rank=0"],
+    "pp2 last": ["parallelism=pp2", "stage=dpo", "preflight.rank=1"],
+    "pp2vpp2": ["parallelism=pp2vpp2", "preflight.rank=1", "model.architecture.num_hidden_layers=4"],
+    "cp2": ["parallelism=cp2", "preflight.rank=1"],
+    "cp2 a2a": ["parallelism=cp2", "parallelism.cp_comm_type=a2a"],
+    "tp2cp2": ["parallelism=tp2cp2", "stage=dpo", "preflight.rank=3"],
+    "tp2pp2dp2": ["parallelism=tp2pp2dp2", "preflight.rank=7"],
+    "distributed optimizer": [
+        "parallelism=megatron_dp2",
+        "parallelism.distributed_optimizer=true",
+        "parallelism.overlap_grad_reduce=true",
+        "parallelism.overlap_param_gather=true",
+    ],
+    "offload": [
+        "parallelism=megatron_dp2",
+        "parallelism.distributed_optimizer=true",
+        "parallelism.optimizer_cpu_offload=true",
+    ],
+    "padded": ["parallelism=tp2", "data.packing=none", "stage=kto"],
+    "full recomputation": ["parallelism=tp2", "parallelism.activation_checkpointing=full"],
+    "selective recomputation": ["parallelism=tp2", "parallelism.activation_checkpointing=selective"],
+    "sgd": ["parallelism=tp2", "optimizer=sgd", "run.log_num_zeros=true"],
+    "lora": ["parallelism=tp2", "adapter=lora", "stage=dpo"],
+    "ep2": [*TINY_EXPERTS, "parallelism=ep2"],
+    "pp2ep2": [*TINY_EXPERTS, "parallelism=pp2ep2", "preflight.rank=3"],
+    "tp2ep2etp2": [*TINY_EXPERTS, "parallelism=tp2ep2etp2", "preflight.rank=1"],
+    "allgather": [*TINY_EXPERTS, "parallelism=ep2", "parallelism.moe_dispatcher=allgather"],
+    "shared experts": [*TINY_DEEPSEEK, "parallelism=ep2", "parallelism.shared_expert_overlap=true"],
+    "latent attention": [*TINY_DEEPSEEK, "parallelism=tp2"],
+}
+
+EXPECTED_WAITS = {
+    "components/engines/fsdp2/grouped_experts.py": "numbers of tokens per expert are sizes of the all-to-all",
+    "megatron/core/transformer/moe/": "numbers of tokens per expert are sizes of the products",
+    "megatron/core/tensor_parallel/layers.py": "a mask of rows of another rank; its kernel may not wait",
+}
+"""Part of the line of a wait inside of a micro-batch -> why it is there."""
+
+
+def overrides_of(chosen: list[str]) -> list[str]:
+    model = [] if any(word.startswith("model=") for word in chosen) else LITTLE
+    dtype = [] if any(word.startswith("run.dtype") for word in chosen) else BF16
+    return [*model, *dtype, *chosen]
+
+
+def unexpected(found: Rehearsed) -> list[str]:
+    return [wait for wait in found.waits_inside() if not any(part in wait for part in EXPECTED_WAITS)]
+
+
+@pytest.mark.parametrize("chosen", FSDP2.values(), ids=FSDP2)
+def test_fsdp2(chosen: list[str], tmp_path: Path) -> None:
+    check(rehearsed(tmp_path, *overrides_of(chosen)))
+
+
+@pytest.mark.parametrize("chosen", MEGATRON.values(), ids=MEGATRON)
+def test_megatron(chosen: list[str], tmp_path: Path) -> None:
+    check(rehearsed(tmp_path, *overrides_of(chosen)))
+
+
+def check(found: Rehearsed) -> None:
+    assert found.record["violations"] == []
+    assert unexpected(found) == []
+    assert {"forward", "backward", "update"} <= found.record["kernels"].keys()
+    assert found.peak > 0
