@@ -207,6 +207,10 @@ def preload(kind: str) -> None:
         guard = device_guard.load_guard(device_guard.build_guard(GUARD))
         importlib.import_module("torch")
         guard.register_guard()
+        from components.rehearsal import fake_cuda, mode
+
+        # Megatron is imported next, and is patched for the CPU unless there is a GPU.
+        fake_cuda.install(fake_cuda.Gpu("H100", 80 * 10**9), mode.RehearsalMode())
     for name in PRELOADED[kind]:
         importlib.import_module(name)
     gc.collect()

@@ -58,5 +58,11 @@ class DataLoader(Protocol):
     def sample_ids(self, step: int) -> list[str]:
         """Return the ids of the samples of global batch ``step``, such as ``data.train:17``."""
 
+    def largest_microbatch(self) -> tuple[int, int]:
+        """Return the step of the first epoch, and the index in it, of the micro-batch with the most tokens.
+
+        It may belong to another rank; the result is the same on all ranks.
+        """
+
     def epoch(self, step: int) -> float:
         """Return the number of passes over the data after ``step`` global batches."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -75,6 +76,9 @@ class Engine(LossEngine, Protocol):
 
         A second call does nothing.
         """
+
+    def keeping_random_streams(self) -> AbstractContextManager[None]:
+        """Set this rank's random streams back when the context is left."""
 
     def max_over_ranks(self, value: float) -> float:
         """Return the largest ``value`` of all ranks, reduced in host memory so that no GPU waits."""

@@ -44,7 +44,7 @@ class TokenDataLoader:
     ) -> None:
         """Create a loader. ``reference``, if given, has the ``ref_logps`` of the sequences of ``store``."""
         self._store, self._plans, self._shard, self._pad_id = store, plans, shard, pad_id
-        self._collate = collate_packed if packed else collate_padded
+        self._packed, self._collate = packed, collate_packed if packed else collate_padded
         self._reference, self._num_steps = reference, num_steps
         self._steps = StepIndex(plans, shard.global_batch_size, drop_last=drop_last)
 
@@ -120,6 +120,14 @@ class TokenDataLoader:
                 seen[sequences] = True
             if not left:
                 return
+
+    def largest_microbatch(self) -> tuple[int, int]:
+        rows, size = self._shard.global_batch_size, self._shard.micro_batch_size
+        *_, end = self._steps.locate(0)
+        steps = min(end, self._num_steps)
+        lengths = self._plans.plan(0).microbatch_lengths(size, packed=self._packed)
+        step, place = divmod(int(lengths[: steps * rows // size].argmax()), rows // size)
+        return step, place // self._shard.dp_size
 
     def epoch(self, step: int) -> float:
         """Return the number of epochs, with its fraction, that the first ``step`` steps are."""

@@ -43,6 +43,15 @@ class Plan:
         """Return the segments of rows ``start`` to ``stop``, int64 ``[n, 3]``."""
         return self.segments[self.row_offsets[start] : self.row_offsets[stop]]
 
+    def microbatch_lengths(self, micro_batch_size: int, *, packed: bool) -> Ints:
+        """Return the tokens of every micro-batch of consecutive rows, int64 ``[ceil(R / micro_batch_size)]``.
+
+        They are those of its rows, or without packing those of its longest segment.
+        """
+        combine = np.add if packed else np.maximum
+        rows = combine.reduceat(self.segments[:, 2] - self.segments[:, 1], self.row_offsets[:-1])
+        return combine.reduceat(rows, np.arange(0, len(rows), micro_batch_size))
+
     def save(self, folder: Path) -> None:
         """Write ``folder`` as a whole or not at all."""
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ class RunConfig:
     log_every: int
     eval_every: int
     log_num_zeros: bool
+    trial_step: bool | None
     export: bool
     final_sample_tokens: int
     max_time: float | str | None

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from components.checkpoint import CheckpointManager
 from components.contracts.batch import Batch
 from components.contracts.data import DataLoader
@@ -57,6 +59,8 @@ def train(t: TrainContext) -> None:
     If ``t.stop`` has a reason, the current step is completed and saved, and training ends.
     """
     try:
+        if wants_trial_step(t):
+            take_trial_step(t)
         take_steps(t)
     finally:  # also after a failure, which the profile may explain
         t.profiler.finish(t.state.step)
@@ -88,6 +92,31 @@ def take_steps(t: TrainContext) -> None:
         ends_here = step == last or t.stop.reason is not None or patience_exhausted(t)
         if ends_here or save_due(t, step) or (improved and t.checkpoint.keep_best is not None):
             save_checkpoint(t)
+
+
+def wants_trial_step(t: TrainContext) -> bool:
+    wanted = t.engine.device.type == "cuda" if t.run.trial_step is None else t.run.trial_step
+    return wanted and t.state.step < t.train_data.num_steps
+
+
+def take_trial_step(t: TrainContext) -> None:
+    """Take the largest micro-batch of the run through forward and backward, and drop the step.
+
+    A run that needs too much memory fails here, in its first seconds. Weights, optimizer and random streams
+    are then as before. A second micro-batch is added, because its gradients are accumulated.
+    """
+    t.watchdog.beat("in the trial step")
+    step, index = t.train_data.largest_microbatch()
+    with naming_step(f"trial step, with the batch of step {step + 1}"), t.engine.keeping_random_streams():
+        batches = t.train_data.microbatches(step)
+        first = max(min(index, len(batches) - 2), 0)
+        microbatches = t.loss.prepare(batches[first : first + 2], t.engine)
+        t.engine.begin_train_step(microbatches, t.loss)
+        t.engine.train_microbatches(microbatches, t.loss, last=True)
+        t.engine.abort_train_step()
+    if t.engine.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(t.engine.device) / 2**30
+        log.info("trial step: %.1f GiB at most", peak)
 
 
 def stop_record(t: TrainContext) -> Stopped | None:

@@ -36,6 +36,9 @@ class Prefetched:
     def sample_ids(self, step: int) -> list[str]:
         return self._loader.sample_ids(step)
 
+    def largest_microbatch(self) -> tuple[int, int]:
+        return self._loader.largest_microbatch()
+
     def epoch(self, step: int) -> float:
         return self._loader.epoch(step)
 

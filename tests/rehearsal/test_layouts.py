@@ -24,7 +24,6 @@ FSDP2 = {
     "tp2": ["parallelism=fsdp2_tp2", "stage=dpo", "preflight.rank=1"],
     "cp2": ["parallelism=fsdp2_cp2", "stage=dpo", "preflight.rank=1"],
     "tp2cp2": ["parallelism=fsdp2_tp2cp2", "preflight.rank=3"],
-    "sequence parallel": ["parallelism=fsdp2_tp2", "parallelism.sequence_parallel=true"],
     "padded": ["parallelism=fsdp2", "data.packing=none"],
     "pt": ["parallelism=fsdp2", "stage=pt"],
     "kto": ["parallelism=fsdp2", "stage=kto"],
@@ -74,15 +73,17 @@ MEGATRON = {
     "ep2": [*TINY_EXPERTS, "parallelism=ep2"],
     "pp2ep2": [*TINY_EXPERTS, "parallelism=pp2ep2", "preflight.rank=3"],
     "tp2ep2etp2": [*TINY_EXPERTS, "parallelism=tp2ep2etp2", "preflight.rank=1"],
-    "allgather": [*TINY_EXPERTS, "parallelism=ep2", "parallelism.moe_dispatcher=allgather"],
+    "allgather": [*TINY_EXPERTS, "parallelism=ep2", "parallelism.moe_token_dispatcher=allgather"],
     "shared experts": [*TINY_DEEPSEEK, "parallelism=ep2", "parallelism.shared_expert_overlap=true"],
-    "latent attention": [*TINY_DEEPSEEK, "parallelism=tp2"],
+    "latent attention": [*TINY_DEEPSEEK, "parallelism=tp2", "parallelism.sequence_parallel=true"],
 }
 
 EXPECTED_WAITS = {
     "components/engines/fsdp2/grouped_experts.py": "numbers of tokens per expert are sizes of the all-to-all",
+    "_fully_shard/_fsdp_param_group.py": "with cpu_offload, gradients go to host memory",
     "megatron/core/transformer/moe/": "numbers of tokens per expert are sizes of the products",
     "megatron/core/tensor_parallel/layers.py": "a mask of rows of another rank; its kernel may not wait",
+    "index_put by a mask at autograd": "the gradient of that mask",
 }
 """Part of the line of a wait inside of a micro-batch -> why it is there."""
 

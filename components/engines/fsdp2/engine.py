@@ -145,6 +145,14 @@ class FSDP2Engine(TrainStepEngine):
     def cancel_backward(self) -> None:
         discard_iteration(self.scorer)
 
+    @contextmanager
+    def keeping_random_streams(self) -> Iterator[None]:
+        streams = state_dict.rng_tensors(dist.get_rank(), self.device)
+        try:
+            yield
+        finally:
+            state_dict.restore_rng(streams)
+
     # ---- without gradient
 
     @torch.no_grad()

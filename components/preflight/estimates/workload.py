@@ -23,10 +23,7 @@ def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> M
     assert isinstance(data, PreparedData)
     tokens, plans = data.train.open()
     plan, packed = plans.plan(0), data.packing != "none"
-    spans = plan.segments[:, 2] - plan.segments[:, 1]
-    combine = np.add if packed else np.maximum
-    rows = combine.reduceat(spans, plan.row_offsets[:-1])
-    sizes = combine.reduceat(rows, np.arange(0, len(rows), micro_batch_size))
+    sizes = plan.microbatch_lengths(micro_batch_size, packed=packed)
     lines = micro_batch_size * (1 if packed else tokens.sequences_per_sample)
     labels = 0
     for number in np.argsort(-sizes, kind="stable")[:LARGEST].tolist():

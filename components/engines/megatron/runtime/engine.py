@@ -166,6 +166,14 @@ class MegatronEngine(TrainStepEngine):
                 group.grad_reduce_handle = None
             group.per_param_grad_ready_counts = {}  # those of an interrupted backward would pass for complete
 
+    @contextmanager
+    def keeping_random_streams(self) -> Iterator[None]:
+        streams = state_dict.random_states(self.device)
+        try:
+            yield
+        finally:
+            state_dict.restore_rng(streams, self.device)
+
     # ---- without gradient
 
     @torch.no_grad()
