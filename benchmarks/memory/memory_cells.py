@@ -28,6 +28,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "fsdp2": ("parallelism=fsdp2",),
     "fsdp2 offload": ("parallelism=fsdp2", "parallelism.cpu_offload=true"),
     "fsdp2 kept": ("parallelism=fsdp2", "parallelism.reshard_after_forward=false"),
+    "fsdp2 every": ("parallelism=fsdp2", "parallelism.reduce_gradients=every"),
     "hsdp": ("parallelism=hsdp",),
     "fsdp2 tp2": ("parallelism=fsdp2_tp2", "parallelism.dp=1"),
     "fsdp2 cp2": ("parallelism=fsdp2_cp2", "parallelism.dp=1"),

@@ -18,6 +18,7 @@ CELLS = [
     ("megatron", "bf16"),
     ("fsdp2", "small"),
     ("fsdp2", "dpo"),
+    ("fsdp2 every", "small"),
     ("fsdp2 offload", "tiny"),
     ("fsdp2 tp2", "tiny"),
     ("fsdp2 cp2", "tiny"),

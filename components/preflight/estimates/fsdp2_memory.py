@@ -90,6 +90,7 @@ def memory(
         reshards=layout.reshard_after_forward,
         offloads=layout.cpu_offload and step.device == "cuda",
         num_microbatches=step.microbatch.num_microbatches,
+        reduces_every=layout.reduce_gradients == "every",
         tokens=tokens,
         labels=min(step.microbatch.labels, tokens),
     )
@@ -113,7 +114,7 @@ class StepMemory:
     """Memory of one rank at the moments of a train step that can be its peak.
 
     They are in the last micro-batch, whose backward pass reduces the gradients block by block. Gradients of
-    earlier micro-batches are accumulated in fp32 and unsharded.
+    earlier micro-batches are accumulated in fp32: unsharded, or as shards if each of them was reduced.
     """
 
     weights: ModelParameters
@@ -126,6 +127,8 @@ class StepMemory:
     offloads: bool
     """Whether state of a GPU is offloaded to host memory."""
     num_microbatches: int
+    reduces_every: bool
+    """Whether the gradients of every micro-batch are reduced, not only those of the last one."""
     tokens: int
     """Tokens of a micro-batch on this rank."""
     labels: int
@@ -149,6 +152,7 @@ class StepMemory:
         """Return the bytes after the last block, whose all-gather buffer still exists."""
         kept = () if self.reshards else self.weights.blocks
         gradients = self.accumulated_grads(self.weights.parts) + self.weights.head * FP32
+        gradients += self.sharded_grads(len(self.blocks))
         return add_by_name(
             head_activations(self.labels, self.hidden, self.vocabulary, self.run),
             {
@@ -234,11 +238,17 @@ class StepMemory:
 
     def accumulated_grads(self, parts: Iterable[BlockParameters]) -> int:
         """Return the bytes of unsharded fp32 gradients of ``parts`` accumulated by earlier micro-batches."""
-        return sum(part.trained for part in parts) * FP32 if self.num_microbatches > 1 else 0
+        accumulates = self.num_microbatches > 1 and not self.reduces_every
+        return sum(part.trained for part in parts) * FP32 if accumulates else 0
 
     def sharded_grads(self, first: int) -> int:
-        """Return the bytes of the gradient shards of the blocks from ``first`` on."""
-        trained = sum(part.unsharded_trained for part in self.weights.blocks[first:])
+        """Return the bytes of the gradient shards of the blocks from ``first`` on.
+
+        Those of earlier micro-batches, if they were reduced, are of all parameters.
+        """
+        earlier = self.num_microbatches > 1 and self.reduces_every
+        parts = self.weights.parts if earlier else self.weights.blocks[first:]
+        trained = sum(part.unsharded_trained for part in parts)
         return 0 if self.offloads else trained * FP32 // self.shards
 
     @property
