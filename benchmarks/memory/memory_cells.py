@@ -80,6 +80,7 @@ WORKS: dict[str, Work] = {
     "padded": Work(("stage=sft", "data.packing=none"), MicrobatchShape(4, 256, 512, 2), SOME),
     "dpo": Work(("stage=dpo",), MicrobatchShape(1, 1024, 512, 2), SOME),
     "lora": Work(("stage=sft", "adapter=lora"), MicrobatchShape(1, 1024, 512, 2), SOME),
+    "dora": Work(("stage=sft", "adapter=dora"), MicrobatchShape(1, 1024, 512, 2), ("single", "fsdp2")),
     "experts": Work(("stage=pt", "model=moe_tiny"), MicrobatchShape(1, 1024, 1024, 2), EXPERTS),
 }
 

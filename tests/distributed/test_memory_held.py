@@ -14,6 +14,7 @@ from benchmarks.memory.memory_ranks import on_cpu
 CELLS = [
     ("single", "small"),
     ("single", "lora"),
+    ("single", "dora"),
     ("single recomputed", "tiny"),
     ("megatron", "bf16"),
     ("fsdp2", "small"),

@@ -8,6 +8,7 @@ from math import gcd
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
+from components.adapters.lora_config import MAGNITUDE
 from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.parallelize import decoder_blocks
 from components.engines.shared.microbatch_merging import MAX_TOKENS, largest_number
@@ -318,7 +319,23 @@ def block_activations(
         latent=of.latent,
         masks=workload.rows * mask_bytes(workload.length, run),
     )
-    if not (routed := moe_block_numbers(model)):
-        return (plain,) * len(decoder_blocks(model))
-    other = replace(plain, mlp=moe_activations(model, run, split=layout.tp, shared_split=layout.tp))
-    return tuple(other if n in routed else plain for n in range(len(decoder_blocks(model))))
+    other, routed = plain, moe_block_numbers(model)
+    if routed:
+        other = replace(plain, mlp=moe_activations(model, run, split=layout.tp, shared_split=layout.tp))
+    widths = dora_widths(model, adapter)
+    return tuple(replace(other if n in routed else plain, dora=width) for n, width in enumerate(widths))
+
+
+def dora_widths(model: PreTrainedModel, adapter: LoRA | None) -> list[int]:
+    """Return the total width of what DoRA saves in each block.
+
+    The gradient of a norm needs two results: that of its matrix, and that of the adapter of the matrix.
+    """
+    blocks = decoder_blocks(model)
+    if adapter is None or not adapter.dora:
+        return [0] * len(blocks)
+    names = {id(module): f"{name}." for name, module in model.named_modules()}
+    norms = [
+        (name, shape.numel()) for name, shape in adapter.shapes(model).items() if name.endswith(MAGNITUDE)
+    ]
+    return [2 * sum(size for name, size in norms if name.startswith(names[id(block)])) for block in blocks]
