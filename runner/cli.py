@@ -28,6 +28,7 @@ from runner.config.renamed_keys import RENAMED
 from runner.config.sources import ConfigSources, did_you_mean
 from runner.distribution import distribution
 from runner.launch import slurm_env
+from runner.launch.cuda_env import set_cuda_defaults
 from runner.launch.signals import handling, interrupt
 from runner.search_path import program_first
 from runner.standard_streams import survive_closed_streams
@@ -113,6 +114,7 @@ def main() -> None:
     """Run the command and exit with one of the codes of ``components.contracts.errors``."""
     # Hydra would print a stack and exit with 1 for every mistake; this program needs the exception itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    set_cuda_defaults()
     try:
         os.environ |= slurm_env.ranks(os.environ)
         place = RankInfo.read()

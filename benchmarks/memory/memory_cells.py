@@ -28,6 +28,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "fsdp2": ("parallelism=fsdp2",),
     "fsdp2 offload": ("parallelism=fsdp2", "parallelism.cpu_offload=true"),
     "fsdp2 kept": ("parallelism=fsdp2", "parallelism.reshard_after_forward=false"),
+    "fsdp2 every": ("parallelism=fsdp2", "parallelism.reduce_gradients=every"),
     "hsdp": ("parallelism=hsdp",),
     "fsdp2 tp2": ("parallelism=fsdp2_tp2", "parallelism.dp=1"),
     "fsdp2 cp2": ("parallelism=fsdp2_cp2", "parallelism.dp=1"),
@@ -79,6 +80,7 @@ WORKS: dict[str, Work] = {
     "padded": Work(("stage=sft", "data.packing=none"), MicrobatchShape(4, 256, 512, 2), SOME),
     "dpo": Work(("stage=dpo",), MicrobatchShape(1, 1024, 512, 2), SOME),
     "lora": Work(("stage=sft", "adapter=lora"), MicrobatchShape(1, 1024, 512, 2), SOME),
+    "dora": Work(("stage=sft", "adapter=dora"), MicrobatchShape(1, 1024, 512, 2), ("single", "fsdp2")),
     "experts": Work(("stage=pt", "model=moe_tiny"), MicrobatchShape(1, 1024, 1024, 2), EXPERTS),
 }
 

@@ -178,6 +178,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["stage.normalize", "data.packing"],
     ),
     # ---- layouts
+    "reduction": (
+        ["parallelism=fsdp2", "parallelism.reduce_gradients=never"],
+        ["reduce_gradients", "'every'"],
+    ),
     "recomputation": (["parallelism.activation_checkpointing=half"], ["activation_checkpointing", "'full'"]),
     "size": (["parallelism=tp2", "parallelism.tp=0"], ["parallelism.tp", "at least 1"]),
     "size of another engine": (["parallelism.tp=2"], ["parallelism.tp", "nothing reads"]),

@@ -19,6 +19,7 @@ LAYOUTS = {
     "hsdp": fsdp2(4, dp_replicate=2),
     "copies": fsdp2(2, dp_replicate=2),
     "offload": fsdp2(2, cpu_offload=True),
+    "every": fsdp2(2, reduce_gradients="every"),
     "tp2": fsdp2(1, tp=2),
     "tp2dp2": fsdp2(2, tp=2),
     "cp2": fsdp2(1, cp=2),
@@ -31,6 +32,7 @@ COMBINED = {
     "tp2 offload": fsdp2(1, tp=2, cpu_offload=True),
     "cp2 offload": fsdp2(1, cp=2, cpu_offload=True),
     "cp2dp2": fsdp2(2, cp=2),
+    "hsdp every offload": fsdp2(4, dp_replicate=2, cpu_offload=True, reduce_gradients="every"),
     "cp4": fsdp2(1, cp=4),  # more ranks than key-value heads
     "tp2cp2": fsdp2(1, cp=2, tp=2),  # one key-value head per rank
     "tp2cp2 full": fsdp2(1, cp=2, tp=2, activation_checkpointing="full"),

@@ -14,10 +14,12 @@ from benchmarks.memory.memory_ranks import on_cpu
 CELLS = [
     ("single", "small"),
     ("single", "lora"),
+    ("single", "dora"),
     ("single recomputed", "tiny"),
     ("megatron", "bf16"),
     ("fsdp2", "small"),
     ("fsdp2", "dpo"),
+    ("fsdp2 every", "small"),
     ("fsdp2 offload", "tiny"),
     ("fsdp2 tp2", "tiny"),
     ("fsdp2 cp2", "tiny"),

@@ -25,6 +25,7 @@ KEPT = {
     "components/checkpoint/async_save.py": {"_spec"},  # torch's, outside of the engines
     "components/checkpoint/flat_shard.py": {"_C", "_disabled_torch_function_impl"},
     "components/engines/fsdp2/engine.py": {"_flatten", "_foreach_div_", "_foreach_mul_"},
+    "components/engines/shared/loss_accumulator.py": {"_foreach_norm"},
     "components/engines/megatron/runtime/optimizer.py": {"_get_model_param_range_map"},  # Megatron's
     "components/data/store/reference_logps.py": {"_values"},  # our own
     "components/models/export/export.py": {"_reads_path"},  # our own
@@ -46,6 +47,7 @@ def test_the_installed_release_was_checked(package: str, versions: str) -> None:
         (torch, "_assert_async"),
         (torch, "_foreach_div_"),
         (torch, "_foreach_mul_"),
+        (torch, "_foreach_norm"),
         (torch._C, "_disabled_torch_function_impl"),
         (torch.distributed.device_mesh.DeviceMesh, "_flatten"),
         (FSDPModule, "_get_fsdp_state"),

@@ -73,6 +73,7 @@ class FSDP2Engine(TrainStepEngine):
                 model = options.reference_model
                 weights = model.weights(options.seed)
             self.reference = build_model(model, weights, self.mesh, layout, options, device, trainable=False)
+        self.reduces_every = layout.reduce_gradients == "every"
         self.max_grad_norm, self.moments = optimizer.max_grad_norm, optimizer.moments
         # Collected once, because a gathered module has its whole parameters instead of the shards.
         self.named_weights = list(self.scorer.named_weights())
@@ -95,14 +96,13 @@ class FSDP2Engine(TrainStepEngine):
         microbatches: Sequence[Batch],
         loss: Loss,
         *,
-        last: bool = False,  # noqa: ARG002  gradients are reduced with the last micro-batch of every call
+        last: bool = False,  # noqa: ARG002  gradients are reduced before every call returns
     ) -> None:
         assert self.sums is not None, "train_microbatches outside of a train step"
         with naming_microbatch(microbatches) as begin:
             for index, here in enumerate(microbatches):
                 begin(index)
-                # Gradients of a call are accumulated and reduced with its last micro-batch.
-                self._set_gradient_sync(index == len(microbatches) - 1)
+                self._set_gradient_sync(self.reduces_every or index == len(microbatches) - 1)
                 given, ahead = self._given(here), self.spec.mtp.batches(here)
                 stats, mtp = self._stats(self.scorer, given, loss, ahead)
                 output, counts = add_mtp_losses(

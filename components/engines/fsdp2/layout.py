@@ -32,6 +32,9 @@ class FSDP2Layout:
     ep: int = 1
     """Number of neighbouring ranks, among the ``dp / dp_replicate * cp`` ranks of a copy, that split the
     experts."""
+    reduce_gradients: Literal["last", "every"] = "last"
+    """The micro-batches of a step after which gradients are reduced. With ``last`` they accumulate in fp32 on
+    every rank for the whole model, with ``every`` only for this rank's shard, and are sent more often."""
     dp_shard: int | None = field(default=None, repr=False)
     """Number of data-parallel ranks that share one copy of every parameter. None means ``dp / dp_replicate``;
     ``dp`` is set from it."""

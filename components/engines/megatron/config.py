@@ -1,9 +1,11 @@
 """``parallelism=megatron`` and its named sizes (``tp2``, ``pp2vpp2``, ``tp2cp2``, ...)."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from transformers import PreTrainedModel
 
 from components.contracts.engine import EngineOptions
@@ -63,6 +65,10 @@ class Megatron(Layout):
 
     def build(self, model: ModelSpec, optimizer: Optimizer, options: EngineOptions) -> "MegatronEngine":
         """Join the process group and build this rank's engine; every rank must call it."""
+        if self.tp > 1 and options.device == "cuda" and not torch.cuda.is_initialized():
+            # With one queue, which CUDA makes when it starts, the communication of tensor parallelism begins
+            # before the matmul that it overlaps with.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         from components.engines.megatron.runtime.engine import MegatronEngine
 
         assert not options.compiled

@@ -81,9 +81,13 @@ def exit_unsynchronized() -> None:
 
 
 def destroy_process_group() -> None:
-    """Destroy every process group, so that the next run in this process starts clean."""
+    """Destroy every process group and free unused GPU memory, so that what follows starts clean.
+
+    The next run of this process, and the closing completion of this run, measure how much memory is free.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    torch.cuda.empty_cache()
 
 
 def keep_freed_memory() -> bool:

@@ -93,6 +93,8 @@ class BlockActivations:
     """Latent width of queries, keys and values in multi-head latent attention, else 0."""
     masks: int
     """Bytes of the attention masks of a micro-batch."""
+    dora: int = 0
+    """Width of the results of matrices with a learned norm, and of their adapters, which DoRA saves."""
 
     def attention(self, tokens: int) -> int:
         """Return the bytes that attention saves besides its inputs, which selective recomputation avoids."""
@@ -102,7 +104,7 @@ class BlockActivations:
     def full_attention(self, tokens: int) -> int:
         """Return the bytes saved without recomputation."""
         norms = (self.norms * self.hidden + self.normed_heads + self.latent) * self.norm
-        matrices = 2 * self.hidden + self.latent + self.result + self.mlp.kept
+        matrices = 2 * self.hidden + self.latent + self.result + self.mlp.kept + self.dora
         return int(tokens * (norms + (matrices + self.attended) * self.run.size)) + self.attention(tokens)
 
     def saved(self, tokens: int) -> int:

@@ -125,7 +125,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         known = data_sheet_peak(torch.cuda.get_device_name(device), dtype)
         if known is not None:
             return known
-    return measure_peak(device, dtype)
+    measured = measure_peak(device, dtype)
+    torch.cuda.empty_cache()  # the parent process of a run measures a GPU that a rank needs next
+    return measured
 
 
 def data_sheet_peak(name: str, dtype: torch.dtype) -> float | None:

@@ -8,6 +8,7 @@ from math import gcd
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
+from components.adapters.lora_config import MAGNITUDE
 from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.parallelize import decoder_blocks
 from components.engines.shared.microbatch_merging import MAX_TOKENS, largest_number
@@ -90,6 +91,7 @@ def memory(
         reshards=layout.reshard_after_forward,
         offloads=layout.cpu_offload and step.device == "cuda",
         num_microbatches=step.microbatch.num_microbatches,
+        reduces_every=layout.reduce_gradients == "every",
         tokens=tokens,
         labels=min(step.microbatch.labels, tokens),
     )
@@ -113,7 +115,7 @@ class StepMemory:
     """Memory of one rank at the moments of a train step that can be its peak.
 
     They are in the last micro-batch, whose backward pass reduces the gradients block by block. Gradients of
-    earlier micro-batches are accumulated in fp32 and unsharded.
+    earlier micro-batches are accumulated in fp32: unsharded, or as shards if each of them was reduced.
     """
 
     weights: ModelParameters
@@ -126,6 +128,8 @@ class StepMemory:
     offloads: bool
     """Whether state of a GPU is offloaded to host memory."""
     num_microbatches: int
+    reduces_every: bool
+    """Whether the gradients of every micro-batch are reduced, not only those of the last one."""
     tokens: int
     """Tokens of a micro-batch on this rank."""
     labels: int
@@ -149,6 +153,7 @@ class StepMemory:
         """Return the bytes after the last block, whose all-gather buffer still exists."""
         kept = () if self.reshards else self.weights.blocks
         gradients = self.accumulated_grads(self.weights.parts) + self.weights.head * FP32
+        gradients += self.sharded_grads(len(self.blocks))
         return add_by_name(
             head_activations(self.labels, self.hidden, self.vocabulary, self.run),
             {
@@ -234,11 +239,17 @@ class StepMemory:
 
     def accumulated_grads(self, parts: Iterable[BlockParameters]) -> int:
         """Return the bytes of unsharded fp32 gradients of ``parts`` accumulated by earlier micro-batches."""
-        return sum(part.trained for part in parts) * FP32 if self.num_microbatches > 1 else 0
+        accumulates = self.num_microbatches > 1 and not self.reduces_every
+        return sum(part.trained for part in parts) * FP32 if accumulates else 0
 
     def sharded_grads(self, first: int) -> int:
-        """Return the bytes of the gradient shards of the blocks from ``first`` on."""
-        trained = sum(part.unsharded_trained for part in self.weights.blocks[first:])
+        """Return the bytes of the gradient shards of the blocks from ``first`` on.
+
+        Those of earlier micro-batches, if they were reduced, are of all parameters.
+        """
+        earlier = self.num_microbatches > 1 and self.reduces_every
+        parts = self.weights.parts if earlier else self.weights.blocks[first:]
+        trained = sum(part.unsharded_trained for part in parts)
         return 0 if self.offloads else trained * FP32 // self.shards
 
     @property
@@ -308,7 +319,23 @@ def block_activations(
         latent=of.latent,
         masks=workload.rows * mask_bytes(workload.length, run),
     )
-    if not (routed := moe_block_numbers(model)):
-        return (plain,) * len(decoder_blocks(model))
-    other = replace(plain, mlp=moe_activations(model, run, split=layout.tp, shared_split=layout.tp))
-    return tuple(other if n in routed else plain for n in range(len(decoder_blocks(model))))
+    other, routed = plain, moe_block_numbers(model)
+    if routed:
+        other = replace(plain, mlp=moe_activations(model, run, split=layout.tp, shared_split=layout.tp))
+    widths = dora_widths(model, adapter)
+    return tuple(replace(other if n in routed else plain, dora=width) for n, width in enumerate(widths))
+
+
+def dora_widths(model: PreTrainedModel, adapter: LoRA | None) -> list[int]:
+    """Return the total width of what DoRA saves in each block.
+
+    The gradient of a norm needs two results: that of its matrix, and that of the adapter of the matrix.
+    """
+    blocks = decoder_blocks(model)
+    if adapter is None or not adapter.dora:
+        return [0] * len(blocks)
+    names = {id(module): f"{name}." for name, module in model.named_modules()}
+    norms = [
+        (name, shape.numel()) for name, shape in adapter.shapes(model).items() if name.endswith(MAGNITUDE)
+    ]
+    return [2 * sum(size for name, size in norms if name.startswith(names[id(block)])) for block in blocks]

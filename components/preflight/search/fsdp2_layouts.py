@@ -45,13 +45,14 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     """Estimate the communication of a step (Rajbhandari et al., 2020, section 7).
 
     Each micro-batch gathers the weights, and again for its backward pass if blocks are resharded. Gradients
-    are reduce-scattered once per step, in fp32.
+    are reduce-scattered in fp32, with the last micro-batch or with each of them.
     """
     tokens, itemsize = step.tokens / layout.cp, step.dtype.itemsize
     shards = step.world_size // (layout.dp_replicate * layout.tp)
     held, trained = size.parameters / layout.tp, size.trained / layout.tp
     experts, taught = size.experts / layout.tp, size.trained_experts / layout.tp
     recomputed = layout.activation_checkpointing
+    reductions = step.num_microbatches if layout.reduce_gradients == "every" else 1
     gathers = step.num_microbatches * (2 if layout.reshard_after_forward else 1)
 
     def spread(whole: float, experts: float) -> float:
@@ -60,10 +61,10 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
             experts / layout.ep, shards // layout.ep
         )
 
-    weights = gathers * spread(held, experts) * itemsize + spread(trained, taught) * FP32
+    weights = gathers * spread(held, experts) * itemsize + reductions * spread(trained, taught) * FP32
     sent = [CommVolume("dp_shard", weights, when="overlapped")]
     if layout.dp_replicate > 1:
-        copies = all_reduce_bytes(trained / shards * FP32, layout.dp_replicate)
+        copies = reductions * all_reduce_bytes(trained / shards * FP32, layout.dp_replicate)
         sent.append(CommVolume("dp_replicate", copies, when="overlapped"))
     if layout.cp > 1:
         sent.append(ulysses_volume(size, layout.cp, layout.tp, step.tokens, itemsize))
@@ -75,7 +76,7 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
             token_dispatch_volume(size, layout.ep, tokens, itemsize, recomputed=recomputed, span=span)
         )
     if layout.cpu_offload:
-        shard = (gathers * held * itemsize + trained * FP32) / shards
+        shard = (gathers * held * itemsize + reductions * trained * FP32) / shards
         sent.append(CommVolume("host", shard, when="overlapped"))
     return StepCost(sent, bubble=0.0, recomputed=recomputed)
 
@@ -88,6 +89,8 @@ def memory_savers(layout: FSDP2Layout, world_size: int) -> list[dict[str, Any]]:
     ]
     if not layout.reshard_after_forward:
         found.append({"reshard_after_forward": True})
+    if layout.reduce_gradients == "last":
+        found.append({"reduce_gradients": "every"})
     if layout.dp_replicate > 1:
         found.append({"dp_replicate": 1})
     if not layout.cpu_offload:

@@ -12,6 +12,7 @@ from components.rank_info import RankInfo
 from runner.cli import exit_code, explained
 from runner.config.sources import ConfigSources
 from runner.launch import slurm_env
+from runner.launch.cuda_env import set_cuda_defaults
 from runner.launch.rank_main import exit_process
 from runner.search_path import program_first
 from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob, read_job_record
@@ -71,6 +72,7 @@ class SlurmJob:
         """Run one rank and exit without a teardown, which could wait for peers: see ``rank_main.main``."""
         program_first()
         os.environ |= dict(self.environ)
+        set_cuda_defaults()
         os.environ |= slurm_env.ranks(os.environ)
         os.environ[SWEEP_FOLDER] = str(self.sweep_job.sweep)
         first = RankInfo.read().rank == 0

@@ -140,6 +140,11 @@ def test_what_fsdp2_sends() -> None:
         "dp_shard": 3 * 2 * 0.5 * 1000 * 2 + 0.5 * 800 * 4,
         "dp_replicate": 2 * 0.5 * 400 * 4,
     }
+    often = sent(fsdp2(4, dp_replicate=2, reduce_gradients="every"), 4)
+    assert often == {
+        "dp_shard": 3 * 2 * 0.5 * 1000 * 2 + 3 * 0.5 * 800 * 4,
+        "dp_replicate": 3 * 2 * 0.5 * 400 * 4,
+    }
     # A block has four all-reduces, each of which sends 2 (p - 1) / p times its input.
     assert sent(fsdp2(1, tp=4), 4)["tp"] == 6 * 4 * 2 * 0.75 * 512 * 64 * 2
     full = sent(fsdp2(1, tp=4, activation_checkpointing="full"), 4)

@@ -1,6 +1,7 @@
 """The errors of the Megatron engine's checks; Megatron itself refuses the same splits of layers."""
 
 import itertools
+import os
 import re
 from dataclasses import replace
 from typing import Any, Literal
@@ -552,3 +553,34 @@ def test_experts_are_computed_without_transformer_engine() -> None:
     check(**TE_RUN | QWEN_MOE)
     with pytest.raises(ConfigError, match="experts of qwen3_moe are computed by local only"):
         check(**TE_RUN | QWEN_MOE, transformer_impl="transformer_engine")
+
+
+class JoinedError(Exception):
+    """Raised in place of joining a process group."""
+
+
+@pytest.mark.parametrize(
+    ("expected", "tp", "device", "started"),
+    [("1", 2, "cuda", False), (None, 1, "cuda", False), (None, 2, "cpu", False), (None, 2, "cuda", True)],
+)
+def test_tensor_parallelism_has_one_queue_to_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    expected: str | None,
+    tp: int,
+    device: Literal["cpu", "cuda"],
+    started: bool,
+) -> None:
+    """The variable is set before the process group is joined, which starts CUDA."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: started)
+
+    def join(*_: object) -> None:
+        raise JoinedError
+
+    monkeypatch.setattr("components.engines.shared.process_group.joined", join)
+    spec = ModelSpec(architecture=SHAPE)
+    with pytest.raises(JoinedError):
+        Megatron(tp=tp).build(spec, AdamW(), EngineOptions(torch.float32, device))
+    assert os.environ.get(name) == expected

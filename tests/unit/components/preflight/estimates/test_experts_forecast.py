@@ -227,6 +227,8 @@ def test_gradients_are_added_up_where_experts_are_the_same() -> None:
 
 def test_what_is_proposed_deals_out_experts() -> None:
     assert {"ep": 4} in memory_savers(fsdp2(8, ep=2), 8)
+    assert {"reduce_gradients": "every"} in memory_savers(fsdp2(8), 8)
+    assert {"reduce_gradients": "every"} not in memory_savers(fsdp2(8, reduce_gradients="every"), 8)
     assert {"ep": 16} not in memory_savers(fsdp2(8, ep=8), 8)
     assert {"ep": 4} in memory_savers(megatron(dp=8, ep=2), 8)
     assert not any(keys.get("dp") == 4 and "pp" in keys for keys in memory_savers(megatron(dp=8, ep=8), 8))

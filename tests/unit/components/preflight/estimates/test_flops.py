@@ -133,17 +133,20 @@ def test_peaks_are_those_of_the_data_sheets(name: str, bf16: float | None, fp32:
 
 def test_the_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     peak_flops.cache_clear()
-    calls = []
+    calls: list[tuple[torch.device, torch.dtype]] = []
+    freed: list[int] = []
 
     def measured(device: torch.device, dtype: torch.dtype) -> float:
         calls.append((device, dtype))
         return measure_peak(device, dtype)
 
     monkeypatch.setattr(components.preflight.estimates.flops, "measure_peak", measured)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(calls)))
     first = peak_flops(torch.device("cpu"), torch.float32)
     assert 1e8 < first < 1e14
     assert peak_flops(torch.device("cpu"), torch.float32) == first
     assert calls == [(torch.device("cpu"), torch.float32)]
+    assert freed == [1], "what was measured with is freed after the measurement"
     peak_flops.cache_clear()
 
 
