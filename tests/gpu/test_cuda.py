@@ -1,18 +1,23 @@
 """Whole runs on a GPU. They are skipped without one."""
 
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 import torch
 
-from components.engines.fsdp2.engine import FSDP2Engine
 from tests.e2e.commands import SMALL, curve, rows, run_here
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+
+ENGINES = {
+    "parallelism=single": "components.engines.fsdp2.engine:FSDP2Engine",
+    "parallelism=megatron": "components.engines.megatron.runtime.engine:MegatronEngine",
+}
 
 
 @pytest.mark.parametrize("stage", ["pt", "sft", "dpo"])
@@ -47,10 +52,12 @@ def test_bf16_trains_and_resumes(tmp_path: Path, packing: str) -> None:
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize("layout", ENGINES)
 def test_the_host_never_waits_inside_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, stage: str
 ) -> None:
-    plain = FSDP2Engine.train_microbatches
+    engine = resolve_name(ENGINES[layout])
+    plain = engine.train_microbatches
 
     def watched(*args: Any, **kwargs: Any) -> None:
         torch.cuda.set_sync_debug_mode("error")
@@ -59,8 +66,8 @@ def test_the_host_never_waits_inside_a_step(
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(FSDP2Engine, "train_microbatches", watched)
-    run = (*SMALL, "run.device=cuda", "run.dtype=bf16", f"stage={stage}", "run.export=false")
+    monkeypatch.setattr(engine, "train_microbatches", watched)
+    run = (*SMALL, layout, "run.device=cuda", "run.dtype=bf16", f"stage={stage}", "run.export=false")
     assert rows(run_here(tmp_path, *run), "train/loss")
 
 
