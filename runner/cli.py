@@ -22,6 +22,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from components.contracts.errors import DONE, FAILED, INTERRUPTED, MISTAKE, ConfigError, TrainingError
 from components.contracts.json_types import Json
+from components.home import expand_home
 from components.rank_info import RankInfo
 from runner.config.command_line import is_sweep
 from runner.config.renamed_keys import RENAMED
@@ -36,6 +37,7 @@ from runner.sweeps.sweep import finish_sweep, run_point
 
 PATHS = {"model": "model=hf model.path", "data": "data=files data.train"}
 """Groups whose option a user may confuse with a path -> how a path is given."""
+HOME = re.compile(r"~[\w.-]*/")
 
 
 def config_dir() -> str:
@@ -81,9 +83,10 @@ def as_given(state: DictConfig) -> tuple[str, ...]:
 def command() -> int:
     """Execute the command of ``sys.argv``; return the exit code."""
     os.environ.pop(SWEEP_FOLDER, None)
-    # Hydra's grammar has no "~", which a shell leaves as it is after "=".
-    home = os.path.expanduser("~")
-    sys.argv = [sys.argv[0], *(re.sub(r"(?<=[=,:\[ ])~(?=/)", home, word) for word in sys.argv[1:])]
+    try:
+        sys.argv = [sys.argv[0], *map(with_home, sys.argv[1:])]
+    except ConfigError as error:
+        return explained(error)
     if sys.argv[1:] == ["--version"]:  # Hydra would print its own
         return exit_code(print_version)
     if is_sweep(sys.argv) and RankInfo.read().launched:
@@ -95,6 +98,12 @@ def command() -> int:
         )
     code = exit_code(job)
     return finish_sweep(Path(os.environ[SWEEP_FOLDER]), code) if SWEEP_FOLDER in os.environ else code
+
+
+def with_home(word: str) -> str:
+    """Replace ``~/`` and ``~user/``, which a shell leaves after "=", and for which Hydra has no grammar."""
+    key = word.partition("=")[0]
+    return re.sub(r"(?<=[=,:\[ ])~[\w.-]*(?=/)", lambda found: expand_home(key, found[0]), word)
 
 
 def print_version() -> None:
@@ -190,7 +199,7 @@ def resolved(config: DictConfig, where: ConfigSources) -> Json:
     decode_environment(config)
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        return expand_home(plain)  # type: ignore[return-value]
+        return expand_homes("", plain)  # type: ignore[return-value]
     except MissingMandatoryValue as error:
         key = str(error.full_key)
         raise ConfigError(f"{key} ({where.of(key)}): needs a value; give {key}=VALUE.") from error
@@ -206,13 +215,13 @@ def decode_environment(config: DictConfig) -> None:
             OmegaConf.update(config, key, yaml.safe_load(str(OmegaConf.select(config, key))))
 
 
-def expand_home(node: object) -> object:
-    """Replace a leading ``~/`` by the user's home in every text of ``node``; only paths begin like that."""
+def expand_homes(key: str, node: object) -> object:
+    """Replace a leading ``~/`` or ``~user/`` in every text of ``node``; only paths begin like that."""
     if isinstance(node, dict):
-        return {key: expand_home(value) for key, value in node.items()}
+        return {name: expand_homes(f"{key}.{name}".lstrip("."), value) for name, value in node.items()}
     if isinstance(node, list):
-        return [expand_home(value) for value in node]
-    return os.path.expanduser(node) if isinstance(node, str) and node.startswith("~/") else node
+        return [expand_homes(key, value) for value in node]
+    return expand_home(key, node) if isinstance(node, str) and HOME.match(node) else node
 
 
 def short_message(error: Exception) -> str:

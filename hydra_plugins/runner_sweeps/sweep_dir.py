@@ -10,6 +10,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from components.contracts.errors import ConfigError
+from components.home import expand_home
 from hydra_plugins.runner_sweeps.search_space import as_overrides
 from runner.launch.slurm_env import MAX_REQUEUES
 from runner.sweeps.job_record import SWEEP_FOLDER
@@ -40,7 +41,10 @@ def make_folder(config: DictConfig) -> Path:
     """
     from runner.cli import as_given
 
-    study, folder = config.hydra.sweeper.get("study_name"), Path(config.hydra.sweep.dir).absolute()
+    study, folder = (
+        config.hydra.sweeper.get("study_name"),
+        Path(expand_home("hydra.sweep.dir", config.hydra.sweep.dir)).absolute(),
+    )
     if study is not None and not re.fullmatch(r"[\w+-][\w.+-]*", str(study)):
         raise ConfigError(
             f"hydra.sweeper.study_name: {study!r} is not a folder name; leave out '/' and a leading '.'."

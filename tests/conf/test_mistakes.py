@@ -27,6 +27,19 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["data=files", "data.sources=[{path: ~/no/such.jsonl}]"],
         [f"{Path.home()}/no/such.jsonl"],
     ),
+    "home of nobody": (
+        ["data=files", "data.train=~nobody-at-all/x.jsonl"],
+        ["data.train", "no user 'nobody-at-all'"],
+    ),
+    "home of nobody, quoted": (
+        ["data=files", "data.train='~nobody-at-all/x.jsonl'"],
+        ["data.train=~nobody-at-all/x.jsonl", "write ./~nobody-at-all"],
+    ),
+    "home of nobody in a sweep": (
+        ["-m", "run.seed=1,2", "run.output_dir='~nobody-at-all/x'"],
+        ["hydra.sweep.dir=~nobody-at-all/x", "no user 'nobody-at-all'"],
+    ),
+    "home of a user": (["checkpoint.init_from=~root/no/such"], [f"{Path('~root').expanduser()}/no/such"]),
     "experiment option": (["experiment=pretrain_wds"], ["experiment=pretrain_wds", "pretrain_wsd"]),
     "run key": (["run.max_stepz=3"], ["run.max_stepz", "did you mean 'run.max_steps'"]),
     "component key": (["optimizer.lrr=1"], ["optimizer.lrr", "did you mean 'optimizer.lr'"]),
