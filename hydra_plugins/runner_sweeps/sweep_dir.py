@@ -10,7 +10,6 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from components.contracts.errors import ConfigError
-from components.home import expand_home
 from hydra_plugins.runner_sweeps.search_space import as_overrides
 from runner.launch.slurm_env import MAX_REQUEUES
 from runner.sweeps.job_record import SWEEP_FOLDER
@@ -39,6 +38,7 @@ def make_folder(config: DictConfig) -> Path:
         ConfigError: if the folder cannot be made, a swept key has no value, or the name of Optuna's study
             is not that of a folder.
     """
+    from components.home import expand_home
     from runner.cli import as_given
 
     study, folder = (

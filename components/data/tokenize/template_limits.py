@@ -28,7 +28,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox of chat templates, without products and powers of more than ``NUMBER_BITS`` bits."""
 
-    intercepted_binops: ClassVar[frozenset[str]] = frozenset({"*", "**"})  # type: ignore[misc]
+    intercepted_binops: ClassVar[frozenset[str]] = frozenset({"*", "**"})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int):

@@ -304,7 +304,7 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("HOME", str(tmp_path))
     assert spec_module.cache_folder(None) == tmp_path / ".cache" / "runner"
     monkeypatch.setenv("RUNNER_CACHE", "~nobody-at-all/cache")
-    with pytest.raises(ConfigError, match="^RUNNER_CACHE=~nobody-at-all/cache: there is no user"):
+    with pytest.raises(ConfigError, match=r"^RUNNER_CACHE=~nobody-at-all/cache: there is no user"):
         spec_module.cache_folder(None)
 
 
