@@ -1,5 +1,6 @@
 """The command line. Nothing here imports torch: help, ``--cfg job`` and completion must be fast."""
 
+import errno
 import math
 import os
 import re
@@ -23,6 +24,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from components.contracts.errors import DONE, FAILED, INTERRUPTED, MISTAKE, ConfigError, TrainingError
 from components.contracts.json_types import Json
 from components.home import expand_home
+from components.json_text import one_line
 from components.rank_info import RankInfo
 from runner.config.command_line import is_sweep
 from runner.config.renamed_keys import RENAMED
@@ -37,6 +39,9 @@ from runner.sweeps.sweep import finish_sweep, run_point
 
 PATHS = {"model": "model=hf model.path", "data": "data=files data.train"}
 """Groups whose option a user may confuse with a path -> how a path is given."""
+COMPOSITION = "hydra/_internal/config_loader_impl.py"
+EXECUTION = str(Path(__file__).parent / "launch" / "run.py")
+"""The last parts of Hydra's file that composes configurations, and the file of a run: seen in tracebacks."""
 HOME = re.compile(r"~[\w.-]*/")
 
 
@@ -167,6 +172,15 @@ def explained(error: Exception) -> int:
         error = ConfigError(no_name_of_an_option())
     if isinstance(error, HydraException | OmegaConfBaseException):
         error = ConfigError(short_message(error))
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not isinstance(error, ConfigError) and any(file.endswith(COMPOSITION) for file in files):
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        error = ConfigError(
+            f"{config_dirs()[-1]}: a file there, or an override, cannot be composed ({reason}); correct it."
+        )
+    early = isinstance(error, OSError) and (error.errno == errno.ENAMETOOLONG or EXECUTION not in files)
+    if isinstance(error, OSError) and error.filename is not None and early:
+        error = ConfigError(f"{str(error.filename)[:200]}: {error.strerror}; name another path.")
     if not isinstance(error, ConfigError | TrainingError):
         traceback.print_exception(error)
         return FAILED
@@ -242,7 +256,7 @@ def short_message(error: Exception) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, OverrideParseException):
         return f"{error.override} (the command line): is not KEY=VALUE: {lines[0]}; correct it, or quote it."
-    return " ".join(lines[:2])
+    return " ".join(lines[:2]) or f"{config_dirs()[-1]}: {type(error).__name__} in a file there; correct it."
 
 
 def unknown_option(group: str, word: str) -> str:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
@@ -63,7 +64,8 @@ def make_folder(config: DictConfig) -> Path:
 
 def check_values(overrides: Sequence[str]) -> None:
     """Raise ConfigError if a swept key has no value, because no job would run."""
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # a glob reads its files
+    for override in parser.parse_overrides(list(overrides)):
         if not (override.is_sweep_override() and override.is_discrete_sweep()):
             continue
         try:
