@@ -42,6 +42,8 @@ PATHS = {"model": "model=hf model.path", "data": "data=files data.train"}
 COMPOSITION = "hydra/_internal/config_loader_impl.py"
 EXECUTION = str(Path(__file__).parent / "launch" / "run.py")
 """The last parts of Hydra's file that composes configurations, and the file of a run: seen in tracebacks."""
+WRONG = (errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
+"""Errors of paths that name something of another kind."""
 HOME = re.compile(r"~[\w.-]*/")
 
 
@@ -178,9 +180,9 @@ def explained(error: Exception) -> int:
         error = ConfigError(
             f"{config_dirs()[-1]}: a file there, or an override, cannot be composed ({reason}); correct it."
         )
-    early = isinstance(error, OSError) and (error.errno == errno.ENAMETOOLONG or EXECUTION not in files)
-    if isinstance(error, OSError) and error.filename is not None and early:
-        error = ConfigError(f"{str(error.filename)[:200]}: {error.strerror}; name another path.")
+    if isinstance(error, OSError) and error.filename and (error.errno in WRONG or EXECUTION not in files):
+        path = str(error.filename)[:200]
+        error = ConfigError(f"{path}: {error.strerror}; name another path, or move what is there.")
     if not isinstance(error, ConfigError | TrainingError):
         traceback.print_exception(error)
         return FAILED

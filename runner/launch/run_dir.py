@@ -56,10 +56,10 @@ def reopen_run_folder(folder: Path, step: int) -> Path:
     path = folder / "metrics.jsonl"
     if not path.exists():  # another logger was chosen
         return folder
-    rows = path.read_text().splitlines(keepends=True)
     try:
+        rows = path.read_text().splitlines(keepends=True)
         kept = [row for row in rows if row.endswith("\n") and parse_json(row)["step"] <= step]
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path}: is damaged ({one_line(error)}); restore it, or remove it.") from error
     write_atomic(path, "".join(kept))
     return folder

@@ -28,7 +28,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox of chat templates, without products and powers of more than ``NUMBER_BITS`` bits."""
 
-    intercepted_binops: ClassVar[frozenset[str]] = frozenset({"*", "**"})
+    intercepted_binops: ClassVar[frozenset[str]] = frozenset({"*", "**"})  # type: ignore[misc]
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int):
@@ -39,7 +39,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 # It is called by name when a template is compiled. transformers has no option for it.
-chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[misc]
+chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
 
 
 @contextmanager

@@ -158,8 +158,8 @@ def test_an_odd_failure_report_comes_last(text: str, tmp_path: Path) -> None:
     assert "error_3.json cannot be read" in report.text
 
 
-@pytest.mark.parametrize("text", [*ODD_TEXT.values(), "null", "{}", '{"step": "x"}'])
+@pytest.mark.parametrize("text", [*ODD_TEXT.values(), "null", "{}", '{"step": "x"}', "\udcff"])
 def test_odd_metrics_are_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(f"{text}\n")
+    (tmp_path / "metrics.jsonl").write_text(f"{text}\n", errors="surrogateescape")
     with pytest.raises(ConfigError, match=r"metrics\.jsonl: is damaged"):
         reopen_run_folder(tmp_path, 3)
