@@ -27,7 +27,7 @@ class FailureReport:
     time: float
     """Seconds since the epoch."""
     text: str
-    """What follows ``rank N`` in a message."""
+    """The rest of the message that begins with ``rank N``."""
     final: bool
     """Whether the rank would fail again."""
     stalled: bool
