@@ -1,7 +1,11 @@
 """JSON of files that others may have written."""
 
 import json
+from pathlib import Path
 from typing import Any, TypeVar
+
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
 
 T = TypeVar("T")
 
@@ -41,3 +45,22 @@ def as_type(kind: type[T], value: object) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}") from error
+
+
+def read_json(path: Path) -> Json:
+    """Return the object in a JSON file, or raise ConfigError with the file and the line of the error."""
+    try:
+        value = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {one_line(error)}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: malformed JSON: {error.msg}.") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold a JSON object, not {type(value).__name__}.")
+    return value
+
+
+def one_line(error: BaseException) -> str:
+    """Return the error's text on one line, cut after 200 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:200] + " ..."

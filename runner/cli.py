@@ -1,5 +1,6 @@
 """The command line. Nothing here imports torch: help, ``--cfg job`` and completion must be fast."""
 
+import errno
 import math
 import os
 import re
@@ -22,6 +23,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from components.contracts.errors import DONE, FAILED, INTERRUPTED, MISTAKE, ConfigError, TrainingError
 from components.contracts.json_types import Json
+from components.home import expand_home
+from components.json_text import one_line
 from components.rank_info import RankInfo
 from runner.config.command_line import is_sweep
 from runner.config.renamed_keys import RENAMED
@@ -37,6 +40,12 @@ from runner.sweeps.sweep import finish_sweep, run_point
 
 PATHS = {"model": "model=hf model.path", "data": "data=files data.train"}
 """Groups whose option a user may confuse with a path -> how a path is given."""
+COMPOSITION = "hydra/_internal/config_loader_impl.py"
+EXECUTION = str(Path(__file__).parent / "launch" / "run.py")
+"""The last parts of Hydra's file that composes configurations, and the file of a run: seen in tracebacks."""
+WRONG = (errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
+"""Errors of paths that name something of another kind."""
+HOME = re.compile(r"~[\w.-]*/")
 
 
 def config_dir() -> str:
@@ -82,9 +91,10 @@ def as_given(state: DictConfig) -> tuple[str, ...]:
 def command() -> int:
     """Execute the command of ``sys.argv``; return the exit code."""
     os.environ.pop(SWEEP_FOLDER, None)
-    # Hydra's grammar has no "~", which a shell leaves as it is after "=".
-    home = os.path.expanduser("~")
-    sys.argv = [sys.argv[0], *(re.sub(r"(?<=[=,:\[ ])~(?=/)", home, word) for word in sys.argv[1:])]
+    try:
+        sys.argv = [sys.argv[0], *map(with_home, sys.argv[1:])]
+    except ConfigError as error:
+        return explained(error)
     if sys.argv[1:] == ["--version"]:  # Hydra would print its own
         return exit_code(print_version)
     if is_sweep(sys.argv) and RankInfo.read().launched:
@@ -96,6 +106,12 @@ def command() -> int:
         )
     code = exit_code(job)
     return finish_sweep(Path(os.environ[SWEEP_FOLDER]), code) if SWEEP_FOLDER in os.environ else code
+
+
+def with_home(word: str) -> str:
+    """Replace ``~/`` and ``~user/``, which a shell leaves after "=", and for which Hydra has no grammar."""
+    key = word.partition("=")[0]
+    return re.sub(r"(?<=[=,:\[ ])~[\w.-]*(?=/)", lambda found: expand_home(key, found[0]), word)
 
 
 def print_version() -> None:
@@ -160,6 +176,15 @@ def explained(error: Exception) -> int:
         error = ConfigError(no_name_of_an_option())
     if isinstance(error, HydraException | OmegaConfBaseException):
         error = ConfigError(short_message(error))
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not isinstance(error, ConfigError) and any(file.endswith(COMPOSITION) for file in files):
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        error = ConfigError(
+            f"{config_dirs()[-1]}: a file there, or an override, cannot be composed ({reason}); correct it."
+        )
+    if isinstance(error, OSError) and error.filename and (error.errno in WRONG or EXECUTION not in files):
+        path = str(error.filename)[:200]
+        error = ConfigError(f"{path}: {error.strerror}; name another path, or move what is there.")
     if not isinstance(error, ConfigError | TrainingError):
         traceback.print_exception(error)
         return FAILED
@@ -192,7 +217,7 @@ def resolved(config: DictConfig, where: ConfigSources) -> Json:
     decode_environment(config)
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        return expand_home(plain)  # type: ignore[return-value]
+        return expand_homes("", plain)  # type: ignore[return-value]
     except MissingMandatoryValue as error:
         key = str(error.full_key)
         raise ConfigError(f"{key} ({where.of(key)}): needs a value; give {key}=VALUE.") from error
@@ -208,13 +233,13 @@ def decode_environment(config: DictConfig) -> None:
             OmegaConf.update(config, key, yaml.safe_load(str(OmegaConf.select(config, key))))
 
 
-def expand_home(node: object) -> object:
-    """Replace a leading ``~/`` by the user's home in every text of ``node``; only paths begin like that."""
+def expand_homes(key: str, node: object) -> object:
+    """Replace a leading ``~/`` or ``~user/`` in every text of ``node``; only paths begin like that."""
     if isinstance(node, dict):
-        return {key: expand_home(value) for key, value in node.items()}
+        return {name: expand_homes(f"{key}.{name}".lstrip("."), value) for name, value in node.items()}
     if isinstance(node, list):
-        return [expand_home(value) for value in node]
-    return os.path.expanduser(node) if isinstance(node, str) and node.startswith("~/") else node
+        return [expand_homes(key, value) for value in node]
+    return expand_home(key, node) if isinstance(node, str) and HOME.match(node) else node
 
 
 def short_message(error: Exception) -> str:
@@ -235,7 +260,7 @@ def short_message(error: Exception) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, OverrideParseException):
         return f"{error.override} (the command line): is not KEY=VALUE: {lines[0]}; correct it, or quote it."
-    return " ".join(lines[:2])
+    return " ".join(lines[:2]) or f"{config_dirs()[-1]}: {type(error).__name__} in a file there; correct it."
 
 
 def unknown_option(group: str, word: str) -> str:

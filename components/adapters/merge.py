@@ -10,8 +10,8 @@ from components.adapters.export import BASE, REVISION
 from components.adapters.lora_config import MAGNITUDE, A, B, LoRA
 from components.adapters.peft_folder import CONFIG, adapter_file, read_settings
 from components.contracts.errors import ConfigError
+from components.json_text import read_json
 from components.models import ModelSpec, WeightSource, named_shapes, stream_folder
-from components.models.hub import read_json
 
 
 def merge_adapter(

@@ -9,8 +9,8 @@ from torch import Tensor
 from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
+from components.json_text import read_json
 from components.models.export.hf_file_names import Rename
-from components.models.hub import read_json
 from components.models.pretrained import open_file
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

@@ -16,6 +16,7 @@ from torch import Tensor
 from components.checkpoint.files import AliasPlanner, FileRecord, MeasuredWriter
 from components.checkpoint.safe_reader import CheckpointReader, read_metadata
 from components.contracts.errors import TrainingError
+from components.json_text import one_line
 
 T = TypeVar("T")
 
@@ -61,7 +62,12 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor], *, together: bool = 
         no_dist = not (together and dist.is_initialized())
         dcp.load(dict(tensors), storage_reader=CheckpointReader(path), no_dist=no_dist)
     except (OSError, dcp.CheckpointException) as error:
-        raise TrainingError(f"{path}: the checkpoint could not be read: {error}") from error
+        # The text of a CheckpointException is the tracebacks of all ranks.
+        first = error if isinstance(error, OSError) else next(iter(error.failures.values()))[0]
+        reason = f"{type(first).__name__}: {one_line(first)}"
+        raise TrainingError(
+            f"{path}: could not be read ({reason}); checkpoint.verify=true names a damaged file."
+        ) from error
 
 
 def saved_keys(path: Path) -> set[str]:

@@ -28,6 +28,7 @@ from components.data.store.token_store import Bools
 from components.data.tokenize.encoder import Encoder
 from components.data.tokenize.truncation import LongSamples
 from components.data.tokenize.workers import STAGES, FileSource, Source, StdlibSource, build_store
+from components.home import expand_home
 
 log = logging.getLogger(__name__)
 
@@ -316,7 +317,8 @@ def cache_folder(cache_dir: str | None) -> Path:
     Raises:
         ConfigError: if the folder cannot be created or written to.
     """
-    folder = Path(cache_dir or os.environ.get("RUNNER_CACHE") or "~/.cache/runner").expanduser().absolute()
+    given = cache_dir or os.environ.get("RUNNER_CACHE") or "~/.cache/runner"
+    folder = Path(expand_home("data.cache_dir" if cache_dir else "RUNNER_CACHE", given)).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

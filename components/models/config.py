@@ -23,14 +23,15 @@ from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.tokenizer import PATH as EMBEDDED_TOKENIZER
+from components.json_text import one_line, read_json
 from components.models.checkpoint_weights import INIT_FROM, checkpoint_content, checkpoint_weights
 from components.models.checks import check_config, check_model, check_moe_losses
 from components.models.config_values import UNBUILDABLE, check_values, wrong_field
 from components.models.experts import unfuse_experts
 from components.models.freeze import freeze
-from components.models.generate import add_tokenizer, generate
+from components.models.generate import add_tokenizer, generate, read_generation_config
 from components.models.hf_config import INVALID, check_same, make_config, read_hf_config
-from components.models.hub import model_folder, one_line, read_json
+from components.models.hub import model_folder
 from components.models.initialize import random_weights
 from components.models.moe_config import MoELossConfig
 from components.models.mtp import FIELD, MTPConfig, append_mtp_layers
@@ -120,6 +121,7 @@ class ModelSpec:
         """
         if self._reads_path:
             config = read_hf_config(self.folder(), trust_remote_code=self.trust_remote_code)
+            read_generation_config(self.folder())  # an export has its own of these values
             if self.architecture is not None:
                 check_same(self.architecture, config, str(self.path))
         else:
@@ -238,9 +240,9 @@ class ModelSpec:
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of this model, or raise ConfigError if it is missing or unreadable."""
         option, folder = self._tokenizer_folder()
-        if (folder / "tokenizer.json").is_file():
-            read_json(folder / "tokenizer.json")
-        elif not has_tokenizer(folder):
+        for path in folder.glob("*token*.json"):
+            read_json(path)
+        if not has_tokenizer(folder):
             raise ConfigError(
                 f"{option}: {folder} has no tokenizer; point model.tokenizer at a folder that has one."
             )

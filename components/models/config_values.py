@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from components.contracts.errors import ConfigError
 from components.models.hf_config import INVALID
 
-UNBUILDABLE = (*INVALID, AssertionError, ImportError, RuntimeError, ZeroDivisionError)
+UNBUILDABLE = (*INVALID, AssertionError, ImportError, IndexError, RuntimeError, ZeroDivisionError)
 """Exceptions of transformers and torch for models that they cannot build."""
 
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (

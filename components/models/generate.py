@@ -2,11 +2,38 @@
 
 import json
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, logging
+
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+from components.json_text import as_type, read_json
+
+
+@dataclass(frozen=True)
+class StopTokens:
+    """The field of generation_config.json that is read here; the others are passed on."""
+
+    eos_token_id: int | list[int] | None = None
+
+
+def read_generation_config(folder: Path) -> Json:
+    """Return the generation config in ``folder``, empty if there is none.
+
+    Raises:
+        ConfigError: if it is damaged, or its stop tokens are not numbers.
+    """
+    path = folder / GENERATION_CONFIG_NAME
+    found = read_json(path) if path.is_file() else {}
+    try:
+        as_type(StopTokens, found)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; correct it, or copy the file again.") from error
+    return found
 
 
 def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -20,16 +47,16 @@ def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     if not (folder / GENERATION_CONFIG_NAME).is_file():
         GenerationConfig(**ids).save_pretrained(folder)
         return
-    brought = json.loads((folder / GENERATION_CONFIG_NAME).read_text())
+    brought = read_generation_config(folder)
     stops = brought.get("eos_token_id")
     stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    ends = stops if ids["eos_token_id"] in stops else [ids["eos_token_id"], *stops]
-    amend(folder / GENERATION_CONFIG_NAME, ids | brought | {"eos_token_id": ends})
+    ends = stops if ids["eos_token_id"] in (None, *stops) else [ids["eos_token_id"], *stops]
+    amend(folder / GENERATION_CONFIG_NAME, ids | brought | {"eos_token_id": ends or None})
 
 
 def amend(path: Path, fields: dict[str, object]) -> None:
     """Update fields of a JSON file, without transformers, which refuses to write some files that it reads."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields, indent=2) + "\n")
+    path.write_text(json.dumps({**read_json(path), **fields}, indent=2) + "\n")
 
 
 def generate(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remote_code: bool) -> list[int]:
@@ -57,7 +84,7 @@ def load_adapted(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """Load with peft, because transformers without it (5.23) ignores the magnitudes of DoRA."""
     from peft import PeftModel  # slow to import
 
-    named = json.loads((folder / ADAPTER_CONFIG_NAME).read_text())
+    named = read_json(folder / ADAPTER_CONFIG_NAME)
     base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         named["base_model_name_or_path"], revision=named["revision"], trust_remote_code=trust_remote_code
     )

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
-from components.models.hub import one_line, read_json
+from components.json_text import one_line, read_json
 
 INVALID = (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError)
 """Exceptions of transformers for configurations that it cannot build."""
@@ -81,7 +81,7 @@ def read_hf_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig
         )
     raw = read_json(path)
     model_type = raw.get("model_type")
-    if model_type not in CONFIG_MAPPING and not trust_remote_code:
+    if not (isinstance(model_type, str) and model_type in CONFIG_MAPPING) and not trust_remote_code:
         if "auto_map" in raw:
             raise ConfigError(
                 f"model.trust_remote_code: is false, but {folder} brings its own model code; "

@@ -1,6 +1,5 @@
 """The files of a saved model: a local folder or a repository of the Hugging Face hub."""
 
-import json
 from functools import cache
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from huggingface_hub.errors import (
 )
 
 from components.contracts.errors import ConfigError
-from components.contracts.json_types import Json
-from components.json_text import parse_json
+from components.json_text import one_line
 
 DESCRIPTION = ("*.json", "*.py", "*.txt", "*.jinja", "*.model")
 SAFETENSORS, BIN = "*.safetensors", "*.bin"
@@ -70,22 +68,3 @@ def download(option: str, repository: str, revision: str | None, weights: bool) 
 
 def fetch_snapshot(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
-
-
-def read_json(path: Path) -> Json:
-    """Return the object in a JSON file, or raise ConfigError with the file and the line of the error."""
-    try:
-        value = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {one_line(error)}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: malformed JSON: {error.msg}.") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must hold a JSON object, not {type(value).__name__}.")
-    return value
-
-
-def one_line(error: BaseException) -> str:
-    """Return the error's text on one line, cut after 200 characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:200] + " ..."

@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,10 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
-from components.json_text import as_type
+from components.json_text import as_type, one_line, read_json
 from components.models.experts import unstack_experts
 from components.models.export.hf_file_names import file_names
-from components.models.hub import one_line, read_json
 from components.models.mtp import JOINS, mtp_parameter_names
 from components.models.weights import named_shapes, tied_names
 
@@ -28,6 +29,19 @@ log = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 STORED = ("F64", "F32", "F16", "BF16")
 """Types of safetensors that weights may have."""
+INTEGERS = ("BOOL", "U8", "I32", "I64")
+"""Types of masks and indices that older files hold next to the weights."""
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
+"""Type of torch -> that of safetensors."""
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 Places = Mapping[str, tuple[Path, str]]
@@ -150,10 +164,7 @@ def lazy_weights(folder: Path, shapes: Mapping[str, torch.Size], places: Places)
         except SafetensorError as error:
             raise ConfigError(f"model.path: {file} does not hold {stored}, but {INDEX} says so.") from error
         if part.get_dtype() not in STORED:
-            raise ConfigError(
-                f"model.path: {file}: {stored} is stored as {part.get_dtype()}; quantised weights cannot be "
-                f"trained, use files in {', '.join(STORED)}."
-            )
+            raise quantised(file, stored, part.get_dtype())
         check_shape(folder, stored, found, shape)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
@@ -177,8 +188,45 @@ def lazy_tensor(places: Places, name: str) -> Tensor:
     return open_file(file).get_tensor(stored)
 
 
+def quantised(file: Path, name: str, stored: str) -> ConfigError:
+    return ConfigError(
+        f"model.path: {file}: {name} is stored as {stored}; quantised weights cannot be trained, "
+        f"use files in {', '.join(STORED)}."
+    )
+
+
+def check_stored_types(folder: Path) -> None:
+    """Raise ConfigError if a file of weights that are to be converted is unreadable or holds quantised ones.
+
+    transformers would convert these to floating point without their scales. Masks may be integers.
+    """
+    for file, name, stored in stored_types(folder):
+        if stored not in STORED and (name.endswith("weight") or stored not in INTEGERS):
+            raise quantised(file, name, stored)
+
+
+def stored_types(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield the file, the name and the type of each tensor, as safetensors names types."""
+    found = stored_names(folder)
+    opened = cache(open_file)
+    for name, file in found.items():
+        yield file, name, opened(file).get_slice(name).get_dtype()
+    for file in () if found else sorted(folder.glob("pytorch_model*.bin")):
+        try:
+            content = torch.load(file, map_location="meta", mmap=is_zipfile(file), weights_only=True)
+            tensors = as_type(dict[str, Any], content)
+        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+            raise ConfigError(f"model.path: cannot read {file}: {one_line(error)}; copy it again.") from error
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                kind = type(tensor).__name__
+                raise ConfigError(f"model.path: {file}: {name} is a {kind}, not a tensor; copy it again.")
+            yield file, name, CODES.get(tensor.dtype, str(tensor.dtype))
+
+
 def converted_weights(folder: Path, model: PreTrainedModel, trust_remote_code: bool) -> dict[str, Tensor]:
     """Return every parameter as ``from_pretrained`` reads it; tied ones twice if it found two values."""
+    check_stored_types(folder)
     config = copy.deepcopy(model.config)
     config.dtype = None  # "auto" then means as stored
     try:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
@@ -38,9 +39,13 @@ def make_folder(config: DictConfig) -> Path:
         ConfigError: if the folder cannot be made, a swept key has no value, or the name of Optuna's study
             is not that of a folder.
     """
+    from components.home import expand_home
     from runner.cli import as_given
 
-    study, folder = config.hydra.sweeper.get("study_name"), Path(config.hydra.sweep.dir).absolute()
+    study, folder = (
+        config.hydra.sweeper.get("study_name"),
+        Path(expand_home("hydra.sweep.dir", config.hydra.sweep.dir)).absolute(),
+    )
     if study is not None and not re.fullmatch(r"[\w+-][\w.+-]*", str(study)):
         raise ConfigError(
             f"hydra.sweeper.study_name: {study!r} is not a folder name; leave out '/' and a leading '.'."
@@ -59,7 +64,8 @@ def make_folder(config: DictConfig) -> Path:
 
 def check_values(overrides: Sequence[str]) -> None:
     """Raise ConfigError if a swept key has no value, because no job would run."""
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # a glob reads its files
+    for override in parser.parse_overrides(list(overrides)):
         if not (override.is_sweep_override() and override.is_discrete_sweep()):
             continue
         try:

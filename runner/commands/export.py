@@ -9,13 +9,13 @@ trust=[MODULE]  only with checkpoint: further modules whose classes the run's co
 trust_remote_code=true  only with checkpoint: run the code that the run's model brings with it
 """
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from components.contracts.errors import ConfigError
+from components.home import expand_home
 from runner.cli import run_or_answer
 from runner.config.sources import ConfigSources, did_you_mean
 
@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
         allowed = KEYS[key]
         if allowed is not None and value not in allowed:
             raise ConfigError(f"{argument}: must be {' or '.join(allowed)}.")
-        given[key] = os.path.expanduser(value)
+        given[key] = expand_home(key, value)
     if "output" not in given:
         raise ConfigError(f"output: is missing. Usage: {(__doc__ or '').splitlines()[0]}")
     if ("checkpoint" in given) == ("adapter" in given):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from components.contracts.errors import ConfigError
+from components.home import expand_home
 from components.report import Entry, write_page
 from runner.cli import run_or_answer
 from runner.sweeps.job_record import JobRecord, read_job_records
@@ -43,10 +44,10 @@ def parse(arguments: Sequence[str]) -> tuple[Path, Path]:
             raise ConfigError(f"{key}: is not an option; the only one is output=FILE. {usage}")
     if len(folders) != 1:
         raise ConfigError(f"FOLDER: {len(folders)} are given; give one. {usage}")
-    folder = Path(folders[0]).expanduser().absolute()
+    folder = Path(expand_home("FOLDER", folders[0])).absolute()
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give that of a run, of a sweep, or of runs.")
-    output = Path(options.get("output", folder / "report.html")).expanduser().absolute()
+    output = Path(expand_home("output", options.get("output", f"{folder}/report.html"))).absolute()
     if output.is_dir():
         raise ConfigError(
             f"output: {output} is a folder; name a file in it, such as output={output}/report.html."

@@ -3,32 +3,49 @@
 import contextlib
 import errno
 import json
+import math
 import signal
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from components.atomic_write import write_atomic
 from components.contracts.errors import DONE, ConfigError, NonRetryableError, TrainingError
-from components.contracts.json_types import Json
+from components.json_text import as_type, one_line, parse_json
 from components.rank_info import RankInfo
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """The failure of one rank."""
+
+    rank: int
+    time: float
+    """Seconds since the epoch."""
+    text: str
+    """The rest of the message that begins with ``rank N``."""
+    final: bool
+    """Whether the rank would fail again."""
+    stalled: bool
+    """Whether the watchdog has ended the rank."""
 
 
 def report_failure(folder: Path, error: BaseException, *, stalled: bool = False) -> None:
     """Write the error and time of this rank's failure to ``logs/error_<rank>.json`` for the parent."""
     rank = RankInfo.read().rank
     said = isinstance(error, ConfigError | TrainingError)
-    facts = {
-        "rank": rank,
-        "time": time.time(),
-        "text": f": {error}" if said else f" failed:\n{''.join(traceback.format_exception(error))}",
-        "final": isinstance(error, ConfigError | NonRetryableError),
-        "stalled": stalled,
-    }
-    write_atomic(folder / "logs" / f"error_{rank}.json", json.dumps(facts))
+    report = FailureReport(
+        rank=rank,
+        time=time.time(),
+        text=f": {error}" if said else f" failed:\n{''.join(traceback.format_exception(error))}",
+        final=isinstance(error, ConfigError | NonRetryableError),
+        stalled=stalled,
+    )
+    write_atomic(folder / "logs" / f"error_{rank}.json", json.dumps(asdict(report)))
 
 
 @contextlib.contextmanager
@@ -56,8 +73,18 @@ def reporting_failures(folder: Path) -> Iterator[None]:
         raise
 
 
-def read_failure_reports(folder: Path) -> list[Json]:
-    return [json.loads(path.read_text()) for path in folder.glob("logs/error_*.json")]
+def read_failure_reports(folder: Path) -> list[FailureReport]:
+    return [read_failure_report(path) for path in folder.glob("logs/error_*.json")]
+
+
+def read_failure_report(path: Path) -> FailureReport:
+    """Return the report in ``path``, or the last one of all that says why the file cannot be read."""
+    try:
+        return as_type(FailureReport, parse_json(path.read_text()))
+    except (OSError, ValueError) as error:
+        rank = int(path.stem.removeprefix("error_"))
+        text = f" failed, and {path} cannot be read: {one_line(error)}"
+        return FailureReport(rank, math.inf, text, final=False, stalled=False)
 
 
 def clear_failure_reports(folder: Path) -> None:
@@ -68,7 +95,7 @@ def clear_failure_reports(folder: Path) -> None:
 
 def has_stalled(folder: Path) -> bool:
     """Return whether the watchdog of any rank has ended it."""
-    return any(report["stalled"] for report in read_failure_reports(folder))
+    return any(report.stalled for report in read_failure_reports(folder))
 
 
 def root_cause(folder: Path, codes: Sequence[int | None]) -> TrainingError:
@@ -78,7 +105,7 @@ def root_cause(folder: Path, codes: Sequence[int | None]) -> TrainingError:
     """
     found = read_failure_reports(folder)
     # A rank that was killed, or exited silently, has no report, and its failure is not a consequence.
-    reported = {report["rank"] for report in found}
+    reported = {report.rank for report in found}
     silent = [r for r, code in enumerate(codes) if code not in (None, DONE) and r not in reported]
     if reported:  # NCCL aborts the peers of a failed rank
         silent = [r for r in silent if codes[r] != -signal.SIGABRT]
@@ -87,9 +114,9 @@ def root_cause(folder: Path, codes: Sequence[int | None]) -> TrainingError:
         return TrainingError(
             f"rank {rank} {describe_exit(codes[rank])}{read_last_lines(rank_log(folder, rank))}"
         )
-    first = min(found, key=lambda report: report["time"])
-    kind = NonRetryableError if first["final"] else TrainingError
-    return kind(f"rank {first['rank']}{first['text']}")
+    first = min(found, key=lambda report: report.time)
+    kind = NonRetryableError if first.final else TrainingError
+    return kind(f"rank {first.rank}{first.text}")
 
 
 def describe_exit(code: int | None) -> str:

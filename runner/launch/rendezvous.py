@@ -37,6 +37,9 @@ def connect(environ: Mapping[str, str]) -> dist.TCPStore:
 
     Every rank calls it and keeps the store alive, because the process group uses the same one. If all ranks
     are on one machine, the store that rank 0 hosts listens on the loopback interface only.
+
+    Raises:
+        ConfigError: if the store cannot listen at the port, or cannot be reached.
     """
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     place = RankInfo.read(environ)
@@ -44,10 +47,19 @@ def connect(environ: Mapping[str, str]) -> dist.TCPStore:
     # Without LOCAL_WORLD_SIZE there may be other nodes.
     local = not hosted and environ.get("LOCAL_WORLD_SIZE") == str(place.world_size)
     address = LOOPBACK if local else place.master_addr
-    if hosts and local:
-        store = host_loopback_store(place.master_port)
-    else:
-        store = dist.TCPStore(address, place.master_port, is_master=hosts, wait_for_workers=False)
+    try:
+        if hosts and local:
+            store = host_loopback_store(place.master_port)
+        else:
+            store = dist.TCPStore(address, place.master_port, is_master=hosts, wait_for_workers=False)
+    except (OSError, dist.DistNetworkError) as error:
+        at = f"MASTER_PORT={place.master_port}"
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{at}: this rank cannot listen there ({reason}); set MASTER_PORT to a port that is free."
+            if hosts
+            else f"MASTER_ADDR={address}, {at}: rank 0 does not answer ({reason}); set both to its address."
+        ) from error
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": address}
     return store
 

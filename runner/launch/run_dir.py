@@ -1,6 +1,5 @@
 """The run folder, and the version of the source code."""
 
-import json
 import platform
 import subprocess
 from datetime import datetime
@@ -14,6 +13,7 @@ from components.atomic_write import write_atomic
 from components.checkpoint import run_order
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
+from components.json_text import one_line, parse_json
 from runner.config.renamed_keys import upgraded
 from runner.distribution import distribution
 
@@ -56,8 +56,11 @@ def reopen_run_folder(folder: Path, step: int) -> Path:
     path = folder / "metrics.jsonl"
     if not path.exists():  # another logger was chosen
         return folder
-    rows = path.read_text().splitlines(keepends=True)
-    kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= step]
+    try:
+        rows = path.read_text().splitlines(keepends=True)
+        kept = [row for row in rows if row.endswith("\n") and parse_json(row)["step"] <= step]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path}: is damaged ({one_line(error)}); restore it, or remove it.") from error
     write_atomic(path, "".join(kept))
     return folder
 

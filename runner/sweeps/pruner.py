@@ -2,18 +2,30 @@
 
 import json
 import pkgutil
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
+from components.json_text import as_type, one_line, read_json
 from runner.launch.run_record import SweepPlace
 from runner.training.stop import Pruner
 
 FILE = "pruner.json"
 
 
+@dataclass(frozen=True)
+class PrunerFile:
+    """The content of the file: the class ``module:class``, and its arguments besides the job's number."""
+
+    target: str
+    options: dict[str, Any]
+
+
 def leave_pruner(sweep: Path, target: str, options: Config) -> None:
     """Write the file from which jobs build their pruner: ``target`` (module:class) with ``options``."""
-    (sweep / FILE).write_text(json.dumps({"target": target, "options": dict(options)}) + "\n")
+    (sweep / FILE).write_text(json.dumps(asdict(PrunerFile(target, dict(options)))) + "\n")
 
 
 def leave_no_pruner(sweep: Path) -> None:
@@ -21,10 +33,17 @@ def leave_no_pruner(sweep: Path) -> None:
 
 
 def pruner_of(sweep: SweepPlace | None) -> Pruner | None:
-    """Return the pruner of a job, given its ``sweep`` in run.json. None means that there is none."""
+    """Return the pruner of a job, given its ``sweep`` in run.json. None means that there is none.
+
+    Raises:
+        ConfigError: if its file is damaged.
+    """
     path = None if sweep is None else Path(sweep.folder) / FILE
     if sweep is None or path is None or not path.exists():
         return None
-    found = json.loads(path.read_text())
-    pruner: Pruner = pkgutil.resolve_name(found["target"])(number=sweep.number, **found["options"])
+    try:
+        found = as_type(PrunerFile, read_json(path))
+        pruner: Pruner = pkgutil.resolve_name(found.target)(number=sweep.number, **found.options)
+    except (ValueError, TypeError, ImportError, AttributeError) as error:
+        raise ConfigError(f"{path}: is damaged ({one_line(error)}); start the sweep again.") from error
     return pruner

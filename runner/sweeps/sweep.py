@@ -21,6 +21,7 @@ from components.atomic_write import write_atomic
 from components.contracts.errors import DONE, FAILED, MISTAKE
 from components.contracts.json_types import Json
 from components.contracts.status import JobStatus
+from components.json_text import read_json
 from runner.config.command_line import single_job_overrides
 from runner.launch.run_record import RunRecord
 from runner.sweeps.job_record import JobRecord, SweepJob, best, read_job_record, read_job_records
@@ -69,11 +70,16 @@ def job_status(point: SweepJob) -> JobStatus:
 
 
 def create_sweep(folder: Path, overrides: Sequence[str]) -> None:
-    """Write ``sweep.json`` with the command; a sweep that is resumed keeps its file."""
+    """Write ``sweep.json`` with the command; a sweep that is resumed keeps its file.
+
+    Raises:
+        ConfigError: if the file of a sweep that is resumed is damaged.
+    """
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     path = folder / "sweep.json"
     if not path.exists():
         write_json(path, {"began": now(), "command": sys.argv, "overrides": list(overrides)})
+    read_json(path)
 
 
 def finish_sweep(folder: Path, code: int) -> int:
@@ -93,7 +99,7 @@ def finish_sweep(folder: Path, code: int) -> int:
     facts = {"ended": now(), "exit_code": code, "jobs": len(records), "counts": counts}
     facts["best"] = None if winner is None else winner.number
     path = folder / "sweep.json"
-    write_json(path, json.loads(path.read_text()) | facts)
+    write_json(path, {**read_json(path), **facts})
     print_table(records, Console())
     print(", ".join(f"{count} {status}" for status, count in counts.items()))
     if winner is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from components.contracts.errors import MISTAKE
 from runner import search_path
 from runner.search_path import ROOT, prepare, program_first, python_module
 
@@ -37,6 +38,20 @@ def test_the_working_directory_comes_last(folder: Path) -> None:
         program_first()
         assert sys.path == [str(ROOT), "elsewhere", "site-packages", str(folder)]
         assert os.environ["PYTHONPATH"] == str(ROOT)
+
+
+def test_a_working_directory_that_was_deleted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deleted").mkdir()
+    monkeypatch.chdir(tmp_path / "deleted")
+    (tmp_path / "deleted").rmdir()
+    with pytest.raises(SystemExit) as ended:
+        program_first()
+    assert ended.value.code == MISTAKE
+    assert capsys.readouterr().err == (
+        "error: the working directory was deleted; change to one that exists.\n"
+    )
 
 
 def test_the_path_of_the_user_stays_behind_the_checkout(

@@ -23,6 +23,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from components.contracts.errors import ConfigError
 from components.data.records.samples import ChatSample, Message, PreferenceSample, Tool, UnpairedSample
+from components.data.tokenize.template_limits import limited_memory
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE = "\ue000"  # in the private use area: no template strips, escapes or tests for it
@@ -57,9 +58,10 @@ class Template:
     def render(self, messages: list[Message], *, prompt: bool = False) -> str:
         """Return the text of the messages, with ``prompt`` followed by the header of an assistant turn."""
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tools=self.tools, tokenize=False, add_generation_prompt=prompt
-            )
+            with limited_memory():
+                return self.tokenizer.apply_chat_template(
+                    messages, tools=self.tools, tokenize=False, add_generation_prompt=prompt
+                )
         except FAILURES as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise self.error(f"refuses this conversation ({reason})") from error

@@ -10,10 +10,15 @@ import pytest
 from components.checkpoint import read_meta
 from components.contracts.errors import ConfigError
 from components.data.records.sources import read_records
-from components.models.hub import read_json
+from components.json_text import read_json
+from components.models.generate import read_generation_config
 from components.report.runs import Entry, read_run
-from runner.launch.run_record import RunRecord
+from runner.launch.failures import read_failure_reports
+from runner.launch.run_dir import reopen_run_folder
+from runner.launch.run_record import RunRecord, SweepPlace
 from runner.sweeps.job_record import read_job_records
+from runner.sweeps.pruner import pruner_of
+from runner.sweeps.sweep import create_sweep
 from runner.training.state import TrainState
 
 ODD_TEXT = {
@@ -33,7 +38,13 @@ ODD_META = [
     GOOD_META | {"files": []},
     GOOD_META | {"model_only": "perhaps"},
 ]
-ODD_RUNS = [{"ended": 5}, {"world_size": "x"}, {"stopped": {"step": 1}}, {"results": [1]}, {"overrides": 5}]
+ODD_RUNS = [
+    {"ended": 5},
+    {"world_size": "x"},
+    {"stopped": {"step": 1}},
+    {"results": [1]},
+    {"overrides": 5},
+]
 ODD_JOBS = [
     {},
     {"number": 0, "overrides": 5, "status": "completed"},
@@ -82,6 +93,14 @@ def test_an_odd_run_is_refused_and_costs_the_report_only_its_facts(text: str, tm
         assert any("run.json cannot be read" in line for line in read_run(Entry(0, tmp_path), 10).missing)
 
 
+def test_a_run_of_a_later_version_is_read_unless_its_words_are_unknown(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"ended": "completed", "later": {"a": 1}}')
+    assert RunRecord.read(tmp_path).engine_facts == {"later": {"a": 1}}
+    (tmp_path / "run.json").write_text('{"ended": "suspended"}')
+    with pytest.raises(ConfigError, match=r"run\.json: is damaged, or of a later version \(ended"):
+        RunRecord.read(tmp_path)
+
+
 @pytest.mark.parametrize("text", [*ODD_TEXT.values(), *map(json.dumps, ODD_JOBS)])
 def test_an_odd_job_costs_no_other(text: str, tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
@@ -97,3 +116,50 @@ def test_an_odd_job_costs_no_other(text: str, tmp_path: Path) -> None:
 def test_an_odd_audit_costs_the_report_only_that(audit: object, tmp_path: Path) -> None:
     (tmp_path / "audit.json").write_text(json.dumps(audit))
     assert any("audit.json cannot be read" in line for line in read_run(Entry(0, tmp_path), 10).missing)
+
+
+@pytest.mark.parametrize("text", [*ODD_TEXT.values(), '{"eos_token_id": "</s>"}', '{"eos_token_id": [null]}'])
+def test_an_odd_generation_config_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        read_generation_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *ODD_TEXT.values(),
+        "{}",
+        '{"target": 5, "options": {}}',
+        '{"target": "nowhere:Pruner", "options": {}}',
+        '{"target": "json:nothing", "options": {}}',
+        '{"target": "json:loads", "options": {"a": 1}}',
+    ],
+)
+def test_an_odd_pruner_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "pruner.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"pruner\.json"):
+        pruner_of(SweepPlace(str(tmp_path), 0))
+
+
+@pytest.mark.parametrize("text", ODD_TEXT.values())
+def test_an_odd_sweep_is_refused_before_its_jobs(text: str, tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"sweep\.json"):
+        create_sweep(tmp_path, [])
+
+
+@pytest.mark.parametrize("text", [*ODD_TEXT.values(), "{}", '{"rank": "first"}'])
+def test_an_odd_failure_report_comes_last(text: str, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/error_3.json").write_text(text)
+    (report,) = read_failure_reports(tmp_path)
+    assert (report.rank, report.time) == (3, float("inf"))
+    assert "error_3.json cannot be read" in report.text
+
+
+@pytest.mark.parametrize("text", [*ODD_TEXT.values(), "null", "{}", '{"step": "x"}', "\udcff"])
+def test_odd_metrics_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f"{text}\n", errors="surrogateescape")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: is damaged"):
+        reopen_run_folder(tmp_path, 3)

@@ -117,6 +117,11 @@ def continued(path: Path, **changes: Any) -> LoRA:
     return described(**READ | {"path": str(path)} | changes)
 
 
+def test_all_files_of_an_export_have_one_mode(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "new").touch()  # its mode is that of the umask
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(tmp_path / "new").stat().st_mode}
+
+
 def test_a_folder_is_read_as_it_was_written(folder: Path) -> None:
     description = spec("qwen3")
     model, adapter = description.build(description.config()), continued(folder)

@@ -87,6 +87,15 @@ def refusing(monkeypatch: pytest.MonkeyPatch, *refused: int) -> None:
     monkeypatch.setattr("components.checkpoint.manager.save_tensors", full)
 
 
+def test_a_damaged_file_is_told_in_one_line(tmp_path: Path) -> None:
+    save(policy(tmp_path), 7)
+    path = step_folder(tmp_path / "checkpoints", 7) / "__0_0.distcp"
+    path.write_bytes(bytes(reversed(path.read_bytes())))
+    with pytest.raises(TrainingError, match=r"checkpoint\.verify=true names a damaged file") as caught:
+        saved_value(tmp_path, 7)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_a_save_is_whole_and_described(tmp_path: Path) -> None:
     engine = FakeEngine()
     save(policy(tmp_path), 7, engine=engine)

@@ -303,6 +303,9 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("RUNNER_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert spec_module.cache_folder(None) == tmp_path / ".cache" / "runner"
+    monkeypatch.setenv("RUNNER_CACHE", "~nobody-at-all/cache")
+    with pytest.raises(ConfigError, match=r"^RUNNER_CACHE=~nobody-at-all/cache: there is no user"):
+        spec_module.cache_folder(None)
 
 
 @pytest.mark.parametrize(

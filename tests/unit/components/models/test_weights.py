@@ -183,13 +183,40 @@ def test_tied_parameters_with_two_values_are_refused(
         read_all(folder)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])
-def test_quantised_weights_are_refused(saved: tuple[Path, dict[str, Tensor]], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("layout", ["safetensors", "older names", "bin"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bool])
+def test_quantised_weights_are_refused(
+    saved: tuple[Path, dict[str, Tensor]], dtype: torch.dtype, layout: str
+) -> None:
     folder, tensors = saved
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
-    rewrite(folder, tensors, as_bin=False)
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight is stored as .*quantised"):
+    if layout == "older names":
+        tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
+    rewrite(folder, tensors, as_bin=layout == "bin")
+    with pytest.raises(ConfigError, match=r"norm\.weight is stored as .*quantised"):
         read_all(folder)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("content", [[1, 2], {"model.norm.weight": "text"}, Path("/"), None])
+def test_a_bin_file_of_something_else_is_refused(
+    saved: tuple[Path, dict[str, Tensor]], content: object, legacy: bool
+) -> None:
+    rewrite(saved[0], {})
+    (saved[0] / "model.safetensors").unlink()
+    path = saved[0] / "pytorch_model.bin"
+    torch.save(content, path, _use_new_zipfile_serialization=not legacy)
+    if content is None:
+        path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin"):
+        read_all(saved[0])
+
+
+def test_masks_of_older_files_are_no_quantised_weights(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, expected = saved
+    mask = {"model.layers.0.self_attn.bias": torch.ones(2, 2, dtype=torch.uint8)}
+    rewrite(folder, expected | mask, as_bin=True)
+    assert_same(read_all(folder), expected)
 
 
 @pytest.mark.parametrize("index", ["5", '{"weight_map": 5}', '{"weight_map": {"a": 3}}', "[" * 100_000])

@@ -264,6 +264,8 @@ def test_a_run_that_has_gone_is_told(tmp_path: Path) -> None:
         (["/nowhere"], "no such folder"),
         ([".", "outputs=x"], "outputs: is not an option"),
         ([".", "output=/"], "output: / is a folder; name a file"),
+        (["~nobody-at-all/x"], "FOLDER=~nobody-at-all/x: there is no user"),
+        ([".", "output=~nobody-at-all/x"], "output=~nobody-at-all/x: there is no user"),
     ],
 )
 def test_mistakes(arguments: list[str], words: str) -> None:

@@ -80,3 +80,10 @@ def test_nothing_runs_that_a_run_folder_names(
 def test_trust_has_no_meaning_without_a_run(option: str) -> None:
     with pytest.raises(ConfigError, match=f"^{option.partition('=')[0]}: is not read with adapter"):
         export(["adapter=x", "merge=true", "output=y", option])
+
+
+@pytest.mark.parametrize("option", ["checkpoint", "output"])
+def test_the_home_of_nobody_is_no_folder(option: str) -> None:
+    given = {"checkpoint": "x", "output": "y"} | {option: "~nobody-at-all/x"}
+    with pytest.raises(ConfigError, match=f"^{option}=~nobody-at-all/x: there is no user"):
+        export([f"{key}={value}" for key, value in given.items()])

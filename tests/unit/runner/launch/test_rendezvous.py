@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from components.contracts.errors import ConfigError
 from runner.launch import spawn
 from runner.launch.rendezvous import connect, host_loopback_store
 
@@ -74,3 +75,22 @@ def test_ranks_of_one_machine_meet_on_its_loopback_interface(
     client = connect(environ | {"RANK": "1", "LOCAL_RANK": "1"})
     client.set("key", "value")
     assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize("nodes", [{}, NODES | {"LOCAL_WORLD_SIZE": "1"}], ids=["one node", "two nodes"])
+def test_a_port_that_is_taken_is_named(nodes: Mapping[str, str]) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"^MASTER_PORT={port}: .*; set MASTER_PORT to a port that is"):
+            connect(LOCAL | {"MASTER_PORT": str(port)} | nodes)
+
+
+def test_a_rank_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise dist.DistNetworkError("The client socket has timed out")
+
+    monkeypatch.setattr(dist, "TCPStore", refuse)
+    with pytest.raises(
+        ConfigError, match=r"^MASTER_ADDR=10\.1\.2\.3, MASTER_PORT=29500: rank 0 does not answer"
+    ):
+        connect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.1.2.3"})

@@ -1,0 +1,61 @@
+"""Limits for chat templates, which others have written: the memory of one rendering, and the size of numbers.
+
+The sandbox of transformers limits what a template may read and the length of a range, but neither text that
+is made by multiplication nor powers, which keep Python busy for hours.
+"""
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from jinja2 import TemplateRuntimeError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils import chat_template_utils
+
+GIB = 2**30
+RENDER_BYTES = 4 * GIB
+"""Memory that one rendering may add to that of the process."""
+NUMBER_BITS = 2**16
+DATA_COLUMN = 5
+"""Column of /proc/self/statm with the memory that RLIMIT_DATA counts, in pages."""
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox of chat templates, without products and powers of more than ``NUMBER_BITS`` bits."""
+
+    intercepted_binops: ClassVar[frozenset[str]] = frozenset({"*", "**"})  # type: ignore[misc]
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > NUMBER_BITS:
+                raise TemplateRuntimeError(f"a number of more than {NUMBER_BITS} bits")
+        return super().call_binop(context, operator, left, right)
+
+
+# It is called by name when a template is compiled. transformers has no option for it.
+chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
+
+
+@contextmanager
+def limited_memory() -> Iterator[None]:
+    """Raise TemplateRuntimeError if the body needs more than ``RENDER_BYTES``. Only Linux has this limit."""
+    if sys.platform != "linux":
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    with open("/proc/self/statm", "rb", buffering=0) as file:  # Path would take longer than the kernel
+        limit = int(file.read().split()[DATA_COLUMN]) * PAGE_BYTES + RENDER_BYTES
+    known = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([limit, *known]), hard))
+    try:
+        yield
+    except MemoryError as error:
+        raise TemplateRuntimeError(f"more than {RENDER_BYTES // GIB} GiB for one conversation") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
