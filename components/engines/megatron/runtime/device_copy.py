@@ -9,5 +9,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
     A copy from pageable memory would make the host wait until the GPU has done all of its earlier work.
     """
-    source = tensor.pin_memory() if device.type == "cuda" else tensor
+    # An expanded tensor cannot be pinned.
+    source = tensor.contiguous().pin_memory() if device.type == "cuda" else tensor
     return source.to(device, non_blocking=True)
