@@ -14,6 +14,7 @@ from components.contracts.errors import ConfigError
 CORES = "RUNNER_CORES"
 """Environment variable of a job: the number of cores that all its ranks together may use."""
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+PORT = range(1, 2**16)
 FIRST_PORT, PORTS = 10_000, 20_000
 """First port and number of ports, below the range that Linux assigns automatically."""
 
@@ -53,7 +54,7 @@ class RankInfo:
             local_world_size=number(environ, "LOCAL_WORLD_SIZE", world_size, range(1, world_size + 1)),
             node=number(environ, "GROUP_RANK", cls.node, ranks),
             master_addr=environ.get("MASTER_ADDR", cls.master_addr),
-            master_port=number(environ, "MASTER_PORT", cls.master_port, range(2**16)),
+            master_port=number(environ, "MASTER_PORT", cls.master_port, PORT),
             launched=any(name in environ for name in PLACE),
         )
 
@@ -65,19 +66,40 @@ class RankInfo:
         start the ranks themselves, as on any machine. Variables of torchrun take precedence. Ranks meet at
         the first node of the step, at a port derived from job and step, so that array tasks on one node use
         different ports. MASTER_ADDR and MASTER_PORT are kept if they are set.
+
+        Raises:
+            ConfigError: if a variable of a rank is missing or not a number in its range.
         """
-        size = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+        size = number(environ, "SLURM_STEP_NUM_TASKS", 1, range(1, 10**6))
         if size == 1 or "RANK" in environ:
             return None
-        node, job, step = (int(environ[f"SLURM_{name}"]) for name in ("NODEID", "JOB_ID", "STEP_ID"))
+        node, job, step, rank, local_rank = (
+            number(environ, f"SLURM_{name}", None, allowed)
+            for name, allowed in (
+                ("NODEID", range(10**6)),
+                ("JOB_ID", range(2**32)),
+                ("STEP_ID", range(2**32)),
+                ("PROCID", range(size)),
+                ("LOCALID", range(size)),
+            )
+        )
+        counts = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        if node >= len(counts):
+            raise ConfigError(
+                f"SLURM_STEP_TASKS_PER_NODE: has {len(counts)} node(s) in the environment, and this is node "
+                f"{node}; start the ranks with srun."
+            )
+        chosen = FIRST_PORT + (31 * job + step) % PORTS
         return cls(
-            rank=int(environ["SLURM_PROCID"]),
+            rank=rank,
             world_size=size,
-            local_rank=int(environ["SLURM_LOCALID"]),
-            local_world_size=tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])[node],
+            local_rank=local_rank,
+            local_world_size=counts[node],
             node=node,
-            master_addr=environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]),
-            master_port=int(environ.get("MASTER_PORT") or FIRST_PORT + (31 * job + step) % PORTS),
+            master_addr=environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "")),
+            master_port=number(environ, "MASTER_PORT", chosen, PORT)
+            if environ.get("MASTER_PORT")
+            else chosen,
             launched=True,
         )
 
@@ -94,14 +116,16 @@ class RankInfo:
         }
 
 
-def number(environ: Mapping[str, str], name: str, default: int, allowed: range) -> int:
+def number(environ: Mapping[str, str], name: str, default: int | None, allowed: range) -> int:
     """Return the variable ``name``, or ``default`` if it is not set.
 
     Raises:
-        ConfigError: if it is not a number in ``allowed``.
+        ConfigError: if it is not a number in ``allowed``, or is not set and has no default.
     """
     text = environ.get(name)
     if text is None:
+        if default is None:
+            raise ConfigError(f"{name}: is not set in the environment of this srun task; start it with srun.")
         return default
     if not text.isdecimal() or int(text) not in allowed:
         raise ConfigError(

@@ -188,7 +188,7 @@ class RehearsalMode(TorchDispatchMode):
             replaced[3], replaced[4] = [], []  # the sizes of the real tensors
         out = func(*replaced, **tree_map(real, kwargs))
         traffic.follow_values(self.values, func, fakes, 1 if group is None else group.size())
-        back = {id(stand): fake for fake in fakes for key, stand in stands.items() if key == id(fake)}
+        back = {id(stands[id(fake)]): fake for fake in fakes}
         return tree_map(lambda value: back.get(id(value), value) if isinstance(value, Tensor) else value, out)
 
     def _functional_exchange(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ def print_rehearsal(launch: RunPreparation, found: PreparedRun) -> float:
 
     Raises:
         ConfigError: if the rank needs more memory than its device has, or the machine has no C++ compiler.
-        TrainingError: if the engine fails in the rehearsal.
+        TrainingError: if the engine fails in the rehearsal, or would fail in a kernel.
     """
     case, experiment = found.candidate, launch.experiment
     assert case is not None, "preflight.check_forecast has refused it"
@@ -52,6 +52,8 @@ def print_rehearsal(launch: RunPreparation, found: PreparedRun) -> float:
     )
     console.print(found.data.audit.render(), forecast.render(), told.render_all(), told.render(), sep="\n")
     console.print(f"preflight folder: {folder}", soft_wrap=True, highlight=False)
+    if record["violations"]:
+        raise TrainingError(f"rank {rank} would fail on a GPU: {record['violations'][0]}.")
     if record["memory"]["peak"] > case.device.memory:
         preflight.check_fits(case)
         raise ConfigError(

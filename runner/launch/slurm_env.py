@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from components.contracts.errors import ConfigError
-from components.rank_info import RankInfo
+from components.rank_info import RankInfo, number
 
 MAX_REQUEUES = "RUNNER_MAX_REQUEUES"
 """Environment variable of a job that is one run: how often it may be requeued."""
@@ -49,7 +49,7 @@ def job_facts(environ: Mapping[str, str]) -> JobFacts | None:
     name = environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_TASK_ID" in environ:
         name = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    return JobFacts(name, restarts=int(environ.get("SLURM_RESTART_COUNT", "0")))
+    return JobFacts(name, restarts=number(environ, "SLURM_RESTART_COUNT", 0, range(10**6)))
 
 
 def max_requeues(environ: Mapping[str, str]) -> int:

@@ -24,3 +24,43 @@ def test_a_variable_out_of_its_range_is_named(name: str, value: str) -> None:
     assert RankInfo.read(whole).rank == 3
     with pytest.raises(ConfigError, match=rf"{name}: is '{value}' in the environment; set it to"):
         RankInfo.read(whole | {name: value})
+
+
+SRUN = {
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+
+
+def test_a_task_of_srun_is_a_rank() -> None:
+    place = RankInfo.from_slurm(SRUN)
+    assert place is not None
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (3, 4, 1, 2)
+    assert place.master_addr == "n1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SLURM_STEP_NUM_TASKS", "two"),
+        ("SLURM_PROCID", "x"),
+        ("SLURM_PROCID", "4"),
+        ("SLURM_PROCID", None),
+        ("SLURM_JOB_ID", "abc"),
+        ("SLURM_STEP_TASKS_PER_NODE", ""),
+        ("SLURM_STEP_TASKS_PER_NODE", None),
+        ("MASTER_PORT", "0"),
+    ],
+)
+def test_a_wrong_variable_of_srun_is_named(name: str, value: str | None) -> None:
+    environ = SRUN | ({} if value is None else {name: value})
+    if value is None:
+        del environ[name]
+    with pytest.raises(ConfigError, match=rf"^{name}: "):
+        RankInfo.from_slurm(environ)

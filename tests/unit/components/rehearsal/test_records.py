@@ -1,0 +1,98 @@
+"""What a rehearsal records about memory, waits, arithmetic and the arguments of kernels."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.varlen  # registers its operator
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from components.rehearsal.arithmetic import Arithmetic
+from components.rehearsal.host_values import HostValues
+from components.rehearsal.host_waits import HostWaits
+from components.rehearsal.kernel_rules import KernelRules
+from components.rehearsal.live_memory import LiveMemory
+
+aten = torch.ops.aten
+GPU = torch.device("cuda", 0)
+WITHOUT_DATA = FakeTensorMode()
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    with WITHOUT_DATA:
+        return torch.empty(shape, dtype=dtype, device=GPU)
+
+
+def test_memory_is_that_of_live_storages() -> None:
+    memory = LiveMemory()
+    first = on_gpu(1024)
+    memory.hold(first)
+    memory.hold(first.view(2, 512))  # the same storage
+    memory.enter("forward")
+    second = on_gpu(100)
+    memory.hold(second)
+    assert (memory.now, memory.peak_moment) == (2048 + 512, "forward")
+    del second
+    assert memory.now == 2048
+    assert memory.by_moment == {"build": 2048, "forward": 2560}
+    assert sum(memory.at_peak.values()) == memory.peak == 2560
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs", "waits", "copies"),
+    [
+        (aten.nonzero.default, lambda: (on_gpu(4),), {}, 1, 0),
+        (aten._to_copy.default, lambda: (on_gpu(4),), {"device": torch.device("cpu")}, 1, 0),
+        (aten._to_copy.default, lambda: (torch.empty(4),), {"device": GPU}, 0, 1),
+        (aten._to_copy.default, lambda: (torch.empty(4),), {"device": GPU, "non_blocking": True}, 0, 0),
+        (aten.copy_.default, lambda: (on_gpu(4), torch.empty(4)), {}, 0, 1),
+        (aten.index.Tensor, lambda: (on_gpu(4), [on_gpu(4, dtype=torch.bool)]), {}, 1, 0),
+        (aten.index.Tensor, lambda: (on_gpu(4), [on_gpu(2, dtype=torch.int64)]), {}, 0, 0),
+        (aten.add.Tensor, lambda: (on_gpu(4), on_gpu(4)), {}, 0, 0),
+    ],
+)
+def test_waits_of_the_host(func: Any, args: Any, kwargs: dict[str, Any], waits: int, copies: int) -> None:
+    found = HostWaits()
+    found.see(func, args(), kwargs, kwargs.get("device"))
+    assert (found.waits.total(), found.copies.total()) == (waits, copies)
+
+
+def attention_arguments(
+    width: int = 64, dtype: torch.dtype = torch.bfloat16, ends: tuple[int, ...] = (0, 6, 10), longest: int = 6
+) -> tuple[list[Any], HostValues]:
+    """Return ten tokens of two sequences for ``_varlen_attn``, with the values of their boundaries."""
+    values, boundaries = HostValues(), on_gpu(len(ends), dtype=torch.int32)
+    values.set(boundaries, torch.tensor(ends, dtype=torch.int32))
+    q, k, v = (on_gpu(10, heads, width, dtype=dtype) for heads in (4, 2, 2))
+    return [q, k, v, boundaries, boundaries, longest, longest], values
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"width": 12}, "head width 12"),
+        ({"width": 512}, "head width 512"),
+        ({"dtype": torch.float32}, "is torch.float32"),
+        ({"ends": (0, 6, 9)}, "ends at 9 of 10"),
+        ({"longest": 5}, "a sequence of 6 with a maximum of 5"),
+    ],
+)
+def test_arguments_of_the_attention_kernel(changes: dict[str, Any], words: str | None) -> None:
+    args, values = attention_arguments(**changes)
+    rules = KernelRules(values)
+    rules.check(torch.ops.torch_attn._varlen_attn.default, args)
+    assert (words is None) == (not rules.violations)
+    assert words is None or any(words in text for text in rules.violations)
+
+
+def test_arithmetic_of_products_and_causal_attention() -> None:
+    found = Arithmetic()
+    a, b = on_gpu(3, 5), on_gpu(5, 7)
+    found.see(aten.mm.default, (a, b), a @ b, HostValues())
+    args, values = attention_arguments()
+    found.see(torch.ops.torch_attn._varlen_attn.default, args, None, values)
+    pairs = (6**2 + 4**2) / 2
+    assert found.flops == {("build", "matmul"): 2 * 3 * 5 * 7, ("build", "attention"): 4 * 4 * 64 * pairs}
+    assert found.kernels == {"build": 2}
