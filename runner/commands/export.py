@@ -95,7 +95,13 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
         raise ConfigError(
             f"checkpoint: {run} has no config.yaml, which describes the model; give one in a run's folder."
         )
-    config, target = read_run_config(run), new_folder(given["output"])
+    config = read_run_config(run)
+    seed, stored = config["run"].get("seed"), DTYPES.get(str(config["run"].get("dtype")))
+    if not isinstance(seed, int) or stored is None:
+        raise ConfigError(
+            f"{run / 'config.yaml'}: run.seed or run.dtype has no value of its kind; restore it."
+        )
+    target = new_folder(given["output"])
     where = ConfigSources(run_folder=run, trusted=trusted_modules(given.get("trust", "[]")))
     model, adapter = (build_component(group, config[group], where) for group in ("model", "adapter"))
     if model.trust_remote_code and given.get("trust_remote_code") != "true":
@@ -103,10 +109,7 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
             f"model.trust_remote_code ({where.of('model')}): is true, so {model.path} brings its own code; "
             "read it, then give trust_remote_code=true."
         )
-    trained = CheckpointModel(
-        model, adapter, point, run, config["run"]["seed"], config["checkpoint"].get("init_from")
-    )
-    stored = DTYPES[config["run"]["dtype"]]
+    trained = CheckpointModel(model, adapter, point, run, seed, config["checkpoint"].get("init_from"))
     dtype = DTYPES[given["dtype"]] if "dtype" in given else None
     if adapter is None:
         if given.get("merge") == "true":

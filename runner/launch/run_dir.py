@@ -70,8 +70,21 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def read_run_config(folder: Path) -> Json:
-    """Return the composed config of the run in ``folder``, with the current key names."""
-    return upgraded(yaml.safe_load((folder / "config.yaml").read_text()))
+    """Return the composed config of the run in ``folder``, with the current key names.
+
+    Raises:
+        ConfigError: if config.yaml cannot be read, or is not the configuration of a run.
+    """
+    path = folder / "config.yaml"
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read: {one_line(error)}; restore it.") from error
+    found = upgraded(config) if isinstance(config, dict) else {}
+    for group in ("run", "model", "adapter", "checkpoint"):
+        if not isinstance(found.get(group), dict):
+            raise ConfigError(f"{path}: has no {group}, as the configuration of a run has; restore it.")
+    return found
 
 
 def versions() -> dict[str, str]:

@@ -87,3 +87,27 @@ def test_the_home_of_nobody_is_no_folder(option: str) -> None:
     given = {"checkpoint": "x", "output": "y"} | {option: "~nobody-at-all/x"}
     with pytest.raises(ConfigError, match=f"^{option}=~nobody-at-all/x: there is no user"):
         export([f"{key}={value}" for key, value in given.items()])
+
+
+GOLDEN_TEXT = GOLDEN.read_text()
+BROKEN = {
+    "a list": b"- 1\n",
+    "empty": b"",
+    "not UTF-8": b"run: \xff\n",
+    "too deep": b"[" * 1500,
+    "without model": GOLDEN_TEXT.replace("\nmodel:", "\nmodels:").encode(),
+    "without run": GOLDEN_TEXT.replace("run:", "runs:", 1).encode(),
+    "unknown dtype": GOLDEN_TEXT.replace("dtype: fp32", "dtype: fp8").encode(),
+    "text for seed": GOLDEN_TEXT.replace("seed: 0", "seed: zero").encode(),
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_a_broken_configuration_is_named(content: bytes, tmp_path: Path) -> None:
+    point = step_folder(tmp_path / "run" / "checkpoints", 3)
+    point.mkdir(parents=True)
+    commit(point, CheckpointMeta({"step": 3}, {}, model_only=False, files={}))
+    (tmp_path / "run" / "config.yaml").write_bytes(content)
+    assert content != GOLDEN_TEXT.encode()
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/run/config\.yaml: .*restore it\.$"):
+        export([f"checkpoint={tmp_path / 'run'}", f"output={tmp_path / 'out'}"])
