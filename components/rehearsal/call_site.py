@@ -5,9 +5,7 @@ from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
-import components
-
-ROOT = f"{Path(components.__file__).parents[1]}/"
+ROOT = f"{Path(__file__).resolve().parents[2]}/"
 OWN = (f"{ROOT}components/", f"{ROOT}runner/")
 SKIPPED = f"{ROOT}components/rehearsal/"
 LIBRARIES = ("megatron/core", "transformers/models", "torch/distributed/fsdp", "torch/optim", "peft/")

@@ -24,7 +24,7 @@ class UnknownValueError(Exception):
 
 
 class HostValues:
-    """Values of fake tensors, kept as real tensors beside them, if they are small integers."""
+    """Values of fake tensors, kept as real tensors, if they are small integers."""
 
     def __init__(self) -> None:
         self._stale: set[int] = set()

@@ -36,7 +36,7 @@ class LiveMemory:
     _recorded: int = 0
 
     def enter(self, moment: str) -> None:
-        """Name the part of the rehearsal that begins now, or goes on."""
+        """Set the part of the rehearsal to which memory is counted from now on."""
         if moment != self.moment:
             self.moment = moment
             self.by_moment[moment] = max(self.now, self.by_moment.get(moment, 0))

@@ -19,7 +19,7 @@ from components.rehearsal.mode import RehearsalMode
 
 @dataclass(frozen=True)
 class RehearsedRun:
-    """What one rank of a run builds and trains."""
+    """The components and the data that one rank of a run builds and trains."""
 
     parallelism: ParallelismSpec
     model: ModelConfig
@@ -36,7 +36,7 @@ def install(gpu: fake_cuda.Gpu, rank: int, world_size: int) -> RehearsalMode:
     mode = RehearsalMode()
     fake_cuda.install(gpu, mode)
     fake_tensors.install(mode)
-    # Of another pipeline stage, a rank learns the mean loss and the number of labels.
+    # The last pipeline stage sends the mean loss and the number of labels to the others.
     fake_groups.install(rank, world_size, received=({"loss": 1.0}, 1))
     # A fake tensor cannot become a FlatShard. Only the writer of a checkpoint needs one.
     flat_shard: Any = FlatShard

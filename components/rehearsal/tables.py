@@ -98,7 +98,7 @@ def traffic_rows(case: Candidate, found: Sequence[Json]) -> list[Config]:
 
 
 def communication_rows(case: Candidate, traffic: Sequence[Config]) -> list[Config]:
-    """Return the bytes that a rank sends in a step by dimension of the mesh, beside the estimate."""
+    """Return the bytes that a rank sends in a step, and the estimate, by dimension of the mesh."""
     sizes = {label: len(members[0]) for label, members in groups(case.layout, case.world_size).items()}
     sent: Counter[str] = Counter()
     for row in traffic:

@@ -1,4 +1,4 @@
-"""What a rank sends and receives, by process group and kind of collective."""
+"""Collectives of a rank, by process group and kind."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -29,6 +29,17 @@ KEPT = {
     "components/engines/megatron/runtime/optimizer.py": {"_get_model_param_range_map"},  # Megatron's
     "components/data/store/reference_logps.py": {"_values"},  # our own
     "components/models/export/export.py": {"_reads_path"},  # our own
+    # torch's: a rehearsal stands in for CUDA.
+    "components/rehearsal/arithmetic.py": {"_overloadpacket", "_schema"},
+    "components/rehearsal/call_site.py": {"_getframe"},
+    "components/rehearsal/fake_cuda.py": {"_C", "_set_only_lift_cpu_tensors"},
+    "components/rehearsal/fake_groups.py": {"_set_pg_timeout"},
+    "components/rehearsal/host_values.py": {"_cdata", "_schema", "_to_copy"},
+    "components/rehearsal/host_waits.py": {"_schema"},
+    "components/rehearsal/kernel_rules.py": {"_schema"},
+    "components/rehearsal/live_memory.py": {"_cdata"},
+    "components/rehearsal/mode.py": {"_C", "_current_graph_task_id", "_resolve_process_group", "_schema"},
+    "components/rehearsal/traffic.py": {"_schema", "_type"},
 }
 """Private attributes of other objects that are read outside of the two files for them."""
 

@@ -102,7 +102,8 @@ def test_no_copy_of_a_pass_is_waited_for(layout: str, cp: int) -> None:
 def test_a_copy_to_a_gpu_is_from_pinned_memory() -> None:
     tensor, gpu = Mock(spec=Tensor), torch.device("cuda", 0)
     to_device(tensor, gpu)
-    tensor.pin_memory.return_value.to.assert_called_once_with(gpu, non_blocking=True)
+    pinned = tensor.contiguous.return_value.pin_memory.return_value
+    pinned.to.assert_called_once_with(gpu, non_blocking=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
