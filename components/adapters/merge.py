@@ -62,7 +62,7 @@ def base_of(adapter: str, base: str | None) -> ModelSpec:
     """Return the base model of ``adapter``, with the tokenizer in the adapter's folder if there is one."""
     config = read_json(adapter_file(adapter, CONFIG))
     named = config.get(BASE)
-    if base is None and not named:
+    if base is None and not (named and isinstance(named, str)):
         raise ConfigError(f"adapter={adapter}: names no model ({BASE}); give base=DIR.")
     own_tokenizer = (Path(adapter).expanduser() / "tokenizer.json").is_file()
     return ModelSpec(

@@ -1,6 +1,7 @@
 """Reading an adapter's folder in peft's format: adapter_config.json and adapter_model.safetensors."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
-from components.json_text import read_json
+from components.json_text import as_type, read_json
 from components.models.export.hf_file_names import Rename
 from components.models.pretrained import open_file
 
@@ -45,6 +46,18 @@ WHOLE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 subtracts the initial A and B from the base weights."""
 
 
+@dataclass(frozen=True)
+class Settings:
+    """The types of the keys that are read."""
+
+    target_modules: list[str]
+    r: int = 8
+    lora_alpha: float = 8
+    modules_to_save: list[str] | None = None
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+
+
 def adapter_file(path: str, name: str) -> Path:
     file = Path(path).expanduser() / name
     if not file.is_file():
@@ -74,6 +87,10 @@ def read_settings(path: str) -> Json:
     target = config.get("target_modules")
     if not isinstance(target, list):
         raise ConfigError(f"adapter.path: {path}: target_modules must be a list of names, got {target!r}.")
+    try:
+        as_type(Settings, config)
+    except ValueError as error:
+        raise ConfigError(f"adapter.path: {path}/{CONFIG}: {error}; correct it.") from error
     return {
         "r": config.get("r", 8),  # peft's own defaults
         "alpha": config.get("lora_alpha", 8),

@@ -215,6 +215,23 @@ def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) ->
         continued(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("r", "four"),
+        ("lora_alpha", "much"),
+        ("target_modules", [1, 2]),
+        ("modules_to_save", 5),
+        ("use_dora", "perhaps"),
+    ],
+)
+def test_a_setting_of_another_type_is_named(folder: Path, tmp_path: Path, key: str, value: object) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ConfigError, match=rf"^adapter\.path: .*adapter_config\.json: {key}.*; correct it\.$"):
+        continued(tmp_path)
+
+
 def test_frozen_parameters_want_no_gradient() -> None:
     frozen = ModelSpec(architecture=spec("qwen3").architecture, freeze=("lm_head.*", "*.layers.0.mlp.*"))
     model = frozen.build(frozen.config())
