@@ -23,7 +23,7 @@ def test_a_rehearsal_in_its_own_process(tmp_path: Path, capfd: pytest.CaptureFix
     assert told["rehearsal"]["fits"] is True
     assert {"reference", "forward", "backward", "update", "save"} <= {row["moment"] for row in told["peaks"]}
     assert {"tp", "pp"} <= {row["group"] for row in told["traffic"]}
-    output = capfd.readouterr().out
+    output = capfd.readouterr().err
     for words in ("preflight.device_name is not given, and H100 is assumed", "Not rehearsed", "Traffic"):
         assert words in output
 
