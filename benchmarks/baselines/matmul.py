@@ -2,22 +2,32 @@
 
 import json
 import time
+from collections.abc import Callable
 
 import torch
 
-SIZE = 2048
+SIZES = (256, 512, 1024, 2048)
 TRIALS = 7
+ENOUGH_S = 0.1
+"""No larger size is tried once a product takes this long: bf16 may be 50 times slower than fp32."""
 
 
 def flops_per_cpu_second(dtype: torch.dtype) -> float:
     """Return the best rate of several products of square matrices, as other processes only slow them down."""
-    a, b = (torch.randn(SIZE, SIZE).to(dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(TRIALS):
-        began = time.process_time()
-        a @ b
-        best = min(best, time.process_time() - began)
-    return 2 * SIZE**3 / best
+    rate = 0.0
+    for size in SIZES:
+        a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+        best = min(cpu_seconds(lambda a=a, b=b: a @ b) for _ in range(TRIALS))
+        rate = max(rate, 2 * size**3 / best)
+        if best > ENOUGH_S:
+            break
+    return rate
+
+
+def cpu_seconds(call: Callable[[], object]) -> float:
+    began = time.process_time()
+    call()
+    return time.process_time() - began
 
 
 if __name__ == "__main__":
