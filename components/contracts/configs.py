@@ -35,6 +35,10 @@ class MoESettings(Protocol):
     def bias_update_rate(self) -> float:
         """Change of a router bias per optimizer step, in the direction that evens the load."""
 
+    @property
+    def depends_on_microbatches(self) -> bool:
+        """Whether the value of a router loss depends on the number of rows in a micro-batch."""
+
 
 class MTPSettings(Protocol):
     """``model.mtp``: multi-token prediction."""

@@ -46,6 +46,10 @@ class MoELossConfig:
         balance = self.aux_loss_coef if self.aux_loss != "none" else 0.0
         return {name: value for name, value in ((AUX, balance), (Z, self.z_loss_coef)) if value}
 
+    @property
+    def depends_on_microbatches(self) -> bool:
+        return AUX in self.coefficients and self.aux_loss != "sequence"
+
     def counts(self, batch: Batch) -> dict[str, int]:
         """Return the number of items over which each term is a mean: real tokens, or non-empty sequences."""
         tokens, sequences = int(batch.seqlens.sum()), int((batch.seqlens > 0).sum())

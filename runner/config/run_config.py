@@ -21,7 +21,8 @@ class RunConfig:
     max_steps: int | None
     epochs: int | None
     global_batch_size: int
-    micro_batch_size: int
+    micro_batch_size: int | Literal["auto"]
+    """``auto`` until the launch has chosen it: ranks always read a number."""
     seed: int
     dtype: Literal["fp32", "bf16"]
     device: Literal["auto", "cpu", "cuda"]
@@ -45,10 +46,10 @@ class RunConfig:
             "run",
             self,
             "global_batch_size",
-            "micro_batch_size",
             "max_consecutive_skips",
             "max_steps",
             "epochs",
+            *(["micro_batch_size"] if self.micro_batch_size != "auto" else []),
         )
         intervals = ("log_every", "eval_every", "final_sample_tokens")
         check_at_least_0("run", self, *intervals, "seed", "hang_timeout_s", "max_restarts")
@@ -71,6 +72,11 @@ class RunConfig:
             raise ConfigError(
                 f"run.name: {self.name!r} is not a folder name; leave out '/' and a leading '.'."
             )
+
+    @property
+    def rows_per_microbatch(self) -> int:
+        """``micro_batch_size``, or the smallest size as long as it is ``auto``."""
+        return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
 
 
 @dataclass(frozen=True)

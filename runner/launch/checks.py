@@ -15,6 +15,7 @@ from torch import nn
 from components import preflight
 from components.checkpoint import Resume, RunIdentity, newest_valid, verify_checkpoint
 from components.contracts.configs import AdapterConfig, Prepared
+from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 from components.loggers import terminal
 from components.rank_info import RankInfo, check_place
@@ -78,7 +79,7 @@ class RunPreparation:
         run, experiment = self.experiment.run, self.experiment
         if experiment.preflight.mode != "plan":  # "plan" searches for another layout
             dp_size = experiment.parallelism.dp_size(self.world_size)
-            preflight.check_batch(run.global_batch_size, run.micro_batch_size, dp_size)
+            preflight.check_batch(run.global_batch_size, run.rows_per_microbatch, dp_size)
         preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
         preflight.check_mtp_stage(experiment.model.mtp.num_layers, experiment.stage.kind)
         for logger in experiment.logger.values():
@@ -229,6 +230,35 @@ def check_launch(
     return launch
 
 
+def inspect(launch: RunPreparation) -> tuple[RunPreparation, PreparedRun]:
+    """Run all checks that need no ranks, prepare the data, and choose ``run.micro_batch_size=auto``.
+
+    Raises:
+        ConfigError: if a check fails, or the size is ``auto`` and the layout has no forecast.
+    """
+    found, run = launch.inspect(), launch.experiment.run
+    if run.micro_batch_size != "auto":
+        return launch, found
+    if launch.experiment.model.moe.depends_on_microbatches:
+        raise ConfigError(
+            "run.micro_batch_size: is auto, but the value of this model.moe.aux_loss depends on it; give a "
+            "number, or use model.moe.aux_loss=sequence."
+        )
+    if found.candidate is None:
+        raise ConfigError(
+            "run.micro_batch_size: is auto, but the memory of a layout, optimizer or adapter of your own is "
+            "not known; give a number."
+        )
+    case = found.candidate.with_largest_microbatch()
+    size = case.micro_batch_size
+    sized = replace(
+        launch,
+        experiment=replace(launch.experiment, run=replace(run, micro_batch_size=size)),
+        config={**launch.config, "run": {**launch.config["run"], "micro_batch_size": size}},
+    )
+    return sized, replace(found, candidate=case)
+
+
 def with_assumed_gpu(experiment: Experiment) -> tuple[Experiment, tuple[str, ...]]:
     """Name a GPU for a rehearsal on a machine without one; return the sentence to print, too."""
     ahead = experiment.preflight
@@ -241,7 +271,7 @@ def with_assumed_gpu(experiment: Experiment) -> tuple[Experiment, tuple[str, ...
 def with_assumed_batch(launch: RunPreparation) -> RunPreparation:
     """Round up the default batch size for a forecast of a large layout; a run needs an explicit value."""
     run = launch.experiment.run
-    unit = run.micro_batch_size * launch.experiment.parallelism.dp_size(launch.world_size)
+    unit = run.rows_per_microbatch * launch.experiment.parallelism.dp_size(launch.world_size)
     assumed = preflight.next_batch(run.global_batch_size, unit)
     if assumed == run.global_batch_size:
         return launch

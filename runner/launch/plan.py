@@ -66,7 +66,7 @@ def make_candidate(
         reference=reference.engine_mode,
         reference_model=reference.model.meta_model if reference.is_separate_model else None,
         data=data,
-        micro_batch_size=run.micro_batch_size,
+        micro_batch_size=run.rows_per_microbatch,
         dtype=dtype,
         device=device,
         compiled=run.compile,

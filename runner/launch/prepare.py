@@ -8,7 +8,7 @@ from pathlib import Path
 from components import preflight
 from components.contracts.configs import Prepared
 from runner.launch import slurm_env
-from runner.launch.checks import RunPreparation
+from runner.launch.checks import RunPreparation, inspect
 from runner.launch.failures import clear_failure_reports
 from runner.launch.plan import PreparedRun
 from runner.launch.run_dir import (
@@ -28,7 +28,8 @@ def prepare(launch: RunPreparation) -> Path:
 
     The lock of the folder is held until ``launch.resources`` is closed.
     """
-    found, point, console = launch.inspect(), launch.where.sweep_job, launch.console
+    launch, found = inspect(launch)
+    point, console = launch.where.sweep_job, launch.console
     if found.candidate is not None:
         preflight.check_fits(found.candidate)
     survey = preflight.survey(found.candidate, launch.config)

@@ -10,7 +10,7 @@ from components.contracts.json_types import Config
 from components.rank_info import RankInfo
 from runner.config.sources import ConfigSources
 from runner.launch import rendezvous, slurm_env
-from runner.launch.checks import RunPreparation, check_launch
+from runner.launch.checks import RunPreparation, check_launch, inspect
 from runner.launch.failures import naming_file, report_failure, reporting_failures
 from runner.launch.final_report import check_saved, newest_checkpoint, print_stopped, print_summary
 from runner.launch.plan import print_forecast
@@ -40,9 +40,10 @@ def run(config: Config, where: ConfigSources, command: Sequence[str], began: flo
     if launch.experiment.preflight.mode != "check":
         for note in launch.notes:
             launch.console.print(note, highlight=False)
+        launch, found = inspect(launch)
         if launch.experiment.preflight.mode == "rehearse":
-            return print_rehearsal(launch, launch.inspect())
-        return print_forecast(launch.inspect(), launch.config, launch.experiment, where.sweep_job)
+            return print_rehearsal(launch, found)
+        return print_forecast(found, launch.config, launch.experiment, where.sweep_job)
     if place.launched:
         with launch.resources:
             return run_launched(launch, place)

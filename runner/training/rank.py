@@ -180,7 +180,7 @@ def fill_reference(
         experiment.data.restore(record.data),
         Path(record.reference.folder),
         scratch=folder / "reference",
-        micro_batch_size=experiment.run.micro_batch_size,
+        micro_batch_size=experiment.run.rows_per_microbatch,
         writes=main,
         merges=RankInfo.read().local_rank == 0,
         beat=partial(watchdog.beat, "computing the reference's log-probabilities"),
@@ -200,7 +200,7 @@ def build_loop(
     run, saving, place = experiment.run, experiment.checkpoint, RankInfo.read()
     cache = None if record.reference is None else Path(record.reference.folder)
     data = experiment.data.restore(record.data)
-    shard = BatchShard(run.global_batch_size, run.micro_batch_size, engine.dp_rank, engine.dp_size)
+    shard = BatchShard(run.global_batch_size, run.rows_per_microbatch, engine.dp_rank, engine.dp_size)
     train_data = Prefetched(data.train_loader(shard, cache), pin=engine.device.type == "cuda")
     state = TrainState()
     point = record.checkpoint

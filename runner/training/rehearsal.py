@@ -35,7 +35,7 @@ def rehearse_rank(folder: Path, request: Json) -> Json:
         loss=experiment.stage,
         data=experiment.data.restore(request["data"]),
         global_batch_size=experiment.run.global_batch_size,
-        micro_batch_size=experiment.run.micro_batch_size,
+        micro_batch_size=experiment.run.rows_per_microbatch,
     )
     mode = install(Gpu(**request["gpu"]), rank, world_size)
     seconds = rehearse(run, mode, request["steps"])

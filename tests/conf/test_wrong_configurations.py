@@ -151,6 +151,12 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "batch 1": (("run.global_batch_size=1",), "run.global_batch_size: 1", "use 2"),
     "micro-batch 3": (("run.micro_batch_size=3",), "run.global_batch_size: 4", "use 3 or 6"),
+    "micro-batch automatic": (("run.micro_batch_size=automatic",), "run.micro_batch_size", "auto"),
+    "micro-batch auto with a loss of the micro-batch": (
+        ("model=moe_tiny", "model.moe.aux_loss=switch", "run.micro_batch_size=auto", "preflight.mode=only"),
+        "run.micro_batch_size: is auto",
+        "give a number",
+    ),
     "micro-batch 0": (("run.micro_batch_size=0",), "run.micro_batch_size", "at least 1"),
     "batch of 512 ranks": (
         (*BIG, ON + "fsdp2", "parallelism.dp=512", "run.global_batch_size=4"),

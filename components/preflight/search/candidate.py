@@ -98,6 +98,12 @@ class Candidate:
         share, rest = divmod(self.data.global_batch_size, self.dp_size)
         return [] if rest else [size for size in divisors(share) if size <= 16]
 
+    def with_largest_microbatch(self) -> Self:
+        """Return a copy with the most rows per micro-batch that fit, or with one row if none fit."""
+        share = self.data.global_batch_size // self.dp_size
+        sizes = (replace(self, micro_batch_size=size) for size in reversed(divisors(share)))
+        return next((case for case in sizes if case.fits()), replace(self, micro_batch_size=1))
+
     def fits(self) -> bool:
         return self.peak.total <= self.memory_budget
 

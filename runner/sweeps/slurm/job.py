@@ -57,7 +57,7 @@ class SlurmJob:
         ahead = experiment.preflight
         preflight.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=tasks is not None)
         preflight.check_restarts(run.max_restarts, tasks is not None)
-        preflight.check_batch(run.global_batch_size, run.micro_batch_size, layout.dp_size(world_size))
+        preflight.check_batch(run.global_batch_size, run.rows_per_microbatch, layout.dp_size(world_size))
         preflight.check_shared_prompt(experiment.data.share_prompt, layout)
         for logger in experiment.logger.values():
             logger.check()

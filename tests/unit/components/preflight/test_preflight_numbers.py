@@ -221,6 +221,15 @@ def test_every_gpu_has_its_peak() -> None:
     assert find_device("cuda", "A100", "40GB", local_ranks=1, dtype=torch.bfloat16).memory == 40e9
 
 
+def test_the_most_rows_that_fit(folder: Path) -> None:
+    wide = case(folder, "run.global_batch_size=8", "run.micro_batch_size=auto", "data.packing=none")
+    totals = {size: replace(wide, micro_batch_size=size).peak.total for size in (2, 4)}
+    assert totals[2] < totals[4]
+    for bytes_, most in ((totals[4], 4), (totals[4] - 1, 2), (1, 1), (2**60, 8)):
+        limited = replace(wide, device=replace(wide.device, memory=bytes_, certain=True))
+        assert limited.with_largest_microbatch().micro_batch_size == most
+
+
 def test_ranks_share_a_machine() -> None:
     one, four = (find_device("cpu", None, None, local_ranks=n, dtype=torch.float32) for n in (1, 4))
     assert not one.certain
