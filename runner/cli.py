@@ -154,6 +154,7 @@ def exit_code(task: Callable[[], object]) -> int:
     """
     try:
         with handling(interrupt):
+            check_encoding(sys.argv)
             task()
     except KeyboardInterrupt as request:
         if str(request) in slurm_env.NOTICES and slurm_env.queue_again(os.environ):
@@ -165,6 +166,16 @@ def exit_code(task: Callable[[], object]) -> int:
     except Exception as error:  # noqa: BLE001  the whole error is printed
         return explained(error)
     return DONE
+
+
+def check_encoding(words: Sequence[str]) -> None:
+    """Raise ConfigError if a word of the command line holds bytes that are not UTF-8."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            shown = word.encode("utf-8", "backslashreplace").decode()
+            raise ConfigError(f"{shown}: is not UTF-8; correct it, or name another path.") from None
 
 
 def explained(error: Exception) -> int:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import yaml
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from components.checkpoint import read_meta
@@ -14,6 +13,7 @@ from components.contracts.errors import ConfigError
 from components.contracts.parallelism import ParallelismSpec
 from components.preflight.engine_layouts import EngineLayout
 from components.preflight.estimates.device_specs import PROGRAM, machine_memory
+from components.yaml_text import parse_yaml
 
 FIRST_LENGTH = "original_max_position_embeddings"
 """Config key of longrope: the length up to which all sequences have the same frequencies."""
@@ -131,7 +131,7 @@ def next_batch(global_batch_size: int, unit: int) -> int:
 
 
 def check_model_fits_data(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int, sample_tokens: int
 ) -> None:
     """Raise ConfigError if sequences or the tokenizer exceed the positions or vocabulary of the model."""
     positions = getattr(config, "max_position_embeddings", None)
@@ -139,6 +139,11 @@ def check_model_fits_data(
         raise ConfigError(
             f"data.max_length: {max_length} is over the model's {positions} positions "
             f"(max_position_embeddings); use data.max_length={positions} or less."
+        )
+    if positions is not None and sample_tokens > positions:
+        raise ConfigError(
+            f"run.final_sample_tokens: {sample_tokens} is over the model's {positions} positions "
+            "(max_position_embeddings); use 40, or 0 for no completion."
         )
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and max_length > (first := rope[FIRST_LENGTH]):
@@ -191,7 +196,7 @@ def check_start(init_from: str | None, resume: Path | None) -> None:
     if init_from is None or resume is None:
         return
     config = resume.absolute().parent.parent / "config.yaml"
-    nodes = yaml.safe_load(config.read_text()) if config.is_file() else {}
+    nodes = parse_yaml(config.read_text()) if config.is_file() else {}
     began = nodes.get("checkpoint", nodes.get("run", {})).get("init_from")  # before 0.2.0 it was a key of run
     if began != init_from:
         raise ConfigError(

@@ -14,12 +14,12 @@ from components.contracts.json_types import Json
 from components.contracts.status import current_status
 from components.json_text import as_type, parse_json
 from components.report.curves import Curve, current_name, read_curves
+from components.yaml_text import parse_yaml
 
 LAST_LINES = 20
 TAIL_BYTES = 16384
 MOST_LETTERS = 100
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's loader is ten times as fast
 LONG_FACTS = ("data", "identity", "results", "command", "overrides", "versions", "sweep", "began")
 """Keys of run.json that are shown elsewhere or not at all."""
 
@@ -150,7 +150,7 @@ def read_audit(path: Path) -> Json:
 
 
 def read_yaml(path: Path) -> Json:
-    found = yaml.load(path.read_text(), Loader=LOADER)
+    found = parse_yaml(path.read_text())
     if not isinstance(found, dict):
         raise ValueError("holds no mapping")
     return found

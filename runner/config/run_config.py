@@ -11,6 +11,9 @@ from typing import Any, Literal
 from components.contracts.engine import Kernels
 from components.contracts.errors import ConfigError
 
+MOST_DEVICES = 2**20
+"""Layouts of more devices are not searched."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -145,6 +148,8 @@ class PreflightConfig:
 
     def __post_init__(self) -> None:
         check_at_least_1("preflight", self, "devices", "steps")
+        if self.devices is not None and self.devices > MOST_DEVICES:
+            raise ConfigError(f"preflight.devices: must be at most {MOST_DEVICES}, got {self.devices}.")
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,9 @@ class RunPreparation:
         stage, data = experiment.stage, experiment.data
         preflight.check_normalisation(getattr(stage, "normalize", None), data.resolve_packing(stage.kind))
         tokenizer = experiment.model.load_tokenizer()
-        preflight.check_model_fits_data(experiment.model.config(), tokenizer, data.max_length)
+        preflight.check_model_fits_data(
+            experiment.model.config(), tokenizer, data.max_length, run.final_sample_tokens
+        )
         return data.prepare(
             stage.kind,
             tokenizer,

@@ -14,6 +14,7 @@ from components.checkpoint import run_order
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
 from components.json_text import one_line, parse_json
+from components.yaml_text import parse_yaml
 from runner.config.renamed_keys import upgraded
 from runner.distribution import distribution
 
@@ -52,7 +53,14 @@ def create_run_folder(output_dir: str, name: str) -> Path:
 
 
 def reopen_run_folder(folder: Path, step: int) -> Path:
-    """Remove the metrics rows that a killed run logged after ``step``, its checkpoint; return the folder."""
+    """Remove the metrics rows that a killed run logged after ``step``, its checkpoint; return the folder.
+
+    Raises:
+        ConfigError: if metrics.jsonl is damaged, or a file has the name of a folder of the run.
+    """
+    for name in ("checkpoints", "export", "logs"):
+        if (folder / name).is_file():
+            raise ConfigError(f"{folder / name}: is a file, and the run needs a folder there; move it.")
     path = folder / "metrics.jsonl"
     if not path.exists():  # another logger was chosen
         return folder
@@ -77,8 +85,8 @@ def read_run_config(folder: Path) -> Json:
     """
     path = folder / "config.yaml"
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        config = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read: {one_line(error)}; restore it.") from error
     found = upgraded(config) if isinstance(config, dict) else {}
     for group in ("run", "model", "adapter", "checkpoint"):

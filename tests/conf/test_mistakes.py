@@ -41,6 +41,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "home of a user": (["checkpoint.init_from=~root/no/such"], [f"{Path('~root').expanduser()}/no/such"]),
     "experiment option": (["experiment=pretrain_wds"], ["experiment=pretrain_wds", "pretrain_wsd"]),
+    "bytes that are no text": (["run.output_dir=a\udcff"], ["run.output_dir=a\\udcff", "not UTF-8"]),
     "run key": (["run.max_stepz=3"], ["run.max_stepz", "did you mean 'run.max_steps'"]),
     "component key": (["optimizer.lrr=1"], ["optimizer.lrr", "did you mean 'optimizer.lr'"]),
     "added root key": (["+foo=1"], ["foo", "the command line", "nothing reads"]),

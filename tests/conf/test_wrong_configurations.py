@@ -527,6 +527,16 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     # ---- preflight's own keys
     "mode": (("preflight.mode=dry",), "preflight.mode", "'only'"),
     "devices of a run": (("preflight.devices=8",), "preflight.devices", "preflight.mode=plan"),
+    "very many devices": (
+        ("preflight.mode=plan", "preflight.devices=100000000"),
+        "preflight.devices: must be at most",
+        "at most",
+    ),
+    "a completion of any length": (
+        ("run.final_sample_tokens=100000000000",),
+        "run.final_sample_tokens: 100000000000",
+        "use 40",
+    ),
     "no devices": (("preflight.mode=plan", "preflight.devices=0"), "preflight.devices", "at least 1"),
     "device of a run": (("preflight.device_name=H100",), "preflight.device_name", "preflight.mode=only"),
     "device that is none": (

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.parity.parity_cells import Bench
 from benchmarks.parity.parity_experts import CONTROLS, EXPERTS, LATENT
 from benchmarks.parity.parity_rows import CONTROL_COLUMN, Row, Table
+from tests.distributed.short_tables import shortened
 from tests.ranks import Ranks
 
 REDUCED = {
@@ -40,8 +41,8 @@ CELLS = [(table, row, column) for table, cells in REDUCED.items() for row, colum
 @pytest.fixture(scope="module")
 def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bench]:
     """Return the benches of both tables, which use the same ranks."""
-    first = Bench(tmp_path_factory.mktemp("experts"), EXPERTS)
-    second = Bench(tmp_path_factory.mktemp("deepseek"), LATENT)
+    first = Bench(tmp_path_factory.mktemp("experts"), shortened(EXPERTS))
+    second = Bench(tmp_path_factory.mktemp("deepseek"), shortened(LATENT))
     return {EXPERTS.name: first, LATENT.name: second}
 
 

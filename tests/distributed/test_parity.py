@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.parity.parity_cells import Bench, Cell, check_mesh
 from benchmarks.parity.parity_rows import CONTROL_COLUMN, CONTROLS, DENSE, ROWS, Row
+from tests.distributed.short_tables import shortened
 
 REDUCED = [
     ("hsdp", "sft packed"),
@@ -28,7 +29,7 @@ REDUCED = [
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("parity"))
+    return Bench(tmp_path_factory.mktemp("parity"), shortened(DENSE))
 
 
 @pytest.mark.parametrize(("name", "on"), REDUCED)

@@ -23,7 +23,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from components.contracts.errors import ConfigError
 from components.data.records.samples import ChatSample, Message, PreferenceSample, Tool, UnpairedSample
-from components.data.tokenize.template_limits import limited_memory
+from components.data.tokenize.template_limits import limited_memory, limited_time
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE = "\ue000"  # in the private use area: no template strips, escapes or tests for it
@@ -58,7 +58,7 @@ class Template:
     def render(self, messages: list[Message], *, prompt: bool = False) -> str:
         """Return the text of the messages, with ``prompt`` followed by the header of an assistant turn."""
         try:
-            with limited_memory():
+            with limited_memory(), limited_time():
                 return self.tokenizer.apply_chat_template(
                     messages, tools=self.tools, tokenize=False, add_generation_prompt=prompt
                 )

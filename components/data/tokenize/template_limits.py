@@ -1,12 +1,14 @@
-"""Limits for chat templates, which others have written: the memory of one rendering, and the size of numbers.
+"""Limits for chat templates, which others have written: memory, time, and the size of numbers.
 
 The sandbox of transformers limits what a template may read and the length of a range, but neither text that
-is made by multiplication nor powers, which keep Python busy for hours.
+is made by multiplication, nor powers and nested loops, which keep Python busy for hours.
 """
 
 import os
 import resource
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -19,6 +21,8 @@ from transformers.utils import chat_template_utils
 GIB = 2**30
 RENDER_BYTES = 4 * GIB
 """Memory that one rendering may add to that of the process."""
+RENDER_SECONDS = 20.0
+"""Processor time that one rendering may take; usual ones take a millisecond."""
 NUMBER_BITS = 2**16
 DATA_COLUMN = 5
 """Column of /proc/self/statm with the memory that RLIMIT_DATA counts, in pages."""
@@ -59,3 +63,22 @@ def limited_memory() -> Iterator[None]:
         raise TemplateRuntimeError(f"more than {RENDER_BYTES // GIB} GiB for one conversation") from error
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+@contextmanager
+def limited_time() -> Iterator[None]:
+    """Raise TemplateRuntimeError if the body takes more than ``RENDER_SECONDS``. Only a main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise TemplateRuntimeError(f"more than {RENDER_SECONDS:.0f} s for one conversation")
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -163,3 +163,10 @@ def test_odd_metrics_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(f"{text}\n", errors="surrogateescape")
     with pytest.raises(ConfigError, match=r"metrics\.jsonl: is damaged"):
         reopen_run_folder(tmp_path, 3)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "export", "logs"])
+def test_a_file_where_a_folder_should_be_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("")
+    with pytest.raises(ConfigError, match=f"{name}: is a file"):
+        reopen_run_folder(tmp_path, 3)

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from components.contracts.errors import ConfigError
 from components.data.records.samples import ChatSample, PreferenceSample, TextSample
+from components.data.tokenize import template_limits
 from components.data.tokenize.chat import Encoded, encode_sample
 from components.data.tokenizer import PATH
 
@@ -176,11 +177,19 @@ def test_reasoning_of_an_earlier_turn_that_the_template_drops(template: str, sto
         pytest.param("{{ '%10000000000d' % 5 }}", "more than 4 GiB", id="formatted-text"),
         pytest.param("{{ 9**(9**9) }}", "a number of more than 65536 bits", id="power"),
         pytest.param("{{ (10**9000) * (10**19000) }}", "a number of more than", id="product"),
+        pytest.param(
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "more than 1 s for one",
+            id="nested-loops",
+        ),
         pytest.param("{% for", "refuses this conversation", id="syntax-error"),
         pytest.param("", "has no chat template", id="none"),
     ],
 )
-def test_template_that_cannot_be_masked_is_an_error(template: str, message: str) -> None:
+def test_template_that_cannot_be_masked_is_an_error(
+    template: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_limits, "RENDER_SECONDS", 1.0)
     with pytest.raises(ConfigError, match=message) as caught:
         encode_chat(CHAT, make_tokenizer(template))
     assert "model.tokenizer" in str(caught.value)
