@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from components.contracts.json_types import Config, Json
 from components.preflight import Candidate, Report
 from components.preflight.engine_layouts import comm_cost
-from components.preflight.estimates.quantities import CommInputs
-from components.preflight.estimates.step_time import step_work
+from components.preflight.estimates.step_time import comm_inputs, step_work
 from components.preflight.formatting import as_count, as_size
 from components.preflight.search.rank_groups import format_ranks, groups
 
@@ -107,10 +106,8 @@ def communication_rows(case: Candidate, traffic: Sequence[Config]) -> list[Confi
             factor = 2 if row["collective"].startswith(("allreduce", "all_reduce")) else 1
             sent[row["group"]] += round(row["bytes"] * (factor * (ranks - 1) / ranks if ranks > 1 else 1))
     work = step_work(case)
-    tokens = work.computed / case.dp_size
-    step = CommInputs(case.world_size, case.dtype, tokens, case.microbatch.num_microbatches)
     estimated: Counter[str] = Counter()
-    for volume in comm_cost(case.layout, work.size, step).volumes:
+    for volume in comm_cost(case.layout, work.size, comm_inputs(case, work)).volumes:
         estimated[volume.dimension] += round(volume.num_bytes)
     names = dict.fromkeys([*sent, *estimated])
     return [

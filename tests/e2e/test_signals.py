@@ -43,6 +43,8 @@ def sending(before: Callable[..., Any], *numbers: int) -> Callable[..., Any]:
 def test_in_a_step(
     straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
+    if signal.getsignal(number) is signal.SIG_IGN:  # nohup runs these tests, and a run respects it
+        signal.signal(number, signal.SIG_DFL)
     before = signal.getsignal(number)
     told = (SIGNALLED, f"+stage.numbers=[{number.value}]", "run.eval_every=4")
     first = run_here(tmp_path, *SIX, *told)

@@ -10,7 +10,7 @@ from components.contracts.errors import FAILED
 from components.data.loader import TokenDataLoader
 from tests.e2e.commands import SMALL, call_here, curve, run_here
 
-EXPERTS = ["model=moe_tiny", "data.max_length=128", "run.max_steps=4", "run.device=cpu", "run.log_every=1"]
+EXPERTS = [*SMALL, "model=moe_tiny", "model.architecture.moe_intermediate_size=32", "data.max_length=64"]
 RUNS = {
     "dropout": [*SMALL, "adapter=lora", "adapter.dropout=0.1"],
     "pipeline": [*SMALL, "stage=dpo", "parallelism=tp2pp2"],

@@ -18,49 +18,63 @@ def all_reduce_bytes(num_bytes: float, ranks: int) -> float:
     return 2 * all_gather_bytes(num_bytes, ranks)
 
 
-def tp_volume(size: ModelSize, tp: int, tokens: float, itemsize: int, *, recomputed: str) -> CommVolume:
-    """Return the volume of tensor parallelism (Shoeybi et al., 2019).
+def tp_volume(
+    size: ModelSize, tp: int, num_bytes: float, *, ends: float, repeated: int, reference: bool
+) -> CommVolume:
+    """Return the volume of tensor parallelism (Shoeybi et al., 2019) for hidden states of ``num_bytes``.
 
-    Each block has two all-reduces in the forward pass, again if it is recomputed, and two in the backward
-    pass. Sequence parallelism replaces each by an all-gather and a reduce-scatter, which send the same number
-    of bytes (Korthikanti et al., 2022).
+    Each block has two all-reduces in the forward pass, of the reference too, and two in the backward pass.
+    Sequence parallelism replaces each by an all-gather and a reduce-scatter, which send the same number of
+    bytes (Korthikanti et al., 2022). The embedding has one all-reduce in the forward pass, and the head one
+    in the backward pass; with sequence parallelism, each has half of it in both.
+
+    Args:
+        ends: share of the embedding and of the head that a rank holds, 1 without pipelining.
+        repeated: number of all-gathers or reduce-scatters of a block that the backward pass does again.
     """
-    passes = 6 if recomputed == "full" else 4
-    return CommVolume(
-        "tp", size.layers * passes * all_reduce_bytes(tokens * size.hidden * itemsize, tp), when="exposed"
-    )
+    # With a frozen embedding, it and the input of the first block need no gradients.
+    calls = size.layers * (8 + repeated) + ends * (4 if size.all_trained else 2)
+    calls += reference * (4 * size.layers + 2 * ends)
+    return CommVolume("tp", calls * all_gather_bytes(num_bytes, tp), when="exposed")
 
 
-def ulysses_volume(size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int) -> CommVolume:
+def passes_through_blocks(recomputed: str, *, reference: bool) -> int:
+    """Return how often a token passes through a block: forward, backward, recomputed and in the reference."""
+    return 2 + (recomputed == "full") + reference
+
+
+def ulysses_volume(
+    size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int, *, passes: int
+) -> CommVolume:
     """Return the volume of Ulysses context parallelism (Jacobs et al., 2023).
 
-    It exchanges queries, keys, values and outputs in the forward pass, and their gradients in the backward
+    It exchanges queries, keys, values and outputs in each forward pass, and their gradients in the backward
     pass.
     """
     width = (2 * size.q_width + 2 * size.kv_width) / tp
     share = tokens / cp * width * itemsize
-    return CommVolume("cp", 2 * size.layers * all_gather_bytes(share, cp), when="exposed")
+    return CommVolume("cp", passes * size.layers * all_gather_bytes(share, cp), when="exposed")
 
 
-def key_value_volume(size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int) -> CommVolume:
+def key_value_volume(
+    size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int, *, passes: int
+) -> CommVolume:
     """Return the volume of context parallelism that gathers keys and values and scatters their gradients."""
     return CommVolume(
         "cp",
-        2 * size.layers * all_gather_bytes(2 * tokens * size.kv_width / tp * itemsize, cp),
+        passes * size.layers * all_gather_bytes(2 * tokens * size.kv_width / tp * itemsize, cp),
         when="exposed",
     )
 
 
 def token_dispatch_volume(
-    size: ModelSize, ep: int, tokens: float, itemsize: int, *, recomputed: str, span: int
+    size: ModelSize, ep: int, tokens: float, itemsize: int, *, passes: int, span: int
 ) -> CommVolume:
     """Return the volume of expert parallelism with an even load (Lepikhin et al., 2020, section 3.2).
 
-    A copy of each of the ``tokens`` of a rank is sent to each of its experts and back, in the forward pass,
-    again if blocks are recomputed, and in the backward pass.
+    In each pass, a copy of each of the ``tokens`` of a rank is sent to each of its experts and back.
     """
-    passes = 6 if recomputed == "full" else 4
     copies = tokens * size.top_k * size.hidden * itemsize
     return CommVolume(
-        "ep", size.num_moe_layers * passes * all_gather_bytes(copies, ep), when="exposed", span=span
+        "ep", size.num_moe_layers * 2 * passes * all_gather_bytes(copies, ep), when="exposed", span=span
     )

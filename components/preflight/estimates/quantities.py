@@ -48,6 +48,8 @@ class CommInputs:
     tokens: float
     """Tokens of one data-parallel rank in one step."""
     num_microbatches: int
+    reference: bool
+    """Whether every step also has a forward pass of the reference."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,10 @@ class ModelSize:
     """Number of MoE layers."""
     top_k: int = 0
     """Number of experts per token and MoE layer."""
+
+    @property
+    def all_trained(self) -> bool:
+        return self.trained == self.parameters
 
 
 @dataclass(frozen=True)

@@ -112,12 +112,20 @@ class StepTime:
         return max(self.compute + self.idle, self.behind) + self.waiting
 
 
+def comm_inputs(case: Candidate, work: StepWork) -> CommInputs:
+    return CommInputs(
+        case.world_size,
+        case.dtype,
+        work.computed / case.dp_size,
+        case.microbatch.num_microbatches,
+        reference=case.reference != "none",
+    )
+
+
 def step_time(case: Candidate, work: StepWork) -> StepTime:
     """Estimate the time of ``work`` on all ranks plus the ``StepCost`` of the layout."""
     device = case.device
-    tokens = work.computed / case.dp_size
-    step = CommInputs(case.world_size, case.dtype, tokens, case.microbatch.num_microbatches)
-    cost = comm_cost(case.layout, work.size, step)
+    cost = comm_cost(case.layout, work.size, comm_inputs(case, work))
     again = {"none": 0.0, "full": work.forward, "selective": work.attention}[cost.recomputed]
     compute = (work.flops + again) / (case.world_size * device.flops * device.mfu)
     dims = mesh_info(case.layout, case.world_size)["dims"]

@@ -12,6 +12,7 @@ from components.preflight.estimates.communication import (
     FP32,
     all_gather_bytes,
     all_reduce_bytes,
+    passes_through_blocks,
     token_dispatch_volume,
     tp_volume,
     ulysses_volume,
@@ -44,16 +45,17 @@ def mesh_info(layout: FSDP2Layout, world_size: int) -> dict[str, Any]:
 def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCost:
     """Estimate the communication of a step (Rajbhandari et al., 2020, section 7).
 
-    Each micro-batch gathers the weights, and again for its backward pass if blocks are resharded. Gradients
-    are reduce-scattered in fp32, with the last micro-batch or with each of them.
+    Each micro-batch gathers the weights, and again for its backward pass if blocks are resharded. A reference
+    gathers its own once. Gradients are reduce-scattered in fp32, with the last micro-batch or with each.
     """
     tokens, itemsize = step.tokens / layout.cp, step.dtype.itemsize
     shards = step.world_size // (layout.dp_replicate * layout.tp)
     held, trained = size.parameters / layout.tp, size.trained / layout.tp
     experts, taught = size.experts / layout.tp, size.trained_experts / layout.tp
     recomputed = layout.activation_checkpointing
+    passes = passes_through_blocks(recomputed, reference=step.reference)
     reductions = step.num_microbatches if layout.reduce_gradients == "every" else 1
-    gathers = step.num_microbatches * (2 if layout.reshard_after_forward else 1)
+    gathers = step.num_microbatches * (2 if layout.reshard_after_forward else 1) + step.reference
 
     def spread(whole: float, experts: float) -> float:
         """Return the elements sent to gather ``whole``, whose ``experts`` are split over ep ranks first."""
@@ -67,14 +69,15 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
         copies = reductions * all_reduce_bytes(trained / shards * FP32, layout.dp_replicate)
         sent.append(CommVolume("dp_replicate", copies, when="overlapped"))
     if layout.cp > 1:
-        sent.append(ulysses_volume(size, layout.cp, layout.tp, step.tokens, itemsize))
+        sent.append(ulysses_volume(size, layout.cp, layout.tp, step.tokens, itemsize, passes=passes))
     if layout.tp > 1:
-        sent.append(tp_volume(size, layout.tp, tokens, itemsize, recomputed=recomputed))
+        hidden = tokens * size.hidden * itemsize
+        # A recomputed block ends before its last all-reduce, whose result the backward pass does not need.
+        again = 2 if recomputed == "full" else 0
+        sent.append(tp_volume(size, layout.tp, hidden, ends=1, repeated=again, reference=step.reference))
     if layout.ep > 1:
         span = layout.ep * layout.tp
-        sent.append(
-            token_dispatch_volume(size, layout.ep, tokens, itemsize, recomputed=recomputed, span=span)
-        )
+        sent.append(token_dispatch_volume(size, layout.ep, tokens, itemsize, passes=passes, span=span))
     if layout.cpu_offload:
         shard = (gathers * held * itemsize + reductions * trained * FP32) / shards
         sent.append(CommVolume("host", shard, when="overlapped"))

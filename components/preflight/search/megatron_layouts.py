@@ -13,6 +13,7 @@ from components.preflight.estimates.communication import (
     all_gather_bytes,
     all_reduce_bytes,
     key_value_volume,
+    passes_through_blocks,
     token_dispatch_volume,
     tp_volume,
     ulysses_volume,
@@ -47,22 +48,26 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     itemsize = step.dtype.itemsize
     sent = [gradients(layout, size, dp * cp, step.dtype)]
     own, recomputed = step.tokens / cp, layout.activation_checkpointing
+    passes = passes_through_blocks(recomputed, reference=step.reference)
     layers = {"layers": size.layers / pp, "num_moe_layers": size.num_moe_layers / pp}
     stage = ModelSize(**vars(size) | layers)
     if cp > 1:
         exchange = ulysses_volume if layout.cp_comm_type == "a2a" else key_value_volume
-        sent.append(exchange(stage, cp, tp, step.tokens, itemsize))
+        sent.append(exchange(stage, cp, tp, step.tokens, itemsize, passes=passes))
     if tp > 1:
-        sent.append(tp_volume(stage, tp, own, itemsize, recomputed=recomputed))
+        hidden = own * size.hidden * itemsize
+        # With sequence parallelism, gradients of weights need the gathered inputs again.
+        again = 4 * (recomputed == "full") + 2 * (layout.sequence_parallel and size.all_trained)
+        sent.append(tp_volume(stage, tp, hidden, ends=1 / pp, repeated=again, reference=step.reference))
     if layout.ep > 1:
         # Each tp rank sends its part of the shared tokens, and etp ranks gather the parts again.
         passed, span = own * layout.etp / tp, layout.ep * layout.etp
-        sent.append(
-            token_dispatch_volume(stage, layout.ep, passed, itemsize, recomputed=recomputed, span=span)
-        )
+        sent.append(token_dispatch_volume(stage, layout.ep, passed, itemsize, passes=passes, span=span))
     if pp > 1:
         width = size.hidden / (tp if layout.sequence_parallel else 1)
-        sent.append(CommVolume("pp", 2 * layout.vpp * own * width * itemsize, when="exposed"))
+        sent.append(
+            CommVolume("pp", (2 + step.reference) * layout.vpp * own * width * itemsize, when="exposed")
+        )
     if layout.optimizer_cpu_offload:
         trained = size.trained / (tp * pp)
         sent.append(CommVolume("host", trained * (FP32 + itemsize) / (dp * cp), when="at_end"))
