@@ -7,20 +7,17 @@ import pytest
 from tests.rehearsal.rehearsed import GIB, rehearsed
 
 ROW = ["run.dtype=bf16", "data.max_length=2048"]
-EIGHT = "model.architecture.num_hidden_layers=8"
-"""A quarter of the layers takes a quarter of the time."""
 LARGE = {
     "1b": ["model=llama3_1b", "parallelism=single"],
     "1b dora": ["model=llama3_1b", "parallelism=single", "adapter=dora"],
     "8b": ["model=llama3_8b", "parallelism=fsdp2", "parallelism.dp=8"],
-    "8b lora": ["model=llama3_8b", "parallelism=fsdp2", "parallelism.dp=8", "adapter=lora", EIGHT],
+    "8b lora": ["model=llama3_8b", "parallelism=fsdp2", "parallelism.dp=8", "adapter=lora"],
     "8b tp8": [
         "model=llama3_8b",
         "parallelism=fsdp2_tp2",
         "parallelism.tp=8",
         "parallelism.dp=8",
         "stage=dpo",
-        EIGHT,
     ],
     "8b megatron": [
         "model=llama3_8b",
@@ -28,7 +25,6 @@ LARGE = {
         "parallelism.dp=4",
         "parallelism.sequence_parallel=true",
         "parallelism.distributed_optimizer=true",
-        EIGHT,
     ],
 }
 FSDP2 = ["parallelism=fsdp2_tp2", "parallelism.dp=1"]
