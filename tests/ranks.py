@@ -17,6 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from components.engines.shared.torch_private import clear_dtensor_caches
 from runner.launch.rendezvous import host_loopback_store
 from tests import budget
 from tests.forkserver import Process, count_lines_for
@@ -131,6 +132,7 @@ def serve(descriptor: int, rank: int, kind: str, key: bytes) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            clear_dtensor_caches()
             function = args = None
             gc.collect()
         pipe.send((ok, value, psutil.Process().num_threads()))

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import debug
+from torch.distributed.tensor import _redistribute, debug
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import (
     compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
 )
@@ -45,10 +47,21 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def clear_dtensor_caches() -> None:
-    """Clear torch's caches of DTensor operations, whose place differs between releases."""
-    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
-        if hasattr(debug, name):
-            getattr(debug, name)()
+    """Clear torch's caches of DTensor operations, whose place differs between releases.
+
+    They keep the device meshes of earlier runs of this process, whose groups each have a thread that wakes a
+    hundred times a second with gloo.
+    """
+    for owner, name in (
+        (debug, "_clear_python_sharding_prop_cache"),
+        (debug, "_clear_fast_path_sharding_prop_cache"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),
+        (getattr(MeshTopoInfo, "build_from_mesh", None), "cache_clear"),
+        (getattr(ShardingPropagator, "_propagate_tensor_meta_cached", None), "cache_clear"),
+    ):
+        if hasattr(owner, name):
+            getattr(owner, name)()
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
