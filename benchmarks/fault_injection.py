@@ -1,9 +1,9 @@
 """A run of two ranks that is killed many times: ``python -m benchmarks.fault_injection [--kills 40]``.
 
-SIGKILL is sent to a random rank or to the parent at random times, half of them while a checkpoint is being
-written. After each kill, the run is started with ``checkpoint.resume=auto``. At the end, the weights must be
-bitwise those of an uninterrupted run, no process may be left, and every complete checkpoint must have been
-readable.
+SIGKILL, SIGTERM, or SIGSTOP and then SIGKILL is sent to a random rank or to the parent at random times, half
+of them while a checkpoint is being written. Each time, the run is started again with
+``checkpoint.resume=auto``. At the end, the weights must be bitwise those of an uninterrupted run, no process
+may be left, and every complete checkpoint must have been readable.
 """
 
 import argparse
@@ -48,13 +48,21 @@ START_S = 300.0
 """Time limit in seconds for the first step of a run."""
 LEAVING_S, GONE_S = 60.0, 5.0
 """Time limits in seconds for the end of the parent of a killed rank, and then of all its processes."""
+ENDS = {
+    "kill": (signal.SIGKILL,),
+    "terminate": (signal.SIGTERM,),
+    "stop and kill": (signal.SIGSTOP, signal.SIGKILL),
+}
+STOPPED_S = 1.0
+"""Time in seconds between the two signals of one end."""
 
 
 @dataclass
 class Tally:
-    """Numbers of kills and starts, and the errors that were found."""
+    """Numbers of kills, by their signals too, and of starts, and the errors that were found."""
 
     kills: int = 0
+    signals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
     in_a_save: int = 0
     of_the_parent: int = 0
     starts: int = 0
@@ -125,14 +133,20 @@ def wait_for_moment(run: Run, process: "subprocess.Popen[bytes]", rng: random.Ra
 
 
 def kill(process: "subprocess.Popen[bytes]", tally: Tally, rng: random.Random) -> list[psutil.Process]:
-    """Kill the parent or one of its ranks, and return all processes that must end soon."""
+    """End the parent or one of its ranks by signals, and return all processes that must end soon."""
     parent = psutil.Process(process.pid)
     ranks = [child for child in parent.children() if os.getsid(child.pid) == child.pid]
     victims = [parent, *ranks]
     everything = [parent, *parent.children(recursive=True)]
     victim = rng.choice(victims)
     tally.of_the_parent += victim is parent
-    victim.send_signal(signal.SIGKILL)
+    end = rng.choice(list(ENDS))
+    tally.signals[end] += 1
+    first, *further = ENDS[end]
+    victim.send_signal(first)
+    for number in further:
+        time.sleep(STOPPED_S)
+        victim.send_signal(number)
     return everything
 
 
