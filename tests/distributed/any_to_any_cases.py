@@ -33,7 +33,7 @@ from runner.training import rank
 from runner.training.rank import run_rank
 from tests.ranks import Ranks
 
-STEPS, HALF = 5, 2
+STEPS, HALF = 6, 3
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "single": ("parallelism=single",),

@@ -5,6 +5,6 @@ from dataclasses import replace
 from benchmarks.parity.parity_rows import Table
 
 
-def shortened(table: Table) -> Table:
-    """Return a table of three steps of eight rows: four micro-batches for a pipeline of two rows each."""
-    return replace(table, experiment=(*table.experiment, "run.max_steps=3", "run.global_batch_size=8"))
+def shortened(table: Table, *, batch: int = 8) -> Table:
+    """Return a table of three steps of ``batch`` rows; 8 are four micro-batches for a pipeline of two rows each."""
+    return replace(table, experiment=(*table.experiment, "run.max_steps=3", f"run.global_batch_size={batch}"))
