@@ -82,13 +82,9 @@ def torch_optimizer(
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     groups: list[dict[str, object]] = []
     for decayed in (True, False):
-        # torch updates the parameters of one mesh at once, and experts may be on another one.
-        by_mesh: dict[object, list[tuple[str, nn.Parameter]]] = {}
-        for name, p in named:
-            if decays(name, p.ndim) is decayed:
-                by_mesh.setdefault(getattr(p, "device_mesh", None), []).append((name, p))
-        decay = description.weight_decay if decayed else 0.0
-        groups += [{"params": members, "weight_decay": decay} for members in by_mesh.values()]
+        members = [(name, p) for name, p in named if decays(name, p.ndim) is decayed]
+        if members:
+            groups.append({"params": members, "weight_decay": description.weight_decay if decayed else 0.0})
     return build_optimizer(description, groups)
 
 

@@ -30,6 +30,7 @@ from components.engines.fsdp2.mesh import (
     mesh_info,
 )
 from components.engines.fsdp2.parallelize import LogProbModel, build_model
+from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
 from components.engines.shared import microbatch_merging, process_group
 from components.engines.shared.loss_accumulator import LossAccumulator, global_norm
 from components.engines.shared.mtp import add_mtp_losses
@@ -38,7 +39,7 @@ from components.engines.shared.torch_private import clear_dtensor_caches
 from components.engines.shared.train_step import TrainStepEngine
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
-from components.optimizers import Optimizer, torch_optimizer
+from components.optimizers import Optimizer
 
 
 class FSDP2Engine(TrainStepEngine):
@@ -74,7 +75,7 @@ class FSDP2Engine(TrainStepEngine):
                 weights = model.weights(options.seed)
             self.reference = build_model(model, weights, self.mesh, layout, options, device, trainable=False)
         self.reduces_every = layout.reduce_gradients == "every"
-        self.max_grad_norm, self.moments = optimizer.max_grad_norm, optimizer.moments
+        self.max_grad_norm = optimizer.max_grad_norm
         # Collected once, because a gathered module has its whole parameters instead of the shards.
         self.named_weights = list(self.scorer.named_weights())
         self.weights = {name: parameter for name, parameter in self.named_weights if parameter.requires_grad}
@@ -83,7 +84,7 @@ class FSDP2Engine(TrainStepEngine):
         self.trained = [m for m in self.members if m.parameter.requires_grad]
         # With an adapter, the router biases of the model do not change.
         self.biases = bias_buffers(self.scorer.lm) if adapter is None else {}
-        self.optimizer = torch_optimizer(optimizer, list(self.weights.items()))
+        self.optimizer = ShardedOptimizer(optimizer, self.weights)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         # For dropout, every rank has its own random stream from here on.
@@ -135,12 +136,11 @@ class FSDP2Engine(TrainStepEngine):
         if self.max_grad_norm and grads:
             # Not with torch's own function, because experts may be on a different mesh than other parameters.
             torch._foreach_mul_(grads, min(self.max_grad_norm / (grad_norm + 1e-6), 1.0))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        self.optimizer.step(lr)
 
     def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.weights.values():
+            parameter.grad = None
 
     def cancel_backward(self) -> None:
         discard_iteration(self.scorer)
@@ -192,13 +192,10 @@ class FSDP2Engine(TrainStepEngine):
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         optimizer = None if model_only else self.optimizer
-        return state_dict.saved_tensors(
-            self.trained, self.biases, optimizer, self.moments, dist.get_rank(), self.device
-        )
+        return state_dict.saved_tensors(self.trained, self.biases, optimizer, dist.get_rank(), self.device)
 
     def load(self, path: Path) -> None:
-        rank, device = dist.get_rank(), self.device
-        state_dict.load(path, self.trained, self.biases, self.optimizer, self.moments, rank, device)
+        state_dict.load(path, self.trained, self.biases, self.optimizer, dist.get_rank(), self.device)
 
     def export(self, path: Path) -> None:
         def gathered() -> Iterator[tuple[str, Tensor]]:

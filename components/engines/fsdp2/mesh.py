@@ -60,6 +60,16 @@ def local_shard(tensor: Tensor) -> Tensor:
     return local_tensor(tensor)
 
 
+def placed_like(shard: Tensor, whole: Tensor) -> Tensor:
+    """Return ``shard`` as this rank's part of a tensor that is placed as ``whole``; they share memory."""
+    if not isinstance(whole, DTensor):
+        return shard
+    shape, stride = whole.shape, whole.stride()
+    return DTensor.from_local(
+        shard, whole.device_mesh, whole.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
 def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Return the slices of this rank's shard in the whole tensor, empty if it has none."""
     shape, offset = tuple(tensor.shape), (0,) * tensor.ndim

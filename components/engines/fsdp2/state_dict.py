@@ -8,7 +8,7 @@ from torch import Tensor
 
 from components.checkpoint.dcp import load_tensors, saved_keys
 from components.engines.fsdp2.param_views import ParamView
-from components.optimizers import make_moments
+from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
 
 Weights = Sequence[ParamView]
 """This rank's shards of the trained weights."""
@@ -20,17 +20,16 @@ STEP = "optimizer_step"
 def saved_tensors(
     weights: Weights,
     biases: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer | None,
-    moments: Sequence[str],
+    optimizer: ShardedOptimizer | None,
     rank: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
     """Return this rank's shards, without copying. Without ``optimizer`` only the weights and biases."""
     tensors = weight_tensors(weights) | bias_tensors(biases)
     if optimizer is not None:
-        make_moments(optimizer, moments)
-        tensors |= moment_tensors(weights, optimizer, moments)
-        tensors[STEP] = first_step(optimizer)
+        optimizer.make_moments()
+        tensors |= moment_tensors(weights, optimizer)
+        tensors[STEP] = optimizer.steps()
         tensors |= rng_tensors(rank, device)
     return tensors
 
@@ -39,8 +38,7 @@ def load(
     path: Path,
     weights: Weights,
     biases: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    moments: Sequence[str],
+    optimizer: ShardedOptimizer,
     rank: int,
     device: torch.device,
 ) -> None:
@@ -48,15 +46,13 @@ def load(
 
     A rank whose number did not exist when the checkpoint was written keeps its own random stream.
     """
-    make_moments(optimizer, moments)
+    optimizer.make_moments()
     step, rng, keys = torch.zeros(1), rng_tensors(rank, device), saved_keys(path)
     tensors = weight_tensors(weights) | bias_tensors(biases)
-    tensors |= moment_tensors(weights, optimizer, moments) | {STEP: step}
+    tensors |= moment_tensors(weights, optimizer) | {STEP: step}
     known = {name: value for name, value in rng.items() if name in keys}
     load_tensors(path, tensors | known)
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"].fill_(step.item())
+    optimizer.set_steps(step.item())
     restore_rng(known)
 
 
@@ -69,15 +65,9 @@ def bias_tensors(biases: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"model/{name}": bias for name, bias in biases.items()}
 
 
-def moment_tensors(
-    weights: Weights, optimizer: torch.optim.Optimizer, moments: Sequence[str]
-) -> dict[str, Tensor]:
-    return {f"{m}/{w.name}": w.slices(optimizer.state[w.parameter][m]) for w in weights for m in moments}
-
-
-def first_step(optimizer: torch.optim.Optimizer) -> Tensor:
-    states = [state["step"] for state in optimizer.state.values() if "step" in state]
-    return states[0].detach().cpu().reshape(1) if states else torch.zeros(1)
+def moment_tensors(weights: Weights, optimizer: ShardedOptimizer) -> dict[str, Tensor]:
+    moments = optimizer.moments
+    return {f"{m}/{w.name}": w.slices(optimizer.moment(m, w.parameter)) for w in weights for m in moments}
 
 
 def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
