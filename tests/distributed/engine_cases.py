@@ -30,8 +30,10 @@ def snapshot(engine: Any) -> dict[str, Tensor]:
         return held(engine)
     tensors = {name: full_tensor(p.detach()).clone() for name, p in engine.weights.items()}
     for name, parameter in engine.weights.items():
-        for key, value in engine.optimizer.state[parameter].items():
-            tensors[f"{key}/{name}"] = full_tensor(value).clone()
+        shards = engine.optimizer
+        for key, value in shards.optimizer.state[shards.shards[parameter]].items():
+            whole = value if value.ndim == 0 else full_tensor(shards.moment(key, parameter))
+            tensors[f"{key}/{name}"] = whole.clone()
     return tensors
 
 

@@ -120,7 +120,9 @@ def test_a_checkpoint_holds_the_adapter_alone(plain: Plain, tmp_path: Path) -> N
     expected = {f"{part}/{name}" for part in ("model", "exp_avg", "exp_avg_sq") for name in names}
     assert {key for key in saved_keys(tmp_path) if "/" in key and not key.startswith("rng")} == expected
     trained = sum(parameter.numel() for parameter in engine.weights.values())
-    kept = sum(v.numel() for state in engine.optimizer.state.values() for v in state.values() if v.ndim)
+    kept = sum(
+        v.numel() for state in engine.optimizer.optimizer.state.values() for v in state.values() if v.ndim
+    )
     assert kept == 2 * trained
     described = engine.describe()
     assert described["trained_parameters"] == trained

@@ -64,7 +64,7 @@ before = memory("VmRSS")
 engine = build(spec)
 for _ in range(2):
     step(engine, DPO(beta=0.1, label_smoothing=0.0))
-moments = sum(v.nbytes for s in engine.optimizer.state.values() for v in s.values())
+moments = sum(v.nbytes for s in engine.optimizer.optimizer.state.values() for v in s.values())
 print(memory("VmHWM") - before, moments, sum(p.nbytes for p in engine.weights.values()))
 """
 
