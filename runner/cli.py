@@ -27,8 +27,8 @@ from components.home import expand_home
 from components.json_text import one_line
 from components.rank_info import RankInfo
 from runner.config.command_line import is_sweep
-from runner.config.renamed_keys import RENAMED
-from runner.config.sources import ConfigSources, did_you_mean
+from runner.config.sources import COMMAND_LINE, ConfigSources, did_you_mean
+from runner.config.unknown_keys import check_long_options, unknown_key
 from runner.distribution import distribution
 from runner.launch import slurm_env
 from runner.launch.cuda_env import set_cuda_defaults
@@ -92,6 +92,7 @@ def command() -> int:
     """Execute the command of ``sys.argv``; return the exit code."""
     os.environ.pop(SWEEP_FOLDER, None)
     try:
+        check_long_options(sys.argv[1:])
         sys.argv = [sys.argv[0], *map(with_home, sys.argv[1:])]
     except ConfigError as error:
         return explained(error)
@@ -265,9 +266,7 @@ def short_message(error: Exception) -> str:
         ):
             return f"{group}.{name} (the command line): is not chosen; choose it: {group}=[jsonl,{name}]."
     if key := re.search(r"(?:Could not override|Key) '([^']+)'", text):
-        if key[1] in RENAMED:
-            return f"{key[1]} (the command line): is {RENAMED[key[1]]} now; use that name."
-        return f"{key[1]} (the command line): nothing reads this key; {did_you_mean(key[1], known_keys())}"
+        return str(unknown_key(key[1], COMMAND_LINE, known_keys()))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, OverrideParseException):
         return f"{error.override} (the command line): is not KEY=VALUE: {lines[0]}; correct it, or quote it."

@@ -18,7 +18,6 @@ from components.contracts.loss import Loss
 from components.contracts.parallelism import ParallelismSpec
 from components.contracts.scheduler import SchedulerSpec
 from components.loggers import LoggerSpec
-from runner.config.renamed_keys import check_renamed
 from runner.config.run_config import (
     CheckpointConfig,
     EarlyStoppingConfig,
@@ -28,8 +27,9 @@ from runner.config.run_config import (
     check_restart_source,
     watched_metric,
 )
-from runner.config.sources import ConfigSources, did_you_mean
+from runner.config.sources import ConfigSources
 from runner.config.targets import is_below, objection, origin
+from runner.config.unknown_keys import unknown_key
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def build_experiment(config: Config, where: ConfigSources) -> Experiment:
     known = {field.name for field in fields(Experiment)}
     for key in config:
         if key not in known:
-            raise ConfigError(f"{key} ({where.of(key)}): nothing reads this key; {did_you_mean(key, known)}")
+            raise unknown_key(key, where.of(key), known)
     for group in (*GROUPS, *NODES, "logger"):
         if group not in config:
             raise ConfigError(f"{group} (the command line): is missing; choose one of its options.")
@@ -172,9 +172,7 @@ def construct(target: Callable[..., T], group: str, values: Config, where: Confi
     for key in values:
         if key not in parameters and not open_ended:
             name = f"{group}.{key}"
-            check_renamed(name, where.of(name))
-            hint = did_you_mean(name, (f"{group}.{p}" for p in parameters))
-            raise ConfigError(f"{name} ({where.of(name)}): nothing reads this key; {hint}")
+            raise unknown_key(name, where.of(name), (f"{group}.{p}" for p in parameters))
     for key, parameter in parameters.items():
         required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
         if required and key not in values:

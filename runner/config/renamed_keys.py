@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
 
 RENAMED: Mapping[str, str] = {
@@ -48,12 +47,6 @@ RENAMED: Mapping[str, str] = {
     "adapter.target": "adapter.target_modules",
     "adapter.init": "adapter.init_lora_weights",
 }
-
-
-def check_renamed(key: str, source: str) -> None:
-    """Raise ConfigError if the unknown ``key`` is an old name; ``source`` is where it was given."""
-    if key in RENAMED:
-        raise ConfigError(f"{key} ({source}): is {RENAMED[key]} now; use that name.")
 
 
 def upgraded(config: Config) -> Json:

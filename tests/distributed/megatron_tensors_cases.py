@@ -103,14 +103,13 @@ def fsdp2_engine(spec: ModelSpec) -> Any:
 def save_by_fsdp2(spec: ModelSpec, path: Path) -> None:
     """Save a checkpoint of the FSDP2 engine with the tensors of ``value``."""
     from components.engines.fsdp2.parallelize import copy_slice
-    from components.optimizers import make_moments
 
     engine, weights = fsdp2_engine(spec), spec.weights(0)
-    make_moments(engine.optimizer, engine.moments)
+    engine.optimizer.make_moments()
     for name, parameter in engine.weights.items():
         copy_slice(parameter, name, value("model", weights))
-        for kind in engine.moments:
-            copy_slice(engine.optimizer.state[parameter][kind], name, value(kind, weights))
+        for kind in engine.optimizer.moments:
+            copy_slice(engine.optimizer.moment(kind, parameter), name, value(kind, weights))
     save_tensors(path, engine.tensors())
 
 
@@ -122,6 +121,6 @@ def load_by_fsdp2(spec: ModelSpec, path: Path) -> dict[str, Tensor]:
     found = {}
     for name, parameter in engine.weights.items():
         found[f"model/{name}"] = full_tensor(parameter.detach())
-        for kind in engine.moments:
-            found[f"{kind}/{name}"] = full_tensor(engine.optimizer.state[parameter][kind])
+        for kind in engine.optimizer.moments:
+            found[f"{kind}/{name}"] = full_tensor(engine.optimizer.moment(kind, parameter))
     return found

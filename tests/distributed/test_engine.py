@@ -102,7 +102,7 @@ def test_abort_by_hand_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failed_build_leaves_the_process_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("components.engines.fsdp2.engine.torch_optimizer", lambda *_: 1 / 0)
+        patched.setattr("components.engines.fsdp2.engine.ShardedOptimizer", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_engine()
     make_engine().close()

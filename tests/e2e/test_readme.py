@@ -77,7 +77,7 @@ def test_a_command_of_the_readme_composes(text: str, capsys: pytest.CaptureFixtu
     said = capsys.readouterr()
     assert code == (2 if wrong else 0), said.err
     if wrong:
-        assert "nothing reads this key; did you mean" in said.err
+        assert "nothing reads this key; use optimizer.lr for TRL" in said.err
     else:
         assert ("Groups (group=option)" if "--help" in arguments else "run:") in said.out
 

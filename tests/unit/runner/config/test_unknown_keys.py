@@ -1,0 +1,78 @@
+"""Options of other tools, and what is said of them."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components.contracts.errors import ConfigError
+from runner.config.unknown_keys import check_long_options, counterpart, dictionary, page, unknown_key
+
+ROOT = Path(__file__).parents[4]
+WORDS = [(tool, word) for tool, options in dictionary().items() for word in options]
+
+
+def keys(prefix: str, node: object) -> set[str]:
+    """Return the dotted keys of ``node``, those of inner nodes too."""
+    if not isinstance(node, dict):
+        return {prefix}
+    return {prefix}.union(*(keys(f"{prefix}.{name}".lstrip("."), value) for name, value in node.items()))
+
+
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    """Return every key of conf/: those of all options of a group together."""
+    found = keys("", yaml.safe_load((ROOT / "conf/config.yaml").read_text()))
+    for path in (ROOT / "conf").glob("*/*.yaml"):
+        node = yaml.safe_load(path.read_text()) or {}
+        found |= keys(path.parent.name, node)
+        found |= keys(f"logger.{path.stem}", next(iter(node.values()), {}) if "logger" in path.parts else {})
+    return found | {"run", "checkpoint"}
+
+
+@pytest.mark.parametrize(("tool", "word"), WORDS, ids="-".join)
+def test_what_an_option_is_here_exists(tool: str, word: str, known: set[str]) -> None:
+    ours = dictionary()[tool][word].partition("; ")[0]
+    key, _, value = ours.partition("=")
+    options = {path.stem for path in (ROOT / "conf" / key).glob("*.yaml")}
+    if options and value:
+        assert set(value.strip("[]").split(",")) <= options
+    elif not ours.startswith("python -m runner.report"):
+        assert key in known
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("learning_rate", "use optimizer.lr for TRL and HF Trainer's learning_rate."),
+        ("run.cutoff_len", "use data.max_length for LLaMA-Factory's cutoff_len."),
+        ("--tensor-model-parallel-size", "use parallelism.tp for Megatron-LM's tensor_model_parallel_size."),
+        ("sequence_len", "use data.max_length for axolotl's sequence_len."),
+        ("optimizer.weight_decai", None),
+    ],
+)
+def test_a_word_of_another_tool_is_known(word: str, answer: str | None) -> None:
+    assert counterpart(word) == answer
+
+
+def test_there_are_enough() -> None:
+    assert len({word for _, word in WORDS}) >= 240
+
+
+def test_long_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--lora_rank: options are KEY=VALUE.* use adapter.r "):
+        check_long_options(["stage=sft", "--lora_rank=8"])
+    check_long_options(["--cfg", "job", "--multirun", "optimizer.lr=1e-3"])
+
+
+def test_a_long_list_of_keys_is_not_printed() -> None:
+    known = [f"run.key_{number}" for number in range(200)]
+    message = str(unknown_key("zzz", "the command line", known))
+    assert len(message) < 200
+    assert "--cfg job" in message
+    assert "known: a, b" in str(unknown_key("zzz", "the command line", ["a", "b"]))
+
+
+def test_the_page_is_made_of_the_dictionary() -> None:
+    """If it fails: ``python -m runner.config.unknown_keys > docs/dictionary.md``."""
+    assert (ROOT / "docs/dictionary.md").read_text().splitlines() == list(page())
