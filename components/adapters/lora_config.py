@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.adapters.peft_folder import check_tensors, name_base, stored_weights
-from components.adapters.targets import Targets, check_expert_targets, linear_targets, saved_modules
+from components.adapters.target_modules import Targets, check_expert_targets, linear_targets, saved_modules
 from components.contracts.errors import ConfigError
 from components.models import ModelSpec, WeightSource, named_shapes, stream_folder
 from components.models.experts import EXPERT_PARAM, router_biases

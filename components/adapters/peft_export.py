@@ -12,10 +12,16 @@ from transformers import PreTrainedModel
 
 from components.adapters.lora_config import LoRA
 from components.adapters.peft_folder import CONFIG, PREFIX, TENSORS
-from components.adapters.targets import leaf_names, linear_names, matches
+from components.adapters.target_modules import leaf_names, linear_names, matches
 from components.models import ModelSpec
-from components.models.export.export import SHARD_BYTES, gather_objects, rank, write_safetensors, write_shards
 from components.models.export.hf_file_names import file_names, module_name
+from components.models.export.hf_folder import (
+    SHARD_BYTES,
+    gather_objects,
+    rank,
+    write_safetensors,
+    write_shards,
+)
 
 if TYPE_CHECKING:
     from peft import LoraConfig
