@@ -5,7 +5,9 @@ import logging
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TextIO
+from typing import TextIO
+
+from typing_extensions import Buffer
 
 log = logging.getLogger("runner")
 
@@ -17,7 +19,7 @@ class LossyFile(io.FileIO):
         super().__init__(file, mode, closefd=isinstance(file, str))
         self.report: Callable[[OSError], object] | None = report
 
-    def write(self, data: Any, /) -> int:
+    def write(self, data: Buffer, /) -> int:
         """Write ``data``, or return its length as if it were written."""
         try:
             return super().write(data)

@@ -51,7 +51,7 @@ PRELOADED: Mapping[str, tuple[str, ...]] = {
         "components.engines.fsdp2.engine",
         "components.engines.megatron.runtime.engine",
         "components.losses",
-        "components.rehearsal.rehearse",
+        "components.rehearsal.rehearsed_run",
         "components.schedulers",
         "runner.training.rehearsal",
     ),

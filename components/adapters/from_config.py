@@ -4,7 +4,7 @@ from typing import Literal
 
 from components.adapters.lora_config import Init, LoRA
 from components.adapters.peft_folder import read_settings
-from components.adapters.targets import Targets
+from components.adapters.target_modules import Targets
 from components.contracts.configs import NoAdapter
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json

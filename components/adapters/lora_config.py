@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from components.adapters.export import finish_export
-from components.adapters.peft_folder import check_tensors, stored_weights
-from components.adapters.targets import Targets, check_expert_targets, linear_targets, saved_modules
+from components.adapters.peft_folder import check_tensors, name_base, stored_weights
+from components.adapters.target_modules import Targets, check_expert_targets, linear_targets, saved_modules
 from components.contracts.errors import ConfigError
-from components.models import ModelSpec, WeightSource
+from components.models import ModelSpec, WeightSource, named_shapes, stream_folder
 from components.models.experts import EXPERT_PARAM, router_biases
 from components.models.export.hf_file_names import file_names
 from components.models.initialize import seeded
@@ -165,8 +164,20 @@ class LoRA:
     def finish_export(
         self, model: ModelSpec, export: Path, base: Path, seed: int, dtype: torch.dtype
     ) -> PreTrainedTokenizerBase:
-        """See ``components.adapters.export.finish_export``."""
-        return finish_export(model, export, base, seed, dtype)
+        """Add the tokenizer to the folder ``export`` and return it.
+
+        Only one process calls this, after every rank has exported. If the weights of the base model are
+        random or from a checkpoint, they are written to the folder ``base`` in ``dtype``, which
+        adapter_config.json then names.
+        """
+        tokenizer = model.load_tokenizer()
+        tokenizer.save_pretrained(export)
+        if model.is_pretrained:
+            return tokenizer
+        stream_folder(model, named_shapes(model.build(model.config())), model.weights(seed), base, dtype)
+        model.add_tokenizer(base)
+        name_base(export, base)
+        return tokenizer
 
     def shape_hash(self, model: PreTrainedModel) -> str:
         """Return a hash that is equal for adapters that compute the same function of the same parameters."""

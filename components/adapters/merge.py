@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from components.adapters.export import BASE, REVISION
 from components.adapters.lora_config import MAGNITUDE, A, B, LoRA
-from components.adapters.peft_folder import CONFIG, adapter_file, read_settings
+from components.adapters.peft_folder import BASE, CONFIG, REVISION, adapter_file, read_settings
 from components.contracts.errors import ConfigError
 from components.json_text import read_json
 from components.models import ModelSpec, WeightSource, named_shapes, stream_folder

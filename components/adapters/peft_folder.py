@@ -1,4 +1,4 @@
-"""Reading an adapter's folder in peft's format: adapter_config.json and adapter_model.safetensors."""
+"""An adapter's folder in peft's format: adapter_config.json and adapter_model.safetensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,9 +12,12 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.json_text import as_type, read_json
 from components.models.export.hf_file_names import Rename
+from components.models.generate import amend
 from components.models.pretrained import open_file
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+BASE, REVISION = "base_model_name_or_path", "revision"
+"""Keys of adapter_config.json that name the base model of the adapter."""
 PREFIX = "base_model.model."
 """Prefix of every tensor name in the file."""
 
@@ -99,6 +102,11 @@ def read_settings(path: str) -> Json:
         "modules_to_save": tuple(config.get("modules_to_save") or ()),
         "dora": bool(config.get("use_dora")),
     }
+
+
+def name_base(export: Path, base: Path) -> None:
+    """Set the folder ``base`` as the base model in the adapter's folder ``export``."""
+    amend(export / CONFIG, {BASE: str(base.absolute())})
 
 
 def check_tensors(path: str, shapes: Mapping[str, torch.Size], rename: Rename) -> None:

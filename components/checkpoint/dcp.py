@@ -7,7 +7,7 @@ Megatron's ``rng_<device>_<name>/<rank>``. Weights and moments are fp32.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -78,7 +78,7 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """All-gather a picklable value, ordered by rank; collective if there is a process group."""
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size(group)
+    found = [value] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
 

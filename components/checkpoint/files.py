@@ -9,7 +9,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config
+from typing_extensions import Buffer
 
 from components.checksum import checksum
 
@@ -42,7 +42,7 @@ class MeasuredFile(io.BufferedWriter):
         super().__init__(io.FileIO(path, "wb"), buffer_size=1 << 20)
         self.size, self.hash = 0, xxhash.xxh3_64()
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Buffer) -> int:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), CHUNK):
             part = view[start : start + CHUNK]

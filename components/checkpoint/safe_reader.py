@@ -2,7 +2,6 @@
 
 import pickle
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,7 +29,7 @@ CLASSES: dict[str, set[str]] = {
 class MetadataUnpickler(pickle.Unpickler):
     """An unpickler of nothing but descriptions of tensors."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """Return a class of ``CLASSES``; raise UnpicklingError for any other."""
         if name not in CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of tensors needs")
@@ -62,7 +61,7 @@ def read_metadata(checkpoint: Path) -> stored.Metadata:
 class CheckpointReader(dcp.FileSystemReader):
     """torch's reader of checkpoints, with ``read_metadata`` above."""
 
-    def read_metadata(self, *_: Any, **__: Any) -> stored.Metadata:
+    def read_metadata(self, *_: object, **__: object) -> stored.Metadata:
         found = read_metadata(Path(self.path))
         found.storage_meta = found.storage_meta or stored.StorageMeta()
         found.storage_meta.load_id = self.load_id

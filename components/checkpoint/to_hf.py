@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers.utils import CONFIG_NAME
 
 from components.adapters import LoRA, export_adapter
-from components.adapters.export import finish_export, name_base
 from components.adapters.merge import merged_weights
+from components.adapters.peft_folder import name_base
 from components.checkpoint import resolve_checkpoint
 from components.models import ModelSpec, WeightSource, checkpoint_weights, named_shapes, stream_folder
 from components.models.experts import router_biases
@@ -69,7 +69,7 @@ class CheckpointModel:
             spec.load_tokenizer().save_pretrained(target)
             name_base(target, base)
         else:
-            finish_export(spec, target, target / "base", self.seed, dtype)
+            self.adapter.finish_export(spec, target, target / "base", self.seed, dtype)
         return target
 
     def _stream(

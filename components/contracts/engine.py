@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from components.contracts.batch import Batch
+from components.contracts.json_types import Json
 from components.contracts.loss import Loss, LossEngine
 
 Kernels = Literal["auto", "torch", "liger"]
@@ -102,7 +103,7 @@ class Engine(LossEngine, Protocol):
     def barrier(self) -> None:
         """Wait until every rank has called it."""
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         """Return the engine, device, world size and the mesh as actually built."""
 
     def close(self) -> None:

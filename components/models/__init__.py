@@ -3,7 +3,7 @@
 from components.contracts.configs import WeightSource
 from components.models.checkpoint_weights import checkpoint_weights
 from components.models.config import ModelSpec
-from components.models.export.export import export_folder
+from components.models.export.hf_folder import export_folder
 from components.models.export.safetensors_writer import stream_folder
 from components.models.initialize import materialize_buffers, random_weights
 from components.models.pretrained import pretrained_weights

@@ -8,7 +8,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from components.contracts.errors import ConfigError
 from components.models.experts import moe_blocks, router_biases
 from components.models.hf_private import uses_attention_interface
-from components.models.moe_config import MoELossConfig
+from components.models.moe_loss_config import MoELossConfig
 
 CHANGES_LOGITS = (
     "attn_logit_softcapping",

@@ -33,7 +33,7 @@ from components.models.generate import add_tokenizer, generate, read_generation_
 from components.models.hf_config import INVALID, check_same, make_config, read_hf_config
 from components.models.hub import model_folder
 from components.models.initialize import random_weights
-from components.models.moe_config import MoELossConfig
+from components.models.moe_loss_config import MoELossConfig
 from components.models.mtp import FIELD, MTPConfig, append_mtp_layers
 from components.models.pretrained import content_hash, pretrained_weights
 from components.models.weights import named_shapes, shape_hash

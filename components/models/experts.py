@@ -77,8 +77,7 @@ def router_biases(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def number_of_experts(model: nn.Module) -> int:
     """Return the number of experts in each MoE layer, or 0 for a dense model."""
-    block: Any = next(iter(moe_blocks(model).values()), None)
-    return 0 if block is None else len(block.experts)
+    return next((len(module) for module in model.modules() if isinstance(module, ExpertList)), 0)
 
 
 def share_of_experts(model: PreTrainedModel) -> float:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 from zipfile import is_zipfile
 
 import torch
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
 from components.json_text import as_type, one_line, read_json
 from components.models.experts import unstack_experts
 from components.models.export.hf_file_names import file_names
@@ -147,7 +147,7 @@ def stored_names(folder: Path) -> dict[str, Path]:
     return dict.fromkeys(open_file(whole).keys(), whole) if whole.is_file() else {}
 
 
-def open_file(path: Path, option: str = "model.path") -> Any:
+def open_file(path: Path, option: str = "model.path") -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -214,7 +214,7 @@ def stored_types(folder: Path) -> Iterator[tuple[Path, str, str]]:
     for file in () if found else sorted(folder.glob("pytorch_model*.bin")):
         try:
             content = torch.load(file, map_location="meta", mmap=is_zipfile(file), weights_only=True)
-            tensors = as_type(dict[str, Any], content)
+            tensors = as_type(Json, content)
         except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
             raise ConfigError(f"model.path: cannot read {file}: {one_line(error)}; copy it again.") from error
         for name, tensor in tensors.items():

@@ -1,12 +1,12 @@
 """Functions of the forecast that differ between the layouts of FSDP2 and Megatron."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.contracts.configs import AdapterConfig, OptimizerConfig
+from components.contracts.json_types import Config, Json
 from components.contracts.parallelism import ParallelismSpec
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
@@ -38,7 +38,7 @@ def known_parts(
     return None
 
 
-def mesh_info(layout: EngineLayout, world_size: int) -> dict[str, Any]:
+def mesh_info(layout: EngineLayout, world_size: int) -> Json:
     """Return the mesh of ``Engine.describe``: size by dimension, and the global rank at every coordinate."""
     if isinstance(layout, FSDP2):
         return fsdp2_layouts.mesh_info(layout, world_size)
@@ -64,7 +64,7 @@ def comm_cost(layout: EngineLayout, size: ModelSize, step: CommInputs) -> StepCo
     return megatron_layouts.comm_cost(layout, size, step)
 
 
-def memory_savers(layout: EngineLayout, world_size: int) -> Sequence[Mapping[str, Any]]:
+def memory_savers(layout: EngineLayout, world_size: int) -> Sequence[Config]:
     """Return changes of keys that may reduce the memory of a rank; some may not be valid for a model."""
     if isinstance(layout, FSDP2):
         return fsdp2_layouts.memory_savers(layout, world_size)

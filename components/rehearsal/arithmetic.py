@@ -1,16 +1,14 @@
 """FLOPs by kind of operator, and the number of kernels that the host launches."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from components.rehearsal.host_values import HostValues
+from components.rehearsal.host_values import Arguments, HostValues
 
 aten = torch.ops.aten
 
@@ -32,7 +30,7 @@ class Arithmetic:
     """Number of operators that launch a kernel, by moment."""
     moment: str = "build"
 
-    def see(self, func: OpOverload, args: Sequence[Any], out: Any, values: HostValues) -> None:
+    def see(self, func: OpOverload, args: Arguments, out: object, values: HostValues) -> None:
         """Count the call ``out = func(*args)``."""
         packet, name = func._overloadpacket, func._schema.name
         if not func.is_view and not name.removeprefix("aten::").startswith(NO_KERNEL):

@@ -13,10 +13,10 @@ def install(rank: int, world_size: int, received: object) -> None:
     distributed: Any = dist
     initialize: Callable[..., None] = dist.init_process_group
 
-    def init_process_group(*_: Any, **__: Any) -> None:
+    def init_process_group(*_: object, **__: object) -> None:
         initialize("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world_size)
 
-    def broadcast_object_list(objects: list[Any], *_: Any, **__: Any) -> None:
+    def broadcast_object_list(objects: list[object], *_: object, **__: object) -> None:
         if objects[0] is None:
             objects[0] = copy.deepcopy(received)
 

@@ -45,14 +45,14 @@ def replace_reads(mode: RehearsalMode) -> None:
     tensor: Any = Tensor
     plain_numpy = Tensor.numpy
 
-    def tolist(self: FakeTensor) -> Any:
+    def tolist(self: FakeTensor) -> object:
         if self.fake_device.type == "cuda":
             mode.waits.wait("tolist")
         known = mode.values.known(self)
         return torch.full(self.shape, plausible(self.dtype)).tolist() if known is None else known.tolist()
 
-    def numpy(self: Tensor, **options: Any) -> Any:
-        return mode.values.of(self).numpy() if isinstance(self, FakeTensor) else plain_numpy(self, **options)
+    def numpy(self: Tensor, *, force: bool = False) -> object:
+        return plain_numpy(mode.values.of(self), force=force)
 
     fake: Any = FakeTensor
     fake.tolist = tolist
@@ -64,7 +64,7 @@ def replace_resize(mode: RehearsalMode) -> None:
     """Let storages report new sizes: FSDP frees and restores gathered weights in this way."""
     plain = torch.UntypedStorage.resize_
 
-    def resize(self: torch.UntypedStorage, size: int) -> Any:
+    def resize(self: torch.UntypedStorage, size: int) -> object:
         done = plain(self, size)
         mode.memory.resized(self)
         return done
@@ -100,8 +100,8 @@ def replace_swap() -> None:
 def pause_shape_propagation(mode: RehearsalMode) -> None:
     """Do not count the tensors from which DTensor learns the shape of a result, which need no memory."""
 
-    def paused(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def propagate(*args: Any, **options: Any) -> Any:
+    def paused(plain: Callable[..., object]) -> Callable[..., object]:
+        def propagate(*args: object, **options: object) -> object:
             mode.memory.paused += 1
             try:
                 return plain(*args, **options)

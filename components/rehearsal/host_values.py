@@ -11,6 +11,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 
+Arguments = Sequence[Any]
+"""The positional arguments of an operator; its schema has their types."""
+Keywords = Mapping[str, Any]
+"""The keyword arguments of an operator."""
+
 MAX_NUMEL = 2**20
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool})
 FILLED = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
@@ -56,7 +61,7 @@ class HostValues:
     def forget_storage(self, key: int) -> None:
         self._stale.discard(key)
 
-    def follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+    def follow(self, func: OpOverload, args: Arguments, kwargs: Keywords, out: object) -> None:
         """Compute the values of ``out`` from those of the arguments, as far as they are known."""
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         try:
@@ -69,7 +74,7 @@ class HostValues:
             self.failures[str(func)] = f"{type(error).__name__}: {str(error)[:80]}"
 
     def _results(
-        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[FakeTensor]
+        self, func: OpOverload, args: Arguments, kwargs: Keywords, results: Sequence[FakeTensor]
     ) -> list[tuple[FakeTensor, Tensor]]:
         name = func._schema.name.removeprefix("aten::")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -107,12 +112,12 @@ class HostValues:
             and target.untyped_storage().nbytes() == target.numel() * target.element_size()
         )
 
-    def _argument(self, value: Any) -> Any:
+    def _argument(self, value: object) -> object:
         if isinstance(value, torch.device):
             return torch.device("cpu")
         return self.of(value) if isinstance(value, Tensor) else value
 
-    def _mark_written(self, func: OpOverload, args: Sequence[Any]) -> None:
+    def _mark_written(self, func: OpOverload, args: Arguments) -> None:
         if not func._schema.is_mutable:
             return
         for value, argument in zip(args, func._schema.arguments, strict=False):
@@ -122,7 +127,7 @@ class HostValues:
                         self._stale.add(leaf.untyped_storage()._cdata)
 
 
-def on_host(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def on_host(kwargs: Keywords) -> Keywords:
     """Return the keyword arguments of a factory function without device and pinning."""
     kept = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     return kept | ({"device": torch.device("cpu")} if kept.get("device") is not None else {})

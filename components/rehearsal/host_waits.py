@@ -1,15 +1,14 @@
 """Operators for which the host waits until the GPU has finished, and copies that need not block."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from components.rehearsal.call_site import call_site
+from components.rehearsal.host_values import Arguments, Keywords
 
 SYNCHRONIZING = frozenset(
     f"aten::{name}"
@@ -60,9 +59,7 @@ class HostWaits:
     def blocking_copy(self, kind: str) -> None:
         self.copies[Wait(kind, self.moment, call_site())] += 1
 
-    def see(
-        self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], target: torch.device | None
-    ) -> None:
+    def see(self, func: OpOverload, args: Arguments, kwargs: Keywords, target: torch.device | None) -> None:
         """Record whether the host waits in ``func(*args, **kwargs)``, which names the device ``target``."""
         name = func._schema.name
         if name == "aten::_to_copy":

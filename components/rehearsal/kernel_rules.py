@@ -1,14 +1,11 @@
 """Rules about the arguments of CUDA kernels that their fake implementations do not check."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from components.rehearsal.call_site import call_site
-from components.rehearsal.host_values import HostValues
+from components.rehearsal.host_values import Arguments, HostValues
 
 MAX_HEAD_DIM = 256
 ALIGNMENT = 16
@@ -22,7 +19,7 @@ class KernelRules:
         self.violations: dict[str, None] = {}
         self._values = values
 
-    def check(self, func: OpOverload, args: Sequence[Any]) -> None:
+    def check(self, func: OpOverload, args: Arguments) -> None:
         name = func._schema.name
         if name == "torch_attn::_varlen_attn":
             self._varlen_attention(*args[:7])

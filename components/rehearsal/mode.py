@@ -1,7 +1,6 @@
 """The dispatch mode of a rehearsal: every operator on a fake CUDA tensor passes through it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from components.rehearsal import traffic
 from components.rehearsal.arithmetic import Arithmetic
-from components.rehearsal.host_values import HostValues, UnknownValueError
+from components.rehearsal.host_values import Arguments, HostValues, Keywords, UnknownValueError
 from components.rehearsal.host_waits import INDEXING, MASKS, HostWaits
 from components.rehearsal.kernel_rules import KernelRules
 from components.rehearsal.live_memory import LiveMemory
@@ -39,7 +38,7 @@ class RehearsalMode(TorchDispatchMode):
         self.traffic, self.arithmetic = Traffic(), Arithmetic()
         self.rules = KernelRules(self.values)
         self.step = "build"
-        self._special: dict[str, Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]] = {
+        self._special: dict[str, Callable[[OpOverload, Arguments, Keywords], object]] = {
             "aten::is_pinned": lambda *_: True,
             "aten::_pin_memory": lambda _, args, __: self._copy_of(args[0]),
             "aten::_local_scalar_dense": lambda _, args, __: self._scalar(args[0]),
@@ -67,8 +66,8 @@ class RehearsalMode(TorchDispatchMode):
         return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+        self, func: OpOverload, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         if any(kind not in PLAIN for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -89,8 +88,8 @@ class RehearsalMode(TorchDispatchMode):
         )
 
     def _compute(
-        self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], target: torch.device | None
-    ) -> Any:
+        self, func: OpOverload, args: Arguments, kwargs: Keywords, target: torch.device | None
+    ) -> object:
         """Record an operator and return its fake result."""
         self.waits.see(func, args, kwargs, target)
         self.rules.check(func, args)
@@ -104,7 +103,7 @@ class RehearsalMode(TorchDispatchMode):
                 self.memory.hold(leaf)
         return out
 
-    def _fake_result(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _fake_result(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
         if func in DATA_DEPENDENT:
             return self._data_dependent(func, args, kwargs)
         lifted_args, lifted_kwargs = tree_map(self._lift, (list(args), kwargs))
@@ -115,7 +114,7 @@ class RehearsalMode(TorchDispatchMode):
         with self.fake:
             return torch.empty_like(tensor)
 
-    def _lift(self, value: Any) -> Any:
+    def _lift(self, value: object) -> object:
         """Return a fake tensor for a host tensor, which FakeTensorMode itself would keep alive."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
@@ -129,9 +128,9 @@ class RehearsalMode(TorchDispatchMode):
         known = self.values.known(tensor)
         return plausible(tensor.dtype) if known is None else known.item()
 
-    def _without_masks(self, args: Sequence[Any]) -> Sequence[Any]:
+    def _without_masks(self, args: Arguments) -> Arguments:
         """Replace masks whose values are known by the positions that they select."""
-        found: list[Any] = []
+        found: list[Tensor | None] = []
         for index in args[1]:
             known = None if index is None or index.dtype not in MASKS else self.values.known(index)
             if known is None:
@@ -145,7 +144,7 @@ class RehearsalMode(TorchDispatchMode):
                 found.append(made)
         return (args[0], found, *args[2:])
 
-    def _data_dependent(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> FakeTensor:
+    def _data_dependent(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> FakeTensor:
         """Return the result of an operator whose length depends on values; if unknown, the longest one."""
         source = args[0]
         if func is aten.masked_select.default:
@@ -169,7 +168,7 @@ class RehearsalMode(TorchDispatchMode):
 
     # ---- messages
 
-    def _exchange(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _exchange(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
         """Let the fake group answer for empty host tensors instead of the fake ones."""
         fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
         group = traffic.group_of(args)
@@ -178,7 +177,7 @@ class RehearsalMode(TorchDispatchMode):
         self.traffic.add(name, ranks, args)
         stands: dict[int, Tensor] = {}
 
-        def real(value: Any) -> Any:
+        def real(value: object) -> object:
             if not isinstance(value, FakeTensor):
                 return value
             return stands.setdefault(id(value), torch.empty(0, dtype=value.dtype))
@@ -191,7 +190,7 @@ class RehearsalMode(TorchDispatchMode):
         back = {id(stands[id(fake)]): fake for fake in fakes}
         return tree_map(lambda value: back.get(id(value), value) if isinstance(value, Tensor) else value, out)
 
-    def _functional_exchange(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _functional_exchange(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
         name = func._schema.name.removeprefix("_c10d_functional::")
         words = (value for value in reversed(args) if isinstance(value, str))
         group = next((word for word in words if word not in REDUCTIONS), None)

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from components.rehearsal.host_values import HostValues
+from components.rehearsal.host_values import Arguments, HostValues
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Traffic:
     num_bytes: Counter[Exchange] = field(default_factory=Counter)
     moment: str = "build"
 
-    def add(self, collective: str, ranks: Sequence[int], args: Sequence[Any]) -> None:
+    def add(self, collective: str, ranks: Sequence[int], args: Arguments) -> None:
         """Count a call. Its size is that of its inputs or of its outputs, whichever is larger."""
         tensors = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor)] for value in args]
         first = next(tensor for each in tensors for tensor in each)
@@ -44,7 +43,7 @@ class Traffic:
         self.num_bytes[exchange] += max(sum(t.numel() * t.element_size() for t in each) for each in tensors)
 
 
-def group_of(args: Sequence[Any]) -> dist.ProcessGroup | None:
+def group_of(args: Arguments) -> dist.ProcessGroup | None:
     """Return the process group among the arguments of a ``c10d`` operator."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import yaml
 
@@ -15,6 +15,8 @@ from components.contracts.status import current_status
 from components.json_text import as_type, parse_json
 from components.report.curves import Curve, current_name, read_curves
 from components.yaml_text import parse_yaml
+
+T = TypeVar("T")
 
 LAST_LINES = 20
 TAIL_BYTES = 16384
@@ -110,7 +112,7 @@ def read_run(entry: Entry, points: int) -> RunPage:
 
     folder = entry.folder
 
-    def part(name: str, read: Callable[[Path], Any]) -> Any:
+    def part(name: str, read: Callable[[Path], T]) -> T | None:
         try:
             return read(folder / name)
         except FileNotFoundError:

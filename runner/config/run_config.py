@@ -6,7 +6,7 @@ The comments of conf/config.yaml describe every key.
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from components.contracts.engine import Kernels
 from components.contracts.errors import ConfigError
@@ -160,14 +160,14 @@ class WatchedMetric:
     mode: Literal["min", "max"]
 
 
-def check_at_least_1(node: str, config: Any, *keys: str) -> None:
+def check_at_least_1(node: str, config: object, *keys: str) -> None:
     for key in keys:
         value = getattr(config, key)
         if value is not None and value < 1:
             raise ConfigError(f"{node}.{key}: must be at least 1, got {value}.")
 
 
-def check_at_least_0(node: str, config: Any, *keys: str) -> None:
+def check_at_least_0(node: str, config: object, *keys: str) -> None:
     for key in keys:
         if getattr(config, key) < 0:
             raise ConfigError(f"{node}.{key}: must be 0 (off) or more, got {getattr(config, key)}.")

@@ -3,7 +3,6 @@
 import inspect
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from typing_extensions import get_protocol_members, is_protocol
 
@@ -29,7 +28,7 @@ def objection(target: object, contract: type) -> str | None:
     return "is not a class"
 
 
-def objection_to_result(hints: Mapping[str, Any], contract: type) -> str | None:
+def objection_to_result(hints: Mapping[str, object], contract: type) -> str | None:
     """Describe why the result of a function with these annotations does not serve ``contract``, or None."""
     if "return" not in hints:
         return "is not a class, nor a function with the annotation of its result"

@@ -1,14 +1,15 @@
 """``run.json``: the record of a run, from its preparation to its end. Nothing here imports torch."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from components.atomic_write import write_atomic
 from components.contracts.errors import ConfigError, TrainingError
+from components.contracts.json_types import Config, Json
 from components.contracts.status import RunStatus, current_status
 from components.json_text import as_type, parse_json
 from runner.launch.slurm_env import JobFacts
@@ -68,13 +69,13 @@ class RunRecord:
     """Absolute path of a checkpoint."""
     sweep: SweepPlace | None = None
     slurm: JobFacts | None = None
-    identity: dict[str, Any] = field(default_factory=dict)
+    identity: Json = field(default_factory=dict)
     """Fields of ``RunIdentity``."""
     reference: ReferenceCache | None = None
-    data: dict[str, Any] = field(default_factory=dict)
+    data: Json = field(default_factory=dict)
     """The input of ``data.restore``."""
     results: Results = field(default_factory=Results)
-    engine_facts: Mapping[str, Any] = field(default_factory=dict)
+    engine_facts: Config = field(default_factory=dict)
     """``Engine.describe()``. In the file its keys are next to the other ones, which have precedence."""
 
     @classmethod
@@ -82,23 +83,23 @@ class RunRecord:
         """Read the record of the run in ``folder``; raise ConfigError if it is damaged."""
         path = folder / "run.json"
         try:
-            return cls.from_json(as_type(dict[str, Any], parse_json(path.read_text())))
+            return cls.from_json(as_type(Json, parse_json(path.read_text())))
         except ValueError as error:
             raise ConfigError(
                 f"{path}: is damaged, or of a later version ({error}); restore it, or start a new run."
             ) from error
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Self:
+    def from_json(cls, content: Config) -> Self:
         """Build the record from the content of run.json; raise ValueError if a field has another type."""
-        own: dict[str, Any] = {f.name: content[f.name] for f in fields(cls) if f.name in content}
+        own: Json = {f.name: content[f.name] for f in fields(cls) if f.name in content}
         own["ended"] = current_status(own.get("ended"))
         own["results"] = own.get("results") or {}
         return as_type(
             cls, own | {"engine_facts": {name: content[name] for name in content if name not in own}}
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the content of run.json."""
         own = asdict(self)
         facts = own.pop("engine_facts")

@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from components.atomic_write import write_atomic
+from components.contracts.json_types import Json
 from components.contracts.status import JobStatus, current_status
 from components.json_text import as_type, parse_json
 
@@ -59,7 +59,7 @@ class SweepJob:
 def read_job_record(path: Path) -> JobRecord:
     """Return the outcome in ``path``, or a failed one that says why the file cannot be read."""
     try:
-        fields = as_type(dict[str, Any], parse_json(path.read_text()))
+        fields = as_type(Json, parse_json(path.read_text()))
         return as_type(JobRecord, fields | {"status": current_status(fields.get("status"))})
     except (OSError, ValueError) as error:
         return JobRecord(int(path.stem), (), "failed", error=f"{path} cannot be read: {error}")

@@ -4,10 +4,9 @@ import json
 import pkgutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from components.contracts.errors import ConfigError
-from components.contracts.json_types import Config
+from components.contracts.json_types import Config, Json
 from components.json_text import as_type, one_line, read_json
 from runner.launch.run_record import SweepPlace
 from runner.training.stop import Pruner
@@ -20,7 +19,7 @@ class PrunerFile:
     """The content of the file: the class ``module:class``, and its arguments besides the job's number."""
 
     target: str
-    options: dict[str, Any]
+    options: Json
 
 
 def leave_pruner(sweep: Path, target: str, options: Config) -> None:

@@ -7,7 +7,7 @@ from components.contracts.json_types import Json
 from components.reference.source import resolve_reference
 from components.rehearsal.fake_cuda import Gpu
 from components.rehearsal.outcome import describe
-from components.rehearsal.rehearse import RehearsedRun, install, rehearse
+from components.rehearsal.rehearsed_run import RehearsedRun, install, rehearse
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.run_dir import read_run_config

@@ -14,7 +14,7 @@ from components.contracts.batch import Batch
 from components.contracts.engine import EngineOptions, StepResult
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
-from components.models.moe_config import MoELossConfig
+from components.models.moe_loss_config import MoELossConfig
 from components.optimizers import AdamW
 from tests.distributed.cases import LENGTHS, Step, next_token, share, spec
 from tests.distributed.gradients import capture

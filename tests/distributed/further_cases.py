@@ -16,7 +16,7 @@ from components.contracts.engine import EngineOptions
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.models.experts import unstack_experts
-from components.models.moe_config import MoELossConfig
+from components.models.moe_loss_config import MoELossConfig
 from components.models.mtp import MTPConfig
 from components.optimizers import AdamW
 from tests.distributed.cases import (

@@ -10,7 +10,7 @@ from torch import Tensor
 from components.contracts.batch import IGNORE
 from components.engines.megatron import Megatron
 from components.models.experts import unstack_experts
-from components.models.moe_config import AUX, MoELossConfig, Z
+from components.models.moe_loss_config import AUX, MoELossConfig, Z
 from tests.distributed.cases import Step, next_token, plain_model, sequences, share
 from tests.distributed.expert_cases import Trained, Work, make, one_step, run
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
-from components.adapters.export import peft_config
+from components.adapters.peft_export import peft_config
 from components.checkpoint.dcp import save_tensors
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.engine import Reference

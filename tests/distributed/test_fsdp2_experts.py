@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from components.engines.fsdp2 import FSDP2
 from components.models.experts import unstack_experts
-from components.models.moe_config import MoELossConfig
+from components.models.moe_loss_config import MoELossConfig
 from tests.distributed.cases import assert_same, fsdp2, plain_model, plain_step
 from tests.distributed.expert_cases import Trained, Work, other_passes, read, run, watch_routers
 from tests.distributed.test_fsdp2_layouts import Pools

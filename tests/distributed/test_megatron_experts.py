@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
-from components.models.moe_config import MoELossConfig
+from components.models.moe_loss_config import MoELossConfig
 from tests.distributed import megatron_expert_cases as cases
 from tests.distributed.cases import assert_same, fsdp2, megatron
 from tests.distributed.expert_cases import Trained, Work, read, run

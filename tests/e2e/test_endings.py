@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from components.checkpoint import CheckpointManager, manager
-from components.models.export import export
+from components.models.export import hf_folder
 from runner.launch.run_lock import locked
 from tests.e2e.commands import SMALL, Command, call_here, newest, run_here
 
@@ -87,7 +87,7 @@ def test_a_lost_last_checkpoint_is_a_failure(
 def test_a_full_disk_in_the_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(export, "write_safetensors", full_disk)
+    monkeypatch.setattr(hf_folder, "write_safetensors", full_disk)
     assert call_here(f"run.output_dir={tmp_path}", *TWO) == 1
     message = capsys.readouterr().err
     assert "error: /full/file: could not be written: No space left on device" in message

@@ -28,7 +28,7 @@ KEPT = {
     "components/engines/shared/loss_accumulator.py": {"_foreach_norm"},
     "components/engines/megatron/runtime/optimizer.py": {"_get_model_param_range_map"},  # Megatron's
     "components/data/store/reference_logps.py": {"_values"},  # our own
-    "components/models/export/export.py": {"_reads_path"},  # our own
+    "components/models/export/hf_folder.py": {"_reads_path"},  # our own
     # torch's: a rehearsal stands in for CUDA.
     "components/rehearsal/arithmetic.py": {"_overloadpacket", "_schema"},
     "components/rehearsal/call_site.py": {"_getframe"},

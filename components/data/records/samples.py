@@ -5,12 +5,13 @@ calls functions, ``"tool_calls"``.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-Tool = dict[str, Any]
+from components.contracts.json_types import Json
+
+Tool = Json
 """The JSON schema of a function that a model may call."""
 
-Message = dict[str, Any]
+Message = Json
 
 
 @dataclass(frozen=True)

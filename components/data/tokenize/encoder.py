@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from components.contracts.data import SampleKind
 from components.data.records.formats import Format, normalize
+from components.data.records.record_files import Record
 from components.data.records.samples import Sample, UnpairedSample
-from components.data.records.sources import Record
 from components.data.store.token_store import Bools, TokenChunk
 from components.data.tokenize.chat import Encoded, encode_sample
 from components.data.tokenize.truncation import LongSamples, fit

@@ -29,8 +29,8 @@ from components.contracts.errors import FAILED, ConfigError
 from components.data.demo import SplitName, stdlib_records
 from components.data.progress import show_progress
 from components.data.records.formats import KINDS, Format, detect
+from components.data.records.record_files import Record, data_files, read_records
 from components.data.records.samples import Sample
-from components.data.records.sources import Record, data_files, read_records
 from components.data.store.token_store import (
     CorruptTokenStore,
     StoreWriter,
@@ -330,7 +330,7 @@ def _code() -> list[str]:
             "records/messages",
             "records/samples",
         ),
-        *("records/sources", "demo", "store/token_store", "tokenize/workers", "tokenize/assistant_mask"),
+        *("records/record_files", "demo", "store/token_store", "tokenize/workers", "tokenize/assistant_mask"),
     )
     files = [(Path(__file__).parents[1] / f"{name}.py").read_text() for name in own]
     return [digest(files), version("transformers"), version("tokenizers")]

@@ -4,7 +4,6 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch import Tensor
 from components.adapters import export_adapter
 from components.contracts.batch import Batch
 from components.contracts.engine import EngineOptions
+from components.contracts.json_types import Json
 from components.contracts.loss import Loss, TokenStats
 from components.engines.fsdp2 import state_dict
 from components.engines.fsdp2.context_parallel import ModelInput
@@ -213,7 +213,7 @@ class FSDP2Engine(TrainStepEngine):
         converted = ((name, t.to(stored_dtype(name, dtype))) for name, t in gathered())
         export_folder(self.spec, converted, path, dtype)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         experts = next(iter(grouped_experts(self.scorer.lm).values()), None)
         shared_out = {} if experts is None or experts.ep is None else {"experts": mesh_info(experts.mesh)}
         return {

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
@@ -49,8 +50,7 @@ class GroupedExperts(nn.Module):
         super().__init__()
         self.mesh, self.name, self.activation = mesh, name, ACT2FN[activation]
         self.adapter: ExpertAdapter | None = None
-        one: Any = experts[0]
-        gate, down = one.gate_proj.weight, one.down_proj.weight
+        gate, down = (experts[0].get_parameter(f"{kind}.weight") for kind in ("gate_proj", "down_proj"))
         self.ep = mesh.get_group(EXPERT) if EXPERT in (mesh.mesh_dim_names or ()) else None
         self.tp = mesh.get_group(TENSOR) if mesh[TENSOR].size() > 1 else None
         self.number = len(experts) // (1 if self.ep is None else self.ep.size())
@@ -187,12 +187,12 @@ class UsedExpertsOnly(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, loads: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, weight: Tensor, loads: Tensor) -> Tensor:
         ctx.save_for_backward(loads)
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: BackwardCFunction, *grads: Tensor) -> tuple[Tensor, None]:
         (loads,) = ctx.saved_tensors
         return grads[0].masked_fill(loads[:, None, None] == 0, 0), None
 

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
-from components.adapters.export import peft_config, shortest_suffixes
-from components.adapters.targets import linear_names
+from components.adapters.peft_export import peft_config, shortest_suffixes
+from components.adapters.target_modules import linear_names
 from components.contracts.errors import ConfigError
 from components.models.experts import EXPERT_PARAM
 from components.models.hf_private import adapters_off

@@ -1,7 +1,5 @@
 """Checks that a layout can split the experts of a model."""
 
-from typing import Any
-
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
@@ -19,7 +17,7 @@ def check(model: PreTrainedModel, *, ep: int, tp: int, ranks: int, adapter: LoRA
         ConfigError: if ``ep`` or ``tp`` cannot split the experts of ``model``, which may have none; if their
             parts cannot be sharded; or if only some experts of a layer are trained.
     """
-    found = [block.experts for block in moe_blocks(model).values()]
+    found = [module for module in model.modules() if isinstance(module, ExpertList)]
     if not found:
         if ep > 1:
             raise ConfigError(
@@ -28,7 +26,6 @@ def check(model: PreTrainedModel, *, ep: int, tp: int, ranks: int, adapter: LoRA
             )
         return
     for experts in found:
-        assert isinstance(experts, ExpertList)
         check_expert_sizes(experts, ep=ep, tp=tp, ranks=ranks)
     check_trained(model)
     if adapter is not None and adapter.expert_targets(model):
@@ -36,7 +33,7 @@ def check(model: PreTrainedModel, *, ep: int, tp: int, ranks: int, adapter: LoRA
 
 
 def check_expert_adapter(
-    adapter: LoRA, model: PreTrainedModel, experts: Any, *, tp: int, ep: int, shards: int
+    adapter: LoRA, model: PreTrainedModel, experts: ExpertList, *, tp: int, ep: int, shards: int
 ) -> None:
     """Raise ConfigError if an adapter of experts cannot be split over ``tp`` or ``shards``.
 
@@ -53,7 +50,7 @@ def check_expert_adapter(
             "adapter.modules_to_save: is not read by parallelism=fsdp2 if adapter.target_modules has "
             "only experts; use adapter.target_modules=all-linear, or leave it out."
         )
-    rows = len(experts[0].gate_proj.weight)
+    rows = len(experts[0].get_parameter("gate_proj.weight"))
     if rows % shards and len(experts) // ep % shards:
         raise ConfigError(
             f"parallelism.dp: {shards} ranks (dp / dp_replicate x cp / ep) cannot share out adapters of "
@@ -63,8 +60,7 @@ def check_expert_adapter(
 
 
 def check_expert_sizes(experts: ExpertList, *, ep: int, tp: int, ranks: int) -> None:
-    one: Any = experts[0]
-    number, (rows, hidden) = len(experts), one.gate_proj.weight.shape
+    number, (rows, hidden) = len(experts), experts[0].get_parameter("gate_proj.weight").shape
     fitting = [size for size in divisors(number) if ranks % size == 0]
     if ranks % ep:
         raise ConfigError(
@@ -97,7 +93,7 @@ def check_trained(model: PreTrainedModel) -> None:
     They are stacked in two tensors: down projections, and gate and up projections.
     """
     for name, block in moe_blocks(model).items():
-        experts: Any = block.experts
+        experts = list(block.get_submodule("experts").children())
         for leaves in (("gate_proj", "up_proj"), ("down_proj",)):
             wanted = {getattr(e, leaf).weight.requires_grad for e in experts for leaf in leaves}
             if len(wanted) > 1:

@@ -22,7 +22,7 @@ from components.engines.shared.moe_losses import (
 )
 from components.engines.shared.torch_private import flattened
 from components.models.experts import BIAS
-from components.models.moe_config import MoELossConfig
+from components.models.moe_loss_config import MoELossConfig
 
 
 class RouterHooks(RouterState):

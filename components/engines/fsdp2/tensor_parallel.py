@@ -267,11 +267,11 @@ class ReduceFromTP(torch.autograd.Function):
     """All-reduce of the partial results of the ranks; the backward is the identity."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004
+    def forward(ctx: object, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004
         return reduce_from_tp(part, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
         return grads[0], None
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.contracts.batch import Batch
-from components.models.moe_config import AUX, MoELossConfig, Z
+from components.models.moe_loss_config import AUX, MoELossConfig, Z
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Causal attention with torch's ``scaled_dot_product_attention``, one call per sequence."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +18,18 @@ def packed_sdpa(
     value: Tensor,
     spans: Sequence[int],
     key_spans: Sequence[int] | None = None,
-    **options: Any,
+    *,
+    window: int | None,
+    scale: float | None,
+    dropout: float,
 ) -> Tensor:
     """Run one SDPA per sequence; see ``causal_sdpa`` for ``key_spans`` longer than ``spans``."""
     key_spans = spans if key_spans is None else key_spans
     # Split, not sliced: the backward of each slice would fill a whole tensor with zeros.
     cuts = ((query, spans), (key, key_spans), (value, key_spans))
     pieces = zip(*(tensor.split(list(lengths), dim=2) for tensor, lengths in cuts), strict=True)
-    return torch.cat([causal_sdpa(*piece, **options) for piece in pieces], dim=1)
+    out = [causal_sdpa(*piece, window=window, scale=scale, dropout=dropout) for piece in pieces]
+    return torch.cat(out, dim=1)
 
 
 def causal_sdpa(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from components.contracts.batch import IGNORE
 from components.contracts.loss import TokenStats
@@ -90,14 +91,14 @@ class Spread(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
+    def forward(ctx: FunctionCtx, values: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
         ctx.save_for_backward(index)
         spread = values.new_zeros(shape)
         spread.view(-1).index_copy_(0, index, values)
         return spread
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: BackwardCFunction, *grads: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
         return grads[0].reshape(-1).index_select(0, index), None, None
 

@@ -178,7 +178,7 @@ def ulysses_attention(
     value: Tensor,
     *others: Tensor | None,
     context_group: dist.ProcessGroup | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Call ``attend`` on whole rows; with ``context_group`` each rank passes and gets its share of positions.
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from components.contracts.configs import WeightSource
 from components.models.config import ModelSpec
 from components.models.experts import stored_dtype
-from components.models.export.export import SHARD_BYTES, finish_folder
 from components.models.export.hf_file_names import file_names
+from components.models.export.hf_folder import SHARD_BYTES, finish_folder
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 ALIGNMENT = 8

@@ -1,11 +1,11 @@
 """FSDP2 layouts for the forecast: communication costs, changes that save memory, enumeration."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import gcd
-from typing import Any
 
 import torch
 
+from components.contracts.json_types import Config, Json
 from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.shared.parallel_dims import RECOMPUTED_MORE, divisors
 from components.preflight.estimates.communication import (
@@ -20,7 +20,7 @@ from components.preflight.estimates.communication import (
 from components.preflight.estimates.quantities import CommInputs, CommVolume, ModelSize, StepCost
 
 
-def mesh_info(layout: FSDP2Layout, world_size: int) -> dict[str, Any]:
+def mesh_info(layout: FSDP2Layout, world_size: int) -> Json:
     """Return the mesh that ``components.engines.fsdp2.mesh.make_mesh`` creates."""
     replicate, cp, tp = layout.dp_replicate, layout.cp, layout.tp
     dims = {
@@ -84,10 +84,10 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     return StepCost(sent, bubble=0.0, recomputed=recomputed)
 
 
-def memory_savers(layout: FSDP2Layout, world_size: int) -> list[dict[str, Any]]:
+def memory_savers(layout: FSDP2Layout, world_size: int) -> list[Json]:
     """Return changes of keys that may save memory, first those that keep the number of ranks."""
     dp = layout.dp_size(world_size)
-    found: list[dict[str, Any]] = [
+    found: list[Json] = [
         {"activation_checkpointing": kind} for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
     ]
     if not layout.reshard_after_forward:
@@ -108,12 +108,12 @@ def memory_savers(layout: FSDP2Layout, world_size: int) -> list[dict[str, Any]]:
     return [keys for keys in found if shares_experts(vars(layout) | {"dp": dp} | keys)]
 
 
-def shares_experts(keys: Mapping[str, Any]) -> bool:
+def shares_experts(keys: Config) -> bool:
     """Return whether ep divides the number of ranks that shard a parameter."""
     return bool((keys["dp"] // keys["dp_replicate"] * keys["cp"]) % keys["ep"] == 0)
 
 
-def enumerate_layouts(devices: int, per_node: int, *, experts: int = 0) -> Iterator[Mapping[str, Any]]:
+def enumerate_layouts(devices: int, per_node: int, *, experts: int = 0) -> Iterator[Config]:
     """Yield the keys of every layout of ``devices`` ranks, with tensor parallelism only within a node.
 
     ``experts`` is the number of experts of a layer, 0 without any.

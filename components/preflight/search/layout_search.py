@@ -12,8 +12,8 @@ from components.models.experts import number_of_experts
 from components.optimizers import SGD
 from components.preflight.engine_layouts import EngineLayout
 from components.preflight.estimates.step_time import StepTime, StepWork, step_time, step_work
+from components.preflight.forecast_report import Report, device_section
 from components.preflight.formatting import as_seconds, as_size
-from components.preflight.report import Report, device_section
 from components.preflight.search.candidate import Candidate
 from components.preflight.search.fsdp2_layouts import enumerate_layouts as fsdp2_layouts
 from components.preflight.search.megatron_layouts import enumerate_layouts as megatron_layouts

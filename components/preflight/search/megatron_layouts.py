@@ -1,11 +1,11 @@
 """Megatron layouts for the forecast: communication costs, changes that save memory, enumeration."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from math import gcd
-from typing import Any
 
 import torch
 
+from components.contracts.json_types import Config, Json
 from components.engines.megatron.layout import Layout
 from components.engines.shared.parallel_dims import RECOMPUTED_MORE, divisors
 from components.preflight.estimates.communication import (
@@ -21,7 +21,7 @@ from components.preflight.estimates.communication import (
 from components.preflight.estimates.quantities import CommInputs, CommVolume, ModelSize, StepCost
 
 
-def mesh_info(layout: Layout, world_size: int) -> dict[str, Any]:
+def mesh_info(layout: Layout, world_size: int) -> Json:
     """Return the mesh in the rank order of Megatron: tp ranks are neighbours, followed by cp, dp and pp."""
     dims = {
         "pp": layout.pp,
@@ -97,10 +97,10 @@ def gradients(layout: Layout, size: ModelSize, ranks: int, dtype: torch.dtype) -
     return CommVolume("dp", num_bytes, when="overlapped" if overlaps else "at_end")
 
 
-def memory_savers(layout: Layout, world_size: int) -> list[dict[str, Any]]:
+def memory_savers(layout: Layout, world_size: int) -> list[Json]:
     """Return changes of keys that may save memory, first those that keep the number of ranks."""
     dp = world_size // layout.model_ranks
-    found: list[dict[str, Any]] = [
+    found: list[Json] = [
         {"activation_checkpointing": kind} for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
     ]
     if not layout.distributed_optimizer and dp * layout.cp > 1:
@@ -119,14 +119,14 @@ def memory_savers(layout: Layout, world_size: int) -> list[dict[str, Any]]:
     return [keys for keys in found if shares_experts(vars(layout) | {"dp": dp} | keys)]
 
 
-def shares_experts(keys: Mapping[str, Any]) -> bool:
+def shares_experts(keys: Config) -> bool:
     """Return whether ep x etp divides the number of ranks of a pipeline stage."""
     return bool((keys["tp"] * keys["cp"] * keys["dp"]) % (keys["ep"] * keys["etp"]) == 0)
 
 
 def enumerate_layouts(
     devices: int, per_node: int, num_layers: int, *, sharded: bool, experts: int = 0
-) -> Iterator[Mapping[str, Any]]:
+) -> Iterator[Config]:
     """Yield the keys of every layout of ``devices`` ranks, with tensor parallelism only within a node.
 
     ``sharded`` selects the distributed optimizer. ``experts`` is the number of experts of a layer, 0 without

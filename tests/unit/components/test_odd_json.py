@@ -9,7 +9,7 @@ import pytest
 
 from components.checkpoint import read_meta
 from components.contracts.errors import ConfigError
-from components.data.records.sources import read_records
+from components.data.records.record_files import read_records
 from components.json_text import read_json
 from components.models.generate import read_generation_config
 from components.report.runs import Entry, read_run

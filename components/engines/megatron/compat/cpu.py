@@ -8,7 +8,6 @@ nothing without a GPU, are replaced globally. Everything that works without Mega
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,8 +43,8 @@ def import_uncompiled() -> None:
     during(torch, "compile", leave_eager)(import_module)("megatron.core.jit")
 
 
-def leave_eager(_: object) -> Callable[..., Any]:
-    def compile(function: Any = None, **_: object) -> Any:
+def leave_eager(_: object) -> Callable[..., object]:
+    def compile(function: object = None, **_: object) -> object:
         return compile if function is None else function
 
     return compile
@@ -98,7 +97,7 @@ class CpuTorch:
     def __init__(self) -> None:
         self.tensor, self.zeros = on_cpu(torch.tensor), on_cpu(torch.zeros)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(torch, name)
 
 
@@ -116,9 +115,9 @@ def identity(_: object) -> Callable[..., Tensor]:
     return lambda tensor, *_, **__: tensor
 
 
-def name_cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    def named(tensor: Tensor, *to: Any) -> object:
-        return original(tensor, *to) if to else original(tensor).replace("torch.", "torch.cuda.", 1)
+def name_cuda_type(original: Callable[..., object]) -> Callable[..., object]:
+    def named(tensor: Tensor, *to: object) -> object:
+        return original(tensor, *to) if to else str(original(tensor)).replace("torch.", "torch.cuda.", 1)
 
     return named
 
@@ -132,12 +131,12 @@ def chunks_of_rank(_: object) -> Callable[[Tensor, int, dist.ProcessGroup], Tens
     return own_chunks
 
 
-def keep_sent_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_sent_tensors(original: Callable[..., object]) -> Callable[..., object]:
     @wraps(original)
-    def send_aliases(**tensors: Any) -> object:
+    def send_aliases(**tensors: object) -> object:
         for name in ("tensor_send_prev", "tensor_send_next"):
-            if tensors[name] is not None:
-                tensors[name] = tensors[name].detach()
+            if isinstance(tensor := tensors[name], Tensor):
+                tensors[name] = tensor.detach()
         return original(**tensors)
 
     return send_aliases

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ class TorchInOrder:
     def __init__(self) -> None:
         self.cuda = CudaInOrder()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(torch, name)
 
 
@@ -35,7 +34,7 @@ class CudaInOrder:
     def stream(self, _: object) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(torch.cuda, name)
 
 
@@ -50,7 +49,7 @@ class SingleStream:
         return self
 
 
-def as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
+def as_numbers(original: Callable[..., object]) -> Callable[..., object]:
     @wraps(original)
     def move(tensor: object, as_numpy: bool = False, **_: object) -> object:
         return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor

@@ -6,9 +6,10 @@ from functools import wraps
 from importlib.metadata import version
 from pkgutil import resolve_name
 from threading import get_ident
-from typing import Any
 
 from packaging.specifiers import SpecifierSet
+
+Function = Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,12 @@ class Patch:
     symbols: tuple[str, ...]
     """Dotted names of one object, which has another name in every module that imports it by name."""
     why: str
-    replace: Callable[[Any], Any]
+    replace: Callable[..., object]
     """Function from the original to its replacement. It is called once per symbol and returns a new object
     each time, because torch._dynamo fails if one object has two rules."""
     versions: str = ">=0.16"
     """Version specifier of the megatron-core releases that need the patch."""
-    originals: dict[str, Any] = field(default_factory=dict, repr=False)
+    originals: dict[str, object] = field(default_factory=dict, repr=False)
     """The originals by symbol, filled by ``install``."""
 
     @property
@@ -59,13 +60,13 @@ def find(symbol: str) -> tuple[object, str]:
     return owner, name
 
 
-def during(owner: object, name: str, replace: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def during(owner: object, name: str, replace: Callable[..., Function]) -> Callable[[Function], Function]:
     """Return a ``Patch.replace`` that keeps the function but replaces ``owner.name`` while it runs.
 
     The replacement applies only to the calling thread, because another may be writing a checkpoint.
     """
 
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+    def around(function: Function) -> Function:
         @wraps(function)
         def wrapped(*args: object, **kwargs: object) -> object:
             original, thread = getattr(owner, name), get_ident()

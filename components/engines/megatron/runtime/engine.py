@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from components.adapters import export_adapter
 from components.contracts.batch import Batch
 from components.contracts.engine import EngineOptions
+from components.contracts.json_types import Json
 from components.contracts.loss import Loss
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime import schedule, state_dict
@@ -223,7 +224,7 @@ class MegatronEngine(TrainStepEngine):
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         adapter = self.options.adapter
         shapes = {} if adapter is None else adapter.shapes(self.meta)
         added = sum(shape.numel() for shape in shapes.values())

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -62,12 +61,15 @@ class LogProbGPTModel(GPTModel):
         self,
         config: TransformerConfig,
         vocab_size: int,
-        **options: Any,
+        *,
+        vp_stage: int | None,
+        **options: object,
     ) -> None:
-        spec = block_spec(config, options["vp_stage"])
+        spec = block_spec(config, vp_stage)
         if config.mtp_num_layers:
-            options["mtp_block_spec"] = mtp_spec(config, spec, options["vp_stage"])
-        super().__init__(config, spec, vocab_size=padded_vocab_size(vocab_size, config), **options)
+            options["mtp_block_spec"] = mtp_spec(config, spec, vp_stage)
+        padded = padded_vocab_size(vocab_size, config)
+        super().__init__(config, spec, vocab_size=padded, vp_stage=vp_stage, **options)
         # Our attention reads sequence boundaries on the CPU, transformer-engine's on the device.
         self.boundaries = torch.device(torch.cuda.current_device()) if config.transformer_engine else None
         self.routers = find_routers([self])
@@ -76,7 +78,7 @@ class LogProbGPTModel(GPTModel):
             # does not set this flag. It is needed if tp > etp, when tp ranks have seen different tokens.
             parameter.allreduce = False  # type: ignore[attr-defined]
         self.tp = self.pg_collection.tp
-        rows = padded_vocab_size(vocab_size, config) // self.tp.size()
+        rows = padded // self.tp.size()
         start = self.tp.rank() * rows
         self.shard = VocabularyShard(self.tp, start, vocab_size)
         self.head_rows = max(min(vocab_size - start, rows), 0)

@@ -28,7 +28,7 @@ from components.engines.shared.moe_losses import (
     normalized,
 )
 from components.models.experts import moe_blocks
-from components.models.moe_config import MoELossConfig
+from components.models.moe_loss_config import MoELossConfig
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Megatron's process groups, which assign parts of the model and of the data to ranks."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ def gather_mesh_info(layout: Layout) -> Json:
 
 def gather_ranks(here: dict[str, int], sizes: dict[str, int]) -> Json:
     """Return the mesh of shape ``sizes`` in which each rank is at its coordinates ``here``; collective."""
-    places: list[Any] = [None] * dist.get_world_size()
+    places: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(places, tuple(here.values()))
     ranks = torch.full(tuple(sizes.values()), -1)
     for rank, place in enumerate(places):

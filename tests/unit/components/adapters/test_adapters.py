@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from components.adapters import LoRA, export_adapter, lora
-from components.adapters.export import peft_config
+from components.adapters.peft_export import peft_config
 from components.contracts.errors import ConfigError
 from components.models import ModelSpec
 from tests.distributed.cases import spec

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from components.contracts.errors import ConfigError
 from components.models import ModelSpec, named_shapes, stream_folder
 from components.models.experts import ExpertList, moe_blocks, router_biases
-from components.models.moe_config import MoELossConfig
+from components.models.moe_loss_config import MoELossConfig
 
 SMALL = {
     "vocab_size": 64,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from components.data.records.formats import Format, detect, normalize
+from components.data.records.record_files import read_records
 from components.data.records.samples import ChatSample, Message, PreferenceSample, Sample, TextSample
-from components.data.records.sources import read_records
 
 SHARED = Path(__file__).resolve().parents[6] / "shared" / "data"
 

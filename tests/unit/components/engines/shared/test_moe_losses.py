@@ -17,7 +17,7 @@ from components.engines.shared.moe_losses import (
     bias_change,
     expert_load_metrics,
 )
-from components.models.moe_config import AUX, MoELossConfig, Z
+from components.models.moe_loss_config import AUX, MoELossConfig, Z
 
 EXPERTS, TOP_K, LAYERS = 6, 2, 3
 

@@ -16,7 +16,7 @@ from components.checkpoint.reader import StoredTensors
 from components.contracts.errors import ConfigError
 from components.models import ModelSpec, export_folder, named_shapes, stream_folder
 from components.models.checkpoint_weights import check_shapes
-from components.models.export.export import write_safetensors
+from components.models.export.hf_folder import write_safetensors
 from components.models.export.safetensors_writer import stream_file
 from tests.distributed.cases import spec
 

@@ -6,15 +6,16 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pyarrow
 import pyarrow.parquet
 
 from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
 from components.json_text import parse_json
 
-Record = dict[str, Any]
+Record = Json
 _MAX_NAME = 64  # a csv whose first row has longer cells begins with data, not with the names of fields
 
 

@@ -5,31 +5,29 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
+from components.adapters.lora_config import LoRA
 from components.adapters.peft_folder import CONFIG, PREFIX, TENSORS
-from components.adapters.targets import leaf_names, linear_names, matches
-from components.models import ModelSpec, named_shapes, stream_folder
-from components.models.export.export import SHARD_BYTES, gather_objects, rank, write_safetensors, write_shards
+from components.adapters.target_modules import leaf_names, linear_names, matches
+from components.models import ModelSpec
 from components.models.export.hf_file_names import file_names, module_name
-from components.models.generate import amend
+from components.models.export.hf_folder import (
+    SHARD_BYTES,
+    gather_objects,
+    rank,
+    write_safetensors,
+    write_shards,
+)
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from components.adapters.lora_config import LoRA
 
-BASE, REVISION = "base_model_name_or_path", "revision"
-"""Keys of adapter_config.json that name the base model of the adapter."""
-
-
-def export_adapter(
-    adapter: "LoRA", spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]], path: Path
-) -> None:
+def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
     """Write adapter_config.json and adapter_model.safetensors.
 
     Every rank calls this function with the tensors that it writes (our name, whole tensor; in fp32 training
@@ -57,30 +55,6 @@ def export_adapter(
         dist.barrier()
 
 
-def finish_export(
-    spec: ModelSpec, export: Path, base: Path, seed: int, dtype: torch.dtype
-) -> PreTrainedTokenizerBase:
-    """Add the tokenizer to the folder ``export`` and return it.
-
-    Only one process calls this, after every rank has exported. If the weights of the base model are random or
-    from a checkpoint, they are written to the folder ``base`` in ``dtype``, which adapter_config.json then
-    names.
-    """
-    tokenizer = spec.load_tokenizer()
-    tokenizer.save_pretrained(export)
-    if spec.is_pretrained:
-        return tokenizer
-    stream_folder(spec, named_shapes(spec.build(spec.config())), spec.weights(seed), base, dtype)
-    spec.add_tokenizer(base)
-    name_base(export, base)
-    return tokenizer
-
-
-def name_base(export: Path, base: Path) -> None:
-    """Set the folder ``base`` as the base model in the adapter's folder ``export``."""
-    amend(export / CONFIG, {BASE: str(base.absolute())})
-
-
 def base_name(spec: ModelSpec) -> str | None:
     """Return the folder or hub id of the base model for peft, or None if the weights are not in one."""
     if not spec.is_pretrained or spec.path is None:
@@ -89,7 +63,7 @@ def base_name(spec: ModelSpec) -> str | None:
     return str(folder.absolute()) if folder.is_dir() else spec.path
 
 
-def peft_config(adapter: "LoRA", model: PreTrainedModel, spec: ModelSpec | None = None) -> "LoraConfig":
+def peft_config(adapter: LoRA, model: PreTrainedModel, spec: ModelSpec | None = None) -> "LoraConfig":
     """Return the peft configuration that adapts the same modules of ``model``."""
     from peft import LoraConfig  # slow to import
 

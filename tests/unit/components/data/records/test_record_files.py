@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from components.contracts.errors import ConfigError
-from components.data.records.sources import read_records
+from components.data.records.record_files import read_records
 
 RECORDS = [{"text": "one"}, {"text": 'two, "2"\nwith a line'}, {"text": "drei 🙂"}]
 SHARED = Path(__file__).resolve().parents[6] / "shared" / "data"
