@@ -200,6 +200,9 @@ class Prepared(Protocol):
     def prompt(self) -> list[int]:
         """Return the token ids of a prompt from the data for a sample generation."""
 
+    def write_bad_records(self, folder: Path) -> None:
+        """Write ``folder``/bad_records.jsonl if records were left out because they cannot be read."""
+
     def to_json(self) -> Json: ...
 
 

@@ -29,6 +29,10 @@ class SourceAudit:
     """Samples left out because they have no target."""
     identical: int
     """Pairs left out because both answers are the same."""
+    bad: int
+    """Records left out because they cannot be read (``data.on_bad_record=skip``)."""
+    unread: tuple[str, ...]
+    """Fields that have values in some records and are not read."""
     long_prompts: int
     """Samples, kept or left out, whose prompt without the answer is longer than ``data.max_length``."""
     desirable: float | None
@@ -65,11 +69,16 @@ class Audit:
     def warnings(self) -> list[str]:
         """Return the warnings to show before the run, one line each."""
         splits = [split for split in (self.train, self.eval) if split is not None]
+        counts = {
+            "{:,} pair(s) with the same answer twice are left out.": "identical",
+            "{:,} record(s) that cannot be read are left out; bad_records.jsonl names them.": "bad",
+        }
         return [
-            f"{source.name}: {source.identical:,} pair(s) with the same answer twice are left out."
+            f"{source.name}: {text.format(getattr(source, count))}"
             for split in splits
             for source in split.sources
-            if source.identical
+            for text, count in counts.items()
+            if getattr(source, count)
         ]
 
     def render(self) -> Table:
@@ -113,6 +122,8 @@ def audit_source(
         dropped=record.dropped if with_left_out else 0,
         unsupervised=record.unsupervised if with_left_out else 0,
         identical=record.identical if with_left_out else 0,
+        bad=len(record.bad) if with_left_out else 0,
+        unread=tuple(sorted(record.unread)),
         long_prompts=record.long_prompts if with_left_out else 0,
         desirable=_share(tokens.desirable, selected),
         stop_token_trained=_share(record.stop_trained, selected),
@@ -135,7 +146,9 @@ def audit_split(sources: Sequence[SourceAudit], plan: Plan, packing: str, capaci
     return SplitAudit(tuple(sources), packing, plan.num_rows, fill)
 
 
-def _cell(value: str | float | None) -> str:
+def _cell(value: str | float | tuple[str, ...] | None) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value) or "-"
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -5,10 +5,8 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from math import inf
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,23 +15,22 @@ from components.contracts.data import SampleKind
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.audit import Audit
+from components.data.data_sources import STAGES, FileSource, Source, StdlibSource
 from components.data.loader import PreparedData, StoreFiles
 from components.data.packing import Packing, hold_out
 from components.data.plans import count_steps
 from components.data.progress import show_progress
-from components.data.records.formats import Format
 from components.data.splits import SourceTokens, Split, indexed_source, plan_eval
 from components.data.store.indexed import indexed_prefix
 from components.data.store.token_store import Bools
 from components.data.tokenize.encoder import Encoder
 from components.data.tokenize.truncation import LongSamples
-from components.data.tokenize.workers import STAGES, FileSource, Source, StdlibSource, build_store
+from components.data.tokenize.workers import build_store
 from components.home import expand_home
 
 log = logging.getLogger(__name__)
 
 _MAX_WORKERS = 8
-_SOURCE_KEYS = ("path", "repeats", "format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,66 +235,6 @@ class StdlibData(Data):
 
     def eval_source(self) -> Source:
         return StdlibSource("eval")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilesData(Data):
-    """A user's files, named by either ``train`` or ``sources``."""
-
-    train: str | None = None
-    sources: list[Json] | None = None
-    """One ``{path, repeats = 1, format = data.format}`` per source."""
-    eval: str | None = None
-    eval_fraction: float = 0.0
-    format: Literal["auto"] | Format = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.train is None) == (self.sources is None):
-            have = "both are given" if self.train is not None else "both are null"
-            raise ConfigError(f"data.train, data.sources: {have}; give one of them, as data.train=PATH.")
-        if not 0 <= self.eval_fraction < 1:
-            raise ConfigError(
-                f"data.eval_fraction: must be at least 0 and below 1, got {self.eval_fraction}."
-            )
-        if self.eval is not None and self.eval_fraction:
-            raise ConfigError("data.eval_fraction: is not read if data.eval names a file; remove one.")
-        if self.sources == []:
-            raise ConfigError("data.sources: is empty; give at least one {path: FILE}.")
-        for index, source in enumerate(self.sources or []):
-            _check_source(f"data.sources[{index}]", source)
-
-    def train_sources(self) -> Sequence[tuple[Source, float]]:
-        if self.train is not None:
-            return [(FileSource("data.train", self.train, self.format), 1.0)]
-        return [
-            (
-                FileSource(f"data.sources[{i}]", source["path"], source.get("format", self.format)),
-                float(source.get("repeats", 1.0)),
-            )
-            for i, source in enumerate(self.sources or [])
-        ]
-
-    def eval_source(self) -> Source | None:
-        return None if self.eval is None else FileSource("data.eval", self.eval, self.format)
-
-    def held_out_fraction(self) -> float:
-        return self.eval_fraction
-
-
-def _check_source(where: str, source: Json) -> None:
-    for key in source:
-        if key not in _SOURCE_KEYS:
-            near = get_close_matches(key, _SOURCE_KEYS, n=1) or [", ".join(_SOURCE_KEYS)]
-            raise ConfigError(f"{where}.{key}: nothing reads this key; did you mean {near[0]}?")
-    if not isinstance(source.get("path"), str):
-        raise ConfigError(f"{where}.path: must be a path, got {source.get('path')!r}.")
-    repeats = source.get("repeats", 1.0)
-    if isinstance(repeats, bool) or not isinstance(repeats, int | float) or not 0 < repeats < inf:
-        raise ConfigError(f"{where}.repeats: must be a number above 0 (1: once per epoch), got {repeats!r}.")
-    known = ("auto", *get_args(Format))
-    if source.get("format", "auto") not in known:
-        raise ConfigError(f"{where}.format: {source['format']!r} is not one of {', '.join(known)}.")
 
 
 def _no_step(num_rows: int, epoch: int, global_batch_size: int) -> ConfigError:

@@ -1,5 +1,6 @@
 """Global batches from a plan: which rows belong to a step, and which of them to this rank."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -261,6 +262,19 @@ class PreparedData:
         mask = tokens.mask(sequence, 0, stop)
         length = min(32, stop // 2) if mask[0] else int(mask.argmax())
         return [int(token) for token in tokens.tokens(sequence, 0, length)]
+
+    def write_bad_records(self, folder: Path) -> None:
+        """Write bad_records.jsonl, unless every record was read: an object per record with its place."""
+        paths = {
+            store.path: store.name for split in self.splits for store in split.stores if not store.indexed
+        }
+        lines = [
+            json.dumps({"source": name, **asdict(bad)}) + "\n"
+            for path, name in paths.items()
+            for bad in TokenStore.open(Path(path)).outcome().bad
+        ]
+        if lines:
+            (folder / "bad_records.jsonl").write_text("".join(lines))
 
     def to_json(self) -> Json:
         return asdict(self)

@@ -11,6 +11,7 @@ from components.contracts.errors import ConfigError
 from components.data import packing as packing_module
 from components.data import shared_prefix as prompts_module
 from components.data.audit import SplitAudit, audit_source, audit_split
+from components.data.data_sources import FileSource
 from components.data.loader import SplitFiles, StoreFiles
 from components.data.packing import Packing, PlanOptions
 from components.data.plans import CachedPlans, count_steps
@@ -18,7 +19,6 @@ from components.data.store.concat_store import ConcatTokens
 from components.data.store.indexed import IndexedTokens
 from components.data.store.token_store import Bools, FilterResult, TokenSequences, digest, file_digest
 from components.data.tokenize.encoder import Encoder
-from components.data.tokenize.workers import FileSource
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SourceTokens:
 def indexed_source(
     source: FileSource, prefix: Path, encoder: Encoder, cache: Path, repeats: float
 ) -> SourceTokens:
-    if encoder.kind != "text" or source.format not in ("auto", "text"):
+    if encoder.kind != "text" or source.options.format not in ("auto", "text"):
         raise ConfigError(f"{source.name}: an indexed data set is text; use stage=pt and data.format=auto.")
     tokens = IndexedTokens.open(prefix, max_length=encoder.max_length)
     tokens.check_vocabulary(encoder.vocab_size())

@@ -62,6 +62,7 @@ def prepare(launch: RunPreparation) -> Path:
     ).write(folder)
     write_code_diff(folder)
     (folder / "audit.json").write_text(found.data.audit.to_json())
+    found.data.write_bad_records(folder)
     (folder / "preflight.json").write_text(survey.to_json())
     console.print(found.data.audit.render(), survey.render(), sep="\n")
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)

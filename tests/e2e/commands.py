@@ -70,7 +70,7 @@ def little_data() -> Iterator[None]:
         count = (12 if documents else 240) if split == "train" else (1 if documents else 12)
         return islice(stdlib_records(kind, split), count)
 
-    with mock.patch("components.data.tokenize.workers.stdlib_records", first):
+    with mock.patch("components.data.data_sources.stdlib_records", first):
         yield
 
 

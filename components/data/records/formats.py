@@ -1,18 +1,38 @@
-"""Convert records of users to four kinds of sample. Every error message names the record's origin."""
+"""Convert records of users to samples. Every error message names the record's origin."""
 
 from collections.abc import Mapping
-from typing import Literal, get_args
 
 from components.contracts.data import SampleKind
 from components.contracts.errors import ConfigError
-from components.data.records.messages import alpaca_prompt, checked, read_string, read_tools, read_turns
-from components.data.records.preference_records import read_preference, read_unpaired
-from components.data.records.samples import ChatSample, Sample, TextSample
-
-Format = Literal["text", "alpaca", "sharegpt", "messages", "preference", "unpaired"]
+from components.data.records.columns import renamed, unnamed
+from components.data.records.messages import (
+    alpaca_answer,
+    alpaca_prompt,
+    checked,
+    fail,
+    read_string,
+    read_template_kwargs,
+    read_tools,
+    read_turns,
+    split_untrained,
+    with_default_system,
+)
+from components.data.records.options import Format, RecordOptions
+from components.data.records.preference_records import read_completion, read_preference, read_unpaired
+from components.data.records.samples import (
+    ChatSample,
+    CompletionSample,
+    Message,
+    Sample,
+    SegmentsSample,
+    TextSample,
+)
+from components.data.records.unread_fields import unread_fields
 
 KINDS: Mapping[Format, SampleKind] = {
     "text": "text",
+    "prompt_completion": "chat",
+    "segments": "chat",
     "alpaca": "chat",
     "sharegpt": "chat",
     "messages": "chat",
@@ -23,48 +43,120 @@ KINDS: Mapping[Format, SampleKind] = {
 
 _MARKS: tuple[tuple[Format, tuple[str, ...]], ...] = (
     ("preference", ("chosen", "rejected")),
+    ("preference", ("chosen_messages", "rejected_messages")),
     ("unpaired", ("completion", "label")),
     ("unpaired", ("kto_tag",)),
     ("messages", ("messages",)),
     ("sharegpt", ("conversations",)),
     ("alpaca", ("instruction", "output")),
+    ("prompt_completion", ("prompt", "completion")),
+    ("alpaca", ("prompt", "response")),
+    ("segments", ("segments",)),
     ("text", ("text",)),
 )
 """The keys that identify a format. The first format whose keys are all present is chosen."""
+_LABELLED: tuple[tuple[Format, tuple[str, ...]], ...] = tuple(
+    ("unpaired", (key, "label")) for key in ("messages", "conversations", "output", "response")
+)
+"""Further keys that identify unpaired data, but only for its stage: other data has labels of other kinds."""
 
 
-def detect(record: Mapping[str, object], origin: str) -> Format:
-    """Detect the format by the fields that are present.
+def detect(record: Mapping[str, object], kind: SampleKind, origin: str) -> Format:
+    """Detect the format by the fields that are present; ``kind`` is that of the stage.
 
     Raises:
         ConfigError: if the fields match no known format.
     """
-    for name, keys in _MARKS:
+    marks = (*_LABELLED, *_MARKS) if kind == "unpaired" else _MARKS
+    for name, keys in marks:
         if all(record.get(key) is not None for key in keys):
             return name
+    if record.get("prompt") is not None:
+        raise ConfigError(
+            f"{origin}: is a prompt without an answer, which no stage trains on.\n"
+            "Add a field 'completion', or name the field of the answer in data.columns.completion."
+        )
     known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in _MARKS)
     raise ConfigError(
         f"{origin}: data.format=auto does not recognise a record with fields {', '.join(map(str, record))}.\n"
-        f"Rename the fields to one of ({known}), or name the format in data.format."
+        f"Name the fields in data.columns, or rename them, to one of ({known})."
     )
 
 
-def normalize(record: Mapping[str, object], format: Format, origin: str) -> Sample:
-    """Convert one record to a sample.
+def normalize(given: Mapping[str, object], options: RecordOptions, origin: str) -> tuple[Sample, list[str]]:
+    """Convert one record to a sample; return it with the names of the fields that are not read.
 
     Raises:
-        ConfigError: if a field is missing, a type is wrong, or roles are out of order.
+        RecordError: if a field is missing or a type is wrong, or if a field that is not read would change
+            what is trained.
     """
-    assert format in get_args(Format), format
+    record = renamed(given, options)
+    unread = unnamed(given, options) + unread_fields(record, options, origin)
+    return _sample(record, options, origin), unread
+
+
+def _sample(record: Mapping[str, object], options: RecordOptions, origin: str) -> Sample:
+    format = options.format
+    assert format != "auto"
     if format == "text":
         return TextSample(read_string(record, "text", origin))
+    if format == "segments":
+        return _read_segments(record, origin)
     if format == "preference":
-        return read_preference(record, origin)
+        return read_preference(record, options, origin)
     if format == "unpaired":
-        return read_unpaired(record, origin)
+        return read_unpaired(record, options, origin)
+    if format == "prompt_completion":
+        return _read_prompt_completion(record, options, origin)
     if format == "alpaca":
-        answer = {"role": "assistant", "content": read_string(record, "output", origin)}
-        turns = [*alpaca_prompt(record, origin), answer]
+        turns = [*alpaca_prompt(record, origin), alpaca_answer(record, origin)]
     else:
         turns = read_turns(record, "messages" if format == "messages" else "conversations", origin)
-    return ChatSample(checked(turns, origin), read_tools(record, origin))
+    return _chat(turns, record, options, origin)
+
+
+def _read_segments(record: Mapping[str, object], origin: str) -> SegmentsSample:
+    segments = record.get("segments")
+    remedy = 'Write [{"text": ..., "label": true or false}, ...].'
+    if not isinstance(segments, list) or not segments:
+        fail(origin, "field 'segments' is not a list of texts", remedy)
+    for segment in segments:
+        if not isinstance(segment, dict) or not isinstance(segment.get("text"), str):
+            fail(origin, "field 'segments' holds something without a text", remedy)
+        if not isinstance(segment.get("label"), bool):
+            fail(origin, "a segment has no label", remedy)
+    return SegmentsSample(tuple((segment["text"], segment["label"]) for segment in segments))
+
+
+def _read_prompt_completion(
+    record: Mapping[str, object], options: RecordOptions, origin: str
+) -> CompletionSample | ChatSample:
+    """Read a prompt and its completion. Of messages, those of the prompt are not trained on."""
+    prompt, completion = read_completion(record, options, origin)
+    if isinstance(prompt, str):
+        assert isinstance(completion, str)
+        return CompletionSample(prompt, completion)
+    assert isinstance(completion, list)
+    return _chat([*prompt, *completion], record, options, origin, prompt_turns=len(prompt))
+
+
+def _chat(
+    turns: list[Message],
+    record: Mapping[str, object],
+    options: RecordOptions,
+    origin: str,
+    prompt_turns: int = 0,
+) -> ChatSample:
+    whole = with_default_system(turns, options)
+    first = prompt_turns + len(whole) - len(turns)
+    messages, excluded = split_untrained(checked(whole, origin))
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    excluded |= set(range(first))
+    if options.mask_history:
+        excluded |= set(answers[:-1])
+    return ChatSample(
+        messages,
+        read_tools(record, origin),
+        excluded & set(answers),
+        read_template_kwargs(record, options, origin),
+    )

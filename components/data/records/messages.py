@@ -4,32 +4,24 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+from components.data.records.options import RESERVED, ROLES, SPELLINGS, RecordError, RecordOptions
 from components.data.records.samples import Message, Tool
 from components.json_text import parse_json
 
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "developer": "system",
-    "function": "tool",
-}
-_KEPT_KEYS = ("name", "tool_call_id", "reasoning_content")  # some templates read them
-_FOLLOWS = {
-    "system": ("start",),
-    "user": ("start", "system", "assistant"),
-    "assistant": ("user", "tool"),
-    "tool": ("assistant", "tool"),
-}
+_KEPT_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking")  # some templates read them
+_FLAGS = ("weight", "train", "loss_weight")  # OpenAI's, axolotl's and LLaMA-Factory's
+_UNTRAINED = "untrained"
+"""Key of a message that its record excludes from training, until ``split_untrained``."""
 
 
 def fail(origin: str, what: str, remedy: str) -> NoReturn:
-    raise ConfigError(f"{origin}: {what}. {remedy}")
+    raise RecordError(f"{origin}: {what}. {remedy}")
 
 
-def read_string(record: Mapping[str, object], key: str, origin: str, *, optional: bool = False) -> str:
+def read_string(
+    record: Mapping[str, object], key: str, origin: str, *, optional: bool = False, may_be_empty: bool = False
+) -> str:
     value = record.get(key)
     if value is None and optional:
         return ""
@@ -37,7 +29,7 @@ def read_string(record: Mapping[str, object], key: str, origin: str, *, optional
         fail(origin, f"field {key!r} is missing", f"Fields seen: {', '.join(map(str, record))}.")
     if not isinstance(value, str):
         fail(origin, f"field {key!r} is of type {type(value).__name__}", "Make it a string.")
-    if not optional and not value.strip():
+    if not optional and not may_be_empty and not value.strip():
         fail(origin, f"field {key!r} is empty", "Fill it in, or remove the record.")
     return value
 
@@ -53,10 +45,8 @@ def _json(text: str, key: str, origin: str) -> Any:
 
 
 def alpaca_prompt(record: Mapping[str, object], origin: str) -> list[Message]:
-    question, extra = (
-        read_string(record, "instruction", origin),
-        read_string(record, "input", origin, optional=True),
-    )
+    question = read_string(record, _present(record, "instruction", "prompt"), origin)
+    extra = read_string(record, _present(record, "input", "query"), origin, optional=True)
     pairs = record.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         fail(origin, "field 'history' is not a list of [question, answer]", "Write it so, or remove it.")
@@ -66,9 +56,27 @@ def alpaca_prompt(record: Mapping[str, object], origin: str) -> list[Message]:
     return [*messages, {"role": "user", "content": f"{question}\n{extra}" if extra else question}]
 
 
+def alpaca_answer(record: Mapping[str, object], origin: str) -> Message:
+    """Return the answer, which may be empty."""
+    key = _present(record, "output", "response")
+    return {"role": "assistant", "content": read_string(record, key, origin, may_be_empty=True)}
+
+
+def _present(record: Mapping[str, object], name: str, other: str) -> str:
+    """Return ``other`` if only that field is present, else ``name``."""
+    return other if record.get(name) is None and record.get(other) is not None else name
+
+
 def system_turn(record: Mapping[str, object], origin: str) -> list[Message]:
     text = read_string(record, "system", origin, optional=True)
     return [{"role": "system", "content": text}] if text else []
+
+
+def with_default_system(messages: list[Message], options: RecordOptions) -> list[Message]:
+    """Return the messages, after ``data.default_system`` if they do not begin with a system turn."""
+    if not options.default_system or (messages and messages[0]["role"] == "system"):
+        return messages
+    return [{"role": "system", "content": options.default_system}, *messages]
 
 
 def read_turns(record: Mapping[str, object], key: str, origin: str) -> list[Message]:
@@ -93,35 +101,79 @@ def read_message(raw: object, where: str, origin: str) -> Message:
             "Write {'role', 'content'} or {'from', 'value'}.",
         )
     name = raw.get("role") or raw.get("from")
-    role = _SHAREGPT_ROLES.get(name, name) if isinstance(name, str) else None
-    if role not in _FOLLOWS:
-        known = ", ".join([*_FOLLOWS, *_SHAREGPT_ROLES])
-        fail(origin, f"{where} has the role {name!r}", f"Use 'role' or 'from' with one of: {known}.")
-    content = _content(raw.get("value") if raw.get("content") is None else raw["content"], where, origin)
+    role = SPELLINGS.get(name, name) if isinstance(name, str) else None
+    if role not in ROLES:
+        known = ", ".join([*ROLES, *SPELLINGS])
+        fail(
+            origin,
+            f"{where} has the role {name!r}",
+            f"Use 'role' or 'from' with one of: {known}; or name the role in data.roles.",
+        )
+    message: Message = {"role": role} | _content(_given(raw, "content", "value"), where, origin)
     if name == "function_call":
-        return {
-            "role": role,
-            "content": "",
-            "tool_calls": _calls(_json(content, where, origin), where, origin),
-        }
-    message = {"role": role, "content": content} | {key: raw[key] for key in _KEPT_KEYS if raw.get(key)}
+        called = _calls(_json(message["content"], where, origin), where, origin)
+        message |= {"content": "", "tool_calls": called}
+    message |= {key: raw[key] for key in _KEPT_KEYS if raw.get(key)}
     if raw.get("tool_calls"):
         message["tool_calls"] = _calls(raw["tool_calls"], where, origin)
+    if not _is_trained(raw, role, where, origin):
+        message[_UNTRAINED] = True
     return message
 
 
-def _content(value: object, where: str, origin: str) -> str:
-    """Return a string, OpenAI's list of parts joined, or "" for None (a turn of tool calls only)."""
+def _given(raw: Message, name: str, other: str) -> object:
+    return raw.get(other) if raw.get(name) is None else raw[name]
+
+
+def _is_trained(raw: Message, role: str, where: str, origin: str) -> bool:
+    flag = next((key for key in _FLAGS if raw.get(key) is not None), None)
+    if flag is None:
+        return True
+    if raw[flag] not in (0, 1):  # includes True and False
+        fail(origin, f"{flag} of {where} is {raw[flag]!r}", "Use 0 or 1: a turn is trained on, or not.")
+    if raw[flag] and role != "assistant":
+        fail(origin, f"{flag} of {where} is {raw[flag]!r}, a {role} turn", "Set it to 0 or remove it.")
+    return bool(raw[flag])
+
+
+def split_untrained(messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
+    """Return the messages as chat templates take them, and the positions of those not to train on."""
+    excluded = frozenset(i for i, message in enumerate(messages) if _UNTRAINED in message)
+    plain = [{key: message[key] for key in message if key != _UNTRAINED} for message in messages]
+    return (plain if excluded else messages), excluded
+
+
+def _content(value: object, where: str, origin: str) -> Message:
+    """Return the content, with the reasoning and the tool calls that are written as parts of it.
+
+    Parts are those of OpenAI (``text``) or of LLaMA-Factory (``value``). None (a turn with only tool calls)
+    becomes "".
+    """
     if isinstance(value, list):
-        texts = [
-            part["text"] for part in value if isinstance(part, dict) and isinstance(part.get("text"), str)
-        ]
-        if len(texts) < len(value):
-            fail(origin, f"{where} has a part that is not text", "Only text can be trained on.")
-        return "".join(texts)
+        return _parts(value, where, origin)
     if value is not None and not isinstance(value, str):
         fail(origin, f"the content of {where} is of type {type(value).__name__}", "Make it a string.")
-    return value or ""
+    return {"content": value or ""}
+
+
+def _parts(parts: list[object], where: str, origin: str) -> Message:
+    found: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
+    for part in parts:
+        text = _given(part, "text", "value") if isinstance(part, dict) else None
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        if kind not in found or not isinstance(text, str):
+            fail(origin, f"{where} has a part that is not text", "Only text can be trained on; remove it.")
+        assert isinstance(part, dict)
+        if any(part.get(flag) is not None for flag in _FLAGS):
+            fail(origin, f"{where} marks a part of its content", "Set 'train' or 'weight' on the whole turn.")
+        found[kind].append(text)
+    message: Message = {"content": "".join(found["text"])}
+    if found["reasoning"]:
+        message["reasoning_content"] = "".join(found["reasoning"])
+    if found["tool_call"]:
+        calls = [_json(text, where, origin) for text in found["tool_call"]]
+        message["tool_calls"] = _calls(calls, where, origin)
+    return message
 
 
 def _calls(raw: Any, where: str, origin: str) -> list[Tool]:
@@ -153,21 +205,36 @@ def read_tools(record: Mapping[str, object], origin: str) -> list[Tool] | None:
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
+def read_template_kwargs(record: Mapping[str, object], options: RecordOptions, origin: str) -> Json:
+    """Return the variables of the chat template: ``data.chat_template_kwargs``, then those of the record."""
+    own = record.get("chat_template_kwargs") or {}
+    if not isinstance(own, dict) or any(name in RESERVED for name in own):
+        fail(
+            origin,
+            "field 'chat_template_kwargs' is not an object of variables",
+            f"Remove {', '.join(RESERVED)} from it.",
+        )
+    return {**options.chat_template_kwargs, **own}
+
+
 def checked(messages: list[Message], origin: str) -> list[Message]:
-    """Return the messages, or raise ConfigError if their roles are out of order or a text is missing."""
+    """Return the messages up to the last answer, or raise RecordError.
+
+    The order of turns is left to the chat template, except that something must come before an answer, and an
+    answer or another result before the result of a tool.
+    """
     before = "start"
     for i, message in enumerate(messages):
         role, content = message["role"], message["content"]
         what = f"message {i} ({role})"
-        if before not in _FOLLOWS[role]:
-            fail(
-                origin, f"{what} follows {before}", f"A {role} turn may follow {' or '.join(_FOLLOWS[role])}."
-            )
+        if role == "tool" and before not in ("assistant", "tool"):
+            fail(origin, f"{what} follows {before}", "A tool turn may follow assistant or tool.")
+        if role == "assistant" and before == "start":
+            fail(origin, f"{what} is the first", "Begin with a user turn.")
         if not isinstance(content, str):
             fail(origin, f"{what} is of type {type(content).__name__}", "Make it a string.")
-        if role in ("user", "assistant") and not content.strip() and "tool_calls" not in message:
-            fail(origin, f"{what} is empty", "Fill it in, or remove the record.")
         before = role
-    if before != "assistant":
-        fail(origin, f"the conversation ends with a {before} turn", "End it with an assistant turn.")
-    return messages
+    end = next((i for i in range(len(messages), 0, -1) if messages[i - 1]["role"] == "assistant"), 0)
+    if not end:
+        fail(origin, "the conversation has no assistant turn", "Add an answer, or remove the record.")
+    return messages[:end]

@@ -1,43 +1,115 @@
-"""Prompts with their answers: pairs, and single completions with a label."""
+"""Prompts with their answers: pairs, and single completions with or without a label."""
 
 from collections.abc import Mapping
 
 from components.data.records.messages import (
+    alpaca_answer,
     alpaca_prompt,
     checked,
     fail,
     read_message,
     read_string,
+    read_template_kwargs,
     read_tools,
     read_turns,
+    split_untrained,
     system_turn,
+    with_default_system,
 )
-from components.data.records.samples import Message, PreferenceSample, UnpairedSample
+from components.data.records.options import RecordOptions
+from components.data.records.samples import Message, PreferenceSample, Turns, UnpairedSample
 
 
-def read_preference(record: Mapping[str, object], origin: str) -> PreferenceSample:
+def read_preference(given: Mapping[str, object], options: RecordOptions, origin: str) -> PreferenceSample:
+    record = given
+    if given.get("chosen") is None and given.get("chosen_messages") is not None:
+        record = {**given, "chosen": given["chosen_messages"], "rejected": given.get("rejected_messages")}
+    if _is_plain(record, ("chosen", "rejected"), options):
+        return _read_plain_pair(record, options, origin)
     chosen, rejected = (_completion(record, key, origin) for key in ("chosen", "rejected"))
     prompt = _explicit_prompt(record, origin)
     if prompt is None or chosen[0]["role"] != "assistant":
         shared = _num_shared(chosen, rejected, origin)
         prompt = _whole_prompt(prompt or [], chosen[:shared], origin)
         chosen, rejected = chosen[shared:], rejected[shared:]
+    prompt = with_default_system(prompt, options)
     for answer in (chosen, rejected):
         _check_answer(prompt, answer, origin)
-    return PreferenceSample(prompt, chosen, rejected, read_tools(record, origin))
+    prompt, _ = split_untrained(prompt)
+    kwargs = read_template_kwargs(record, options, origin)
+    return PreferenceSample(prompt, chosen, rejected, read_tools(record, origin), kwargs)
 
 
-def read_unpaired(record: Mapping[str, object], origin: str) -> UnpairedSample:
+def _read_plain_pair(record: Mapping[str, object], options: RecordOptions, origin: str) -> PreferenceSample:
+    _check_plain(record, options, origin)
+    chosen, rejected = (read_string(record, key, origin, may_be_empty=True) for key in ("chosen", "rejected"))
+    if record.get("prompt") is not None:
+        return PreferenceSample(read_string(record, "prompt", origin), chosen, rejected, None)
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    if chosen[:shared].endswith(" "):  # as TRL: a space belongs to the answers
+        shared -= 1
+    if shared in (0, len(chosen), len(rejected)):
+        what = "share no prompt" if shared == 0 else "do not differ in an answer"
+        fail(origin, f"'chosen' and 'rejected' {what}", "Add a 'prompt', or give both whole texts.")
+    return PreferenceSample(chosen[:shared], chosen[shared:], rejected[shared:], None)
+
+
+def _is_plain(record: Mapping[str, object], answers: tuple[str, ...], options: RecordOptions) -> bool:
+    """Return whether the prompt, if there is one, and all answers are text that no template renders."""
+    others = (record.get(key) for key in ("instruction", "messages", "conversations"))
+    return (
+        options.strings == "plain"
+        and all(isinstance(record.get(key), str) for key in answers)
+        and isinstance(record.get("prompt"), str | None)
+        and all(value is None for value in others)
+    )
+
+
+def _check_plain(record: Mapping[str, object], options: RecordOptions, origin: str) -> None:
+    chats = {
+        "a system prompt": record.get("system") or options.default_system,
+        "tools": record.get("tools"),
+        "chat_template_kwargs": record.get("chat_template_kwargs") or options.chat_template_kwargs,
+    }
+    for what, value in chats.items():
+        if value:
+            fail(
+                origin,
+                f"its prompt and answers are strings, which take no {what.removeprefix('a ')}",
+                "Set data.strings=chat to make turns of them, or remove it.",
+            )
+
+
+def read_completion(record: Mapping[str, object], options: RecordOptions, origin: str) -> tuple[Turns, Turns]:
+    """Return the prompt and the completion: two strings, or two lists of messages."""
+    if _is_plain(record, ("completion",), options):
+        _check_plain(record, options, origin)
+        if record.get("prompt") is None:
+            fail(origin, "has no prompt", "Add a field 'prompt'.")
+        completion = read_string(record, "completion", origin, may_be_empty=True)
+        return read_string(record, "prompt", origin), completion
+    prompt = _explicit_prompt(record, origin)
+    if not prompt:
+        fail(origin, "has no prompt", "Add a field 'prompt'.")
+    return prompt, _completion(record, "completion", origin)
+
+
+def read_unpaired(record: Mapping[str, object], options: RecordOptions, origin: str) -> UnpairedSample:
     """Read a ``completion`` with its prompt, or the last turn of a conversation or of an alpaca record."""
     desirable = _label(record, origin)
     if record.get("completion") is not None:
-        prompt, completion = _explicit_prompt(record, origin), _completion(record, "completion", origin)
+        prompt, completion = read_completion(record, options, origin)
     else:
         prompt, completion = _last_turn(record, origin)
-    if not prompt:
-        fail(origin, "has no prompt", "Add a field 'prompt'.")
+    if isinstance(prompt, str):
+        return UnpairedSample(prompt, completion, desirable, None, kl_completion=completion)
+    assert isinstance(completion, list)
+    prompt = with_default_system(prompt, options)
     _check_answer(prompt, completion, origin)
-    return UnpairedSample(prompt, completion, desirable, read_tools(record, origin), kl_completion=completion)
+    prompt, _ = split_untrained(prompt)
+    kwargs = read_template_kwargs(record, options, origin)
+    return UnpairedSample(prompt, completion, desirable, read_tools(record, origin), completion, kwargs)
 
 
 def _label(record: Mapping[str, object], origin: str) -> bool:
@@ -52,18 +124,27 @@ def _label(record: Mapping[str, object], origin: str) -> bool:
 
 
 def _last_turn(record: Mapping[str, object], origin: str) -> tuple[list[Message], list[Message]]:
-    if record.get("output") is not None:
-        answer = {"role": "assistant", "content": read_string(record, "output", origin)}
-        return alpaca_prompt(record, origin), [answer]
+    if record.get("output") is not None or record.get("response") is not None:
+        return alpaca_prompt(record, origin), [alpaca_answer(record, origin)]
     key = next((key for key in ("messages", "conversations") if record.get(key) is not None), None)
     if key is None:
         fail(origin, "field 'completion' is missing", f"Fields seen: {', '.join(map(str, record))}.")
-    turns = read_turns(record, key, origin)
+    turns = checked(read_turns(record, key, origin), origin)
     return turns[:-1], turns[-1:]
 
 
 def _check_answer(prompt: list[Message], answer: list[Message], origin: str) -> None:
-    checked([*prompt, *answer], origin)
+    if not prompt:
+        fail(origin, "has no prompt", "Add a field 'prompt'.")
+    if len(checked([*prompt, *answer], origin)) < len(prompt) + len(answer):
+        fail(origin, f"an answer ends with a {answer[-1]['role']} turn", "End it with the assistant's.")
+    _, excluded = split_untrained(answer)
+    if excluded:
+        fail(
+            origin,
+            "a turn of an answer is excluded from training",
+            "Remove its flag.",
+        )
     if answer[0]["role"] != "assistant":
         fail(origin, f"an answer begins with a {answer[0]['role']} turn", "Begin it with the assistant's.")
 
@@ -77,7 +158,7 @@ def _completion(record: Mapping[str, object], key: str, origin: str) -> list[Mes
         return [read_message(turn, f"{key}[{i}]", origin) for i, turn in enumerate(value)]
     if isinstance(value, dict):
         return [read_message(value, key, origin)]
-    return [{"role": "assistant", "content": read_string(record, key, origin)}]
+    return [{"role": "assistant", "content": read_string(record, key, origin, may_be_empty=True)}]
 
 
 def _explicit_prompt(record: Mapping[str, object], origin: str) -> list[Message] | None:

@@ -5,6 +5,9 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from glob import glob, has_magic
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -13,9 +16,21 @@ import pyarrow.parquet
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
+from components.data.records.options import RecordError
 from components.json_text import parse_json
 
 Record = Json
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Stands for a record that could not be read."""
+
+    error: RecordError
+
+
+Item = tuple[Record | Unreadable, str]
+"""A record with its origin, ``FILE:LINE`` or ``FILE:ROW``, counted from 1."""
 _MAX_NAME = 64  # a csv whose first row has longer cells begins with data, not with the names of fields
 
 
@@ -46,18 +61,18 @@ class Reading:
         return (self._before + self._size * self._within()) / self._total
 
 
-class Records(Iterator[tuple[Record, str]]):
-    """An iterator of (record, origin); origin is ``FILE:LINE`` or ``FILE:ROW``, counted from 1."""
+class Records(Iterator[Item]):
+    """The records of a source, and how much of it has been read."""
 
-    def __init__(self, records: Iterator[tuple[Record, str]], reading: Reading) -> None:
+    def __init__(self, records: Iterator[Item], reading: Reading) -> None:
         self._records, self.reading = records, reading
 
-    def __next__(self) -> tuple[Record, str]:
+    def __next__(self) -> Item:
         return next(self._records)
 
 
 def read_records(path: str) -> Records:
-    """Return the records of a file or a folder.
+    """Return the records of a file, of a folder, or of all files that a pattern (``data/*.jsonl``) matches.
 
     jsonl, csv, txt (one document per line) and parquet are streamed.
 
@@ -66,17 +81,34 @@ def read_records(path: str) -> Records:
             path, or one that is not a file or a folder of files, is an error at once, everything else when
             records are read.
     """
-    source = Path(path).expanduser()
-    if not os.path.exists(source):  # unlike Path.exists, no error if a parent may not be entered
-        raise ConfigError(f"{path}: no such file or folder. Check the path in data.train or data.eval.")
-    size = sum(file.stat().st_size for file in data_files(source))
+    sources = _matches(path)
+    size = sum(file.stat().st_size for file in matching_files(path))
     reading = Reading(size)
+    each = (_not_empty(_read_path(source, reading), source) for source in sources)
+    return Records(chain.from_iterable(each), reading)
+
+
+def matching_files(path: str) -> list[Path]:
+    """Return all files that ``read_records`` reads."""
+    return [file for source in _matches(path) for file in data_files(source)]
+
+
+def _matches(path: str) -> list[Path]:
+    source = Path(path).expanduser()
+    if os.path.exists(source):  # unlike Path.exists, no error if a parent may not be entered
+        return [source]
+    found = sorted(map(Path, glob(str(source), recursive=True))) if has_magic(path) else []
+    if not found:
+        what = "matches no file" if has_magic(path) else "no such file or folder"
+        raise ConfigError(f"{path}: {what}. Check the path in data.train or data.eval.")
+    return found
+
+
+def _read_path(source: Path, reading: Reading) -> Iterator[Item]:
     if (source / "dataset_info.json").exists() or (source / "dataset_dict.json").exists():
-        reading.begin(size)
-        records = _read_saved_dataset(source, reading)
-    else:
-        records = _read_folder(source, reading) if source.is_dir() else _read_file(source, reading)
-    return Records(_not_empty(records, source), reading)
+        reading.begin(sum(file.stat().st_size for file in data_files(source)))
+        return _read_saved_dataset(source, reading)
+    return _read_folder(source, reading) if source.is_dir() else _read_file(source, reading)
 
 
 def data_files(source: Path) -> list[Path]:
@@ -96,7 +128,7 @@ def data_files(source: Path) -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
-def _not_empty(records: Iterator[tuple[Record, str]], source: Path) -> Iterator[tuple[Record, str]]:
+def _not_empty(records: Iterator[Item], source: Path) -> Iterator[Item]:
     count = 0
     for count, item in enumerate(records, start=1):  # noqa: B007
         yield item
@@ -104,7 +136,7 @@ def _not_empty(records: Iterator[tuple[Record, str]], source: Path) -> Iterator[
         raise ConfigError(f"{source}: holds no record. Give data.train a file with at least one.")
 
 
-def _read_folder(folder: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
+def _read_folder(folder: Path, reading: Reading) -> Iterator[Item]:
     found = (path for path in folder.rglob("*") if path.suffix.lower() in _READERS)
     files = sorted(path for path in found if not _is_hidden(path.relative_to(folder)))
     if not files:
@@ -119,7 +151,7 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith((".", "_")) for part in path.parts)
 
 
-def _read_file(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
+def _read_file(path: Path, reading: Reading) -> Iterator[Item]:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         ending = path.suffix or "no extension"
@@ -133,7 +165,7 @@ def _read_file(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error}). Check the file.") from error
 
 
-def _read_json(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
+def _read_json(path: Path, reading: Reading) -> Iterator[Item]:
     """Read a list of objects. Many ``.json`` files are jsonl and are then read as such."""
     with reading.open(path) as file:
         text = file.read()
@@ -151,26 +183,27 @@ def _read_json(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
         yield _object(record, f"{path}:{row}"), f"{path}:{row}"
 
 
-def _read_jsonl(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
+def _read_jsonl(path: Path, reading: Reading) -> Iterator[Item]:
     with reading.open(path) as file:
         for number, line in enumerate(file, start=1):
             origin = f"{path}:{number}"
             if line.strip():
                 try:
-                    record = parse_json(line)
+                    record = _object(parse_json(line), origin)
                 except json.JSONDecodeError as error:
-                    raise _malformed(origin, error) from error
-                yield _object(record, origin), origin
+                    record = Unreadable(_malformed(origin, error))
+                yield record, origin
 
 
-def _malformed(origin: str, error: json.JSONDecodeError) -> ConfigError:
-    return ConfigError(f"{origin}: malformed JSON ({error.msg}, column {error.colno}). Correct this line.")
+def _malformed(origin: str, error: json.JSONDecodeError) -> RecordError:
+    return RecordError(f"{origin}: malformed JSON ({error.msg}, column {error.colno}). Correct this line.")
 
 
-def _object(record: object, origin: str) -> Record:
-    if not isinstance(record, dict):
-        raise ConfigError(f"{origin}: is a JSON {_kind(record)}, not an object. Write one {{...}} a record.")
-    return record
+def _object(record: object, origin: str) -> Record | Unreadable:
+    if isinstance(record, dict):
+        return record
+    what = f"{origin}: is a JSON {_kind(record)}, not an object. Write one {{...}} a record."
+    return Unreadable(RecordError(what))
 
 
 def _kind(value: object) -> str:
@@ -179,7 +212,7 @@ def _kind(value: object) -> str:
     )
 
 
-def _read_csv(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
+def _read_csv(path: Path, reading: Reading) -> Iterator[Item]:
     """Read a csv. The first row names the fields; a record's origin is the line it begins on."""
     csv.field_size_limit(2**31 - 1)  # a document may well be longer than the default of 128 KiB
     line = 1
@@ -195,16 +228,15 @@ def _read_csv(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
             for row in rows:
                 origin, line = f"{path}:{line}", rows.line_num + 1
                 if row and len(row) != len(names):
-                    raise ConfigError(
-                        f"{origin}: has {len(row)} cells under {len(names)} names. Correct this row."
-                    )
-                if row:
+                    what = f"{origin}: has {len(row)} cells under {len(names)} names. Correct this row."
+                    yield Unreadable(RecordError(what)), origin
+                elif row:
                     yield dict(zip(names, row, strict=True)), origin
         except csv.Error as error:
             raise ConfigError(f"{path}:{line}: malformed csv ({error}). Correct this row.") from error
 
 
-def _read_parquet(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
+def _read_parquet(path: Path, reading: Reading) -> Iterator[Item]:
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -218,14 +250,14 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
         raise ConfigError(f"{path}: is not a readable parquet file ({reason}). Write it again.") from error
 
 
-def _read_txt(path: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
+def _read_txt(path: Path, reading: Reading) -> Iterator[Item]:
     with reading.open(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield {"text": line.rstrip("\r\n")}, f"{path}:{number}"
 
 
-def _read_saved_dataset(folder: Path, reading: Reading) -> Iterator[tuple[Record, str]]:
+def _read_saved_dataset(folder: Path, reading: Reading) -> Iterator[Item]:
     """Read the output of ``Dataset.save_to_disk``. If it has several splits, the path must name one."""
     import datasets  # takes half a second, and only this reader needs it
 
@@ -242,7 +274,7 @@ def _read_saved_dataset(folder: Path, reading: Reading) -> Iterator[tuple[Record
         yield record, f"{folder}:{row}"
 
 
-_READERS: dict[str, Callable[[Path, Reading], Iterator[tuple[Record, str]]]] = {
+_READERS: dict[str, Callable[[Path, Reading], Iterator[Item]]] = {
     ".json": _read_json,
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,

@@ -1,10 +1,11 @@
-"""The four kinds of sample, whatever the format of the records.
+"""The kinds of sample, whatever the format of the records.
 
 A message has the form that transformers' chat templates take: ``{"role", "content"}`` and, if the assistant
-calls functions, ``"tool_calls"``.
+calls functions, ``"tool_calls"``. Prompts and answers are lists of messages, or strings that no chat template
+renders.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from components.contracts.json_types import Json
 
@@ -12,6 +13,9 @@ Tool = Json
 """The JSON schema of a function that a model may call."""
 
 Message = Json
+
+Turns = str | list[Message]
+"""Text as it is, or messages."""
 
 
 @dataclass(frozen=True)
@@ -22,33 +26,54 @@ class TextSample:
 
 
 @dataclass(frozen=True)
+class CompletionSample:
+    """A text and its continuation, which is trained on."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class SegmentsSample:
+    """Texts that are tokenised one by one, each with whether it is trained on."""
+
+    segments: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True)
 class ChatSample:
     """A conversation that ends with the assistant."""
 
     messages: list[Message]
     tools: list[Tool] | None
+    untrained: frozenset[int] = frozenset()
+    """Positions of assistant turns that are not trained on."""
+    template_kwargs: Json = field(default_factory=dict)
+    """Further variables of the chat template."""
 
 
 @dataclass(frozen=True)
 class PreferenceSample:
-    """Two continuations of one prompt. Both begin and end with an assistant turn."""
+    """Two continuations of one prompt. As messages, both begin and end with an assistant turn."""
 
-    prompt: list[Message]
-    chosen: list[Message]
-    rejected: list[Message]
+    prompt: Turns
+    chosen: Turns
+    rejected: Turns
     tools: list[Tool] | None
+    template_kwargs: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class UnpairedSample:
-    """A continuation of a prompt, desirable or not. It begins and ends with an assistant turn."""
+    """A continuation of a prompt, desirable or not. As messages, it has the assistant's turn at both ends."""
 
-    prompt: list[Message]
-    completion: list[Message]
+    prompt: Turns
+    completion: Turns
     desirable: bool
     tools: list[Tool] | None
-    kl_completion: list[Message]
+    kl_completion: Turns
     """The completion of another prompt."""
+    template_kwargs: Json = field(default_factory=dict)
 
 
-Sample = TextSample | ChatSample | PreferenceSample | UnpairedSample
+Sample = TextSample | CompletionSample | SegmentsSample | ChatSample | PreferenceSample | UnpairedSample

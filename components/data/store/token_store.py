@@ -4,8 +4,10 @@ import hashlib
 import json
 import shutil
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +27,8 @@ Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 _TRUNCATED, _STOP_TRAINED, _DESIRABLE = 1, 2, 4
+_BAD = "bad_records"
+"""Name of the file with a line of JSON per record that is left out."""
 _MEMO_BYTES = 2**26  # digests of larger files are cached by size and time
 _SAVE_S = 10.0  # seconds of tokenising that a kill may cost
 
@@ -61,6 +65,14 @@ class TokenSequences(Protocol):
 
 
 @dataclass(frozen=True)
+class BadRecord:
+    """A record that is left out because it cannot be read or encoded."""
+
+    origin: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class TokenChunk:
     """Some tokenised samples, end to end, and the number of samples left out."""
 
@@ -85,11 +97,15 @@ class TokenChunk:
     """Samples, kept or left out, whose prompt without the answer is longer than ``data.max_length``."""
     desirable: Bools | None = None
     """Per sample of unpaired data: whether it is desirable. None for other data."""
+    bad: Sequence[BadRecord] = ()
+    unread: Counter[str] = field(default_factory=Counter)
+    """Number of records with a value in a field that is not read, by the field's name."""
 
     @property
     def num_records(self) -> int:
         """Number of records, including those that were left out."""
-        return len(self.truncated) + self.dropped + self.unsupervised + self.identical
+        left_out = self.dropped + self.unsupervised + self.identical + len(self.bad)
+        return len(self.truncated) + left_out
 
 
 @dataclass(frozen=True)
@@ -106,8 +122,10 @@ class StoreMeta:
     unsupervised: int
     identical: int
     long_prompts: int
+    bad: int
     records: int
     """Number of records, including those that were left out."""
+    unread: dict[str, int]
     sizes: dict[str, int]
     """Bytes of each file."""
     checksums: dict[str, str]
@@ -147,6 +165,8 @@ class FilterResult:
     unsupervised: int
     identical: int = 0
     long_prompts: int = 0
+    bad: Sequence[BadRecord] = ()
+    unread: Mapping[str, int] = field(default_factory=dict)
 
 
 class CorruptTokenStore(Exception):
@@ -175,6 +195,8 @@ class StoreWriter:
         self._unpaired = False
         self._end = self.num_samples = self.num_records = 0
         self.dropped = self.unsupervised = self.identical = self.long_prompts = 0
+        self.num_bad = 0
+        self._unread: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
         self._saved = time.monotonic()
@@ -187,7 +209,8 @@ class StoreWriter:
         return self
 
     def _open(self, sizes: dict[str, int]) -> None:
-        names = ["tokens", "offsets", "supervised", "flags", "records", *(["mask"] if self._masked else [])]
+        names = ["tokens", "offsets", "supervised", "flags", "records", _BAD]
+        names += ["mask"] if self._masked else []
         self._files = {name: HashedFile(self._folder / name, sizes.get(name, 0)) for name in names}
 
     def _continue(self, saved: StoreMeta) -> None:
@@ -207,12 +230,17 @@ class StoreWriter:
         self.num_samples = saved.sizes["flags"]
         self.dropped, self.unsupervised = saved.dropped, saved.unsupervised
         self.identical, self.long_prompts = saved.identical, saved.long_prompts
+        self.num_bad, self._unread = saved.bad, Counter(saved.unread)
 
     def append(self, chunk: TokenChunk) -> None:
         self.dropped += chunk.dropped
         self.unsupervised += chunk.unsupervised
         self.identical += chunk.identical
         self.long_prompts += chunk.long_prompts
+        self._unread += chunk.unread
+        self.num_bad += len(chunk.bad)
+        for bad in chunk.bad:
+            self._files[_BAD].write(json.dumps(asdict(bad)).encode() + b"\n")
         self.num_samples += len(chunk.truncated)
         first, self.num_records = self.num_records, self.num_records + chunk.num_records
         if len(chunk.lengths):
@@ -282,7 +310,9 @@ class StoreWriter:
             unsupervised=self.unsupervised,
             identical=self.identical,
             long_prompts=self.long_prompts,
+            bad=self.num_bad,
             records=self.num_records,
+            unread=dict(self._unread),
             sizes={name: file.size for name, file in self._files.items()},
             checksums={name: file.checksum for name, file in self._files.items()},
         )
@@ -348,6 +378,8 @@ class TokenStore:
             unsupervised=self.meta.unsupervised,
             identical=self.meta.identical,
             long_prompts=self.meta.long_prompts,
+            bad=[BadRecord(**json.loads(line)) for line in (self.path / _BAD).read_text().splitlines()],
+            unread=self.meta.unread,
         )
 
     def tokens(self, sequence: int, start: int, stop: int) -> Array:

@@ -14,6 +14,7 @@ error is raised. The text is never searched, so an answer that looks like a head
 
 import re
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,7 +23,16 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from components.contracts.errors import ConfigError
-from components.data.records.samples import ChatSample, Message, PreferenceSample, Tool, UnpairedSample
+from components.contracts.json_types import Json
+from components.data.records.options import RecordError
+from components.data.records.samples import (
+    ChatSample,
+    Message,
+    PreferenceSample,
+    Tool,
+    Turns,
+    UnpairedSample,
+)
 from components.data.tokenize.template_limits import limited_memory, limited_time
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -50,6 +60,8 @@ class Template:
 
     tokenizer: PreTrainedTokenizerBase
     tools: list[Tool] | None
+    kwargs: Json
+    """Further variables of the template."""
     source: str
     stop_ids: frozenset[int]
     """Tokens that can end a turn: all special tokens, including the end-of-sequence token."""
@@ -60,7 +72,11 @@ class Template:
         try:
             with limited_memory(), limited_time():
                 return self.tokenizer.apply_chat_template(
-                    messages, tools=self.tools, tokenize=False, add_generation_prompt=prompt
+                    messages,
+                    tools=self.tools,
+                    tokenize=False,
+                    add_generation_prompt=prompt,
+                    **self.kwargs,
                 )
         except FAILURES as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
@@ -72,9 +88,9 @@ class Template:
         out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return Conversation(self, messages, text, out["input_ids"], out["offset_mapping"])
 
-    def error(self, what: str, remedy: str = "Change the record, or name another tokenizer.") -> ConfigError:
+    def error(self, what: str, remedy: str = "Change the record, or name another tokenizer.") -> RecordError:
         name = self.tokenizer.name_or_path
-        return ConfigError(f"{self.origin}: the chat template of model.tokenizer={name} {what}.\n{remedy}")
+        return RecordError(f"{self.origin}: the chat template of model.tokenizer={name} {what}.\n{remedy}")
 
 
 @dataclass(frozen=True)
@@ -111,10 +127,17 @@ def template_for(tokenizer: PreTrainedTokenizerBase, sample: Conversational, ori
             "Use its fast version (with a tokenizer.json)."
         )
     source = tokenizer.get_chat_template(tools=sample.tools)
-    template = Template(tokenizer, sample.tools, source, _stop_ids(tokenizer), origin)
+    kwargs = sample.template_kwargs
+    template = Template(tokenizer, sample.tools, kwargs, source, _stop_ids(tokenizer), origin)
     for key, used in {"tools": bool(sample.tools), "tool_calls": _calls_tools(sample)}.items():
         if used and key not in source:
             raise template.error(f"does not render {key}")
+    unknown = [name for name in kwargs if name not in source]
+    if unknown:
+        raise template.error(
+            f"does not read {', '.join(unknown)}",
+            "Remove it from chat_template_kwargs.",
+        )
     return template
 
 
@@ -122,10 +145,14 @@ def _calls_tools(sample: Conversational) -> bool:
     if isinstance(sample, ChatSample):
         messages = sample.messages
     elif isinstance(sample, PreferenceSample):
-        messages = [*sample.prompt, *sample.chosen, *sample.rejected]
+        messages = _joined(sample.prompt, sample.chosen, sample.rejected)
     else:
-        messages = [*sample.prompt, *sample.completion, *sample.kl_completion]
+        messages = _joined(sample.prompt, sample.completion, sample.kl_completion)
     return any("tool_calls" in message for message in messages)
+
+
+def _joined(*parts: Turns) -> list[Message]:
+    return [message for part in parts if not isinstance(part, str) for message in part]
 
 
 @lru_cache(maxsize=8)
@@ -134,8 +161,8 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset([*tokenizer.all_special_ids, *added])
 
 
-def assistant_spans(chat: Conversation, first: int = 0) -> list[Span]:
-    """Return the tokens of each assistant turn among ``messages[first:]``, with its stop token.
+def assistant_spans(chat: Conversation, wanted: Sequence[int]) -> list[Span]:
+    """Return the tokens of each of the assistant turns ``wanted`` of the messages, with its stop token.
 
     Raises:
         ConfigError: if a turn cannot be located.
@@ -143,9 +170,9 @@ def assistant_spans(chat: Conversation, first: int = 0) -> list[Span]:
     turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if _MARKS.search(chat.template.source):
         marked = zip(turns, _marked(chat, len(turns)), strict=True)
-        spans = [_with_stop(chat, turn, span) for turn, span in marked if turn >= first]
+        spans = [_with_stop(chat, turn, span) for turn, span in marked if turn in wanted]
     else:
-        spans = [_locate(chat, turn) for turn in turns if turn >= first]
+        spans = [_locate(chat, turn) for turn in wanted]
     return [token_span(chat, span) for span in spans]
 
 
@@ -218,6 +245,7 @@ def _marked(chat: Conversation, num_turns: int) -> list[Span]:
         return_assistant_tokens_mask=True,
         add_generation_prompt=False,
         **template.tokenizer.special_tokens_map,
+        **template.kwargs,
     )
     assert text == chat.text
     spans = [(start, end) for start, end in marked if start < end]

@@ -12,7 +12,17 @@ from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
 
-from components.data.records.samples import Message, PreferenceSample, Sample, TextSample, UnpairedSample
+from components.data.records.samples import (
+    ChatSample,
+    CompletionSample,
+    Message,
+    PreferenceSample,
+    Sample,
+    SegmentsSample,
+    TextSample,
+    Turns,
+    UnpairedSample,
+)
 from components.data.tokenize.assistant_mask import (
     Conversation,
     Span,
@@ -57,16 +67,36 @@ def encode_sample(
     """
     if isinstance(sample, TextSample):
         return [_encode_document(sample.text, tokenizer)]
-    template = template_for(tokenizer, sample, origin)
-    if isinstance(sample, PreferenceSample):
-        encoded = _encode_pair(sample, template)
-    elif isinstance(sample, UnpairedSample):
-        encoded = _encode_answers(sample.prompt, [sample.completion, sample.kl_completion], template)
+    if isinstance(sample, SegmentsSample):
+        encoded = [_encode_segments(sample, tokenizer)]
+    elif isinstance(sample, CompletionSample):
+        encoded = _encode_completions(sample.prompt, [sample.completion], tokenizer)
+    elif isinstance(sample, ChatSample):
+        encoded = [_encode_chat(sample, template_for(tokenizer, sample, origin), train_on_prompt)]
     else:
-        # If every token is a target, no turn has to be located, and any template will do.
-        encode_chat = _encode_whole if train_on_prompt else _encode_turns
-        encoded = [encode_chat(sample.messages, template)]
+        encoded = _encode_answers(sample, tokenizer, origin)
+    if isinstance(sample, PreferenceSample):
+        encoded = _with_shared_prompt(encoded)
     return [replace(one, mask=[True] * len(one.mask)) for one in encoded] if train_on_prompt else encoded
+
+
+def _encode_answers(
+    sample: PreferenceSample | UnpairedSample, tokenizer: PreTrainedTokenizerBase, origin: str
+) -> list[Encoded]:
+    prompt, answers = sample.prompt, _answers(sample)
+    if isinstance(prompt, str):
+        texts = [answer for answer in answers if isinstance(answer, str)]
+        if isinstance(sample, PreferenceSample):
+            return _encode_completions(prompt, texts, tokenizer)
+        return [one for text in texts for one in _encode_completions(prompt, [text], tokenizer)]
+    template = template_for(tokenizer, sample, origin)
+    return [_encode_answer(prompt, answer, template) for answer in answers if not isinstance(answer, str)]
+
+
+def _answers(sample: PreferenceSample | UnpairedSample) -> tuple[Turns, Turns]:
+    if isinstance(sample, PreferenceSample):
+        return sample.chosen, sample.rejected
+    return sample.completion, sample.kl_completion
 
 
 def _encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoded:
@@ -119,37 +149,90 @@ def _document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[
     return [bos] if begins else [], [] if eos is None else [eos]
 
 
-def _encode_pair(sample: PreferenceSample, template: Template) -> list[Encoded]:
-    pair = _encode_answers(sample.prompt, [sample.chosen, sample.rejected], template)
-    both = zip(pair[0].input_ids, pair[1].input_ids, strict=False)
-    shortest = min(len(one.input_ids) for one in pair)
-    common = next((t for t, (chosen, rejected) in enumerate(both) if chosen != rejected), shortest)
-    # A token that spans the border of prompt and answer may differ; then it is not shared.
+def _encode_segments(sample: SegmentsSample, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    """Encode each segment by itself. No special token is added to those in the texts."""
+    input_ids: list[int] = []
+    mask: list[bool] = []
+    for text, trained in sample.segments:
+        ids = _plain_ids(text, tokenizer)
+        input_ids += ids
+        mask += [trained] * len(ids)
+    stop_trained = bool(mask) and mask[-1] and input_ids[-1] == tokenizer.eos_token_id
+    return Encoded(input_ids, mask, _prompt_length(mask), stop_trained)
+
+
+def _encode_completions(
+    prompt: str, completions: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[Encoded]:
+    """Encode as TRL does: the completions, each with an end-of-sequence token, are targets.
+
+    They begin with the first token that differs from those of the prompt by itself, in any of them.
+    """
+    eos, alone = tokenizer.eos_token or "", tokenizer(prompt, verbose=False)["input_ids"]
+    texts = (prompt + text.removesuffix(eos) + eos for text in completions)
+    wholes = [tokenizer(text, verbose=False)["input_ids"] for text in texts]
+    first = min(_common_length(alone, whole) for whole in wholes)
+    return [
+        Encoded(
+            whole,
+            [t >= first and bool(text.strip()) for t in range(len(whole))],
+            first,
+            stop_trained=whole[-1] == tokenizer.eos_token_id,
+        )
+        for whole, text in zip(wholes, completions, strict=True)
+    ]
+
+
+def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((t for t, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _with_shared_prompt(pair: list[Encoded]) -> list[Encoded]:
+    """Return the pair with the length of the prompt that both sequences begin with.
+
+    A token that spans the border of prompt and answer may differ; then it is not shared.
+    """
+    common = _common_length(pair[0].input_ids, pair[1].input_ids)
     prompt_length = min(common, *(one.prompt_length for one in pair))
     return [replace(one, prompt_length=prompt_length) for one in pair]
 
 
-def _encode_answers(prompt: list[Message], answers: list[list[Message]], template: Template) -> list[Encoded]:
-    """Encode with only the answers as targets: assistant turns in the prompt belong to the prompt."""
-    return [_encode_turns([*prompt, *answer], template, len(prompt)) for answer in answers]
+def _encode_chat(sample: ChatSample, template: Template, whole: bool) -> Encoded:
+    """Encode a conversation.
+
+    If every token is a target (``whole``), no turn has to be located, and any template will do.
+    """
+    if whole:
+        chat = template.conversation(sample.messages)
+        return replace(_encoded(chat, [token_span(chat, (0, len(chat.text.rstrip())))]), prompt_length=0)
+    return _encode_turns(sample.messages, template, sample.untrained)
 
 
-def _encode_whole(messages: list[Message], template: Template) -> Encoded:
+def _encode_answer(prompt: list[Message], answer: list[Message], template: Template) -> Encoded:
+    """Encode with only the answer as target: assistant turns in the prompt belong to the prompt."""
+    return _encode_turns([*prompt, *answer], template, frozenset(range(len(prompt))))
+
+
+def _encode_turns(messages: list[Message], template: Template, untrained: frozenset[int]) -> Encoded:
+    """Encode with the assistant turns as targets that are not ``untrained`` and not empty."""
     chat = template.conversation(messages)
-    return replace(_encoded(chat, [token_span(chat, (0, len(chat.text.rstrip())))]), prompt_length=0)
+    answers = (i for i, message in enumerate(messages) if message["role"] == "assistant" and _says(message))
+    return _encoded(chat, assistant_spans(chat, [i for i in answers if i not in untrained]))
 
 
-def _encode_turns(messages: list[Message], template: Template, first: int = 0) -> Encoded:
-    """Encode with the assistant turns among ``messages[first:]`` as targets."""
-    chat = template.conversation(messages)
-    return _encoded(chat, assistant_spans(chat, first))
+def _says(message: Message) -> bool:
+    return bool(message["content"].strip()) or "tool_calls" in message
 
 
 def _encoded(chat: Conversation, spans: list[Span]) -> Encoded:
     mask = [False] * len(chat.input_ids)
     for start, stop in spans:
         mask[start:stop] = [True] * (stop - start)
-    prompt_length = mask.index(True) if any(mask) else len(mask)
-    start, stop = spans[-1]
+    start, stop = spans[-1] if spans else (0, 0)
     stop_trained = start < stop and chat.input_ids[stop - 1] in chat.template.stop_ids
-    return Encoded(chat.input_ids, mask, prompt_length, stop_trained)
+    return Encoded(chat.input_ids, mask, _prompt_length(mask), stop_trained)
+
+
+def _prompt_length(mask: list[bool]) -> int:
+    return mask.index(True) if any(mask) else len(mask)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import inf
 from typing import Literal
@@ -11,35 +11,62 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from components.contracts.data import SampleKind
-from components.data.records.formats import Format, normalize
-from components.data.records.record_files import Record
-from components.data.records.samples import Sample, UnpairedSample
-from components.data.store.token_store import Bools, TokenChunk
+from components.data.records.formats import normalize
+from components.data.records.options import RecordError, RecordOptions
+from components.data.records.record_files import Record, Unreadable
+from components.data.records.samples import Sample, Turns, UnpairedSample
+from components.data.store.token_store import BadRecord, Bools, TokenChunk
 from components.data.tokenize.chat import Encoded, encode_sample
 from components.data.tokenize.truncation import LongSamples, fit
 
 
 @dataclass(frozen=True)
 class KLPair:
-    """A record of unpaired data, and the one whose completion is its mismatched answer."""
+    """A record of unpaired data, and the completion of another one, its mismatched answer."""
 
     record: Record | Sample
-    kl_record: Record | Sample
-    kl_origin: str
+    kl_completion: Turns
 
 
-EncoderInput = tuple[Record | Sample | KLPair, str]
+EncoderInput = tuple[Record | Sample | KLPair | Unreadable, str]
 LeftOut = Literal["dropped", "unsupervised", "identical"]
 
 
-def with_kl_completions(items: Iterable[tuple[Record | Sample, str]]) -> Iterator[EncoderInput]:
-    """Pair each item with the next one, and the last with the first: the same pairs in every layout."""
-    both = iter(items)
-    first = this = next(both)
-    for other in both:
-        yield KLPair(this[0], *other), this[1]
-        this = other
-    yield KLPair(this[0], *first), this[1]
+def with_kl_completions(
+    items: Iterable[tuple[Record | Sample | Unreadable, str]], options: RecordOptions
+) -> Iterator[EncoderInput]:
+    """Pair each record with the next one, and the last with the first: the same pairs in every layout.
+
+    Records that cannot be read are in no pair and keep their places.
+    """
+    held: list[EncoderInput] = []
+    first: Turns | None = None
+    for item, origin in items:
+        try:
+            completion = None if isinstance(item, Unreadable) else _completion(item, options, origin)
+        except RecordError as error:
+            item, completion = Unreadable(error), None
+        if completion is not None:
+            yield from _paired(held, completion)
+            held, first = [], completion if first is None else first
+        held.append((item, origin))
+    yield from _paired(held, first)
+
+
+def _completion(item: Record | Sample, options: RecordOptions, origin: str) -> Turns:
+    sample = normalize(item, options, origin)[0] if isinstance(item, dict) else item
+    assert isinstance(sample, UnpairedSample)
+    return sample.completion
+
+
+def _paired(held: Iterable[EncoderInput], completion: Turns | None) -> Iterator[EncoderInput]:
+    for item, origin in held:
+        if isinstance(item, Unreadable):
+            yield item, origin
+        else:
+            assert not isinstance(item, KLPair)
+            assert completion is not None
+            yield KLPair(item, completion), origin
 
 
 @dataclass(frozen=True)
@@ -51,6 +78,7 @@ class EncodeResult:
     truncated: bool
     long_prompt: bool
     desirable: bool
+    unread: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -63,32 +91,53 @@ class Encoder:
     """Tokens to which sequences are limited. None means any length."""
     long_samples: LongSamples
     train_on_prompt: bool
-    format: Format | None = None
-    """Format of the records. None means that the items are samples."""
+    options: RecordOptions = field(default_factory=RecordOptions)
+    """How records become samples. Not read for items that are samples."""
 
     def __call__(self, items: Sequence[EncoderInput]) -> TokenChunk:
-        fates = [self._fate(item, origin) for item, origin in items]
-        kept = [fate for fate in fates if fate.left_out is None]
-        sequences = [one for fate in kept for one in fate.sequences]
-        why = Counter(fate.left_out for fate in fates)
+        """Encode some items.
+
+        Raises:
+            ConfigError: if an item cannot be encoded, unless ``data.on_bad_record=skip`` counts it.
+        """
+        results = [self._result(item, origin) for item, origin in items]
+        encoded = [result for result in results if not isinstance(result, BadRecord)]
+        kept = [
+            (n, one) for n, one in enumerate(results) if isinstance(one, EncodeResult) and not one.left_out
+        ]
+        sequences = [one for _, result in kept for one in result.sequences]
+        why = Counter(result.left_out for result in encoded)
         return TokenChunk(
             tokens=np.fromiter(chain.from_iterable(one.input_ids for one in sequences), np.uint32),
             mask=np.fromiter(chain.from_iterable(one.mask for one in sequences), np.bool_),
             lengths=np.array([len(one.input_ids) for one in sequences], np.int64),
-            truncated=np.array([fate.truncated for fate in kept], np.bool_),
+            truncated=np.array([result.truncated for _, result in kept], np.bool_),
             stop_trained=np.array(
-                [all(one.stop_trained for one in self._trained(fate.sequences)) for fate in kept], np.bool_
+                [all(one.stop_trained for one in self._trained(result.sequences)) for _, result in kept],
+                np.bool_,
             ),
             dropped=why["dropped"],
             unsupervised=why["unsupervised"],
             identical=why["identical"],
-            long_prompts=sum(fate.long_prompt for fate in fates),
-            desirable=self._desirable(kept),
-            records=np.array([n for n, fate in enumerate(fates) if fate.left_out is None], np.int64),
+            long_prompts=sum(result.long_prompt for result in encoded),
+            desirable=self._desirable([result for _, result in kept]),
+            records=np.array([n for n, _ in kept], np.int64),
+            bad=[result for result in results if isinstance(result, BadRecord)],
+            unread=Counter(chain.from_iterable(result.unread for result in encoded)),
         )
 
-    def _fate(self, item: Record | Sample | KLPair, origin: str) -> EncodeResult:
-        sample = self._sample(item, origin)
+    def _result(self, item: Record | Sample | KLPair | Unreadable, origin: str) -> EncodeResult | BadRecord:
+        try:
+            return self._encode(item, origin)
+        except RecordError as error:
+            if self.options.on_bad_record == "stop":
+                raise
+            return BadRecord(origin, str(error).removeprefix(f"{origin}: "))
+
+    def _encode(self, item: Record | Sample | KLPair | Unreadable, origin: str) -> EncodeResult:
+        if isinstance(item, Unreadable):
+            raise item.error
+        sample, unread = self._sample(item, origin)
         encoded = encode_sample(sample, self.tokenizer, train_on_prompt=self.train_on_prompt, origin=origin)
         fitted = self._fit(encoded)
         limit = inf if self.max_length is None else self.max_length
@@ -98,18 +147,20 @@ class Encoder:
             truncated=fitted is not None and fitted[0] is not encoded[0],
             long_prompt=encoded[0].prompt_length > limit,
             desirable=isinstance(sample, UnpairedSample) and sample.desirable,
+            unread=unread,
         )
 
-    def _sample(self, item: Record | Sample | KLPair, origin: str) -> Sample:
+    def _sample(self, item: Record | Sample | KLPair, origin: str) -> tuple[Sample, Sequence[str]]:
         if isinstance(item, KLPair):
-            this, other = self._sample(item.record, origin), self._sample(item.kl_record, item.kl_origin)
-            assert isinstance(this, UnpairedSample)
-            assert isinstance(other, UnpairedSample)
-            return replace(this, kl_completion=other.completion)
-        if isinstance(item, dict):
-            assert self.format is not None
-            return normalize(item, self.format, origin)
-        return item
+            sample, unread = self._sample(item.record, origin)
+            assert isinstance(sample, UnpairedSample)
+            if isinstance(sample.prompt, str) != isinstance(item.kl_completion, str):
+                raise RecordError(
+                    f"{origin}: has strings where the next record has messages, or the reverse.\n"
+                    "Set data.strings=chat, or give all records the same form."
+                )
+            return replace(sample, kl_completion=item.kl_completion), unread
+        return normalize(item, self.options, origin) if isinstance(item, dict) else (item, ())
 
     def _fit(self, encoded: list[Encoded]) -> list[Encoded] | None:
         if self.kind != "unpaired":
@@ -132,7 +183,7 @@ class Encoder:
         return sequences[:1] if self.kind == "unpaired" else sequences
 
     def _desirable(self, kept: list[EncodeResult]) -> Bools | None:
-        labels = np.array([fate.desirable for fate in kept], np.bool_)
+        labels = np.array([result.desirable for result in kept], np.bool_)
         return labels if self.kind == "unpaired" else None
 
     def vocab_size(self) -> int:

@@ -6,31 +6,29 @@ import multiprocessing
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal, Protocol
 
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from components.contracts.data import SampleKind
 from components.contracts.errors import FAILED, ConfigError
-from components.data.demo import SplitName, stdlib_records
+from components.data.data_sources import Source
 from components.data.progress import show_progress
-from components.data.records.formats import KINDS, Format, detect
-from components.data.records.record_files import Record, data_files, read_records
-from components.data.records.samples import Sample
+from components.data.records.formats import normalize
+from components.data.records.options import RecordError
+from components.data.records.record_files import Unreadable
 from components.data.store.token_store import (
     CorruptTokenStore,
     StoreWriter,
@@ -38,114 +36,17 @@ from components.data.store.token_store import (
     TokenStore,
     WorkerLost,
     digest,
-    file_digest,
 )
 from components.data.tokenize.encoder import Encoder, EncoderInput, with_kl_completions
 
 log = logging.getLogger(__name__)
 
-STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "unpaired": "kto"}
-
 _BATCH = 64  # samples that a worker encodes at a time, at most
 _BATCH_CHARS = 2**20  # characters after which a batch ends
 _WAITING_CHARS = 2**26  # characters that all workers together have in memory, unless one sample has more
+_COUNTED = 100_000  # records in which the bad ones are counted
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _PATIENCE_S = 4.0  # seconds of encoding in this process before workers start; each needs 2 s to import
-
-
-# Sources
-
-
-@dataclass(frozen=True)
-class SourceItems:
-    """The content of a source."""
-
-    format: Format | None
-    """Format of the records. None means that the items are finished samples."""
-    items: Iterator[tuple[Record | Sample, str]]
-    fraction: Callable[[], float | None] = lambda: None
-    """Returns the share of the source that has been read. None means not known."""
-
-
-class Source(Protocol):
-    """A source of samples."""
-
-    @property
-    def option(self) -> str:
-        """The name of the source before the number of a record."""
-
-    @property
-    def name(self) -> str:
-        """The option and its value, for messages and the audit."""
-
-    def content(self, cache: Path) -> list[str]:
-        """Return digests that change with the content of the source."""
-
-    def items(self, kind: SampleKind) -> SourceItems:
-        """Return the content of the source.
-
-        Raises:
-            ConfigError: if they are of another kind.
-        """
-
-
-@dataclass(frozen=True)
-class FileSource:
-    """``data.train``, ``data.eval`` or an entry of ``data.sources``."""
-
-    option: str
-    path: str
-    format: Format | Literal["auto"]
-
-    @property
-    def name(self) -> str:
-        return f"{self.option}={self.path}"
-
-    def content(self, cache: Path) -> list[str]:
-        read_records(self.path)  # raises if the path is missing; no record is read
-        path = Path(self.path).expanduser().resolve()
-        files = data_files(path)
-        try:
-            digests = [f"{file.relative_to(path)} {file_digest(file, cache)}" for file in files]
-        except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be read ({error.strerror}). Check the file.") from error
-        return [self.format, path.suffix, *digests]
-
-    def items(self, kind: SampleKind) -> SourceItems:
-        records = read_records(self.path)
-        first = next(records)
-        format = detect(*first) if self.format == "auto" else self.format
-        if KINDS[format] != kind:
-            remedy = "give every record a 'label', " if kind == "unpaired" else ""
-            raise ConfigError(
-                f"{self.name}: its format is {format}, and stage={STAGES[kind]} does not train on that.\n"
-                f"Use stage={STAGES[KINDS[format]]}, {remedy}or name another format in data.format."
-            )
-        return SourceItems(format, chain([first], records), records.reading.fraction)
-
-
-@dataclass(frozen=True)
-class StdlibSource:
-    """The embedded data."""
-
-    split: SplitName
-    option: str = "stdlib"
-
-    @property
-    def name(self) -> str:
-        return f"stdlib ({self.split})"
-
-    def content(self, cache: Path) -> list[str]:  # noqa: ARG002
-        root = Path(sysconfig.get_path("stdlib"))
-        listing = []
-        for folder, names, files in os.walk(root):
-            names[:] = sorted(set(names) - {"site-packages", "dist-packages", "__pycache__"})
-            sources = sorted(name for name in files if name.endswith(".py"))
-            listing += [f"{folder}/{name} {os.path.getsize(f'{folder}/{name}')}" for name in sources]
-        return [self.split, sys.version, digest(listing)]
-
-    def items(self, kind: SampleKind) -> SourceItems:
-        return SourceItems(None, stdlib_records(kind, self.split))
 
 
 # Samples to tokens
@@ -280,32 +181,57 @@ def build_store(source: Source, encoder: Encoder, cache: Path, num_workers: int)
 
 def _write_store(path: Path, source: Source, encoder: Encoder, num_workers: int) -> None:
     found = source.items(encoder.kind)
-    items = with_kl_completions(found.items) if encoder.kind == "unpaired" else found.items
+    unpaired = encoder.kind == "unpaired"
+    items = with_kl_completions(found.items, found.options) if unpaired else found.items
     writer = StoreWriter(
         path,
         vocab_size=encoder.vocab_size(),
         sequences_per_sample=2 if encoder.kind in ("preference", "unpaired") else 1,
         masked=encoder.kind != "text" and not encoder.train_on_prompt,
-        format=found.format or "embedded",
+        format=found.format,
     )
     with writer:
         if writer.num_records:
             log.info("tokenising %s: continues after %s rows", source.name, f"{writer.num_records:,}")
         for _ in islice(items, writer.num_records):  # before the clock of the progress starts
             pass
-        chunks = encode_all(items, replace(encoder, format=found.format), num_workers)
+        chunks = encode_all(items, replace(encoder, options=found.options), num_workers)
         progress = show_progress(f"tokenising {source.name}", "rows", found.fraction)
         with progress as advance, closing(chunks):
-            for chunk in chunks:
-                writer.append(chunk)
-                advance(chunk.num_records)
+            try:
+                for chunk in chunks:
+                    writer.append(chunk)
+                    advance(chunk.num_records)
+            except RecordError as error:
+                raise _with_count(error, source, encoder.kind) from error
         if not writer.num_samples:
             same = f", {writer.identical} with the same answer twice" if writer.identical else ""
+            same += f", {writer.num_bad} that cannot be read" if writer.num_bad else ""
             raise ConfigError(
                 f"{source.name}: no sample is left ({writer.dropped} longer than data.max_length="
                 f"{encoder.max_length}, {writer.unsupervised} without a token to train on{same}).\n"
                 "Raise data.max_length, or check the answers in the file."
             )
+
+
+def _with_count(error: RecordError, source: Source, kind: SampleKind) -> ConfigError:
+    """Return the error with the number of records that cannot be read, of the first ``_COUNTED`` ones."""
+    found, bad, total = source.items(kind), 0, 0
+    for item, origin in islice(found.items, _COUNTED):
+        total += 1
+        try:
+            if isinstance(item, Unreadable):
+                raise item.error
+            if isinstance(item, dict):
+                normalize(item, found.options, origin)
+        except RecordError:
+            bad += 1
+    if bad < 2:
+        return error
+    of = f"of the first {total:,}" if total == _COUNTED else f"of {total:,}"
+    return ConfigError(
+        f"{error}\n{bad:,} {of} records cannot be read; correct them, or set data.on_bad_record=skip."
+    )
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -320,17 +246,8 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 @cache
 def _code() -> list[str]:
     """Return digests of the code that makes tokens, so that no version number has to be maintained."""
-    own = (
-        *(
-            "records/preference_records",
-            "tokenize/chat",
-            "tokenize/encoder",
-            "tokenize/truncation",
-            "records/formats",
-            "records/messages",
-            "records/samples",
-        ),
-        *("records/record_files", "demo", "store/token_store", "tokenize/workers", "tokenize/assistant_mask"),
-    )
-    files = [(Path(__file__).parents[1] / f"{name}.py").read_text() for name in own]
+    folder = Path(__file__).parents[1]
+    own = [folder / name for name in ("data_sources.py", "demo.py", "store/token_store.py")]
+    own += [*(folder / "records").glob("*.py"), *(folder / "tokenize").glob("*.py")]
+    files = [file.read_text() for file in sorted(own)]
     return [digest(files), version("transformers"), version("tokenizers")]

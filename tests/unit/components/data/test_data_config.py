@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from components.contracts.batch import IGNORE
 from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError
-from components.data import FilesData, PreparedData, StdlibData
+from components.data import FilesData, PreparedData, StdlibData, data_sources
 from components.data import config as spec_module
-from components.data.tokenize import encoder, workers
+from components.data.tokenize import encoder
 from components.data.tokenizer import PATH
 from tests.unit.components.data.store.test_indexed import write_indexed
 
@@ -102,10 +102,10 @@ def test_real_files(tokenizer: PreTrainedTokenizerBase, file: str, kind: Any, fo
 def test_the_embedded_data(
     tokenizer: PreTrainedTokenizerBase, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = workers.stdlib_records
+    records = data_sources.stdlib_records
     # All modules of the standard library would take seconds.
     monkeypatch.setattr(
-        workers,
+        data_sources,
         "stdlib_records",
         lambda *which: (r for r, _ in zip(records(*which), range(90), strict=False)),
     )

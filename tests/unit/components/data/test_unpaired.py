@@ -15,6 +15,8 @@ from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError
 from components.data import FilesData, PreparedData, StdlibData
 from components.data.records.formats import detect, normalize
+from components.data.records.options import RecordError, RecordOptions
+from components.data.records.record_files import Unreadable
 from components.data.records.samples import UnpairedSample
 from components.data.tokenize.encoder import KLPair, with_kl_completions
 from components.data.tokenizer import PATH
@@ -131,12 +133,13 @@ def test_selected_sequences_are_as_they_were(
 
 
 def test_pairs_of_neighbours_do_not_depend_on_batches() -> None:
-    items: list[Any] = [(f"r{i}", f"o{i}") for i in range(3)]
-    assert list(with_kl_completions(items)) == [
-        (KLPair("r0", "r1", "o1"), "o0"),
-        (KLPair("r1", "r2", "o2"), "o1"),
-        (KLPair("r2", "r0", "o0"), "o2"),
-    ]
+    samples = [UnpairedSample(f"p{i}", f"c{i}", True, None, "") for i in range(3)]
+    torn, odd = Unreadable(RecordError("torn")), {"prompt": "p", "completion": "c"}
+    items = [(torn, "a"), (samples[0], "b"), (odd, "c"), (torn, "d"), (samples[1], "e"), (samples[2], "f")]
+    pairs = list(with_kl_completions(items, RecordOptions(format="unpaired")))
+    assert [origin for _, origin in pairs] == ["a", "b", "c", "d", "e", "f"]
+    assert [item.kl_completion for item, _ in pairs if isinstance(item, KLPair)] == ["c1", "c2", "c0"]
+    assert [origin for item, origin in pairs if isinstance(item, Unreadable)] == ["a", "c", "d"]
 
 
 def test_a_long_neighbour_cuts_nobody(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -172,13 +175,15 @@ SPELLINGS: list[dict[str, Any]] = [
         "kto_tag": True,
     },
     {"instruction": QUESTION, "output": ANSWER, "kto_tag": True},
+    {"messages": [USER, ASSISTANT], "label": True},
+    {"prompt": QUESTION, "response": ANSWER, "label": True},
 ]
 
 
 @pytest.mark.parametrize("spelled", SPELLINGS, ids=lambda row: ", ".join(row))
 def test_spellings(spelled: dict[str, Any]) -> None:
-    assert detect(spelled, "x") == "unpaired"
-    sample = normalize(spelled, "unpaired", "x")
+    assert detect(spelled, "unpaired", "x") == "unpaired"
+    sample, _ = normalize(spelled, RecordOptions(format="unpaired", strings="chat"), "x")
     assert isinstance(sample, UnpairedSample)
     assert (sample.prompt, sample.completion) == ([USER], [ASSISTANT])
     assert sample.desirable is True
@@ -189,7 +194,7 @@ def test_data_without_labels_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="stage=kto does not train on that") as caught:
         prepare(tmp_path, chats, "unpaired")
     assert "give every record a 'label'" in str(caught.value)
-    with pytest.raises(ConfigError, match="unpaired: completion, label"):
+    with pytest.raises(ConfigError, match="give every record a 'label'"):
         prepare(tmp_path, [{"prompt": "a", "completion": "b"}], "unpaired")
     with pytest.raises(ConfigError, match=r"train.jsonl:2: field 'label' is missing"):
         prepare(tmp_path, [record("ant", True), {"prompt": "a", "completion": "b"}], "unpaired")

@@ -1,14 +1,26 @@
 """Records in all common formats are recognised and normalised."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from components.data.records.formats import Format, detect, normalize
-from components.data.records.record_files import read_records
-from components.data.records.samples import ChatSample, Message, PreferenceSample, Sample, TextSample
+from components.data.records.columns import check_columns
+from components.data.records.formats import KINDS, detect, normalize
+from components.data.records.options import Format, RecordError, RecordOptions
+from components.data.records.record_files import Unreadable, read_records
+from components.data.records.samples import (
+    ChatSample,
+    CompletionSample,
+    Message,
+    PreferenceSample,
+    Sample,
+    SegmentsSample,
+    TextSample,
+    UnpairedSample,
+)
 
 SHARED = Path(__file__).resolve().parents[6] / "shared" / "data"
 
@@ -137,6 +149,72 @@ CASES: dict[str, tuple[Format, dict[str, Any], Sample]] = {
             [TOOL],
         ),
     ),
+    "two-questions-and-a-late-system-turn": (
+        "messages",
+        {"messages": [U, U2, S, A, A2]},
+        ChatSample([U, U2, S, A, A2], None),
+    ),
+    "turns-after-the-last-answer": ("messages", {"messages": [U, A, U2]}, ChatSample([U, A], None)),
+    "untrained-turns": (
+        "messages",
+        {"messages": [U, {**A, "weight": 0}, {**U2, "train": False}, {**A2, "loss_weight": 1.0}]},
+        ChatSample([U, A, U2, A2], None, frozenset({1})),
+    ),
+    "parts-of-llamafactory": (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "value": "U"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "reasoning", "value": "hm"},
+                        {"type": "tool_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+                    ],
+                },
+                message("tool", "2"),
+                A,
+            ]
+        },
+        ChatSample(
+            [
+                U,
+                message("assistant", "", reasoning_content="hm", tool_calls=[call("f", {"x": 1})]),
+                message("tool", "2"),
+                A,
+            ],
+            None,
+        ),
+    ),
+    "prompt-and-response": ("alpaca", {"prompt": "U", "response": "A"}, ChatSample([U, A], None)),
+    "prompt-completion-messages": (
+        "prompt_completion",
+        {"prompt": [U, A, U2], "completion": [A2]},
+        ChatSample([U, A, U2, A2], None, frozenset({1})),
+    ),
+    "prompt-completion-strings": (
+        "prompt_completion",
+        {"prompt": "U", "completion": "A"},
+        ChatSample([U, A], None),
+    ),
+    "template-kwargs": (
+        "messages",
+        {"messages": [U, A], "chat_template_kwargs": {"enable_thinking": False}},
+        ChatSample([U, A], None, template_kwargs={"enable_thinking": False}),
+    ),
+    "segments": (
+        "segments",
+        {"segments": [{"text": "a", "label": False}, {"text": "b", "label": True}]},
+        SegmentsSample((("a", False), ("b", True))),
+    ),
+    "pair-messages-of-llamafactory": (
+        "preference",
+        {
+            "chosen_messages": [{**U, "loss_weight": 0.0}, {**A, "loss_weight": 1.0}],
+            "rejected_messages": [{**U, "loss_weight": 0.0}, {**A2, "loss_weight": 1.0}],
+        },
+        PAIR,
+    ),
     "pair-sharegpt": (
         "preference",
         {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "A2"}},
@@ -192,9 +270,83 @@ CASES: dict[str, tuple[Format, dict[str, Any], Sample]] = {
 @pytest.mark.parametrize(("format", "record", "sample"), CASES.values(), ids=CASES)
 def test_record_is_recognised_and_normalised(format: Format, record: dict[str, Any], sample: Sample) -> None:
     before = json.dumps(record)
-    assert detect(record, "f:1") == format
-    assert normalize(record, format, "f:1") == sample
+    assert detect(record, KINDS[format], "f:1") == format
+    assert normalize(record, RecordOptions(format=format, strings="chat"), "f:1")[0] == sample
     assert json.dumps(record) == before
+
+
+PLAIN: dict[str, tuple[Format, dict[str, Any], Sample]] = {
+    "completion": ("prompt_completion", {"prompt": "U", "completion": " A"}, CompletionSample("U", " A")),
+    "pair": (
+        "preference",
+        {"prompt": "U", "chosen": " A", "rejected": " B"},
+        PreferenceSample("U", " A", " B", None),
+    ),
+    "pair-implicit-prompt": (
+        "preference",
+        {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+        PreferenceSample("The sky is", " blue.", " green.", None),
+    ),
+    "unpaired": (
+        "unpaired",
+        {"prompt": "U", "completion": " A", "label": False},
+        UnpairedSample("U", " A", False, None, " A"),
+    ),
+    "pair-with-messages": (  # a string next to messages is a turn
+        "preference",
+        {"prompt": "U", "chosen": [U, A], "rejected": [U, A2]},
+        PAIR,
+    ),
+    "alpaca": ("alpaca", {"instruction": "U", "output": "A"}, ChatSample([U, A], None)),
+}
+
+
+@pytest.mark.parametrize(("format", "record", "sample"), PLAIN.values(), ids=PLAIN)
+def test_strings_are_plain_unless_a_chat_is_wanted(
+    format: Format, record: dict[str, Any], sample: Sample
+) -> None:
+    assert normalize(record, RecordOptions(format=format), "f:1")[0] == sample
+
+
+def test_options_of_conversations() -> None:
+    options = RecordOptions(format="messages", default_system="S", mask_history=True)
+    sample, _ = normalize({"messages": [U, A, U2, A2]}, options, "f:1")
+    assert sample == ChatSample([S, U, A, U2, A2], None, frozenset({2}))
+    own = {"messages": [message("system", "own"), U, A]}
+    assert normalize(own, options, "f:1")[0] == ChatSample(own["messages"], None)
+    pair = {"prompt": [U], "chosen": [A], "rejected": [A2]}
+    found, _ = normalize(pair, replace(options, format="preference"), "f:1")
+    assert found == PreferenceSample([S, U], [A], [A2], None)
+    kwargs = RecordOptions(format="messages", chat_template_kwargs={"a": 1, "b": 2})
+    found, _ = normalize({"messages": [U, A], "chat_template_kwargs": {"b": 3}}, kwargs, "f:1")
+    assert found == ChatSample([U, A], None, template_kwargs={"a": 1, "b": 3})
+
+
+def test_names_of_columns_and_roles() -> None:
+    options = RecordOptions(
+        format="messages",
+        columns={"messages": "dialog", "system": "setting", "role": "who", "content": "said"},
+        roles={"customer": "user", "agent": "assistant"},
+    )
+    record = {
+        "dialog": [{"who": "customer", "said": "U"}, {"who": "agent", "said": "A"}],
+        "setting": "S",
+        "id": 7,
+    }
+    assert normalize(record, options, "f:1") == (ChatSample([S, U, A], None), ["id"])
+    check_columns(record, options, "f:1")
+    with pytest.raises(RecordError, match=r"data\.columns\.system: the record has no field 'setting'"):
+        check_columns({"dialog": []}, options, "f:1")
+    question = RecordOptions(format="alpaca", columns={"prompt": "question", "response": "answer"})
+    assert normalize({"question": "U", "answer": "A"}, question, "f:1")[0] == ChatSample([U, A], None)
+
+
+def test_what_is_not_read_is_named() -> None:
+    record = {"messages": [{**U, "id": 3}, A], "source": "web", "images": [], "note": None}
+    assert normalize(record, RecordOptions(format="messages"), "f:1")[1] == ["source", "messages[].id"]
+    images = {"conversations": [HUMAN, GPT], "images": ["a.jpg"]}
+    ignoring = RecordOptions(format="sharegpt", ignore_fields=("images",))
+    assert normalize(images, ignoring, "f:1") == (ChatSample([U, A], None), ["images"])
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no real files under {SHARED}")
@@ -210,8 +362,10 @@ def test_record_is_recognised_and_normalised(format: Format, record: dict[str, A
 def test_real_file(name: str, format: Format, num_turns: int | None) -> None:
     turns = systems = 0
     for record, origin in read_records(str(SHARED / name)):
-        assert detect(record, origin) == format
-        sample = normalize(record, format, origin)
+        assert not isinstance(record, Unreadable)
+        assert detect(record, KINDS[format], origin) == format
+        sample, unread = normalize(record, RecordOptions(format=format), origin)
+        assert not unread
         if isinstance(sample, ChatSample):
             turns += len(sample.messages)
         if isinstance(sample, PreferenceSample):

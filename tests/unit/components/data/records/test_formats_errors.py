@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from components.contracts.errors import ConfigError
-from components.data.records.formats import Format, detect, normalize
+from components.data.records.formats import detect, normalize
+from components.data.records.options import Format, RecordError, RecordOptions
 from components.data.records.samples import Message
 
 
@@ -22,7 +23,6 @@ BAD: dict[str, tuple[Format, dict[str, Any], str]] = {
     "text-empty": ("text", {"text": " \n"}, "field 'text' is empty"),
     "text-number": ("text", {"text": 3}, "field 'text' is of type int"),
     "alpaca-no-output": ("alpaca", {"instruction": "U"}, "field 'output' is missing"),
-    "alpaca-empty-output": ("alpaca", {"instruction": "U", "output": ""}, "field 'output' is empty"),
     "alpaca-input-list": (
         "alpaca",
         {"instruction": "U", "input": [], "output": "A"},
@@ -63,30 +63,12 @@ BAD: dict[str, tuple[Format, dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, A]},
         "messages[0] has a part that is not text",
     ),
-    "empty-answer": (
-        "messages",
-        {"messages": [U, message("assistant", "")]},
-        "message 1 (assistant) is empty",
-    ),
-    "empty-question": (
-        "sharegpt",
-        {"conversations": [{"from": "human", "value": " "}, GPT]},
-        "message 0 (user) is empty",
-    ),
-    "answer-first": ("sharegpt", {"conversations": [GPT, HUMAN, GPT]}, "message 0 (assistant) follows start"),
-    "two-questions": ("messages", {"messages": [U, U2, A]}, "message 1 (user) follows user"),
-    "late-system": ("messages", {"messages": [U, S, A]}, "message 1 (system) follows user"),
-    "two-systems": (
-        "sharegpt",
-        {"conversations": [{"from": "system", "value": "x"}, HUMAN, GPT], "system": "S"},
-        "message 1 (system) follows system",
-    ),
+    "answer-first": ("sharegpt", {"conversations": [GPT, HUMAN, GPT]}, "message 0 (assistant) is the first"),
     "stray-observation": (
         "sharegpt",
         {"conversations": [HUMAN, {"from": "observation", "value": "x"}, GPT]},
         "message 1 (tool) follows user",
     ),
-    "ends-with-user": ("messages", {"messages": [U, A, U2]}, "ends with a user turn"),
     "function-call-no-json": (
         "sharegpt",
         {"conversations": [HUMAN, {"from": "function_call", "value": "f()"}]},
@@ -100,7 +82,6 @@ BAD: dict[str, tuple[Format, dict[str, Any], str]] = {
     "tools-no-json": ("sharegpt", {"conversations": [HUMAN, GPT], "tools": "f"}, "'tools' is not valid JSON"),
     "tools-string": ("messages", {"messages": [U, A], "tools": ["f"]}, "'tools' is not a list of function"),
     "pair-no-rejected": ("preference", {"prompt": "U", "chosen": "A"}, "field 'rejected' is missing"),
-    "pair-empty": ("preference", {"prompt": "U", "chosen": "A", "rejected": ""}, "field 'rejected' is empty"),
     "pair-empty-list": ("preference", {"prompt": "U", "chosen": [], "rejected": "A"}, "'chosen' is empty"),
     "pair-same-no-prompt": ("preference", {"chosen": "A", "rejected": "A"}, "do not differ"),
     "unpaired-no-label": ("unpaired", {"prompt": "U", "completion": "A"}, "field 'label' is missing"),
@@ -110,14 +91,8 @@ BAD: dict[str, tuple[Format, dict[str, Any], str]] = {
         {"prompt": "U", "completion": "A", "label": "yes"},
         "field 'label' is 'yes'. Write true for a completion to follow",
     ),
-    "unpaired-empty": (
-        "unpaired",
-        {"prompt": "U", "completion": " ", "label": True},
-        "field 'completion' is empty",
-    ),
     "unpaired-no-prompt": ("unpaired", {"completion": "A", "label": True}, "has no prompt"),
     "unpaired-no-completion": ("unpaired", {"prompt": "U", "label": True}, "'completion' is missing"),
-    "unpaired-no-answer": ("unpaired", {"messages": [U, A, U2], "label": 1}, "ends with a user turn"),
     "pair-no-prompt": ("preference", {"chosen": "A", "rejected": "A2"}, "share no leading message"),
     "pair-one-inside-the-other": (
         "preference",
@@ -134,21 +109,97 @@ BAD: dict[str, tuple[Format, dict[str, Any], str]] = {
         {"prompt": "V", "chosen": [U, A], "rejected": [U, A2]},
         "'prompt' is not the",
     ),
-    "pair-prompt-answered": (
+    "only-questions": ("messages", {"messages": [S, U, U2]}, "the conversation has no assistant turn"),
+    "weight-half": (
+        "messages",
+        {"messages": [U, {**A, "weight": 0.5}]},
+        "weight of messages[1] is 0.5. Use 0 or 1",
+    ),
+    "trained-question": (
+        "messages",
+        {"messages": [{**U, "train": True}, A]},
+        "train of messages[0] is True, a user turn",
+    ),
+    "trained-part": (
+        "messages",
+        {"messages": [U, {**A, "content": [{"type": "text", "text": "A", "train": False}]}]},
+        "messages[1] marks a part of its content. Set",
+    ),
+    "untrained-answer-of-a-pair": (
         "preference",
-        {"prompt": [U, A], "chosen": [A2], "rejected": [A]},
-        "follows assistant",
+        {"prompt": [U], "chosen": [{**A, "weight": 0}], "rejected": [A2]},
+        "excluded from training",
+    ),
+    "answer-ends-with-a-question": (
+        "preference",
+        {"prompt": [U], "chosen": [A, U2], "rejected": [A2]},
+        "an answer ends with a user turn",
+    ),
+    "images": (
+        "sharegpt",
+        {"conversations": [HUMAN, GPT], "images": ["a.jpg"]},
+        "'images', and only text can be trained on. Remove it, or set data.ignore_fields=[images]",
+    ),
+    "image-of-a-turn": (
+        "messages",
+        {"messages": [{**U, "images": ["a.jpg"]}, A]},
+        "has a field 'messages[].images'",
+    ),
+    "sample-weight": ("text", {"text": "T", "weight": 2}, "samples have no weights"),
+    "margin": (
+        "preference",
+        {"prompt": "U", "chosen": "A", "rejected": "A2", "margin": 0.5},
+        "no stage reads the margin",
+    ),
+    "offsets": (
+        "messages",
+        {"messages": [U, {**A, "train_detail": [{"begin_offset": 0}]}]},
+        "an assistant turn is trained as a whole",
+    ),
+    "segments-strings": ("segments", {"segments": ["a"]}, "holds something without a text. Write"),
+    "segments-no-label": ("segments", {"segments": [{"text": "a"}]}, "a segment has no label"),
+    "kwargs-reserved": (
+        "messages",
+        {"messages": [U, A], "chat_template_kwargs": {"tokenize": True}},
+        "'chat_template_kwargs' is not an object of variables",
     ),
 }
 
 
 @pytest.mark.parametrize(("format", "record", "message"), BAD.values(), ids=BAD)
 def test_bad_record_is_named(format: Format, record: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        normalize(record, format, "data.jsonl:12")
+    with pytest.raises(RecordError) as caught:
+        normalize(record, RecordOptions(format=format, strings="chat"), "data.jsonl:12")
     assert str(caught.value).startswith("data.jsonl:12: ")
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+PLAIN: dict[str, tuple[Format, dict[str, Any], str]] = {
+    "system": (
+        "preference",
+        {"prompt": "U", "chosen": "A", "rejected": "A2", "system": "S"},
+        "strings, which take no system prompt. Set data.strings=chat",
+    ),
+    "tools": (
+        "prompt_completion",
+        {"prompt": "U", "completion": "A", "tools": [{"name": "f"}]},
+        "take no tools. Set data.strings=chat",
+    ),
+    "no-prompt": ("prompt_completion", {"completion": "A"}, "has no prompt. Add"),
+    "nothing-shared": ("preference", {"chosen": "A", "rejected": "B"}, "share no prompt. Add"),
+    "one-inside-the-other": (
+        "preference",
+        {"chosen": "A b", "rejected": "A b c"},
+        "do not differ in an answer",
+    ),
+}
+
+
+@pytest.mark.parametrize(("format", "record", "message"), PLAIN.values(), ids=PLAIN)
+def test_strings_that_cannot_be_plain(format: Format, record: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        normalize(record, RecordOptions(format=format), "data.jsonl:12")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +207,7 @@ def test_bad_record_is_named(format: Format, record: dict[str, Any], message: st
 )
 def test_unknown_format_lists_the_known_ones(record: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        detect(record, "data.jsonl:1")
+        detect(record, "chat", "data.jsonl:1")
     text = str(caught.value)
     assert text.startswith("data.jsonl:1: data.format=auto")
     assert all(field in text for field in record)

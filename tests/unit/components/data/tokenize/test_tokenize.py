@@ -18,6 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from components.contracts.errors import ConfigError
 from components.data import progress
+from components.data.data_sources import FileSource, StdlibSource
+from components.data.records.options import RecordOptions
 from components.data.records.samples import TextSample
 from components.data.store.token_store import StoreWriter, TokenChunk, TokenStore
 from components.data.tokenize import chat
@@ -25,7 +27,7 @@ from components.data.tokenize import workers as tokenize
 from components.data.tokenize.chat import Encoded
 from components.data.tokenize.encoder import Encoder, EncoderInput
 from components.data.tokenize.truncation import fit
-from components.data.tokenize.workers import FileSource, StdlibSource, build_store, encode_all
+from components.data.tokenize.workers import build_store, encode_all
 from components.data.tokenizer import PATH
 
 
@@ -41,7 +43,9 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
 
 @pytest.fixture(scope="module")
 def chat_encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    return Encoder(tokenizer, "chat", 64, "truncate", train_on_prompt=False, format="messages")
+    return Encoder(
+        tokenizer, "chat", 64, "truncate", train_on_prompt=False, options=RecordOptions(format="messages")
+    )
 
 
 def encoded(prompt: int, answer: int, first: int = 100) -> Encoded:
@@ -231,7 +235,7 @@ def test_progress_is_logged(
 def source(tmp_path: Path) -> FileSource:
     path = tmp_path / "train.jsonl"
     path.write_text('{"text": "one two three"}\n{"text": "four five"}\n')
-    return FileSource("data.train", str(path), "auto")
+    return FileSource(option="data.train", path=str(path))
 
 
 @pytest.fixture
@@ -284,7 +288,7 @@ def other_template(source: FileSource, encoder: Encoder) -> tuple[FileSource, En
         other_content,
         other_tokenizer,
         other_template,
-        lambda source, encoder: (replace(source, format="text"), encoder),
+        lambda source, encoder: (replace(source, options=RecordOptions(format="text")), encoder),
         lambda source, encoder: (source, replace(encoder, max_length=17)),
         lambda source, encoder: (source, replace(encoder, max_length=None)),
         lambda source, encoder: (source, replace(encoder, long_samples="drop")),
@@ -322,7 +326,7 @@ def test_an_interrupted_store_is_continued(
     turns = ({"prompt": f"Say {n}.", "completion": f"{n}", "label": n % 2 == 0} for n in range(200))
     records = ({"text": f"document {n}"} for n in range(200)) if kind == "text" else turns
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    source, encoder = FileSource("data.train", str(path), "auto"), replace(text_encoder, kind=kind)
+    source, encoder = FileSource(option="data.train", path=str(path)), replace(text_encoder, kind=kind)
     original, appended = StoreWriter.append, 0
 
     def interrupted(writer: StoreWriter, chunk: TokenChunk) -> None:
@@ -379,7 +383,11 @@ def test_the_embedded_data_is_itself(tmp_path: Path) -> None:
         ('{"text": "a b"}', "chat", "format is text, and stage=sft does not train on that.\nUse stage=pt"),
         ('{"instruction": "a", "output": "b"}', "preference", "format is alpaca, and stage=dpo"),
         ('{"instruction": "a", "output": "b"}', "text", "Use stage=sft"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "chat", "x.jsonl:1: .*ends with a user turn"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}',
+            "chat",
+            "x.jsonl:1: .* has no assistant turn",
+        ),
         ('{"text": ', "text", "x.jsonl:1: malformed JSON"),
         ('{"words": 1}', "text", "does not recognise"),
     ],
@@ -391,7 +399,7 @@ def test_mistakes_in_a_file(
     path.write_text(record + "\n")
     encoder = replace(text_encoder, kind=kind)
     with pytest.raises(ConfigError, match=message):
-        build_store(FileSource("data.train", str(path), "auto"), encoder, tmp_path / "cache", 1)
+        build_store(FileSource(option="data.train", path=str(path)), encoder, tmp_path / "cache", 1)
     assert not list((tmp_path / "cache" / "tokens").glob("*/"))
 
 
@@ -409,4 +417,4 @@ def test_a_source_with_nothing_to_train_on_is_refused(
     path.write_text('{"instruction": "many words that will not fit in at all", "output": "b"}\n')
     encoder = replace(chat_encoder, max_length=max_length, long_samples=long_samples)
     with pytest.raises(ConfigError, match=f"data.train=.*x.jsonl: no sample is left .*{message}"):
-        build_store(FileSource("data.train", str(path), "auto"), encoder, tmp_path / "cache", 1)
+        build_store(FileSource(option="data.train", path=str(path)), encoder, tmp_path / "cache", 1)

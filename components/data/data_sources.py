@@ -1,0 +1,184 @@
+"""The sources of samples: files, data sets of the Hugging Face hub, and the embedded data."""
+
+import os
+import sys
+import sysconfig
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Protocol
+
+from components.contracts.data import SampleKind
+from components.contracts.errors import ConfigError
+from components.data.demo import SplitName, stdlib_records
+from components.data.records.columns import check_columns, renamed
+from components.data.records.formats import KINDS, detect
+from components.data.records.hub_records import HubDataset
+from components.data.records.options import RecordOptions
+from components.data.records.record_files import (
+    Item,
+    Record,
+    Records,
+    Unreadable,
+    matching_files,
+    read_records,
+)
+from components.data.records.samples import Sample
+from components.data.store.token_store import digest, file_digest
+
+STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "unpaired": "kto"}
+
+
+@dataclass(frozen=True)
+class SourceItems:
+    """The content of a source."""
+
+    format: str
+    items: Iterator[tuple[Record | Sample | Unreadable, str]]
+    options: RecordOptions = field(default_factory=RecordOptions)
+    """How the records become samples, with the format resolved. Not read for items that are samples."""
+    fraction: Callable[[], float | None] = lambda: None
+    """Returns the share of the source that has been read. None means not known."""
+
+
+class Source(Protocol):
+    """A source of samples."""
+
+    @property
+    def option(self) -> str:
+        """The name of the source before the number of a record."""
+
+    @property
+    def name(self) -> str:
+        """The option and its value, for messages and the audit."""
+
+    def content(self, cache: Path) -> list[str]:
+        """Return digests that change with the content of the source."""
+
+    def items(self, kind: SampleKind) -> SourceItems:
+        """Return the content of the source.
+
+        Raises:
+            ConfigError: if they are of another kind.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSource(ABC):
+    """A source of records: ``data.train``, ``data.eval`` or an entry of ``data.sources``."""
+
+    option: str
+    options: RecordOptions = field(default_factory=RecordOptions)
+    max_samples: int | None = None
+    """Number of records that are read, from the first one. None means all."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @abstractmethod
+    def records(self) -> Records: ...
+
+    @abstractmethod
+    def files(self, cache: Path) -> list[str]:
+        """Return digests of what holds the records."""
+
+    def content(self, cache: Path) -> list[str]:
+        return [digest([asdict(self.options), self.max_samples]), *self.files(cache)]
+
+    def items(self, kind: SampleKind) -> SourceItems:
+        records = self.records()
+        begin = list(_through_first_readable(records))
+        first, origin = begin[-1]
+        faulty = begin[0][0] if self.options.on_bad_record == "stop" else first
+        if isinstance(faulty, Unreadable):
+            raise faulty.error
+        assert not isinstance(first, Unreadable)
+        check_columns(first, self.options, origin)
+        options = self.options
+        if options.format == "auto":
+            options = replace(options, format=detect(renamed(first, options), kind, origin))
+        assert options.format != "auto"
+        if KINDS[options.format] != kind:
+            remedy = "give every record a 'label', " if kind == "unpaired" else ""
+            raise ConfigError(
+                f"{self.name}: its format is {options.format}, and stage={STAGES[kind]} does not train on "
+                "that.\n"
+                f"Use stage={STAGES[KINDS[options.format]]}, {remedy}or name another format in data.format."
+            )
+        items = islice(chain(begin, records), self.max_samples)
+        return SourceItems(options.format, items, options, records.reading.fraction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource(RecordSource):
+    """Files: a path, or a pattern such as ``data/*.jsonl``."""
+
+    path: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.option}={self.path}"
+
+    def records(self) -> Records:
+        return read_records(self.path)
+
+    def files(self, cache: Path) -> list[str]:
+        path = Path(self.path).expanduser()
+        found = matching_files(self.path)
+        names = [str(file.relative_to(path)) if path.is_dir() else "" for file in found]
+        try:
+            contents = [file_digest(file.resolve(), cache) for file in found]
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be read ({error.strerror}). Check the file.") from error
+        return [path.suffix, *map(" ".join, zip(names, contents, strict=True))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSource(RecordSource):
+    """A data set of the Hugging Face hub, or a folder that the ``datasets`` library can load."""
+
+    dataset: HubDataset
+
+    @property
+    def name(self) -> str:
+        return f"{self.option}={self.dataset.name}"
+
+    def records(self) -> Records:
+        return self.dataset.records()
+
+    def files(self, cache: Path) -> list[str]:  # noqa: ARG002
+        return [self.dataset.fingerprint()]
+
+
+def _through_first_readable(records: Iterator[Item]) -> Iterator[Item]:
+    for item in records:
+        yield item
+        if not isinstance(item[0], Unreadable):
+            return
+
+
+@dataclass(frozen=True)
+class StdlibSource:
+    """The embedded data."""
+
+    split: SplitName
+    option: str = "stdlib"
+
+    @property
+    def name(self) -> str:
+        return f"stdlib ({self.split})"
+
+    def content(self, cache: Path) -> list[str]:  # noqa: ARG002
+        root = Path(sysconfig.get_path("stdlib"))
+        listing = []
+        for folder, names, files in os.walk(root):
+            names[:] = sorted(set(names) - {"site-packages", "dist-packages", "__pycache__"})
+            sources = sorted(name for name in files if name.endswith(".py"))
+            listing += [f"{folder}/{name} {os.path.getsize(f'{folder}/{name}')}" for name in sources]
+        return [self.split, sys.version, digest(listing)]
+
+    def items(self, kind: SampleKind) -> SourceItems:
+        return SourceItems("embedded", stdlib_records(kind, self.split))

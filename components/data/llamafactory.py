@@ -1,0 +1,135 @@
+"""Data as LLaMA-Factory describes it: a folder with a dataset_info.json and the files that it names.
+
+The rules are those of LLaMA-Factory's ``data/README.md``: the default columns and tags, and that ``columns``,
+if given, names all fields that are read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+from components.data.data_sources import FileSource, HubSource, Source
+from components.data.files import RecordsData
+from components.data.records.hub_records import HubDataset
+from components.data.records.options import Format, RecordOptions
+from components.home import expand_home
+from components.json_text import read_json
+
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+"""LLaMA-Factory's names of columns, and the names of these fields here."""
+_OTHER = ("history", "system", "tools", "images", "videos", "audios", "chosen", "rejected", "kto_tag")
+_DEFAULT_COLUMNS = {**_ALPACA, "messages": "conversations"}
+_TAGS = {
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"),
+    "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call", "function_call"),
+    "system_tag": ("system", "system"),
+}
+"""The default name of each role, and its name here."""
+_ENTRY_KEYS = (
+    *("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "formatting", "ranking", "subset", "split"),
+    *("num_samples", "columns", "tags"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaFactoryData(RecordsData):
+    """Data sets of a dataset_info.json, by their names."""
+
+    dataset_info: str
+    """The folder of dataset_info.json, or the file."""
+    dataset: str
+    """Names, separated by commas."""
+    eval_dataset: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eval_dataset is not None and self.eval_fraction:
+            raise ConfigError("data.eval_fraction: is not read if data.eval_dataset is given; remove one.")
+        if self.format != "auto":
+            raise ConfigError("data.format: dataset_info.json names the format; leave it out.")
+        self.train_sources()  # raises if an entry is missing or not supported
+        self.eval_source()
+
+    def train_sources(self) -> Sequence[tuple[Source, float]]:
+        names = [name.strip() for name in self.dataset.split(",") if name.strip()]
+        if not names:
+            raise ConfigError("data.dataset: names no data set; give one of dataset_info.json.")
+        return [(self._source("data.dataset", name), 1.0) for name in names]
+
+    def eval_source(self) -> Source | None:
+        return None if self.eval_dataset is None else self._source("data.eval_dataset", self.eval_dataset)
+
+    @cached_property
+    def _file(self) -> Path:
+        given = Path(expand_home("data.dataset_info", self.dataset_info))
+        return given / "dataset_info.json" if given.is_dir() else given
+
+    @cached_property
+    def _entries(self) -> Json:
+        return read_json(self._file)
+
+    def _source(self, option: str, name: str) -> Source:
+        entry, where = self._entry(option, name), f"{self._file}: {name}"
+        for key in entry:
+            if key not in _ENTRY_KEYS:
+                raise ConfigError(f"{where}.{key}: is not supported; remove it, or use data=files.")
+        options = self._options(entry, where)
+        limit = entry.get("num_samples") or (self.max_samples if option == "data.dataset" else None)
+        if "hf_hub_url" in entry:
+            split = entry.get("split") or "train"
+            dataset = HubDataset(f"{option}={name}", entry["hf_hub_url"], entry.get("subset"), split)
+            return HubSource(option=option, dataset=dataset, options=options, max_samples=limit)
+        if "file_name" not in entry:
+            raise ConfigError(f"{where}: names no file_name and no hf_hub_url; add one of them.")
+        path = str(self._file.parent / entry["file_name"])
+        return FileSource(option=option, path=path, options=options, max_samples=limit)
+
+    def _entry(self, option: str, name: str) -> Json:
+        entry = self._entries.get(name)
+        if not isinstance(entry, dict):
+            near = get_close_matches(name, self._entries, n=3) or sorted(self._entries)[:10]
+            raise ConfigError(
+                f"{option}: {self._file} describes no data set {name!r}; use one of {', '.join(near)}."
+            )
+        return entry
+
+    def _options(self, entry: Json, where: str) -> RecordOptions:
+        formatting, columns = entry.get("formatting", "alpaca"), entry.get("columns", _DEFAULT_COLUMNS)
+        if formatting not in ("alpaca", "sharegpt", "openai"):
+            raise ConfigError(f"{where}.formatting: {formatting!r} is not alpaca, sharegpt or openai.")
+        chat = formatting != "alpaca"
+        fields = {name: columns[name] for name in _OTHER if columns.get(name)}
+        format = _format(entry, columns, chat=chat)
+        if chat:
+            fields["conversations"] = columns.get("messages") or "conversations"
+        elif format == "text":
+            fields["text"] = columns.get("prompt") or "text"
+        else:
+            fields |= {ours: columns[theirs] for theirs, ours in _ALPACA.items() if columns.get(theirs)}
+        tags = entry.get("tags", {})
+        if chat:
+            fields |= {"role": tags.get("role_tag", "from"), "content": tags.get("content_tag", "value")}
+        roles = {tags.get(tag, default): role for tag, (default, role) in _TAGS.items()}
+        return replace(
+            self.record_options(),
+            format=format,
+            columns=fields,
+            roles=roles if chat else {},
+            only_columns=True,
+        )
+
+
+def _format(entry: Json, columns: Json, *, chat: bool) -> Format:
+    if entry.get("ranking"):
+        return "preference"
+    if columns.get("kto_tag"):
+        return "unpaired"
+    if chat:
+        return "sharegpt"
+    return "alpaca" if columns.get("response") else "text"

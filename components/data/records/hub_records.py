@@ -1,0 +1,64 @@
+"""Records of data sets that the ``datasets`` library loads: from the Hugging Face hub, or from a folder."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from components.contracts.errors import ConfigError
+from components.data.records.record_files import Item, Reading, Records
+from components.json_text import one_line
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A data set, and the part of it that is meant."""
+
+    option: str
+    """The option that names it, for messages."""
+    repo: str
+    subset: str | None = None
+    split: str = "train"
+    """A split, or a part of one in the notation of ``datasets``: ``train[:90%]``."""
+    revision: str | None = None
+
+    @property
+    def name(self) -> str:
+        part = "" if self.subset is None else f", {self.subset}"
+        return f"hub:{self.repo} ({self.split}{part})"
+
+    def fingerprint(self) -> str:
+        """Return a name that changes with the content."""
+        return str(self._load()._fingerprint)
+
+    def records(self) -> Records:
+        dataset = self._load()
+        reading = Reading(1)
+        reading.begin(1)
+        return Records(self._items(dataset, reading), reading)
+
+    def _items(self, dataset: "Dataset", reading: Reading) -> Iterator[Item]:
+        for row, record in enumerate(dataset, start=1):
+            reading.at_row(row, len(dataset))
+            yield record, f"hub:{self.repo}:{row}"
+
+    def _load(self) -> "Dataset":
+        """Return the data set, downloaded unless the cache of ``datasets`` holds it.
+
+        Raises:
+            ConfigError: if it cannot be loaded: it or its part does not exist, or there is no network.
+        """
+        import datasets  # takes half a second, and only this source needs it
+
+        try:
+            loaded = datasets.load_dataset(self.repo, self.subset, split=self.split, revision=self.revision)
+        except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise ConfigError(
+                f"{self.option}: hub:{self.repo} cannot be loaded ({one_line(error)}).\n"
+                "Check the name, data.subset, data.split and the network, or give a file."
+            ) from error
+        if not len(loaded):
+            raise ConfigError(f"{self.option}: {self.name} holds no record. Name another data.split.")
+        return loaded

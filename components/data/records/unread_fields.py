@@ -1,0 +1,67 @@
+"""Find the fields of a record that its format does not read, so that none is dropped silently."""
+
+from collections.abc import Iterator, Mapping
+
+from components.data.records.options import Format, RecordError, RecordOptions
+
+_QUESTION = ("instruction", "prompt", "input", "query", "history")
+_ALWAYS = ("system", "tools", "chat_template_kwargs")
+_READ: Mapping[Format, tuple[str, ...]] = {
+    "text": ("text",),
+    "segments": ("segments",),
+    "prompt_completion": ("prompt", "completion", *_ALWAYS),
+    "alpaca": (*_QUESTION, "output", "response", *_ALWAYS),
+    "messages": ("messages", *_ALWAYS),
+    "sharegpt": ("conversations", *_ALWAYS),
+    "preference": (
+        *("messages", "conversations", "chosen", "rejected", "chosen_messages", "rejected_messages"),
+        *(*_QUESTION, *_ALWAYS),
+    ),
+    "unpaired": (
+        *("messages", "conversations", "completion", "output", "response", "label", "kto_tag"),
+        *(*_QUESTION, *_ALWAYS),
+    ),
+}
+_MESSAGE_KEYS = (
+    *("role", "from", "content", "value", "tool_calls", "name", "tool_call_id"),
+    *("reasoning_content", "thinking", "weight", "train", "loss_weight"),
+)
+_REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text can be trained on"),
+    **dict.fromkeys(("weight", "loss_weight", "sample_weight"), "samples have no weights"),
+    **dict.fromkeys(("completions", "labels"), "no stage trains on the steps of an answer"),
+    "margin": "no stage reads the margin of a pair",
+    "train_detail": "an assistant turn is trained as a whole",
+}
+"""Fields that formats define and no stage uses, with the reason."""
+
+
+def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: str) -> list[str]:
+    """Return the names of the fields that have a value and are not read, ``messages[].KEY`` in messages.
+
+    Raises:
+        RecordError: if a field that would change what is trained is not named in ``data.ignore_fields``.
+    """
+    assert options.format != "auto"
+    read = _READ[options.format]
+    names = [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
+    for name in read:
+        names += [f"{name}[].{key}" for key in dict.fromkeys(_unread_keys(record.get(name)))]
+    if options.format == "segments":
+        names = [name for name in names if name not in ("segments[].text", "segments[].label")]
+    for name in names:
+        reason = _REFUSED.get(name.rpartition(".")[2])
+        if reason is not None and name not in options.ignore_fields:
+            raise RecordError(
+                f"{origin}: has a field {name!r}, and {reason}. "
+                f"Remove it, or set data.ignore_fields=[{name}] to train without it."
+            )
+    return names
+
+
+def _unread_keys(value: object) -> Iterator[str]:
+    for message in value if isinstance(value, list) else [value]:
+        if isinstance(message, dict):
+            for key, content in message.items():
+                if key not in _MESSAGE_KEYS and content not in (None, "", [], {}):
+                    yield str(key)
