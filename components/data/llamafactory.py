@@ -41,14 +41,19 @@ _ENTRY_KEYS = (
 class LlamaFactoryData(RecordsData):
     """Data sets of a dataset_info.json, by their names."""
 
-    dataset_info: str
+    dataset_info: str | None = None
     """The folder of dataset_info.json, or the file."""
-    dataset: str
+    dataset: str | None = None
     """Names, separated by commas."""
     eval_dataset: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("dataset_info", "dataset"):
+            if getattr(self, name) is None:
+                raise ConfigError(
+                    "data.dataset_info, data.dataset: give both, a folder of LLaMA-Factory and names."
+                )
         if self.eval_dataset is not None and self.eval_fraction:
             raise ConfigError("data.eval_fraction: is not read if data.eval_dataset is given; remove one.")
         if self.format != "auto":
@@ -57,7 +62,7 @@ class LlamaFactoryData(RecordsData):
         self.eval_source()
 
     def train_sources(self) -> Sequence[tuple[Source, float]]:
-        names = [name.strip() for name in self.dataset.split(",") if name.strip()]
+        names = [name.strip() for name in str(self.dataset).split(",") if name.strip()]
         if not names:
             raise ConfigError("data.dataset: names no data set; give one of dataset_info.json.")
         return [(self._source("data.dataset", name), 1.0) for name in names]
@@ -67,7 +72,7 @@ class LlamaFactoryData(RecordsData):
 
     @cached_property
     def _file(self) -> Path:
-        given = Path(expand_home("data.dataset_info", self.dataset_info))
+        given = Path(expand_home("data.dataset_info", str(self.dataset_info)))
         return given / "dataset_info.json" if given.is_dir() else given
 
     @cached_property

@@ -24,6 +24,7 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.tokenizer import PATH as EMBEDDED_TOKENIZER
 from components.json_text import one_line, read_json
+from components.models.chat_template import with_chat_template
 from components.models.checkpoint_weights import INIT_FROM, checkpoint_content, checkpoint_weights
 from components.models.checks import check_config, check_model, check_moe_losses
 from components.models.config_values import UNBUILDABLE, check_values, wrong_field
@@ -57,6 +58,8 @@ class ModelSpec:
     trust_remote_code: bool = False
     tokenizer: str | None = None
     """A folder or hub id. None means that of ``path`` if the shape comes from it, else the embedded one."""
+    chat_template: str | None = None
+    """A file of Jinja, or the name of one that the program brings. None means that of the tokenizer."""
     freeze: tuple[str, ...] = ()
     """Shell patterns of the names of parameters that are not trained."""
     moe: MoELossConfig = field(default_factory=MoELossConfig)
@@ -247,11 +250,12 @@ class ModelSpec:
                 f"{option}: {folder} has no tokenizer; point model.tokenizer at a folder that has one."
             )
         try:
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=self.trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.trust_remote_code)
         except (*INVALID, ImportError, OSError) as error:
             raise ConfigError(
                 f"{option}: cannot load the tokenizer in {folder}: {one_line(error)}"
             ) from error
+        return tokenizer if self.chat_template is None else with_chat_template(tokenizer, self.chat_template)
 
     def with_any_tokenizer(self) -> Self:
         """Return this model, for a forecast with the embedded tokenizer if its folder has none."""

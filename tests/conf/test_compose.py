@@ -35,7 +35,12 @@ EXPERIMENTS = sorted(
 )
 SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
 HYDRA = ["help/runner.yaml", "launcher/local.yaml", "launcher/slurm.yaml", "sweeper/optuna.yaml"]
-NEEDED = {("model", "hf"): ["model.path=x"], ("data", "files"): ["data.train=x"]}
+LLAMAFACTORY = Path(__file__).parent / "dataset_info.json"
+NEEDED = {
+    ("model", "hf"): ["model.path=x"],
+    ("data", "files"): ["data.train=x"],
+    ("data", "llamafactory"): [f"data.dataset_info={LLAMAFACTORY}", "data.dataset=chats"],
+}
 
 
 def test_every_file_is_covered() -> None:

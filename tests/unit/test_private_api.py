@@ -27,6 +27,7 @@ KEPT = {
     "components/engines/fsdp2/engine.py": {"_flatten", "_foreach_div_", "_foreach_mul_"},
     "components/engines/shared/loss_accumulator.py": {"_foreach_norm"},
     "components/engines/megatron/runtime/optimizer.py": {"_get_model_param_range_map"},  # Megatron's
+    "components/data/records/hub_records.py": {"_fingerprint"},  # of datasets, which has no public one
     "components/data/store/reference_logps.py": {"_values"},  # our own
     "components/models/export/hf_folder.py": {"_reads_path"},  # our own
     # torch's: a rehearsal stands in for CUDA.

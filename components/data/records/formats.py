@@ -131,7 +131,7 @@ def _read_segments(record: Mapping[str, object], origin: str) -> SegmentsSample:
 def _read_prompt_completion(
     record: Mapping[str, object], options: RecordOptions, origin: str
 ) -> CompletionSample | ChatSample:
-    """Read a prompt and its completion. Of messages, those of the prompt are not trained on."""
+    """Read a prompt and its completion; turns of the prompt are not trained on."""
     prompt, completion = read_completion(record, options, origin)
     if isinstance(prompt, str):
         assert isinstance(completion, str)

@@ -59,6 +59,4 @@ class HubDataset:
                 f"{self.option}: hub:{self.repo} cannot be loaded ({one_line(error)}).\n"
                 "Check the name, data.subset, data.split and the network, or give a file."
             ) from error
-        if not len(loaded):
-            raise ConfigError(f"{self.option}: {self.name} holds no record. Name another data.split.")
         return loaded

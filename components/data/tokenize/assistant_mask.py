@@ -119,7 +119,7 @@ def template_for(tokenizer: PreTrainedTokenizerBase, sample: Conversational, ori
     if not tokenizer.chat_template:
         raise ConfigError(
             f"model.tokenizer: {name} has no chat template, and {origin} is a conversation.\n"
-            "Name the tokenizer of a chat model, or train on text with stage=pt."
+            "Name the tokenizer of a chat model, set model.chat_template, or train on text with stage=pt."
         )
     if not tokenizer.is_fast:
         raise ConfigError(

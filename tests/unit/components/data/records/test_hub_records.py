@@ -1,0 +1,77 @@
+"""``hub:NAME``: data sets that the ``datasets`` library loads. A folder stands in for the hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.contracts.errors import ConfigError
+from components.data import FilesData
+from components.data.data_sources import HubSource
+from components.data.records.hub_records import HubDataset
+
+
+@pytest.fixture
+def repo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    for split, count in (("train", 10), ("test", 3)):
+        rows = (json.dumps({"text": f"{split} {n}"}) + "\n" for n in range(count))
+        (folder / f"{split}.jsonl").write_text("".join(rows))
+    return str(folder)
+
+
+def texts(data: HubDataset) -> list[str]:
+    return [record["text"] for record, _ in data.records() if isinstance(record, dict)]
+
+
+def test_a_split_and_a_part_of_one(repo: str) -> None:
+    train = HubDataset("data.train", repo)
+    assert texts(train) == [f"train {n}" for n in range(10)]
+    assert [origin for _, origin in train.records()][:2] == [f"hub:{repo}:1", f"hub:{repo}:2"]
+    part = HubDataset("data.train", repo, split="train[:30%]")
+    assert texts(part) == [f"train {n}" for n in range(3)]
+    assert part.fingerprint() == HubDataset("data.train", repo, split="train[:30%]").fingerprint()
+    assert part.fingerprint() != train.fingerprint()
+
+
+def test_the_options_of_files(repo: str) -> None:
+    data = FilesData(train=f"hub:{repo}", split="train[:50%]", eval_split="test", max_samples=2)
+    [(source, _)] = data.train_sources()
+    assert isinstance(source, HubSource)
+    assert [record for record, _ in source.items("text").items] == [{"text": "train 0"}, {"text": "train 1"}]
+    evaluation = data.eval_source()
+    assert isinstance(evaluation, HubSource)
+    assert texts(evaluation.dataset) == ["test 0", "test 1", "test 2"]
+    assert evaluation.name == f"data.eval=hub:{repo} (test)"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"split": "dev"}, "Unknown split"),
+        ({"split": "train[:0]"}, "corresponds to no data"),
+        ({"subset": "german"}, "cannot be loaded"),
+    ],
+)
+def test_what_a_data_set_does_not_have(repo: str, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        texts(HubDataset("data.train", repo, **more))
+    assert str(caught.value).startswith("data.train: hub:")
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"data\.train: hub:nobody/nothing cannot be loaded .*\nCheck"):
+        HubDataset("data.train", "nobody/nothing").fingerprint()
+
+
+@pytest.mark.parametrize("name", ["split", "eval_split", "subset", "revision"])
+def test_files_have_no_parts(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.{name}: only data sets of the hub have one; use"):
+        FilesData(train="a.jsonl", **{name: "x"})

@@ -1,0 +1,196 @@
+"""``data=llamafactory``: data sets as a dataset_info.json of LLaMA-Factory describes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from components.contracts.data import SampleKind
+from components.contracts.errors import ConfigError
+from components.data import LlamaFactoryData, PreparedData
+from components.data.records.options import RecordError
+from components.data.tokenizer import PATH
+
+SHARED = Path(__file__).resolve().parents[5] / "shared" / "data"
+TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+TURNS = [{"from": "human", "value": "U"}, {"from": "gpt", "value": "A"}]
+OPENAI = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}]
+ANSWERED = "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], SampleKind, str]] = {
+    "alpaca": ({}, {"instruction": "U", "input": "", "output": "A"}, "chat", ANSWERED),
+    "columns": (
+        {"columns": {"prompt": "q", "response": "a", "system": "s", "history": "h"}},
+        {"q": "U", "a": "A", "s": "S", "h": [["U0", "A0"]], "input": "not named, so not read"},
+        "chat",
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU0<|im_end|>\n<|im_start|>assistant\nA0<|im_end|>\n"
+        + ANSWERED,
+    ),
+    "documents": ({"columns": {"prompt": "body"}}, {"body": "U"}, "text", "U<|im_end|>"),
+    "sharegpt": ({"formatting": "sharegpt"}, {"conversations": TURNS}, "chat", ANSWERED),
+    "openai": (
+        {"formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": TAGS},
+        {"messages": OPENAI},
+        "chat",
+        ANSWERED,
+    ),
+    "other-tags": (
+        {
+            "formatting": "sharegpt",
+            "columns": {"messages": "dialog"},
+            "tags": {"role_tag": "who", "content_tag": "said", "user_tag": "client", "assistant_tag": "bot"},
+        },
+        {"dialog": [{"who": "client", "said": "U"}, {"who": "bot", "said": "A"}]},
+        "chat",
+        ANSWERED,
+    ),
+    "ranking": (
+        {
+            "formatting": "sharegpt",
+            "ranking": True,
+            "columns": {"messages": "conversations", "chosen": "good", "rejected": "bad"},
+        },
+        {"conversations": TURNS[:1], "good": TURNS[1], "bad": {"from": "gpt", "value": "B"}},
+        "preference",
+        ANSWERED,
+    ),
+    "ranking-alpaca": (
+        {"ranking": True, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}},
+        {"q": "U", "good": "A", "bad": "B"},
+        "preference",
+        ANSWERED,
+    ),
+    "kto": (
+        {"formatting": "sharegpt", "columns": {"messages": "messages", "kto_tag": "label"}, "tags": TAGS},
+        {"messages": OPENAI, "label": False},
+        "unpaired",
+        ANSWERED,
+    ),
+    "kto-alpaca": (
+        {"columns": {"prompt": "q", "response": "a", "kto_tag": "good"}},
+        {"q": "U", "a": "A", "good": True},
+        "unpaired",
+        ANSWERED,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(PATH)
+    return tokenizer
+
+
+def describe(folder: Path, entries: dict[str, Any]) -> None:
+    (folder / "dataset_info.json").write_text(json.dumps(entries))
+
+
+def prepare(
+    folder: Path, kind: SampleKind, tokenizer: PreTrainedTokenizerBase, names: str = "mine", **options: Any
+) -> PreparedData:
+    data = LlamaFactoryData(
+        dataset_info=str(folder), dataset=names, cache_dir=str(folder / "cache"), packing="none", **options
+    )
+    return data.prepare(kind, tokenizer, seed=0, global_batch_size=1, max_steps=1, epochs=None)
+
+
+def first_text(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase) -> str:
+    tokens = prepared.train.stores[0].open()
+    text: str = tokenizer.decode(tokens.tokens(0, 0, int(tokens.lengths[0])))
+    return text
+
+
+@pytest.mark.parametrize(("entry", "record", "kind", "text"), CASES.values(), ids=CASES)
+def test_an_entry(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    entry: dict[str, Any],
+    record: dict[str, Any],
+    kind: SampleKind,
+    text: str,
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([record] * 3))
+    describe(tmp_path, {"mine": {"file_name": "a.json", **entry}})
+    prepared = prepare(tmp_path, kind, tokenizer)
+    assert prepared.audit.train.sources[0].samples == 3
+    assert first_text(prepared, tokenizer) == text
+
+
+def test_several_data_sets_some_of_their_samples_and_what_is_not_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    record = {"instruction": "U", "input": "", "output": "A", "id": 1}
+    (tmp_path / "a.json").write_text(json.dumps([record] * 5))
+    (tmp_path / "b.jsonl").write_text(json.dumps(record) + "\n")
+    describe(tmp_path, {"a": {"file_name": "a.json", "num_samples": 2}, "b": {"file_name": "b.jsonl"}})
+    prepared = prepare(tmp_path, "chat", tokenizer, "a, b", eval_dataset="b")
+    assert [source.samples for source in prepared.audit.train.sources] == [2, 1]
+    assert prepared.audit.train.sources[0].unread == ("id",)
+    assert prepared.audit.eval is not None
+
+
+def test_images_are_refused_by_name(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"messages": OPENAI, "pictures": ["a.jpg"]}]))
+    columns = {"messages": "messages", "images": "pictures"}
+    describe(
+        tmp_path,
+        {"mine": {"file_name": "a.json", "formatting": "sharegpt", "columns": columns, "tags": TAGS}},
+    )
+    with pytest.raises(RecordError, match=r"'images', and only text .* data.ignore_fields=\[images\]"):
+        prepare(tmp_path, "chat", tokenizer)
+    prepared = prepare(tmp_path, "chat", tokenizer, ignore_fields=["images"])
+    assert prepared.audit.train.sources[0].unread == ("images",)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown name": ({"dataset": "mnie"}, "data.dataset: .* describes no data set 'mnie'; use one of mine"),
+    "unknown evaluation name": ({"eval_dataset": "x"}, "data.eval_dataset: .* describes no data set 'x'"),
+    "nothing": ({"dataset": None}, "data.dataset_info, data.dataset: give both"),
+    "no file": ({"dataset_info": "/no/such/folder"}, "/no/such/folder: cannot be read"),
+    "script": ({"dataset": "script"}, "dataset_info.json: script.script_url: is not supported; remove it"),
+    "modelscope": ({"dataset": "elsewhere"}, "names no file_name and no hf_hub_url; add"),
+    "formatting": ({"dataset": "odd"}, "odd.formatting: 'chatml' is not alpaca, sharegpt or openai"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    entries = {
+        "mine": {"file_name": "a.json"},
+        "script": {"script_url": "a"},
+        "elsewhere": {"ms_hub_url": "a/b"},
+        "odd": {"file_name": "a.json", "formatting": "chatml"},
+    }
+    describe(tmp_path, entries)
+    with pytest.raises(ConfigError, match=message):
+        LlamaFactoryData(**{"dataset_info": str(tmp_path), "dataset": "mine", **options})
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"no real files under {SHARED}")
+@pytest.mark.parametrize(
+    ("entry", "kind", "count"),
+    [
+        ({"file_name": "alpaca_en_demo.json"}, "chat", 999),
+        (
+            {
+                "file_name": "dpo_en_demo.json",
+                "ranking": True,
+                "formatting": "sharegpt",
+                "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+            },
+            "preference",
+            300,
+        ),
+        ({"file_name": "c4_demo.jsonl", "columns": {"prompt": "text"}}, "text", 300),
+        ({"file_name": "wiki_demo.txt", "columns": {"prompt": "text"}}, "text", 30),
+    ],
+    ids=["alpaca", "dpo", "c4", "wiki"],
+)
+def test_its_demo_files(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, entry: dict[str, Any], kind: SampleKind, count: int
+) -> None:
+    (tmp_path / entry["file_name"]).symlink_to(SHARED / entry["file_name"])
+    describe(tmp_path, {"mine": entry})
+    assert prepare(tmp_path, kind, tokenizer).audit.train.sources[0].samples == count

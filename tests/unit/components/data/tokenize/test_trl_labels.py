@@ -1,0 +1,157 @@
+"""Records in TRL's documented formats give the tokens and labels that TRL's trainers give."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from components.contracts.data import SampleKind
+from components.data.records.formats import detect
+from components.data.records.options import RecordOptions
+from components.data.tokenize.encoder import Encoder, with_kl_completions
+from components.data.tokenizer import PATH
+
+trl = pytest.importorskip("trl")
+
+Rows = list[tuple[list[int], list[bool]]]
+"""The token ids of each sequence, and which of them are trained on."""
+
+QUESTION = [{"role": "user", "content": "What color is the sky?"}]
+EARLIER = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}, *QUESTION]
+BLUE, GREEN = ([{"role": "assistant", "content": f"It is {color}."}] for color in ("blue", "green"))
+
+TEXT = {"text": "The sky is blue."}
+CHAT = {"messages": [*EARLIER, *BLUE]}
+COMPLETIONS: dict[str, dict[str, Any]] = {
+    "strings": {"prompt": "The sky is", "completion": " blue."},
+    "messages": {"prompt": QUESTION, "completion": BLUE},
+    "messages-of-several-turns": {"prompt": EARLIER, "completion": BLUE},
+}
+PAIRS: dict[str, dict[str, Any]] = {
+    "strings": {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
+    "strings-implicit": {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+    "messages": {"prompt": QUESTION, "chosen": BLUE, "rejected": GREEN},
+    "messages-implicit": {"chosen": [*EARLIER, *BLUE], "rejected": [*EARLIER, *GREEN]},
+}
+UNPAIRED: dict[str, dict[str, Any]] = {
+    "strings": {"prompt": "The sky is", "completion": " blue.", "label": True},
+    "messages": {"prompt": QUESTION, "completion": GREEN, "label": False},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(PATH)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    """A model from a folder: the trainers read its name."""
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(LlamaConfig(vocab_size=8192, **size)).save_pretrained(folder)
+    model: PreTrainedModel = LlamaForCausalLM.from_pretrained(folder)
+    return model
+
+
+def ours(
+    record: dict[str, Any],
+    kind: SampleKind,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train_on_prompt: bool = False,
+) -> Rows:
+    options = RecordOptions(format=detect(record, kind, "x:1"))
+    encoder = Encoder(tokenizer, kind, None, "truncate", train_on_prompt, options)
+    items: Any = iter([(record, "x:1")] * 2)
+    chunk = encoder(list(with_kl_completions(items, options) if kind == "unpaired" else items)[:1])
+    ends = chunk.lengths.cumsum()
+    spans = zip(ends - chunk.lengths, ends, strict=True)
+    rows = [(chunk.tokens[a:b].tolist(), chunk.mask[a:b].tolist()) for a, b in spans]
+    return rows[:1] if kind == "unpaired" else rows
+
+
+def trained(
+    trainer: type, config: type, record: dict[str, Any], tmp_path: Path, **kwargs: Any
+) -> dict[str, Any]:
+    """Return the first row of the data set that a trainer prepared."""
+    model, tokenizer, options = kwargs.pop("model"), kwargs.pop("tokenizer"), kwargs
+    made = trainer(
+        model=model,
+        args=config(output_dir=str(tmp_path), report_to="none", use_cpu=True, **options),
+        processing_class=tokenizer,
+        train_dataset=datasets.Dataset.from_list([record] * 2),
+    )
+    row: dict[str, Any] = made.train_dataset[0]
+    return row
+
+
+def without_blanks_after_the_stop_token(rows: Rows, tokenizer: PreTrainedTokenizerBase) -> Rows:
+    """TRL trains the line break that a template writes after the last turn, which ends nothing."""
+
+    def is_blank(ids: list[int], place: int) -> bool:
+        return not tokenizer.decode(ids[place:]).strip()
+
+    return [(ids, [on and not is_blank(ids, t) for t, on in enumerate(mask)]) for ids, mask in rows]
+
+
+def labelled(row: dict[str, Any]) -> Rows:
+    return [(row["input_ids"], [label >= 0 for label in row["labels"]])]
+
+
+def split_at(prompt: list[int], answer: list[int]) -> tuple[list[int], list[bool]]:
+    return prompt + answer, [False] * len(prompt) + [True] * len(answer)
+
+
+def test_documents(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, tmp_path: Path) -> None:
+    row = trained(trl.SFTTrainer, trl.SFTConfig, TEXT, tmp_path, model=model, tokenizer=tokenizer)
+    assert ours(TEXT, "text", tokenizer) == [(row["input_ids"], [True] * len(row["input_ids"]))]
+
+
+def test_conversations(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, tmp_path: Path) -> None:
+    row = trained(trl.SFTTrainer, trl.SFTConfig, CHAT, tmp_path, model=model, tokenizer=tokenizer)
+    [(ids, mask)] = ours(CHAT, "chat", tokenizer, train_on_prompt=True)
+    assert ids == row["input_ids"]
+    assert all(mask)
+    marked = trained(
+        *(trl.SFTTrainer, trl.SFTConfig, CHAT, tmp_path),
+        model=model,
+        tokenizer=tokenizer,
+        assistant_only_loss=True,
+    )
+    assert ours(CHAT, "chat", tokenizer) == without_blanks_after_the_stop_token(labelled(marked), tokenizer)
+
+
+@pytest.mark.parametrize("record", COMPLETIONS.values(), ids=COMPLETIONS)
+def test_prompts_and_completions(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, tmp_path: Path, record: dict[str, Any]
+) -> None:
+    row = trained(trl.SFTTrainer, trl.SFTConfig, record, tmp_path, model=model, tokenizer=tokenizer)
+    assert ours(record, "chat", tokenizer) == without_blanks_after_the_stop_token(labelled(row), tokenizer)
+
+
+@pytest.mark.parametrize("record", PAIRS.values(), ids=PAIRS)
+def test_pairs(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, tmp_path: Path, record: dict[str, Any]
+) -> None:
+    row = trained(trl.DPOTrainer, trl.DPOConfig, record, tmp_path, model=model, tokenizer=tokenizer)
+    expected = [split_at(row["prompt_ids"], row[f"{side}_ids"]) for side in ("chosen", "rejected")]
+    assert ours(record, "preference", tokenizer) == without_blanks_after_the_stop_token(expected, tokenizer)
+
+
+@pytest.mark.parametrize("record", UNPAIRED.values(), ids=UNPAIRED)
+def test_labelled_completions(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, tmp_path: Path, record: dict[str, Any]
+) -> None:
+    row = trained(trl.KTOTrainer, trl.KTOConfig, record, tmp_path, model=model, tokenizer=tokenizer)
+    expected = [split_at(row["prompt_ids"], row["completion_ids"])]
+    assert ours(record, "unpaired", tokenizer) == without_blanks_after_the_stop_token(expected, tokenizer)
