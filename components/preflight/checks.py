@@ -168,6 +168,14 @@ def check_evaluation(eval_every: int, has_eval: bool) -> None:
         )
 
 
+def check_evaluate_only(has_eval: bool) -> None:
+    """Raise ConfigError if a run that only evaluates has no data for it."""
+    if not has_eval:
+        raise ConfigError(
+            "run.evaluate_only: there is no evaluation data; set data.eval or data.eval_fraction."
+        )
+
+
 def check_length(num_steps: int, resume: Path | None) -> None:
     """Raise ConfigError if the resumed run has completed and has no steps left."""
     done = steps_done(resume)

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from components.contracts.errors import ConfigError
-from components.home import expand_home
 from runner.cli import run_or_answer
-from runner.config.sources import ConfigSources, did_you_mean
+from runner.commands.arguments import first_line, parse_pairs
 
 KEYS = {
     "checkpoint": None,
@@ -38,20 +37,12 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigError: if an argument is not KEY=VALUE, or a key or value is unknown, missing, or not read.
     """
-    given: dict[str, str] = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if key not in KEYS or not equals:
-            raise ConfigError(f"{argument}: is not KEY=VALUE with a known key; {did_you_mean(key, KEYS)}")
-        allowed = KEYS[key]
-        if allowed is not None and value not in allowed:
-            raise ConfigError(f"{argument}: must be {' or '.join(allowed)}.")
-        given[key] = expand_home(key, value)
+    given = parse_pairs(arguments, KEYS)
     if "output" not in given:
-        raise ConfigError(f"output: is missing. Usage: {(__doc__ or '').splitlines()[0]}")
+        raise ConfigError(f"output: is missing. Usage: {first_line(__doc__)}")
     if ("checkpoint" in given) == ("adapter" in given):
         have = "both are given" if "adapter" in given else "is missing"
-        raise ConfigError(f"checkpoint, adapter: {have}; give one of them. Usage: {usage()}")
+        raise ConfigError(f"checkpoint, adapter: {have}; give one of them. Usage: {first_line(__doc__)}")
     if "adapter" in given and given.get("merge") != "true":
         raise ConfigError(
             "merge: must be true with adapter; without, the adapter's own folder is the export."
@@ -62,10 +53,6 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
         if key in given and "adapter" in given:
             raise ConfigError(f"{key}: is not read with adapter, which names no code; leave it out.")
     return given
-
-
-def usage() -> str:
-    return (__doc__ or "").splitlines()[0]
 
 
 def export(arguments: Sequence[str]) -> None:
@@ -83,53 +70,21 @@ def export(arguments: Sequence[str]) -> None:
 def export_checkpoint(given: Mapping[str, str]) -> Path:
     """Export a checkpoint, described by the config of its run; return the written folder."""
     from components.adapters.merge import new_folder
-    from components.checkpoint import resolve_checkpoint
-    from components.checkpoint.to_hf import CheckpointModel
-    from runner.config.instantiate import build_component
-    from runner.launch.run_dir import read_run_config
+    from runner.commands.trained_model import read_checkpoint
     from runner.training.rank import DTYPES
 
-    point = resolve_checkpoint("checkpoint", given["checkpoint"])
-    run = point.parent.parent
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(
-            f"checkpoint: {run} has no config.yaml, which describes the model; give one in a run's folder."
-        )
-    config = read_run_config(run)
-    seed, stored = config["run"].get("seed"), DTYPES.get(str(config["run"].get("dtype")))
-    if not isinstance(seed, int) or stored is None:
-        raise ConfigError(
-            f"{run / 'config.yaml'}: run.seed or run.dtype has no value of its kind; restore it."
-        )
-    target = new_folder(given["output"])
-    where = ConfigSources(run_folder=run, trusted=trusted_modules(given.get("trust", "[]")))
-    model, adapter = (build_component(group, config[group], where) for group in ("model", "adapter"))
-    if model.trust_remote_code and given.get("trust_remote_code") != "true":
-        raise ConfigError(
-            f"model.trust_remote_code ({where.of('model')}): is true, so {model.path} brings its own code; "
-            "read it, then give trust_remote_code=true."
-        )
-    trained = CheckpointModel(model, adapter, point, run, seed, config["checkpoint"].get("init_from"))
+    merge, target = given.get("merge") == "true", new_folder(given["output"])
+    trained, stored = read_checkpoint(given)
     dtype = DTYPES[given["dtype"]] if "dtype" in given else None
-    if adapter is None:
-        if given.get("merge") == "true":
+    if trained.adapter is None:
+        if merge:
             raise ConfigError("merge: the checkpoint is of a whole model, not of an adapter; leave it out.")
         return trained.export_model(target, dtype or stored)
-    if given.get("merge") == "true":
+    if merge:
         return trained.export_merged(target, dtype or stored)
     if dtype is not None:
         raise ConfigError("dtype: an adapter is kept in fp32; leave it out, or use merge=true.")
     return trained.export_adapter(target, stored)
-
-
-def trusted_modules(value: str) -> tuple[str, ...]:
-    """Parse ``[MODULE,...]`` or ``MODULE``; raise ConfigError if a part is not the name of a module."""
-    names = [name.strip() for name in value.removeprefix("[").removesuffix("]").split(",")]
-    found = tuple(name for name in names if name)
-    for name in found:
-        if not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigError(f"trust: {name!r} is not the name of a module; give trust=[my.module].")
-    return found
 
 
 def main() -> NoReturn:

@@ -31,6 +31,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"]
     log_every: int
     eval_every: int
+    evaluate_only: bool
     log_num_zeros: bool
     trial_step: bool | None
     export: bool

@@ -144,6 +144,9 @@ class RunPreparation:
             return resume
         if checkpoint.resume != "auto":  # "auto" uses init_from if there is no checkpoint to resume from
             preflight.check_start(self.config["checkpoint"]["init_from"], resume)
+        if run.evaluate_only:
+            preflight.check_evaluate_only(data.eval is not None)
+            return resume
         preflight.check_evaluation(run.eval_every, data.eval is not None)
         left, profiler = data.num_steps - preflight.steps_done(resume), experiment.profiler
         unfinished = resume is not None and not has_completed(resume)

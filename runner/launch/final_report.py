@@ -1,11 +1,13 @@
 """The final report of a run: paths, metrics, and one completion."""
 
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from components.checkpoint import complete_checkpoints
 from components.checkpoint.folder import step_of
+from components.contracts.data import SampleKind
 from components.contracts.errors import TrainingError
 from runner.config.command_line import is_sweep, single_job_overrides
 from runner.config.instantiate import Experiment
@@ -21,6 +23,8 @@ def print_summary(experiment: Experiment, folder: Path, record: RunRecord, saved
     ``saved`` is the newest checkpoint. None means that there is no checkpoint.
     """
     facts = {"run folder": str(folder), "checkpoint": str(saved or "none")} | metric_facts(record.results)
+    if experiment.run.evaluate_only:
+        facts |= evaluation_facts(record.results, experiment.stage.kind)
     if (folder / "export").is_dir():
         facts |= export_facts(experiment, folder, record)
     print()
@@ -50,11 +54,19 @@ def metric_facts(results: Results) -> dict[str, str]:
     if results.first:
         ends = (results.first, last)
         facts["train loss"] = ", ".join(f"{row['train/loss']:.4f} at step {row['step']:.0f}" for row in ends)
-    if "eval/loss" in last:
+    if "eval/loss" in last and results.first:
         facts["eval loss"] = f"{last['eval/loss']:.4f}"
     if "perf/tokens_per_s" in last:
         facts["throughput"] = f"{last['perf/tokens_per_s']:,.0f} tokens/s over the last logged steps"
     return facts
+
+
+def evaluation_facts(results: Results, kind: SampleKind) -> dict[str, str]:
+    """Return all metrics of an evaluation, and the perplexity if the loss is a mean over tokens."""
+    found = {key: value for key, value in results.last.items() if key.startswith("eval/")}
+    if kind in ("text", "chat"):
+        found["eval/perplexity"] = math.exp(found["eval/loss"])
+    return {f"{key} ": f"{value:.6g}" for key, value in sorted(found.items())}
 
 
 def export_facts(experiment: Experiment, folder: Path, record: RunRecord) -> dict[str, str]:

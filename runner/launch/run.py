@@ -95,7 +95,8 @@ def finish(launch: RunPreparation, folder: Path) -> float:
         )
         if resumable and reason in slurm_env.REASONS:
             slurm_env.queue_again(os.environ)
-    check_saved(record, saved)
+    if not launch.experiment.run.evaluate_only:
+        check_saved(record, saved)
     if record.stopped is not None and record.stopped.reason not in ("run.max_time", PRUNED):
         raise SystemExit(DONE)
     return record.results.final_loss()

@@ -58,6 +58,9 @@ def train(t: TrainContext) -> None:
 
     If ``t.stop`` has a reason, the current step is completed and saved, and training ends.
     """
+    if t.run.evaluate_only:
+        evaluate(t)
+        return
     try:
         if wants_trial_step(t):
             take_trial_step(t)

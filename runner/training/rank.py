@@ -87,7 +87,7 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
                 if main:
                     record = replace(record, stopped=report.stopped, final_step=training.state.step)
                     replace(record, results=report.results).write(folder)
-                if report.stopped is None:
+                if report.stopped is None and not run.evaluate_only:
                     watchdog.beat("in the export")
                     check_weights(engine, training.state)
                     if run.export:

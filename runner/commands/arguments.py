@@ -1,0 +1,57 @@
+"""The KEY=VALUE arguments of the commands around training."""
+
+from collections.abc import Mapping, Sequence
+
+from components.contracts.errors import ConfigError
+from components.home import expand_home
+from runner.config.sources import did_you_mean
+
+Keys = Mapping[str, tuple[str, ...] | None]
+"""The allowed values of each key. None means that any value is allowed."""
+
+PATHS = ("checkpoint", "adapter", "base", "output", "prompts")
+
+
+def parse_pairs(arguments: Sequence[str], keys: Keys) -> dict[str, str]:
+    """Parse KEY=VALUE arguments; ``~`` is expanded in paths.
+
+    Raises:
+        ConfigError: if an argument is not KEY=VALUE, or a key or a value is unknown.
+    """
+    given: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if key not in keys or not equals:
+            raise ConfigError(f"{argument}: is not KEY=VALUE with a known key; {did_you_mean(key, keys)}")
+        allowed = keys[key]
+        if allowed is not None and value not in allowed:
+            raise ConfigError(f"{argument}: must be {' or '.join(allowed)}.")
+        given[key] = expand_home(key, value) if key in PATHS else value
+    return given
+
+
+def first_line(text: str | None) -> str:
+    """Return the first line of a command's description, which shows its usage."""
+    return (text or "").splitlines()[0]
+
+
+def number(given: Mapping[str, str], key: str, default: float, *, least: float) -> float:
+    """Return the number that ``key`` has, or raise ConfigError if it is not one or below ``least``."""
+    text = given.get(key)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = least - 1
+    if not value >= least:
+        raise ConfigError(f"{key}: must be a number of at least {least:g}, got {text}.")
+    return value
+
+
+def whole_number(given: Mapping[str, str], key: str, default: int, *, least: int) -> int:
+    """Return the integer that ``key`` has, or raise ConfigError if it is not one or below ``least``."""
+    value = number(given, key, default, least=least)
+    if value != int(value):
+        raise ConfigError(f"{key}: must be a whole number, got {given[key]}.")
+    return int(value)

@@ -1,0 +1,92 @@
+"""``python -m runner.chat checkpoint=DIR``: talk to a model in the terminal.
+
+checkpoint=DIR     a run or checkpoint folder, an export, an adapter folder or any Hugging Face folder
+system=TEXT        a system turn before the conversation
+max_new_tokens=256
+temperature=0      0 takes the most probable token each time; above 0 also top_p=1 top_k=0 seed=0
+trust=[MODULE]     further modules whose classes the run's config.yaml may name
+trust_remote_code=true  run the code that the model brings with it
+
+/clear begins a new conversation, /quit or the end of the input ends the program.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+from runner.cli import run_or_answer
+from runner.commands import sampling
+from runner.commands.arguments import Keys, first_line, parse_pairs
+from runner.commands.sampling import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+KEYS: Keys = {"checkpoint": None, "system": None, **sampling.KEYS}
+
+
+def chat(arguments: Sequence[str]) -> None:
+    """Answer the lines of standard input until it ends."""
+    given = parse_pairs(arguments, KEYS)
+    if "checkpoint" not in given:
+        raise ConfigError(f"checkpoint: is missing. Usage: {first_line(__doc__)}")
+    options = Sampling.read(given)
+    from runner.commands.trained_model import open_model
+
+    model, tokenizer = open_model(given)
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"checkpoint: {given['checkpoint']} has no chat template; train with model.chat_template, or use "
+            "runner.generate."
+        )
+    sampling.set_seed(options.seed)
+    begin = [{"role": "system", "content": given["system"]}] if "system" in given else []
+    messages: list[Json] = [*begin]
+    for line in asked():
+        if line == "/clear":
+            messages = [*begin]
+            continue
+        messages.append({"role": "user", "content": line})
+        messages.append({"role": "assistant", "content": answer(model, tokenizer, messages, options)})
+
+
+def asked() -> Iterator[str]:
+    """Yield the lines that the user writes, without empty ones, until /quit or the end of the input."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line == "/quit":
+            return
+        if line:
+            yield line
+
+
+def answer(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", messages: list[Json], options: Sampling
+) -> str:
+    """Print the answer to the messages as it is made, and return it."""
+    import torch
+    from transformers import TextStreamer
+
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
+    length = inputs["input_ids"].shape[1]
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    with torch.no_grad():
+        whole = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            streamer=streamer,
+            pad_token_id=tokenizer.pad_token_id or 0,
+            **options.options(),
+        )
+    reply: str = tokenizer.decode(whole[0, length:], skip_special_tokens=True)
+    return reply
+
+
+def main() -> NoReturn:
+    sys.exit(run_or_answer(chat, __doc__))

@@ -1,0 +1,94 @@
+"""``python -m runner.evaluate checkpoint=DIR [KEY=VALUE ...]``: the metrics of a model, without training.
+
+checkpoint=DIR  a run folder, whose newest complete checkpoint is used, a checkpoint folder, or a Hugging Face
+                folder, such as an export
+KEY=VALUE       any option of ``python -m runner``: data.eval=FILE, parallelism=tp2pp2, run.name=NAME
+
+A checkpoint is evaluated by the experiment of its run, changed by the options: on the same layout, the result
+is the run's own to the last bit. The loss, the perplexity and the metrics of the stage are printed and
+written to run.json and the metrics of a new run folder.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from components.contracts.errors import MISTAKE, ConfigError
+from components.home import expand_home
+from runner import cli
+from runner.commands.arguments import first_line
+from runner.launch.run_record import RunRecord
+
+_LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "sweep")
+"""Groups of options that the run had for its training."""
+_TRAINING = ("run.eval_every", "run.max_time", "run.max_restarts", "run.trial_step", "run.export")
+_EVALUATION = ("data.eval", "data.eval_dataset")
+
+
+def evaluation(arguments: Sequence[str]) -> list[str]:
+    """Return the overrides of ``python -m runner`` that evaluate the model.
+
+    Raises:
+        ConfigError: if no checkpoint is given, or it is of a kind that cannot be evaluated.
+    """
+    given = [word for word in arguments if not word.startswith("checkpoint=")]
+    named = [word.partition("=")[2] for word in arguments if word.startswith("checkpoint=")]
+    if len(named) != 1:
+        have = "is given twice" if named else "is missing"
+        raise ConfigError(f"checkpoint: {have}; give one. Usage: {first_line(__doc__)}")
+    folder = Path(expand_home("checkpoint", named[0]))
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"checkpoint: {folder} is an adapter; give the run that it is from, or merge it with "
+            "python -m runner.export adapter=DIR merge=true output=DIR."
+        )
+    known = [f"model.path={folder}", "model=hf"] if (folder / "config.json").is_file() else recorded(folder)
+    only = ["run.evaluate_only=true", "run.export=false", "run.final_sample_tokens=0"]
+    return newest_of([*known, *only, *evaluated_data(given), *given])
+
+
+def recorded(folder: Path) -> list[str]:
+    """Return the overrides of the run that a checkpoint is from, and those that load the checkpoint."""
+    run = next((place for place in (folder, folder.parent.parent) if (place / "run.json").is_file()), None)
+    if run is None:
+        raise ConfigError(
+            f"checkpoint: {folder} is not a run, a checkpoint in one or a Hugging Face folder; name another."
+        )
+    own = [
+        word
+        for word in RunRecord.read(run).overrides
+        if key_of(word).split(".")[0] not in _LEFT_OUT and key_of(word) not in _TRAINING
+    ]
+    initial = [word for word in RunRecord.read(run).overrides if key_of(word) == "checkpoint.init_from"]
+    return [*own, *initial, f"checkpoint.resume={folder}", "checkpoint.allow_mismatch=true"]
+
+
+def evaluated_data(given: Sequence[str]) -> list[str]:
+    """Return overrides that leave the training data unread, if other evaluation data is given."""
+    values = {key_of(word): word.partition("=")[2] for word in given}
+    if "data.eval_dataset" in values:
+        return [f"data.dataset={values['data.eval_dataset']}", "data.eval_fraction=0"]
+    if "data.eval" in values:
+        return [f"data.train={values['data.eval']}", "data.sources=null", "data.eval_fraction=0"]
+    return []
+
+
+def newest_of(words: Sequence[str]) -> list[str]:
+    """Return the words without those whose key a later one has, too."""
+    return list({key_of(word): word for word in words}.values())
+
+
+def key_of(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if not {"--help", "-h", "--version"} & set(arguments):
+        try:
+            sys.argv = [sys.argv[0], *evaluation(arguments)]
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(MISTAKE)
+        cli.main()
+    sys.exit(cli.run_or_answer(lambda _: None, __doc__))

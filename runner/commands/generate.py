@@ -1,0 +1,103 @@
+"""``python -m runner.generate checkpoint=DIR prompts=FILE [output=FILE]``: completions of prompts.
+
+checkpoint=DIR     a run or checkpoint folder, an export, an adapter folder or any Hugging Face folder
+prompts=FILE       records with `messages` or `prompt`, or a txt file with a prompt per line
+output=FILE        jsonl: each record with its `completion`; default: standard output
+strings=plain      or chat: whether a prompt that is a string is text as it is, or the turn of a user
+max_new_tokens=256 batch_size=8
+temperature=0      0 takes the most probable token each time; above 0 also top_p=1 top_k=0 seed=0
+trust=[MODULE]     further modules whose classes the run's config.yaml may name
+trust_remote_code=true  run the code that the model brings with it
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NoReturn
+
+from components.contracts.errors import ConfigError
+from runner.cli import run_or_answer
+from runner.commands import sampling
+from runner.commands.arguments import Keys, first_line, parse_pairs, whole_number
+from runner.commands.sampling import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+KEYS: Keys = {
+    "checkpoint": None,
+    "prompts": None,
+    "output": None,
+    "strings": ("plain", "chat"),
+    "batch_size": None,
+    **sampling.KEYS,
+}
+
+
+def generate(arguments: Sequence[str]) -> None:
+    """Write the completion of each prompt."""
+    given = parse_pairs(arguments, KEYS)
+    for key in ("checkpoint", "prompts"):
+        if key not in given:
+            raise ConfigError(f"{key}: is missing. Usage: {first_line(__doc__)}")
+    options = Sampling.read(given)
+    batch_size = whole_number(given, "batch_size", 8, least=1)
+    from components.data.tokenize.prompts import read_prompts
+    from runner.commands.trained_model import open_model
+
+    records = read_prompts(given["prompts"], chat=given.get("strings") == "chat")
+    with ExitStack() as files:
+        try:
+            output = files.enter_context(open(given["output"], "w")) if "output" in given else sys.stdout
+        except OSError as error:
+            raise ConfigError(f"output: cannot be written ({error.strerror}); name another file.") from error
+        model, tokenizer = open_model(given)
+        prompts = [prompt.token_ids(tokenizer) for prompt in records]
+        sampling.set_seed(options.seed)
+        for start in range(0, len(prompts), batch_size):
+            found = complete(model, tokenizer, prompts[start : start + batch_size], options)
+            for prompt, completion in zip(records[start:], found, strict=False):
+                print(
+                    json.dumps({**prompt.record, **completion}, ensure_ascii=False), file=output, flush=True
+                )
+
+
+def complete(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    options: Sampling,
+) -> list[dict[str, str]]:
+    """Return the ``completion`` of each prompt (token ids), and why it ends: ``stop`` or ``length``.
+
+    The prompts are padded at their beginnings, which attention leaves out.
+    """
+    import torch
+
+    width = max(map(len, prompts))
+    pad = tokenizer.pad_token_id or 0
+    ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    with torch.no_grad():
+        whole = model.generate(
+            ids.to(model.device), attention_mask=mask.to(model.device), pad_token_id=pad, **options.options()
+        )
+    found = []
+    stops = stop_ids(model)
+    for row in whole[:, width:].tolist():
+        end = next((place for place, token in enumerate(row) if token in stops), None)
+        text = tokenizer.decode(row[:end], skip_special_tokens=True)
+        found.append({"completion": text, "finish": "length" if end is None else "stop"})
+    return found
+
+
+def stop_ids(model: "PreTrainedModel") -> set[int]:
+    """Return the tokens that end a text of this model."""
+    config = model.generation_config
+    named = None if config is None else config.eos_token_id
+    return set(named) if isinstance(named, list) else set() if named is None else {named}
+
+
+def main() -> NoReturn:
+    sys.exit(run_or_answer(generate, __doc__))

@@ -1,0 +1,84 @@
+"""The model that a run trained, from its checkpoint or from a folder that transformers or peft reads."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
+
+from components.checkpoint import resolve_checkpoint
+from components.checkpoint.to_hf import CheckpointModel
+from components.contracts.errors import ConfigError
+from components.models.generate import fits_gpu, load_model
+from runner.config.instantiate import build_component
+from runner.config.sources import ConfigSources
+from runner.launch.run_dir import read_run_config
+from runner.training.rank import DTYPES
+
+
+def read_checkpoint(given: Mapping[str, str]) -> tuple[CheckpointModel, torch.dtype]:
+    """Return the model in the checkpoint that ``given`` names, and the dtype of its run.
+
+    Raises:
+        ConfigError: if there is none, its run has no config, or the config names code that is not trusted.
+    """
+    point = resolve_checkpoint("checkpoint", given["checkpoint"])
+    run = point.parent.parent
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(
+            f"checkpoint: {run} has no config.yaml, which describes the model; give one in a run's folder."
+        )
+    config = read_run_config(run)
+    seed, stored = config["run"].get("seed"), DTYPES.get(str(config["run"].get("dtype")))
+    if not isinstance(seed, int) or stored is None:
+        raise ConfigError(
+            f"{run / 'config.yaml'}: run.seed or run.dtype has no value of its kind; restore it."
+        )
+    where = ConfigSources(run_folder=run, trusted=trusted_modules(given.get("trust", "[]")))
+    model, adapter = (build_component(group, config[group], where) for group in ("model", "adapter"))
+    if model.trust_remote_code and given.get("trust_remote_code") != "true":
+        raise ConfigError(
+            f"model.trust_remote_code ({where.of('model')}): is true, so {model.path} brings its own code; "
+            "read it, then give trust_remote_code=true."
+        )
+    return CheckpointModel(model, adapter, point, run, seed, config["checkpoint"].get("init_from")), stored
+
+
+def trusted_modules(value: str) -> tuple[str, ...]:
+    """Parse ``[MODULE,...]`` or ``MODULE``; raise ConfigError if a part is not the name of a module."""
+    names = [name.strip() for name in value.removeprefix("[").removesuffix("]").split(",")]
+    found = tuple(name for name in names if name)
+    for name in found:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ConfigError(f"trust: {name!r} is not the name of a module; give trust=[my.module].")
+    return found
+
+
+def open_model(given: Mapping[str, str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model that ``given["checkpoint"]`` names, for text generation, with its tokenizer.
+
+    That is a folder that transformers or peft reads, such as an export or an adapter, or a checkpoint or run
+    folder of this program. A checkpoint is first exported to a temporary folder ($TMPDIR). The model is moved
+    to the GPU if it takes less than half of its free memory.
+    """
+    folder = Path(given["checkpoint"])
+    if any((folder / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):
+        return _load(folder, given.get("trust_remote_code") == "true")
+    trained, stored = read_checkpoint(given)
+    with tempfile.TemporaryDirectory() as scratch:
+        target = Path(scratch) / "export"
+        written = trained.export_model if trained.adapter is None else trained.export_merged
+        return _load(written(target, stored), trained.model.trust_remote_code)
+
+
+def _load(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model = load_model(folder, trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason, _, _ = str(error).partition("\n")
+        raise ConfigError(f"checkpoint: cannot load {folder} ({reason}); export it again.") from error
+    return model.to("cuda" if fits_gpu(model) else "cpu").eval(), tokenizer

@@ -1,0 +1,269 @@
+"""``runner.evaluate``, ``runner.generate`` and ``runner.chat`` on checkpoints, exports and adapters."""
+
+import io
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from components.contracts.errors import ConfigError
+from components.models.generate import load_model
+from runner.commands.chat import chat
+from runner.commands.evaluate import evaluation
+from runner.commands.generate import generate
+from tests.e2e.commands import SMALL, call_here, newest, rows, run_here, write_chats
+
+GUIDE = Path(__file__).parents[2] / "docs" / "after_training.md"
+COMMANDS = [line for line in GUIDE.read_text().splitlines() if line.startswith("python -m runner.")]
+PROMPTS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "Count to 3."}], "id": 7},
+    {"prompt": "Count to seventeen, and then on to twenty."},
+    {"prompt": "one"},
+]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    write_chats(path)
+    return path
+
+
+def trained(tmp_path_factory: pytest.TempPathFactory, chats: Path, *more: str) -> Path:
+    data = ("data=files", f"data.train={chats}", "data.eval_fraction=0.2")
+    varied = "model.architecture.initializer_range=0.3"  # so that different prompts get different answers
+    folder = tmp_path_factory.mktemp("runs")
+    return run_here(folder, *SMALL, *data, varied, "run.final_sample_tokens=0", *more)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> Path:
+    return trained(tmp_path_factory, chats)
+
+
+@pytest.fixture(scope="module")
+def pipelined(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> Path:
+    return trained(tmp_path_factory, chats, "parallelism=tp2pp2")
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> Path:
+    return trained(tmp_path_factory, chats, "adapter=lora", "optimizer.lr=1e-1")
+
+
+# ---- the guide
+
+
+@pytest.mark.parametrize("text", COMMANDS)
+def test_a_command_of_the_guide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, single: Path, chats: Path, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(chats, "chats.jsonl")
+    Path("prompts.jsonl").write_text(json.dumps(PROMPTS[2]) + "\n")
+    _, _, module, *words = shlex.split(text.replace("RUN", str(single)))
+    if module == "runner.evaluate":
+        assert call_here(*evaluation([*words, "data.max_length=128"])) == 0
+        return
+    with mock.patch("sys.stdin", io.StringIO("Hi\n")):
+        {"runner.generate": generate, "runner.chat": chat}[module](words)
+
+
+# ---- evaluate
+
+
+def evaluated(folder: Path, *words: str) -> dict[str, Any]:
+    """Return the row of metrics of ``runner.evaluate``."""
+    assert call_here(*evaluation([*words, f"run.output_dir={folder}", "run.name=again"])) == 0
+    run = newest(folder)
+    assert not (run / "export").exists()
+    assert not list((run / "checkpoints").glob("*"))
+    (row,) = rows(run, "eval/loss")
+    return row
+
+
+def test_a_run_is_evaluated_to_the_bit(
+    tmp_path: Path, single: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluated(tmp_path, f"checkpoint={single}") == rows(single, "eval/loss")[-1]
+    printed = capsys.readouterr().out
+    assert "eval/perplexity" in printed
+    assert "train loss" not in printed
+
+
+def test_another_layout_and_other_data(tmp_path: Path, pipelined: Path, chats: Path) -> None:
+    own = rows(pipelined, "eval/loss")[-1]["eval/loss"]
+    assert evaluated(tmp_path / "a", f"checkpoint={pipelined}")["eval/loss"] == own
+    on_one_rank = (f"checkpoint={pipelined}/checkpoints/step_00000004", "parallelism=single")
+    assert evaluated(tmp_path / "b", *on_one_rank)["eval/loss"] == pytest.approx(own, rel=1e-6)
+    other = evaluated(tmp_path / "c", *on_one_rank, f"data.eval={chats}")["eval/loss"]
+    assert other != pytest.approx(own, rel=1e-3)
+    exported = (f"checkpoint={pipelined}/export", "data=files", f"data.eval={chats}", "data.max_length=128")
+    assert evaluated(tmp_path / "d", *exported)["eval/loss"] == pytest.approx(other, rel=1e-6)
+
+
+def test_an_adapter_is_evaluated_with_its_run(tmp_path: Path, adapted: Path) -> None:
+    assert evaluated(tmp_path, f"checkpoint={adapted}") == rows(adapted, "eval/loss")[-1]
+    with pytest.raises(ConfigError, match="is an adapter; give the run that it is from"):
+        evaluation([f"checkpoint={adapted}/export"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "checkpoint: is missing; give one"),
+        (["checkpoint=a", "checkpoint=b"], "is given twice"),
+        (["checkpoint=/no/such"], "is not a run, a checkpoint in one or a Hugging Face folder; name"),
+    ],
+)
+def test_nothing_to_evaluate(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        evaluation(words)
+
+
+def test_no_data_to_evaluate_on(single: Path, chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = evaluation([f"checkpoint={single}/export", "data=files", f"data.train={chats}"])
+    assert call_here(*words) == 2
+    assert "run.evaluate_only: there is no evaluation data; set data.eval" in capsys.readouterr().err
+
+
+# ---- generate
+
+
+def completions(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "completions.jsonl"
+    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    generate([*words, f"prompts={prompts}", f"output={output}", "max_new_tokens=12"])
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def expected(folder: Path) -> list[str]:
+    """Return what transformers' own ``generate`` gives, one prompt at a time."""
+    model, tokenizer = load_model(folder, False).eval(), AutoTokenizer.from_pretrained(folder)
+    found = []
+    for prompt in PROMPTS:
+        if "messages" in prompt:
+            chat = prompt["messages"]
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        else:
+            text = prompt["prompt"]
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            whole = model.generate(ids, max_new_tokens=12, do_sample=False)
+        found.append(tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))
+    return found
+
+
+@pytest.mark.parametrize("run", ["single", "pipelined", "adapted"])
+def test_completions_are_those_of_transformers(
+    tmp_path: Path, run: str, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(run)
+    wanted = expected(folder / "export")
+    for place in (folder, folder / "export"):
+        found = completions(tmp_path, f"checkpoint={place}")
+        assert [row["completion"] for row in found] == wanted
+        assert [
+            {k: v for k, v in row.items() if k not in ("completion", "finish")} for row in found
+        ] == PROMPTS
+    assert len(set(wanted)) > 1
+
+
+def test_draws_depend_on_the_seed(tmp_path: Path, single: Path) -> None:
+    def draw(seed: int) -> list[str]:
+        options = ("temperature=2", "top_k=50", "top_p=0.9", f"seed={seed}", "batch_size=2", "strings=chat")
+        return [row["completion"] for row in completions(tmp_path, f"checkpoint={single}/export", *options)]
+
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_a_completion_ends_with_a_stop_token(tmp_path: Path, single: Path) -> None:
+    folder = tmp_path / "stops"
+    model = AutoModelForCausalLM.from_pretrained(single / "export")
+    tokenizer = AutoTokenizer.from_pretrained(single / "export")
+    ids = tokenizer("one", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        first = int(model(ids).logits[0, -1].argmax())
+    model.generation_config.eos_token_id = first
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    found = completions(tmp_path, f"checkpoint={folder}")[2]
+    assert found == PROMPTS[2] | {"completion": "", "finish": "stop"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["checkpoint=a"], "prompts: is missing. Usage: "),
+        (["prompts=a"], "checkpoint: is missing"),
+        (["promtps=a"], "promtps=a: is not KEY=VALUE with a known key; did you mean 'prompts'"),
+        (["temperature=-1"], "temperature: must be a number of at least 0, got -1"),
+        (["top_p=0", "temperature=1"], "top_p: must be above 0 and at most 1"),
+        (["top_k=5"], "top_k: is not read with temperature=0; set temperature"),
+        (["batch_size=1.5"], "batch_size: must be a whole number"),
+        (["max_new_tokens=many"], "max_new_tokens: must be a number of at least 1, got many"),
+        (["strings=messages"], "must be plain or chat"),
+        (["checkpoint=/no/such"], "/no/such is not a folder"),
+    ],
+)
+def test_mistakes_of_generate(tmp_path: Path, words: list[str], message: str) -> None:
+    (tmp_path / "p.txt").write_text("one\n")
+    needed = {"checkpoint": str(tmp_path), "prompts": f"{tmp_path}/p.txt"}
+    complete = (
+        words if "is missing" in message else [*(f"{key}={path}" for key, path in needed.items()), *words]
+    )
+    with pytest.raises(ConfigError, match=message):
+        generate(complete)
+
+
+def test_a_prompt_that_cannot_be_read(tmp_path: Path, single: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "a", "system": "b"}\n')
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1: a prompt that is a string takes no system turn; use"):
+        generate([f"checkpoint={single}/export", f"prompts={prompts}"])
+
+
+# ---- chat
+
+
+def said(lines: str, capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    with mock.patch("sys.stdin", io.StringIO(lines)):
+        chat([*words, "max_new_tokens=12"])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_conversation(pipelined: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = expected(pipelined / "export")[0]
+    question = PROMPTS[0]["messages"][0]["content"]
+    first = said(f"{question}\n\n/quit\nnever asked\n", capsys, f"checkpoint={pipelined}")
+    assert "\n".join(first) == answer
+    again = said(f"{question}\n/clear\n{question}\n", capsys, f"checkpoint={pipelined}/export")
+    assert "\n".join(again) == f"{answer}\n{answer}"
+
+
+def test_a_conversation_goes_on(single: Path) -> None:
+    seen: list[list[dict[str, str]]] = []
+
+    def reply(_model: Any, _tokenizer: Any, messages: list[dict[str, str]], _options: Any) -> str:
+        seen.append([dict(message) for message in messages])
+        return f"answer {len(seen)}"
+
+    with mock.patch("sys.stdin", io.StringIO("a\nb\n")), mock.patch("runner.commands.chat.answer", reply):
+        chat([f"checkpoint={single}/export", "system=Be kind."])
+    assert [message["content"] for message in seen[1]] == ["Be kind.", "a", "answer 1", "b"]
+    assert [message["role"] for message in seen[1]] == ["system", "user", "assistant", "user"]
+
+
+def test_a_model_without_a_chat_template(tmp_path: Path, single: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(single / "export").save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(single / "export")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no chat template; train with model\.chat_template, or use"):
+        chat([f"checkpoint={tmp_path}"])
