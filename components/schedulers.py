@@ -7,7 +7,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from components.contracts.errors import ConfigError
@@ -26,8 +26,18 @@ DECAYS: dict[DecayStyle, Callable[[float], float]] = {
 @dataclass(frozen=True)
 class Scheduler(ABC):
     warmup_steps: int = 0
+    warmup_ratio: float = field(default=0.0, kw_only=True)
+    """Length of the warmup as a share of the run, rounded up, in place of ``warmup_steps``."""
 
     def __post_init__(self) -> None:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ConfigError(
+                "scheduler.warmup_steps, scheduler.warmup_ratio: both are given; set one of them to 0."
+            )
+        if not 0 <= self.warmup_ratio <= 1:
+            raise ConfigError(
+                f"scheduler.warmup_ratio: must be a share of the run from 0 to 1, got {self.warmup_ratio}."
+            )
         for name in ("warmup_steps", "decay_steps", "min_lr"):
             value = getattr(self, name, None)
             if value is not None and not 0 <= value < math.inf:
@@ -46,9 +56,14 @@ class Scheduler(ABC):
 
     def lr(self, step: int, *, peak: float, total_steps: int) -> float:
         """Return the learning rate after ``step`` completed updates in a run of ``total_steps``."""
-        if step < self.warmup_steps:
-            return peak * step / self.warmup_steps
+        warmup = self.warmup(total_steps)
+        if step < warmup:
+            return peak * step / warmup
         return self.after_warmup(step, peak, total_steps)
+
+    def warmup(self, total_steps: int) -> int:
+        """Return the number of steps of the warmup."""
+        return math.ceil(self.warmup_ratio * total_steps) if self.warmup_ratio else self.warmup_steps
 
     @abstractmethod
     def after_warmup(self, step: int, peak: float, total_steps: int) -> float: ...
@@ -75,8 +90,9 @@ class Decay(Scheduler):
     def floor(self, peak: float) -> float: ...
 
     def after_warmup(self, step: int, peak: float, total_steps: int) -> float:
-        length = total_steps - self.warmup_steps if self.decay_steps is None else self.decay_steps
-        return decayed(self.style, step - self.warmup_steps, length, peak, self.floor(peak))
+        warmup = self.warmup(total_steps)
+        length = total_steps - warmup if self.decay_steps is None else self.decay_steps
+        return decayed(self.style, step - warmup, length, peak, self.floor(peak))
 
 
 @dataclass(frozen=True)
@@ -124,10 +140,11 @@ class InverseSqrt(Scheduler):
     """Steps after the warmup until the rate drops to ``min_lr`` at once. None means never."""
     min_lr: float = 0.0
 
-    def after_warmup(self, step: int, peak: float, total_steps: int) -> float:  # noqa: ARG002
-        if self.decay_steps is not None and step - self.warmup_steps > self.decay_steps:
+    def after_warmup(self, step: int, peak: float, total_steps: int) -> float:
+        warmup = self.warmup(total_steps)
+        if self.decay_steps is not None and step - warmup > self.decay_steps:
             return self.min_lr
-        return max(self.min_lr, peak * math.sqrt(max(self.warmup_steps, 1) / max(step, 1)))
+        return max(self.min_lr, peak * math.sqrt(max(warmup, 1) / max(step, 1)))
 
 
 @dataclass(frozen=True)
@@ -142,9 +159,10 @@ class WSD(Scheduler):
     def check(self, *, peak: float, total_steps: int) -> None:
         super().check(peak=peak, total_steps=total_steps)
         length = self._length(total_steps)
-        if self.warmup_steps + length > total_steps:
+        warmup = self.warmup(total_steps)
+        if warmup + length > total_steps:
             raise ConfigError(
-                f"scheduler.decay_steps: {length} after {self.warmup_steps} of warmup do not fit "
+                f"scheduler.decay_steps: {length} after {warmup} of warmup do not fit "
                 f"into a run of {total_steps} steps; lower one of them."
             )
 

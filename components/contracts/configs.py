@@ -231,7 +231,7 @@ class DataConfig(Protocol):
         seed: int,
         global_batch_size: int,
         max_steps: int | None,
-        epochs: int | None,
+        epochs: float | None,
     ) -> Prepared:
         """Tokenize and plan, in the parent process, everything that is not in the cache."""
 

@@ -1,6 +1,7 @@
 """The ``data`` group. ``prepare`` runs in the parent process; every rank opens the files it wrote."""
 
 import logging
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -44,6 +45,8 @@ class Data(ABC):
     drop_last: bool = False
     train_on_prompt: bool = False
     share_prompt: bool = False
+    max_samples: int | None = None
+    max_eval_samples: int | None = None
     num_workers: int | None = None
     cache_dir: str | None = None
 
@@ -53,8 +56,10 @@ class Data(ABC):
                 f"data.max_length: must be at least 2, got {self.max_length}; "
                 "the first token of a sample is not trained on."
             )
-        if self.num_workers is not None and self.num_workers < 1:
-            raise ConfigError(f"data.num_workers: must be at least 1 (or null), got {self.num_workers}.")
+        for name in ("num_workers", "max_samples", "max_eval_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"data.{name}: must be at least 1 (or null), got {value}.")
 
     @abstractmethod
     def train_sources(self) -> Sequence[tuple[Source, float]]:
@@ -90,7 +95,7 @@ class Data(ABC):
         seed: int,
         global_batch_size: int,
         max_steps: int | None,
-        epochs: int | None,
+        epochs: float | None,
     ) -> PreparedData:
         """Tokenise and plan everything that is not in the cache.
 
@@ -205,14 +210,14 @@ class Data(ABC):
         return SourceTokens(source.name, repeats, identity, files, store, store.outcome())
 
     def _count_steps(
-        self, train: Split, global_batch_size: int, max_steps: int | None, epochs: int | None
+        self, train: Split, global_batch_size: int, max_steps: int | None, epochs: float | None
     ) -> int:
         """Return the number of steps of the run, with as little planning as possible."""
         plans = train.plans
         if max_steps is None and not plans.same_number_of_rows:
             assert epochs is not None
             with show_progress("counting steps", "epochs") as advance:
-                rows = plans.count_rows(epochs, advance)
+                rows = plans.count_rows(math.ceil(epochs), advance)
         else:  # later epochs have as many steps, or, if they have none, are passed over
             rows = [plans.rows(0)]
         steps = [count_steps(number, global_batch_size, drop_last=self.drop_last) for number in rows]
@@ -221,7 +226,11 @@ class Data(ABC):
             raise _no_step(rows[empty], empty, global_batch_size)
         if max_steps is not None:
             return max_steps
-        return sum(steps) if len(steps) == epochs else steps[0] * (epochs or 0)
+        assert epochs is not None
+        if len(steps) == 1:
+            return math.ceil(steps[0] * epochs)  # a fraction is rounded up, as in transformers
+        last = epochs - (len(steps) - 1)
+        return sum(steps[:-1]) + math.ceil(steps[-1] * last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,10 +240,10 @@ class StdlibData(Data):
     max_length: int = 512
 
     def train_sources(self) -> Sequence[tuple[Source, float]]:
-        return [(StdlibSource("train"), 1.0)]
+        return [(StdlibSource("train", self.max_samples), 1.0)]
 
     def eval_source(self) -> Source:
-        return StdlibSource("eval")
+        return StdlibSource("eval", self.max_eval_samples)
 
 
 def _no_step(num_rows: int, epoch: int, global_batch_size: int) -> ConfigError:

@@ -165,6 +165,7 @@ class StdlibSource:
     """The embedded data."""
 
     split: SplitName
+    max_samples: int | None = None
     option: str = "stdlib"
 
     @property
@@ -178,7 +179,8 @@ class StdlibSource:
             names[:] = sorted(set(names) - {"site-packages", "dist-packages", "__pycache__"})
             sources = sorted(name for name in files if name.endswith(".py"))
             listing += [f"{folder}/{name} {os.path.getsize(f'{folder}/{name}')}" for name in sources]
-        return [self.split, sys.version, digest(listing)]
+        limit = [] if self.max_samples is None else [str(self.max_samples)]
+        return [self.split, sys.version, digest(listing), *limit]
 
     def items(self, kind: SampleKind) -> SourceItems:
-        return SourceItems("embedded", stdlib_records(kind, self.split))
+        return SourceItems("embedded", islice(stdlib_records(kind, self.split), self.max_samples))

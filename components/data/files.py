@@ -27,9 +27,8 @@ class RecordsData(Data):
     strings: Literal["plain", "chat"] = "plain"
     default_system: str | None = None
     mask_history: bool = False
-    chat_template_kwargs: Json = field(default_factory=dict)
+    chat_template_kwargs: Json | None = None
     on_bad_record: Literal["stop", "skip"] = "stop"
-    max_samples: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,8 +36,6 @@ class RecordsData(Data):
             raise ConfigError(
                 f"data.eval_fraction: must be at least 0 and below 1, got {self.eval_fraction}."
             )
-        if self.max_samples is not None and self.max_samples < 1:
-            raise ConfigError(f"data.max_samples: must be at least 1 (or null), got {self.max_samples}.")
 
     def held_out_fraction(self) -> float:
         return self.eval_fraction
@@ -50,7 +47,7 @@ class RecordsData(Data):
             strings=self.strings,
             default_system=self.default_system,
             mask_history=self.mask_history,
-            chat_template_kwargs=dict(self.chat_template_kwargs),
+            chat_template_kwargs=dict(self.chat_template_kwargs or {}),
             on_bad_record=self.on_bad_record,
         )
 
@@ -63,8 +60,8 @@ class FilesData(RecordsData):
     sources: list[Json] | None = None
     """One ``{path, repeats = 1, format, columns, max_samples}`` per source."""
     eval: str | None = None
-    columns: dict[str, str] = field(default_factory=dict)
-    roles: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, str] | None = None
+    roles: dict[str, str] | None = None
     split: str | None = None
     eval_split: str | None = None
     subset: str | None = None
@@ -94,7 +91,9 @@ class FilesData(RecordsData):
                 )
 
     def record_options(self) -> RecordOptions:
-        return replace(super().record_options(), columns=dict(self.columns), roles=dict(self.roles))
+        return replace(
+            super().record_options(), columns=dict(self.columns or {}), roles=dict(self.roles or {})
+        )
 
     def train_sources(self) -> Sequence[tuple[Source, float]]:
         if self.train is not None:
@@ -114,7 +113,9 @@ class FilesData(RecordsData):
         path: str = source["path"]
         own = {name: source[name] for name in ("format", "columns") if name in source}
         options = replace(self.record_options(), **own)
-        limit = source.get("max_samples", self.max_samples if option != "data.eval" else None)
+        limit = source.get(
+            "max_samples", self.max_eval_samples if option == "data.eval" else self.max_samples
+        )
         if not path.startswith(_HUB):
             return FileSource(option=option, path=path, options=options, max_samples=limit)
         repo = path.removeprefix(_HUB)

@@ -85,7 +85,8 @@ class LlamaFactoryData(RecordsData):
             if key not in _ENTRY_KEYS:
                 raise ConfigError(f"{where}.{key}: is not supported; remove it, or use data=files.")
         options = self._options(entry, where)
-        limit = entry.get("num_samples") or (self.max_samples if option == "data.dataset" else None)
+        limit = self.max_samples if option == "data.dataset" else self.max_eval_samples
+        limit = entry.get("num_samples") or limit
         if "hf_hub_url" in entry:
             split = entry.get("split") or "train"
             dataset = HubDataset(f"{option}={name}", entry["hf_hub_url"], entry.get("subset"), split)

@@ -159,7 +159,7 @@ def check_model_fits_data(
         )
 
 
-def check_evaluation(eval_every: int, has_eval: bool) -> None:
+def check_evaluation(eval_every: float, has_eval: bool) -> None:
     """Raise ConfigError if evaluations are due without data for them."""
     if eval_every and not has_eval:
         raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from components.contracts.data import BatchShard
 from components.contracts.json_types import Config
 from components.preflight.config_keys import key_rows
 from components.preflight.engine_layouts import mesh_info
@@ -153,6 +154,7 @@ def lines(case: Candidate, work: StepWork, sections: Mapping[str, Section]) -> d
     found = {
         "layout": f"{case.world_size} ranks: {mesh}" if mesh else "1 rank",
         "groups": "; ".join(group_lines(case.layout, case.world_size)),
+        "length": length_line(case),
         "batch": (
             f"{case.data.global_batch_size} rows a step = {case.dp_size} data rank(s) x "
             f"{workload.num_microbatches} micro-batch(es) x {case.micro_batch_size} row(s); about "
@@ -170,6 +172,15 @@ def lines(case: Candidate, work: StepWork, sections: Mapping[str, Section]) -> d
         "keys": f"{len(sections['keys'])}, listed in preflight.json with the class that reads each",
     }
     return {name: line for name, line in found.items() if line}
+
+
+def length_line(case: Candidate) -> str:
+    """Return the length of the run in steps and epochs, as if all epochs were as long as the first one."""
+    loader = case.data.train_loader(BatchShard(case.data.global_batch_size, micro_batch_size=1))
+    share = loader.epoch(1)
+    return (
+        f"{case.data.num_steps:,} steps, {case.data.num_steps * share:,.2f} epochs of {1 / share:,.0f} steps"
+    )
 
 
 def tabulate(name: str, section: Section) -> Table:

@@ -22,7 +22,7 @@ class RunConfig:
     name: str
     output_dir: str
     max_steps: int | None
-    epochs: int | None
+    epochs: float | None
     global_batch_size: int
     micro_batch_size: int | Literal["auto"]
     """``auto`` until the launch has chosen it: ranks always read a number."""
@@ -30,7 +30,9 @@ class RunConfig:
     dtype: Literal["fp32", "bf16"]
     device: Literal["auto", "cpu", "cuda"]
     log_every: int
-    eval_every: int
+    eval_every: float
+    """Steps, or a share of the run below 1."""
+    eval_on_start: bool
     evaluate_only: bool
     log_num_zeros: bool
     trial_step: bool | None
@@ -39,6 +41,7 @@ class RunConfig:
     max_time: float | str | None
     hang_timeout_s: float
     max_restarts: int
+    target_loss: float | None
     loss_spike_factor: float | None
     max_consecutive_skips: int
     deterministic: bool
@@ -52,10 +55,9 @@ class RunConfig:
             "global_batch_size",
             "max_consecutive_skips",
             "max_steps",
-            "epochs",
             *(["micro_batch_size"] if self.micro_batch_size != "auto" else []),
         )
-        intervals = ("log_every", "eval_every", "final_sample_tokens")
+        intervals = ("log_every", "final_sample_tokens")
         check_at_least_0("run", self, *intervals, "seed", "hang_timeout_s", "max_restarts")
         if not math.isfinite(self.hang_timeout_s):
             raise ConfigError(
@@ -68,6 +70,11 @@ class RunConfig:
                 f"run.loss_spike_factor: must be above 1, got {self.loss_spike_factor}; use 3, or null for "
                 "no guard."
             )
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ConfigError(
+                f"run.epochs: must be above 0, got {self.epochs}; give a number such as 0.5 or 3."
+            )
+        check_cadence("run.eval_every", self.eval_every)
         if self.seed >= 2**63:
             raise ConfigError(f"run.seed: must be below 2**63, got {self.seed}.")
         if self.max_steps is None and self.epochs is None:
@@ -87,7 +94,8 @@ class RunConfig:
 class CheckpointConfig:
     """``checkpoint.*``: saving, retention, resuming and initial weights."""
 
-    save_every: int
+    save_every: float
+    """Steps, or a share of the run below 1."""
     save_every_epochs: int
     model_only: bool
     keep_last: int
@@ -101,7 +109,8 @@ class CheckpointConfig:
     init_from: str | None
 
     def __post_init__(self) -> None:
-        check_at_least_0("checkpoint", self, "save_every", "save_every_epochs", "keep_last")
+        check_at_least_0("checkpoint", self, "save_every_epochs", "keep_last")
+        check_cadence("checkpoint.save_every", self.save_every)
 
 
 @dataclass(frozen=True)
@@ -172,6 +181,15 @@ def check_at_least_0(node: str, config: object, *keys: str) -> None:
     for key in keys:
         if getattr(config, key) < 0:
             raise ConfigError(f"{node}.{key}: must be 0 (off) or more, got {getattr(config, key)}.")
+
+
+def check_cadence(key: str, value: float) -> None:
+    """Raise ConfigError if a cadence is neither a number of steps nor a share of the run."""
+    if not 0 <= value < math.inf or (value > 1 and value != int(value)):
+        raise ConfigError(
+            f"{key}: must be 0 (off), a share of the run below 1, or a number of steps, got {value}; use 0.1 "
+            "or 100."
+        )
 
 
 def watched_metric(

@@ -52,9 +52,10 @@ class ConfigSources:
     def _chooser(self, key: str) -> str | None:
         if any(name_of(override) == key for override in self.overrides):
             return COMMAND_LINE
-        experiment = self._file("experiment", self.choices.get("experiment"))
-        if experiment is not None and contains(yaml.safe_load(experiment.read_text()), key.split(".")):
-            return display(experiment)
+        for group in ("debug", "experiment"):
+            file = self._file(group, self.choices.get(group))
+            if file is not None and contains(yaml.safe_load(file.read_text()), key.split(".")):
+                return display(file)
         return None
 
     def _file(self, group: str, option: str | None) -> Path | None:

@@ -9,6 +9,7 @@ for every global batch:
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ def take_steps(t: TrainContext) -> None:
     last = t.train_data.num_steps
     if t.state.owes_evaluation:  # that of the current step, which a stop interrupted
         evaluate(t)
+    if t.run.eval_on_start and t.state.step == 0:
+        evaluate_first(t)
     while t.state.step < last and t.stop.reason is None and not patience_exhausted(t):
         step = t.state.step + 1
         t.watchdog.beat(f"in step {step}")
@@ -88,7 +91,9 @@ def take_steps(t: TrainContext) -> None:
         t.stop.poll()  # sets t.stop.reason, the same on all ranks
 
         improved = False
-        t.state.owes_evaluation = t.eval_data is not None and (step == last or every(t.run.eval_every, step))
+        t.state.owes_evaluation = t.eval_data is not None and (
+            step == last or every(t.run.eval_every, step, last)
+        )
         if t.state.owes_evaluation and t.stop.reason is None:
             improved = evaluate(t)
 
@@ -143,6 +148,8 @@ def train_step(t: TrainContext) -> None:
     )
     seconds, epoch = time.perf_counter() - began, t.train_data.epoch(t.state.step)
     t.reporter.step(t.state, stats, result, lr=t.lr(step), epoch=epoch, seconds=seconds)
+    if every(t.run.log_every, t.state.step, t.train_data.num_steps):
+        t.state.begin_interval()
     if result.skipped:
         t.reporter.skipped(t.state.step, result, max_loss, t.train_data.sample_ids(step))
     if t.state.skipped_in_a_row >= t.run.max_consecutive_skips:
@@ -176,6 +183,15 @@ def evaluate(t: TrainContext) -> bool:
     return t.state.evaluated(agreed, watched.name, watched.mode)
 
 
+def evaluate_first(t: TrainContext) -> None:
+    """Log the metrics of the initial weights. No decision of the run depends on them."""
+    if t.eval_data is not None:
+        with naming_step("evaluation before the first step"):
+            means = t.engine.evaluate(eval_batches(t, t.eval_data), t.loss)
+        if t.stop.reason is None:
+            t.reporter.evaluation(t.state, means)
+
+
 def eval_batches(t: TrainContext, data: DataLoader) -> Iterator[Sequence[Batch]]:
     for number in range(data.num_steps):
         t.watchdog.beat(f"in batch {number + 1} of the evaluation at step {t.state.step}")
@@ -197,13 +213,16 @@ def save_checkpoint(t: TrainContext) -> None:
     t.stop.poll()  # a stop requested during the save: no further step begins
 
 
-def every(cadence: int, step: int) -> bool:
-    return cadence > 0 and step % cadence == 0
+def every(cadence: float, step: int, last: int) -> bool:
+    """Return whether ``step`` is one of every ``cadence`` steps; below 1, that is a share of ``last``."""
+    steps = math.ceil(cadence * last) if cadence < 1 else int(cadence)
+    return steps > 0 and step % steps == 0
 
 
 def save_due(t: TrainContext, step: int) -> bool:
     """Return whether a checkpoint is due after ``step``, by steps or by epochs."""
-    if every(t.checkpoint.save_every, step):
+    last = t.train_data.num_steps
+    if every(t.checkpoint.save_every, step, last):
         return True
     epochs = int(t.train_data.epoch(step))
-    return epochs > int(t.train_data.epoch(step - 1)) and every(t.checkpoint.save_every_epochs, epochs)
+    return epochs > int(t.train_data.epoch(step - 1)) and every(t.checkpoint.save_every_epochs, epochs, last)

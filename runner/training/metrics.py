@@ -144,7 +144,8 @@ def train_row(state: TrainState, stats: BatchStats, result: StepResult, lr: floa
     """Return the metrics of one step; ``total_*`` and ``epoch`` count from the first step of the run."""
     row: Row = {
         "step": state.step,
-        "train/loss": result.loss,
+        # Of one step, the loss itself, which may be infinite.
+        "train/loss": state.interval_mean() if state.interval_steps else result.loss,
         "train/grad_norm": result.grad_norm,
         "train/lr": lr,
         "train/num_tokens": stats.num_tokens,

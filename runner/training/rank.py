@@ -90,6 +90,7 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
                 if report.stopped is None and not run.evaluate_only:
                     watchdog.beat("in the export")
                     check_weights(engine, training.state)
+                    check_target(training.state, run.target_loss)
                     if run.export:
                         with naming_file(folder / "export"):
                             engine.export(folder / "export")
@@ -113,6 +114,16 @@ def check_weights(engine: Engine, state: TrainState) -> None:
         raise NonRetryableError(
             f"after step {state.step} some weights{named} are not finite; lower optimizer.lr, and resume "
             "from an earlier checkpoint."
+        )
+
+
+def check_target(state: TrainState, target_loss: float | None) -> None:
+    """Raise NonRetryableError if the running mean of the losses has not come down to ``run.target_loss``."""
+    if target_loss is not None and (state.loss_mean is None or state.loss_mean > target_loss):
+        raise NonRetryableError(
+            f"the training loss is {state.loss_mean:.4f} (running mean) after step {state.step}, above "
+            f"run.target_loss={target_loss}; raise optimizer.lr or run.max_steps, or look for a mistake in "
+            "the data or the loss."
         )
 
 

@@ -31,6 +31,10 @@ class TrainState:
     evals_since_best: int = 0
     loss_mean: float | None = None
     """Running mean of the losses of steps that were not skipped; the newest loss has weight 0.1."""
+    interval_loss: float = 0.0
+    """Sum of the finite losses since the last row of metrics."""
+    interval_steps: int = 0
+    """Number of those losses."""
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
@@ -52,9 +56,19 @@ class TrainState:
         self.num_tokens += num_tokens
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if math.isfinite(loss):
+            self.interval_loss += loss
+            self.interval_steps += 1
         if not skipped:
             before = loss if self.loss_mean is None else self.loss_mean
             self.loss_mean = before + (loss - before) / 10
+
+    def interval_mean(self) -> float:
+        """Return the mean of the losses since the last row of metrics, or NaN if none was finite."""
+        return self.interval_loss / self.interval_steps if self.interval_steps else math.nan
+
+    def begin_interval(self) -> None:
+        self.interval_loss, self.interval_steps = 0.0, 0
 
     def max_loss(self, spike_factor: float | None) -> float:
         """Return the loss above which the next step is a spike, or infinity if there is no threshold.

@@ -24,7 +24,7 @@ from tests.e2e.commands import call_here
 
 CONF = Path(config_dir())
 GOLDEN = Path(__file__).parent / "golden"
-WHOLE = {"experiment", "sweep"}
+WHOLE = {"experiment", "sweep", "debug"}
 """Groups whose files override options of other groups."""
 OPTIONS = sorted(
     (path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name not in WHOLE
@@ -33,6 +33,7 @@ EXPERIMENTS = sorted(
     path.relative_to(CONF / "experiment").with_suffix("").as_posix()
     for path in (CONF / "experiment").rglob("*.yaml")
 )
+DEBUG = sorted(path.stem for path in (CONF / "debug").glob("*.yaml"))
 SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
 HYDRA = ["help/runner.yaml", "launcher/local.yaml", "launcher/slurm.yaml", "sweeper/optuna.yaml"]
 LLAMAFACTORY = Path(__file__).parent / "dataset_info.json"
@@ -45,7 +46,7 @@ NEEDED = {
 
 def test_every_file_is_covered() -> None:
     assert sorted(path.relative_to(CONF / "hydra").as_posix() for path in CONF.rglob("hydra/*/*")) == HYDRA
-    tested = len(OPTIONS) + len(EXPERIMENTS) + len(SWEEPS) + len(HYDRA) + len(["config.yaml"])
+    tested = len(OPTIONS) + len(EXPERIMENTS) + len(DEBUG) + len(SWEEPS) + len(HYDRA) + len(["config.yaml"])
     assert tested == len(list(CONF.rglob("*.yaml")))
 
 
@@ -129,10 +130,12 @@ def test_a_launcher_that_splits_a_copy_is_refused() -> None:
         layout_of("hsdp").world_size({"WORLD_SIZE": "5"}, 0)
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_an_experiment_composes(experiment: str) -> None:
+@pytest.mark.parametrize(
+    "choice", [*(f"experiment={name}" for name in EXPERIMENTS), *(f"debug={name}" for name in DEBUG)]
+)
+def test_an_experiment_composes(choice: str) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        compose("config", [f"experiment={experiment}"])
+        compose("config", [choice])
 
 
 @pytest.mark.parametrize("sweep", SWEEPS)

@@ -334,6 +334,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["data.max_length: 512", "longrope", "data.max_length=256 or less"],
     ),
     # ---- files
+    "a cadence between": (["run.eval_every=1.5"], ["run.eval_every", "a share of the run below 1"]),
+    "a negative cadence": (["checkpoint.save_every=-1"], ["checkpoint.save_every", "must be 0 (off)"]),
+    "no epoch": (["run.max_steps=null", "run.epochs=0"], ["run.epochs", "must be above 0"]),
+    "no sample": (["data.max_samples=0"], ["data.max_samples", "at least 1"]),
+    "unknown column": (
+        ["data=files", "data.train={tmp}/chat.jsonl", "data.columns={mesages: x}"],
+        ["data.columns.mesages", "is not a field"],
+    ),
     "no data": (["data=files"], ["data.train"]),
     "missing file": (["data=files", "data.train={tmp}/nowhere.jsonl"], ["data.train", "nowhere.jsonl"]),
     "missing eval file": (

@@ -49,6 +49,9 @@ MIN = {"min_lr": 3e-4}
 TRANSFORMERS = [
     (Constant(10), "get_constant_schedule_with_warmup", WARM),
     (Constant(), "get_constant_schedule", {}),
+    (Linear(warmup_ratio=0.1), "get_linear_schedule_with_warmup", RUN),
+    (Cosine(warmup_ratio=0.091), "get_cosine_schedule_with_warmup", RUN),
+    (InverseSqrt(warmup_ratio=0.1), "get_inverse_sqrt_schedule", WARM),
     (Linear(10), "get_linear_schedule_with_warmup", RUN),
     (Linear(10, decay_steps=40), "get_linear_schedule_with_warmup", {**WARM, "num_training_steps": 50}),
     (Linear(), "get_linear_schedule_with_warmup", {"num_warmup_steps": 0, "num_training_steps": STEPS}),
@@ -116,6 +119,8 @@ def test_a_run_that_is_all_warmup_has_a_rate_at_every_step(kind: type[Scheduler]
     ("kind", "settings", "key"),
     [
         (Constant, {"warmup_steps": -1}, "scheduler.warmup_steps"),
+        (Constant, {"warmup_ratio": 1.5}, "scheduler.warmup_ratio: must be a share"),
+        (Linear, {"warmup_steps": 3, "warmup_ratio": 0.1}, "both are given; set one of them to 0"),
         (Cosine, {"decay_steps": -5}, "scheduler.decay_steps"),
         (Linear, {"min_lr": -1e-5}, "scheduler.min_lr"),
         (WSD, {"min_lr": float("nan")}, "scheduler.min_lr"),
@@ -134,6 +139,7 @@ def test_refuses_impossible_values(kind: type[Scheduler], settings: dict[str, An
         (Cosine(min_lr=2 * PEAK), "scheduler.min_lr: is 0.006, above optimizer.lr=0.003"),
         (WSD(50, 51), "scheduler.decay_steps: 51 after 50 of warmup"),
         (WSD(95), "scheduler.decay_steps: 10 after 95 of warmup"),
+        (WSD(warmup_ratio=0.95), "scheduler.decay_steps: 10 after 95 of warmup"),
     ],
 )
 def test_check_refuses_what_does_not_fit_the_run(scheduler: Scheduler, key: str) -> None:

@@ -207,6 +207,9 @@ def test_no_evaluation(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
     [
         (None, 2, False, 22),
         (None, 2, True, 20),
+        (None, 0.5, False, 6),
+        (None, 2.25, False, 25),
+        (None, 0.01, False, 1),
         (25, None, False, 25),
         (3, 7, False, 3),
         (22, None, False, 22),
@@ -219,7 +222,7 @@ def test_steps_and_epochs(
     tmp_path: Path,
     tokenizer: PreTrainedTokenizerBase,
     max_steps: int | None,
-    epochs: int | None,
+    epochs: float | None,
     drop_last: bool,
     steps: int,
 ) -> None:

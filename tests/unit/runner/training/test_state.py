@@ -31,3 +31,10 @@ def test_skipped_steps_are_not_in_it() -> None:
 
 def test_no_multiple_of_a_loss_below_zero_is_a_spike() -> None:
     assert advanced([-2.0] * 10).max_loss(3.0) == math.inf
+
+
+def test_the_mean_of_an_interval_leaves_out_losses_that_are_not_finite() -> None:
+    state = advanced([2.0, math.nan, 4.0, math.inf])
+    assert state.interval_mean() == 3.0
+    state.begin_interval()
+    assert math.isnan(state.interval_mean())

@@ -1,0 +1,60 @@
+"""When a run logs, evaluates, saves and ends; and the ``debug`` group."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import SMALL, call_here, curve, newest, rows, run_here
+
+SIX = (*SMALL, "run.max_steps=6", "run.export=false", "checkpoint.keep_last=0")
+
+
+@pytest.fixture(scope="module")
+def every_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_here(tmp_path_factory.mktemp("run"), *SIX, "run.eval_every=1")
+
+
+def test_shares_of_the_run_and_an_evaluation_before_it(tmp_path: Path, every_step: Path) -> None:
+    run = run_here(
+        tmp_path, *SIX, "run.eval_every=0.3", "run.eval_on_start=true", "checkpoint.save_every=0.5"
+    )
+    evaluated = {row["step"]: row["eval/loss"] for row in rows(run, "eval/loss")}
+    assert list(evaluated) == [0, 2, 4, 6]
+    own = {row["step"]: row["eval/loss"] for row in rows(every_step, "eval/loss")}
+    assert {step: own[step] for step in (2, 4, 6)} == {step: evaluated[step] for step in (2, 4, 6)}
+    assert evaluated[0] > own[1]
+    assert [path.name[-1] for path in sorted((run / "checkpoints").iterdir())] == ["3", "6"]
+
+
+def test_a_logged_loss_is_the_mean_since_the_last_row(tmp_path: Path, every_step: Path) -> None:
+    losses = [row["train/loss"] for row in rows(every_step, "train/loss")]
+    options = ("run.log_every=3", "checkpoint.save_every=2", f"run.output_dir={tmp_path}")
+    run = run_here(tmp_path, *SIX, *options)
+    means = [row["train/loss"] for row in rows(run, "train/loss")]
+    assert means == [pytest.approx(sum(losses[:3]) / 3, abs=0), pytest.approx(sum(losses[3:]) / 3, abs=0)]
+    # A run that resumes between two rows writes the same row.
+    assert call_here(*SIX, *options, f"checkpoint.resume={run}/checkpoints/step_00000004") == 0
+    assert curve(newest(tmp_path)) == [row for row in curve(run) if row["step"] == 6]
+
+
+def test_a_part_of_an_epoch(tmp_path: Path, every_step: Path) -> None:
+    first = rows(every_step, "train/epoch")[0]["train/epoch"]
+    run = run_here(tmp_path, *SMALL, "run.max_steps=null", f"run.epochs={2.5 * first}", "run.export=false")
+    assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3]
+
+
+def test_debug_fast(tmp_path: Path) -> None:
+    run = run_here(tmp_path, *SMALL, "run.max_steps=100", "debug=fast", "run.max_steps=2")
+    assert [row["step"] for row in rows(run, "train/loss")] == [1, 2]
+    assert not (run / "export").exists()
+
+
+def test_debug_overfit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = (*SMALL, "debug=overfit", "optimizer.lr=1e-2", f"run.output_dir={tmp_path}")
+    assert call_here(*options, "run.max_steps=120") == 0
+    assert rows(newest(tmp_path), "train/loss")[-1]["train/loss"] < 0.1
+    assert rows(newest(tmp_path), "train/epoch")[-1]["train/epoch"] == 120  # a step is an epoch: one batch
+    capsys.readouterr()
+    assert call_here(*options, "run.max_steps=3") == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "(running mean) after step 3, above run.target_loss=0.1; raise optimizer.lr" in said
