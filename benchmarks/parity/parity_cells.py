@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -165,11 +165,14 @@ def write_samples(kind: SampleKind, path: Path, count: int = 240) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+FIELDS = ("text", "messages", "prompt", "chosen", "rejected", "tools")
+
+
 def record(sample: Sample) -> dict[str, Any]:
     """Return a sample in the format of data files."""
     if isinstance(sample, UnpairedSample):
         return {"prompt": sample.prompt, "completion": sample.completion, "label": sample.desirable}
-    return asdict(sample)
+    return {name: value for name, value in vars(sample).items() if name in FIELDS}
 
 
 def length(sample: Sample) -> int:

@@ -144,7 +144,7 @@ def train_row(state: TrainState, stats: BatchStats, result: StepResult, lr: floa
     """Return the metrics of one step; ``total_*`` and ``epoch`` count from the first step of the run."""
     row: Row = {
         "step": state.step,
-        # Of one step, the loss itself, which may be infinite.
+        # With one step in the interval, this is its loss, which may be infinite.
         "train/loss": state.interval_mean() if state.interval_steps else result.loss,
         "train/grad_norm": result.grad_norm,
         "train/lr": lr,
