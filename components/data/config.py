@@ -104,8 +104,7 @@ class Data(ABC):
         Raises:
             ConfigError: if an option or a record is invalid, or if no sample or no step is left.
         """
-        if kind == "text" and self.train_on_prompt:
-            raise ConfigError("data.train_on_prompt: a document has no prompt; leave it out with stage=pt.")
+        self.check_kind(kind)
         cache, packing = cache_folder(self.cache_dir), self.resolve_packing(kind)
         if packing == "concat" and self.long_samples != "truncate":
             raise ConfigError(
@@ -135,6 +134,11 @@ class Data(ABC):
             identity=f"{train.identity}-{'whole' if self.drop_last else 'all'}",
             audit=audit,
         )
+
+    def check_kind(self, kind: SampleKind) -> None:
+        """Raise ConfigError if an option is given that samples of ``kind`` do not read."""
+        if kind == "text" and self.train_on_prompt:
+            raise ConfigError("data.train_on_prompt: a document has no prompt; leave it out with stage=pt.")
 
     def cache(self) -> Path:
         """Return the cache folder, which outlives runs."""
@@ -179,6 +183,8 @@ class Data(ABC):
             )
         if not held.any():
             return train, None
+        if self.max_eval_samples is not None:
+            held[np.flatnonzero(held)[self.max_eval_samples :]] = False
         return train, self._split(parts, held, cache, packing, seed)
 
     def _eval_split(self, encoder: Encoder, cache: Path, packing: Packing, seed: int) -> Split | None:

@@ -6,10 +6,11 @@ from difflib import get_close_matches
 from math import inf
 from typing import Literal, get_args
 
+from components.contracts.data import SampleKind
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.config import Data
-from components.data.data_sources import FileSource, HubSource, Source
+from components.data.data_sources import STAGES, FileSource, HubSource, Source
 from components.data.records.hub_records import HubDataset
 from components.data.records.options import Format, RecordOptions
 
@@ -39,6 +40,21 @@ class RecordsData(Data):
 
     def held_out_fraction(self) -> float:
         return self.eval_fraction
+
+    def check_kind(self, kind: SampleKind) -> None:
+        super().check_kind(kind)
+        given = {
+            "default_system": self.default_system is not None,
+            "chat_template_kwargs": bool(self.chat_template_kwargs),
+            "strings": self.strings != "plain",
+        }
+        for name in (name for name, unread in given.items() if unread and kind == "text"):
+            raise ConfigError(f"data.{name}: a document has no turns; leave it out with stage=pt.")
+        if self.mask_history and kind != "chat":
+            raise ConfigError(
+                f"data.mask_history: with stage={STAGES[kind]} there are no earlier turns to train on; "
+                "leave it out."
+            )
 
     def record_options(self) -> RecordOptions:
         return RecordOptions(
@@ -82,6 +98,11 @@ class FilesData(RecordsData):
         self._check_hub_options()
 
     def _check_hub_options(self) -> None:
+        if self.eval_split is not None and not (self.eval or self.train or "").startswith(_HUB):
+            raise ConfigError(
+                "data.eval_split: is a split of data.eval, else of data.train; give one of them as hub:NAME, "
+                "or remove it."
+            )
         paths = [self.train, self.eval, *(source["path"] for source in self.sources or [])]
         hub = [path for path in paths if path is not None and path.startswith(_HUB)]
         for name in ("split", "eval_split", "subset", "revision"):

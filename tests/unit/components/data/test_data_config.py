@@ -157,6 +157,37 @@ def test_shuffle_false_keeps_the_order_of_the_file(texts: str, tokenizer: PreTra
     assert sorted(shuffled) == sorted(lines)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("text", {"default_system": "S"}, "data.default_system: a document has no turns"),
+        ("text", {"strings": "chat"}, "data.strings: a document has no turns"),
+        ("text", {"chat_template_kwargs": {"a": 1}}, "data.chat_template_kwargs: a document has no turns"),
+        ("text", {"mask_history": True}, "data.mask_history: with stage=pt"),
+        ("preference", {"mask_history": True}, "data.mask_history: with stage=dpo"),
+    ],
+)
+def test_options_that_a_stage_does_not_read(
+    texts: str, tokenizer: PreTrainedTokenizerBase, kind: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(FilesData(train=texts, **options), tokenizer, kind)
+
+
+def test_limits_of_samples(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    train, held = write_texts(tmp_path / "train.jsonl", 40), write_texts(tmp_path / "eval.jsonl", 9)
+    limits: dict[str, Any] = {"packing": "none", "max_samples": 20, "max_eval_samples": 3}
+    audit = prepare(FilesData(train=train, eval=held, **limits), tokenizer).audit
+    assert audit.eval is not None
+    assert (audit.train.sources[0].samples, audit.eval.sources[0].samples) == (20, 3)
+    audit = prepare(FilesData(train=train, eval_fraction=0.25, **limits), tokenizer).audit
+    assert audit.eval is not None
+    assert (audit.train.sources[0].samples, audit.eval.sources[0].samples) == (15, 3)
+    prefix = write_indexed(tmp_path / "corpus", [[1, 2, 3]] * 30, np.uint16)
+    with pytest.raises(ConfigError, match=r"is read as a whole; leave out data\.max_samples"):
+        prepare(FilesData(train=f"{prefix}.bin", **limits), tokenizer)
+
+
 def test_weights_are_repeats(tmp_path: Path, texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
     rare = write_texts(tmp_path / "rare.jsonl", 10, "rare")
     data = FilesData(sources=[{"path": texts, "repeats": 0.5}, {"path": rare, "repeats": 3}], packing="none")

@@ -71,7 +71,13 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         HubDataset("data.train", "nobody/nothing").fingerprint()
 
 
-@pytest.mark.parametrize("name", ["split", "eval_split", "subset", "revision"])
+@pytest.mark.parametrize("name", ["split", "subset", "revision"])
 def test_files_have_no_parts(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"data\.{name}: only data sets of the hub have one; use"):
         FilesData(train="a.jsonl", **{name: "x"})
+
+
+@pytest.mark.parametrize("data", [{"train": "a.jsonl"}, {"sources": [{"path": "hub:a/b"}]}])
+def test_a_split_of_no_data_set(data: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"data\.eval_split: is a split of data\.eval, else of data\.train"):
+        FilesData(**data, eval_split="test")
