@@ -1,5 +1,6 @@
 """The KEY=VALUE arguments of the commands around training."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from components.contracts.errors import ConfigError
@@ -44,7 +45,7 @@ def number(given: Mapping[str, str], key: str, default: float, *, least: float) 
         value = float(text)
     except ValueError:
         value = least - 1
-    if not value >= least:
+    if not least <= value < math.inf:
         raise ConfigError(f"{key}: must be a number of at least {least:g}, got {text}.")
     return value
 

@@ -47,14 +47,14 @@ def generate(arguments: Sequence[str]) -> None:
     from runner.commands.trained_model import open_model
 
     records = read_prompts(given["prompts"], chat=given.get("strings") == "chat")
-    with ExitStack() as files:
+    model, tokenizer = open_model(given)
+    prompts = [prompt.token_ids(tokenizer) for prompt in records]
+    sampling.set_seed(options.seed)
+    with ExitStack() as files:  # opened last: an error before leaves an older file as it is
         try:
             output = files.enter_context(open(given["output"], "w")) if "output" in given else sys.stdout
         except OSError as error:
             raise ConfigError(f"output: cannot be written ({error.strerror}); name another file.") from error
-        model, tokenizer = open_model(given)
-        prompts = [prompt.token_ids(tokenizer) for prompt in records]
-        sampling.set_seed(options.seed)
         for start in range(0, len(prompts), batch_size):
             found = complete(model, tokenizer, prompts[start : start + batch_size], options)
             for prompt, completion in zip(records[start:], found, strict=False):

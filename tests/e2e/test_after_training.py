@@ -207,6 +207,7 @@ def test_a_completion_ends_with_a_stop_token(tmp_path: Path, single: Path) -> No
         (["top_p=0", "temperature=1"], "top_p: must be above 0 and at most 1"),
         (["top_k=5"], "top_k: is not read with temperature=0; set temperature"),
         (["batch_size=1.5"], "batch_size: must be a whole number"),
+        (["max_new_tokens=inf"], "max_new_tokens: must be a number of at least 1, got inf"),
         (["max_new_tokens=many"], "max_new_tokens: must be a number of at least 1, got many"),
         (["strings=messages"], "must be plain or chat"),
         (["checkpoint=/no/such"], "/no/such is not a folder"),
@@ -220,6 +221,13 @@ def test_mistakes_of_generate(tmp_path: Path, words: list[str], message: str) ->
     )
     with pytest.raises(ConfigError, match=message):
         generate(complete)
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path, single: Path) -> None:
+    (tmp_path / "p.txt").write_text("one\n")
+    words = [f"checkpoint={single}/export", f"prompts={tmp_path}/p.txt", f"output={tmp_path}/no/x.jsonl"]
+    with pytest.raises(ConfigError, match=r"output: cannot be written \(No such file.*\); name another"):
+        generate(words)
 
 
 def test_a_prompt_that_cannot_be_read(tmp_path: Path, single: Path) -> None:

@@ -30,6 +30,7 @@ def options(tmp_path: Path) -> tuple[str, ...]:
         "stage=dpo",
         "data=files",
         f"data.train={tmp_path}/pairs.jsonl",
+        "data.strings=chat",
         "data.max_length=48",
         "data.eval_fraction=0.25",
         f"data.cache_dir={tmp_path}/cache",

@@ -9,7 +9,7 @@ import pytest
 
 from components.checkpoint import read_meta
 from components.contracts.errors import ConfigError
-from components.data.records.record_files import read_records
+from components.data.records.record_files import Unreadable, read_records
 from components.json_text import read_json
 from components.models.generate import read_generation_config
 from components.report.runs import Entry, read_run
@@ -53,7 +53,9 @@ ODD_JOBS = [
 
 
 def read_as_jsonl(path: Path) -> object:
-    return list(read_records(str(path.rename(path.with_suffix(".jsonl")))))
+    [(record, _)] = read_records(str(path.rename(path.with_suffix(".jsonl"))))
+    assert isinstance(record, Unreadable)
+    raise record.error
 
 
 def checkpoint(folder: Path, text: str) -> Path:
