@@ -159,12 +159,12 @@ def check_model_fits_data(
         )
 
 
-def check_evaluation(eval_every: float, has_eval: bool) -> None:
+def check_evaluation(key: str, wanted: float, has_eval: bool) -> None:
     """Raise ConfigError if evaluations are due without data for them."""
-    if eval_every and not has_eval:
+    if wanted and not has_eval:
         raise ConfigError(
-            f"run.eval_every: is {eval_every}, but there is no evaluation data; "
-            "set data.eval or data.eval_fraction, or run.eval_every=0."
+            f"run.{key}: is {wanted}, but there is no evaluation data; set data.eval or "
+            f"data.eval_fraction, or remove run.{key}."
         )
 
 

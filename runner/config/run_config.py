@@ -74,6 +74,8 @@ class RunConfig:
             raise ConfigError(
                 f"run.epochs: must be above 0, got {self.epochs}; give a number such as 0.5 or 3."
             )
+        if self.target_loss is not None and not math.isfinite(self.target_loss):
+            raise ConfigError(f"run.target_loss: must be a finite number, got {self.target_loss}; use 0.1.")
         check_cadence("run.eval_every", self.eval_every)
         if self.seed >= 2**63:
             raise ConfigError(f"run.seed: must be below 2**63, got {self.seed}.")

@@ -147,7 +147,8 @@ class RunPreparation:
         if run.evaluate_only:
             preflight.check_evaluate_only(data.eval is not None)
             return resume
-        preflight.check_evaluation(run.eval_every, data.eval is not None)
+        preflight.check_evaluation("eval_every", run.eval_every, data.eval is not None)
+        preflight.check_evaluation("eval_on_start", run.eval_on_start, data.eval is not None)
         left, profiler = data.num_steps - preflight.steps_done(resume), experiment.profiler
         unfinished = resume is not None and not has_completed(resume)
         if unfinished and left == 0:  # killed or stopped before its last evaluation, its export or its report

@@ -335,6 +335,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     # ---- files
     "a cadence between": (["run.eval_every=1.5"], ["run.eval_every", "a share of the run below 1"]),
+    "no evaluation before the run": (
+        ["data=files", "data.train={tmp}/chat.jsonl", "run.eval_on_start=true"],
+        ["run.eval_on_start", "no evaluation data"],
+    ),
+    "no target": (["run.target_loss=nan"], ["run.target_loss", "must be a finite number"]),
     "a negative cadence": (["checkpoint.save_every=-1"], ["checkpoint.save_every", "must be 0 (off)"]),
     "no epoch": (["run.max_steps=null", "run.epochs=0"], ["run.epochs", "must be above 0"]),
     "no sample": (["data.max_samples=0"], ["data.max_samples", "at least 1"]),
