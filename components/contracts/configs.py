@@ -3,6 +3,7 @@
 Every process makes one object of each from the composed configuration. Engines build the model from it.
 """
 
+from collections.abc import Mapping
 from dataclasses import Field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol, Self
@@ -166,8 +167,8 @@ class Prepared(Protocol):
     def __hash__(self) -> int: ...
 
     @property
-    def eval(self) -> object | None:
-        """The evaluation data. None means that the run has none."""
+    def eval(self) -> Mapping[str, object]:
+        """The evaluation sets by the beginning of their metrics: ``eval``, or ``eval/NAME`` each."""
 
     @property
     def packing(self) -> str: ...
@@ -192,7 +193,7 @@ class Prepared(Protocol):
         ``reference`` is the folder of the reference log-probabilities to attach to batches. None means none.
         """
 
-    def eval_loader(self, shard: BatchShard, reference: Path | None = None) -> DataLoader | None: ...
+    def eval_loaders(self, shard: BatchShard, reference: Path | None = None) -> Mapping[str, DataLoader]: ...
 
     def missing_reference_logps(self, folder: Path) -> bool:
         """Return whether ``folder`` lacks log-probabilities of the reference model."""

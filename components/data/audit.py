@@ -1,8 +1,8 @@
 """Statistics of the data, printed and saved with every run."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 from rich.table import Table
@@ -61,21 +61,25 @@ class SplitAudit:
 @dataclass(frozen=True)
 class Audit:
     train: SplitAudit
-    eval: SplitAudit | None
+    eval: Mapping[str, SplitAudit] = field(hash=False)
+    """The evaluation sets by the beginning of their metrics: ``eval``, or ``eval/NAME`` each."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
+        splits = {name: asdict(split) for name, split in self._splits().items()}
+        return json.dumps(splits, indent=2) + "\n"
+
+    def _splits(self) -> dict[str, SplitAudit]:
+        return {"train": self.train, **self.eval}
 
     def warnings(self) -> list[str]:
         """Return the warnings to show before the run, one line each."""
-        splits = [split for split in (self.train, self.eval) if split is not None]
         counts = {
             "{:,} pair(s) with the same answer twice are left out.": "identical",
             "{:,} record(s) that cannot be read are left out; bad_records.jsonl names them.": "bad",
         }
         return [
             f"{source.name}: {text.format(getattr(source, count))}"
-            for split in splits
+            for split in self._splits().values()
             for source in split.sources
             for text, count in counts.items()
             if getattr(source, count)
@@ -85,16 +89,16 @@ class Audit:
         """Return a table for a terminal, with one column per source."""
         table = Table(title="Data", title_justify="left")
         table.add_column()
-        splits = {name: split for name in ("train", "eval") if (split := getattr(self, name)) is not None}
+        splits = self._splits()
         columns = [(name, split, source) for name, split in splits.items() for source in split.sources]
         for name, _, source in columns:
             table.add_column(f"{name}: {source.name}", justify="right", overflow="fold")
-        for field in fields(SourceAudit)[1:]:
-            cells = (_cell(getattr(source, field.name)) for _, _, source in columns)
-            table.add_row(field.name.replace("_", " "), *cells)
-        for field in fields(SplitAudit)[1:]:
+        for row in fields(SourceAudit)[1:]:
+            cells = (_cell(getattr(source, row.name)) for _, _, source in columns)
+            table.add_row(row.name.replace("_", " "), *cells)
+        for row in fields(SplitAudit)[1:]:
             table.add_row(
-                field.name.replace("_", " "), *(_cell(getattr(split, field.name)) for _, split, _ in columns)
+                row.name.replace("_", " "), *(_cell(getattr(split, row.name)) for _, split, _ in columns)
             )
         return table
 

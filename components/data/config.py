@@ -4,8 +4,8 @@ import logging
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +18,7 @@ from components.contracts.json_types import Json
 from components.data.audit import Audit
 from components.data.data_sources import STAGES, FileSource, Source, StdlibSource
 from components.data.loader import PreparedData, StoreFiles
+from components.data.mixture import Shares
 from components.data.packing import Packing, hold_out
 from components.data.plans import count_steps
 from components.data.progress import show_progress
@@ -66,7 +67,12 @@ class Data(ABC):
         """Return each source with the number of times that an epoch contains its samples."""
 
     @abstractmethod
-    def eval_source(self) -> Source | None: ...
+    def eval_sources(self) -> Mapping[str, Source]:
+        """Return the evaluation sets by the beginning of their metrics: ``eval``, or ``eval/NAME`` each."""
+
+    def shares(self) -> Shares | None:
+        """Return the share of each training source in an epoch. None means that they say how often."""
+        return None
 
     def held_out_fraction(self) -> float:
         """Return the share of the training samples that is kept for evaluation."""
@@ -117,16 +123,16 @@ class Data(ABC):
         encoder = Encoder(tokenizer, kind, limit, self.long_samples, self.train_on_prompt)
         train, held = self._train_split(encoder, cache, packing, seed)
         num_steps = self._count_steps(train, global_batch_size, max_steps, epochs)
-        evaluated = self._eval_split(encoder, cache, packing, seed) if held is None else held
+        evaluated = self._eval_splits(encoder, cache, packing, seed) if held is None else {"eval": held}
         audit = Audit(
             train=train.audit(),
-            eval=None if evaluated is None else evaluated.audit(with_left_out=held is None),
+            eval={name: split.audit(with_left_out=held is None) for name, split in evaluated.items()},
         )
         for warning in audit.warnings():
             log.warning(warning)
         return PreparedData(
             train=train.files(num_steps, drop_last=self.drop_last),
-            eval=None if evaluated is None else plan_eval(evaluated, global_batch_size),
+            eval={name: plan_eval(split, global_batch_size) for name, split in evaluated.items()},
             packing=packing,
             pad_id=_pad_id(tokenizer),
             global_batch_size=global_batch_size,
@@ -171,10 +177,12 @@ class Data(ABC):
         self, encoder: Encoder, cache: Path, packing: Packing, seed: int
     ) -> tuple[Split, Split | None]:
         """Return the training split and the split held out of it, or None if nothing is held out."""
+        parts: Sequence[SourceTokens]
         parts = [self._part(source, encoder, cache, repeats) for source, repeats in self.train_sources()]
         kept = np.concatenate([part.outcome.kept for part in parts])
         held = np.zeros_like(kept)
         held[kept] = hold_out(int(kept.sum()), self.held_out_fraction(), seed)
+        parts = self._mixed(parts, kept & ~held, encoder.kind)
         train = self._split(parts, kept & ~held, cache, packing, seed, self.shuffle)
         if not train.selected.any():
             raise ConfigError(
@@ -187,12 +195,34 @@ class Data(ABC):
             held[np.flatnonzero(held)[self.max_eval_samples :]] = False
         return train, self._split(parts, held, cache, packing, seed)
 
-    def _eval_split(self, encoder: Encoder, cache: Path, packing: Packing, seed: int) -> Split | None:
-        source = self.eval_source()
-        if source is None:
-            return None
-        part = self._part(source, encoder, cache)
-        return self._split([part], part.outcome.kept, cache, packing, seed)
+    def _mixed(
+        self, parts: Sequence[SourceTokens], selected: Bools, kind: SampleKind
+    ) -> Sequence[SourceTokens]:
+        """Return ``parts`` with the repeats that follow from the shares, if there are any.
+
+        A share is one of the tokens of documents, as in Megatron, and of samples otherwise.
+        """
+        shares = self.shares()
+        if shares is None:
+            return parts
+        ends = np.cumsum([len(part.outcome.kept) for part in parts])
+        chosen = np.split(selected, ends[:-1])
+        sizes = [
+            int(part.tokens.lengths[mine].sum() if kind == "text" else mine.sum())
+            for part, mine in zip(parts, chosen, strict=True)
+        ]
+        if 0 in sizes:
+            raise ConfigError(
+                f"data.eval_fraction: leaves no sample of {parts[sizes.index(0)].name}; lower it, or remove "
+                "the source."
+            )
+        return [replace(part, repeats=each) for part, each in zip(parts, shares.repeats(sizes), strict=True)]
+
+    def _eval_splits(self, encoder: Encoder, cache: Path, packing: Packing, seed: int) -> Mapping[str, Split]:
+        parts = {name: self._part(source, encoder, cache) for name, source in self.eval_sources().items()}
+        return {
+            name: self._split([part], part.outcome.kept, cache, packing, seed) for name, part in parts.items()
+        }
 
     def _split(
         self,
@@ -248,8 +278,8 @@ class StdlibData(Data):
     def train_sources(self) -> Sequence[tuple[Source, float]]:
         return [(StdlibSource("train", self.max_samples), 1.0)]
 
-    def eval_source(self) -> Source:
-        return StdlibSource("eval", self.max_eval_samples)
+    def eval_sources(self) -> Mapping[str, Source]:
+        return {"eval": StdlibSource("eval", self.max_eval_samples)}
 
 
 def _no_step(num_rows: int, epoch: int, global_batch_size: int) -> ConfigError:

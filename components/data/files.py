@@ -1,8 +1,10 @@
 """Data of users: files, and data sets of the Hugging Face hub."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cached_property
 from math import inf
 from typing import Literal, get_args
 
@@ -11,11 +13,13 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.config import Data
 from components.data.data_sources import STAGES, FileSource, HubSource, Source
+from components.data.mixture import Shares, StoppingStrategy, parse_blend
 from components.data.records.hub_records import HubDataset
 from components.data.records.options import Format, RecordOptions
 
 _HUB = "hub:"
-_SOURCE_KEYS = ("path", "repeats", "format", "columns", "max_samples")
+_SOURCE_KEYS = ("path", "repeats", "share", "format", "columns", "max_samples")
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +77,11 @@ class FilesData(RecordsData):
     """A user's files or data sets, named by either ``train`` or ``sources``."""
 
     train: str | None = None
-    sources: list[Json] | None = None
-    """One ``{path, repeats = 1, format, columns, max_samples}`` per source."""
-    eval: str | None = None
+    sources: list[Json] | str | None = None
+    """One ``{path, repeats = 1 or share, format, columns, max_samples}`` per source, or ``0.7 A 0.3 B``."""
+    stopping_strategy: StoppingStrategy = "first_exhausted"
+    eval: str | dict[str, str] | None = None
+    """One path, or the path of each evaluation set by its name."""
     columns: dict[str, str] | None = None
     roles: dict[str, str] | None = None
     split: str | None = None
@@ -92,18 +98,49 @@ class FilesData(RecordsData):
             raise ConfigError("data.eval_fraction: is not read if data.eval names a file; remove one.")
         if self.sources == []:
             raise ConfigError("data.sources: is empty; give at least one {path: FILE}.")
-        for index, source in enumerate(self.sources or []):
+        for index, source in enumerate(self._sources):
             _check_source(f"data.sources[{index}]", source)
+        self._check_shares()
+        for name in self._evaluated:
+            if isinstance(self.eval, dict) and not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"data.eval: {name!r} is not a name for an evaluation set; use letters, digits, _ and -."
+                )
         self.record_options()  # raises if a name in columns or roles is not one
         self._check_hub_options()
 
+    @cached_property
+    def _sources(self) -> list[Json]:
+        if isinstance(self.sources, str):
+            return parse_blend("data.sources", self.sources)
+        return self.sources or []
+
+    @cached_property
+    def _evaluated(self) -> Mapping[str, str]:
+        """The path of each evaluation set."""
+        if isinstance(self.eval, dict):
+            return self.eval
+        path = self.train if self.eval is None and self.eval_split is not None else self.eval
+        return {} if path is None else {"": path}
+
+    def _check_shares(self) -> None:
+        with_share = ["share" in source for source in self._sources]
+        if any(with_share) and not all(with_share):
+            raise ConfigError("data.sources: some have a share and others none; give every source a share.")
+        if self.stopping_strategy != "first_exhausted" and not any(with_share):
+            raise ConfigError(
+                "data.stopping_strategy: is only read with shares; give every one of data.sources a share, "
+                "or leave it out."
+            )
+
     def _check_hub_options(self) -> None:
-        if self.eval_split is not None and not (self.eval or self.train or "").startswith(_HUB):
+        evaluated = self._evaluated.values()
+        if self.eval_split is not None and not any(path.startswith(_HUB) for path in evaluated):
             raise ConfigError(
                 "data.eval_split: is a split of data.eval, else of data.train; give one of them as hub:NAME, "
                 "or remove it."
             )
-        paths = [self.train, self.eval, *(source["path"] for source in self.sources or [])]
+        paths = [self.train, *evaluated, *(source["path"] for source in self._sources)]
         hub = [path for path in paths if path is not None and path.startswith(_HUB)]
         for name in ("split", "eval_split", "subset", "revision"):
             if getattr(self, name) is not None and not hub:
@@ -121,21 +158,27 @@ class FilesData(RecordsData):
             return [(self._source("data.train", {"path": self.train}), 1.0)]
         return [
             (self._source(f"data.sources[{i}]", source), float(source.get("repeats", 1.0)))
-            for i, source in enumerate(self.sources or [])
+            for i, source in enumerate(self._sources)
         ]
 
-    def eval_source(self) -> Source | None:
-        if self.eval is None and self.eval_split is None:
-            return None
-        path = self.train if self.eval is None else self.eval
-        return self._source("data.eval", {"path": path}, split=self.eval_split)
+    def shares(self) -> Shares | None:
+        values = [float(source["share"]) for source in self._sources if "share" in source]
+        return Shares(values, self.stopping_strategy) if values else None
+
+    def eval_sources(self) -> Mapping[str, Source]:
+        return {
+            f"eval/{name}".rstrip("/"): self._source(
+                f"data.eval.{name}".rstrip("."), {"path": path}, self.eval_split
+            )
+            for name, path in self._evaluated.items()
+        }
 
     def _source(self, option: str, source: Json, split: str | None = None) -> Source:
         path: str = source["path"]
         own = {name: source[name] for name in ("format", "columns") if name in source}
         options = replace(self.record_options(), **own)
         limit = source.get(
-            "max_samples", self.max_eval_samples if option == "data.eval" else self.max_samples
+            "max_samples", self.max_eval_samples if option.startswith("data.eval") else self.max_samples
         )
         if not path.startswith(_HUB):
             return FileSource(option=option, path=path, options=options, max_samples=limit)
@@ -151,9 +194,12 @@ def _check_source(where: str, source: Json) -> None:
             raise ConfigError(f"{where}.{key}: nothing reads this key; did you mean {near[0]}?")
     if not isinstance(source.get("path"), str):
         raise ConfigError(f"{where}.path: must be a path, got {source.get('path')!r}.")
-    repeats = source.get("repeats", 1.0)
-    if isinstance(repeats, bool) or not isinstance(repeats, int | float) or not 0 < repeats < inf:
-        raise ConfigError(f"{where}.repeats: must be a number above 0 (1: once per epoch), got {repeats!r}.")
+    if "share" in source and "repeats" in source:
+        raise ConfigError(f"{where}.share: says how often an epoch contains the source; remove repeats.")
+    for key, example in (("repeats", "1: once per epoch"), ("share", "0.3: 30 % of an epoch")):
+        value = source.get(key, 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+            raise ConfigError(f"{where}.{key}: must be a number above 0 ({example}), got {value!r}.")
     known = ("auto", *get_args(Format))
     if source.get("format", "auto") not in known:
         raise ConfigError(f"{where}.format: {source['format']!r} is not one of {', '.join(known)}.")

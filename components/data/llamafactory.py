@@ -4,7 +4,7 @@ The rules are those of LLaMA-Factory's ``data/README.md``: the default columns a
 if given, names all fields that are read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -59,7 +59,7 @@ class LlamaFactoryData(RecordsData):
         if self.format != "auto":
             raise ConfigError("data.format: dataset_info.json names the format; leave it out.")
         self.train_sources()  # raises if an entry is missing or not supported
-        self.eval_source()
+        self.eval_sources()
 
     def train_sources(self) -> Sequence[tuple[Source, float]]:
         names = [name.strip() for name in str(self.dataset).split(",") if name.strip()]
@@ -67,8 +67,10 @@ class LlamaFactoryData(RecordsData):
             raise ConfigError("data.dataset: names no data set; give one of dataset_info.json.")
         return [(self._source("data.dataset", name), 1.0) for name in names]
 
-    def eval_source(self) -> Source | None:
-        return None if self.eval_dataset is None else self._source("data.eval_dataset", self.eval_dataset)
+    def eval_sources(self) -> Mapping[str, Source]:
+        names = [name.strip() for name in (self.eval_dataset or "").split(",") if name.strip()]
+        keys = ["eval"] if len(names) == 1 else [f"eval/{name}" for name in names]
+        return {key: self._source("data.eval_dataset", name) for key, name in zip(keys, names, strict=True)}
 
     @cached_property
     def _file(self) -> Path:

@@ -1,8 +1,8 @@
 """Global batches from a plan: which rows belong to a step, and which of them to this rank."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -204,7 +204,8 @@ class PreparedData:
     """The data that the parent process prepared. Every rank receives it as JSON and opens it."""
 
     train: SplitFiles
-    eval: SplitFiles | None
+    eval: Mapping[str, SplitFiles] = field(hash=False)
+    """The evaluation sets by the beginning of their metrics: ``eval``, or ``eval/NAME`` each."""
     packing: str
     pad_id: int
     global_batch_size: int
@@ -219,8 +220,8 @@ class PreparedData:
 
     @property
     def splits(self) -> list[SplitFiles]:
-        """The training split and, if there is one, the evaluation split."""
-        return [self.train] if self.eval is None else [self.train, self.eval]
+        """The training split and the evaluation sets."""
+        return [self.train, *self.eval.values()]
 
     def train_loader(self, shard: BatchShard, reference: Path | None = None) -> TokenDataLoader:
         """Return the loader of the training split.
@@ -229,9 +230,9 @@ class PreparedData:
         """
         return self.loader(self.train, shard, reference)
 
-    def eval_loader(self, shard: BatchShard, reference: Path | None = None) -> TokenDataLoader | None:
-        """Return a loader for one pass in order, or None if there is no evaluation split."""
-        return None if self.eval is None else self.loader(self.eval, shard, reference)
+    def eval_loaders(self, shard: BatchShard, reference: Path | None = None) -> dict[str, TokenDataLoader]:
+        """Return loaders of the evaluation sets, each for one pass in order."""
+        return {name: self.loader(split, shard, reference) for name, split in self.eval.items()}
 
     def loader(self, split: SplitFiles, shard: BatchShard, reference: Path | None = None) -> TokenDataLoader:
         assert shard.global_batch_size == self.global_batch_size, "planned for another size"
@@ -254,10 +255,10 @@ class PreparedData:
     def prompt(self) -> list[int]:
         """Return the token ids of a prompt to complete: those of the first sample before its first target.
 
-        The sample is from the evaluation split, if there is one. If every token is a target, the prompt is
+        The sample is from an evaluation set, if there is one. If every token is a target, the prompt is
         half of the sequence, at most 32 tokens.
         """
-        tokens, plans = (self.eval or self.train).open()
+        tokens, plans = next(iter(self.eval.values()), self.train).open()
         sequence, _, stop = plans.plan(0).segments[0].tolist()
         mask = tokens.mask(sequence, 0, stop)
         length = min(32, stop // 2) if mask[0] else int(mask.argmax())

@@ -25,7 +25,7 @@ from components.preflight.checks import (
 )
 from components.preflight.engine_layouts import known_parts
 from components.preflight.estimates.device_specs import Device, find_device
-from components.preflight.eval_metrics import check_watched_metric
+from components.preflight.eval_metrics import check_watched_metric, check_watched_set
 from components.preflight.forecast_report import Report, survey
 from components.preflight.search.candidate import Candidate
 from components.preflight.search.memory_advice import check_fits
@@ -54,6 +54,7 @@ __all__ = [
     "check_shared_prompt",
     "check_start",
     "check_watched_metric",
+    "check_watched_set",
     "find_device",
     "known_parts",
     "next_batch",

@@ -1,6 +1,6 @@
 """Names of the metrics of an evaluation, known before the run from an empty micro-batch."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -22,13 +22,28 @@ class NoModel:
 
 
 def check_watched_metric(metric: str, loss: Loss, key: str) -> None:
-    """Raise ConfigError, naming ``key``, if evaluations with ``loss`` do not report ``metric``."""
+    """Raise ConfigError, naming ``key``, if evaluations with ``loss`` do not report ``metric``.
+
+    It may be that of a named evaluation set, ``eval/NAME/loss``; the names are checked once data is read.
+    """
     (batch,) = loss.prepare([empty_batch(loss.kind)], NoModel())
     zeros = torch.zeros(batch.labels.shape)
     output = loss(TokenStats(zeros, **dict.fromkeys(loss.requires, zeros)), batch)
     known = [f"eval/{name}" for name in dict.fromkeys(("loss", *list(output.terms)[1:], *output.metrics))]
-    if metric not in known:
+    first, _, last = metric.partition("/")
+    if f"{first}/{last.rpartition('/')[2]}" not in known:
         raise ConfigError(f"{key}: evaluations do not report {metric!r}; use one of {', '.join(known)}.")
+
+
+def check_watched_set(metric: str, sets: Collection[str], key: str) -> None:
+    """Raise ConfigError, naming ``key``, if ``metric`` is of an evaluation set not among ``sets``."""
+    of = metric.rpartition("/")[0]
+    if of not in ("eval", *sets):
+        known = dict.fromkeys(("eval", *sets))
+        raise ConfigError(
+            f"{key}: {metric!r} is of an evaluation set that data.eval does not name; use a metric of "
+            f"{', '.join(known)}."
+        )
 
 
 def empty_batch(kind: SampleKind) -> Batch:

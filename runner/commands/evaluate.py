@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
 from runner import cli
@@ -68,7 +70,9 @@ def evaluated_data(given: Sequence[str]) -> list[str]:
     if "data.eval_dataset" in values:
         return [f"data.dataset={values['data.eval_dataset']}", "data.eval_fraction=0"]
     if "data.eval" in values:
-        return [f"data.train={values['data.eval']}", "data.sources=null", "data.eval_fraction=0"]
+        sets = yaml.safe_load(values["data.eval"])  # a path, or several by name
+        path = next(iter(sets.values()), None) if isinstance(sets, dict) else values["data.eval"]
+        return [f"data.train={path}", "data.sources=null", "data.eval_fraction=0"]
     return []
 
 

@@ -145,10 +145,12 @@ class RunPreparation:
         if checkpoint.resume != "auto":  # "auto" uses init_from if there is no checkpoint to resume from
             preflight.check_start(self.config["checkpoint"]["init_from"], resume)
         if run.evaluate_only:
-            preflight.check_evaluate_only(data.eval is not None)
+            preflight.check_evaluate_only(bool(data.eval))
             return resume
-        preflight.check_evaluation("eval_every", run.eval_every, data.eval is not None)
-        preflight.check_evaluation("eval_on_start", run.eval_on_start, data.eval is not None)
+        for key, metric in watched_metrics(experiment).items():
+            preflight.check_watched_set(metric, data.eval, key)
+        preflight.check_evaluation("eval_every", run.eval_every, bool(data.eval))
+        preflight.check_evaluation("eval_on_start", run.eval_on_start, bool(data.eval))
         left, profiler = data.num_steps - preflight.steps_done(resume), experiment.profiler
         unfinished = resume is not None and not has_completed(resume)
         if unfinished and left == 0:  # killed or stopped before its last evaluation, its export or its report
@@ -194,12 +196,8 @@ def check_launch(
         experiment = replace(experiment, model=experiment.model.with_any_tokenizer())
     experiment, notes = with_assumed_gpu(experiment)
     run, ahead, checkpoint = experiment.run, experiment.preflight, experiment.checkpoint
-    for key, metric in (
-        ("checkpoint.keep_best", checkpoint.keep_best),
-        ("early_stopping.metric", experiment.early_stopping.metric),
-    ):
-        if metric is not None:
-            preflight.check_watched_metric(metric, experiment.stage, key)
+    for key, metric in watched_metrics(experiment).items():
+        preflight.check_watched_metric(metric, experiment.stage, key)
     if checkpoint.init_from is not None:  # so that ranks read the checkpoint that is the newest now
         config = {**config, "checkpoint": {**config["checkpoint"], "init_from": checkpoint.init_from}}
     reference = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
@@ -263,6 +261,15 @@ def inspect(launch: RunPreparation) -> tuple[RunPreparation, PreparedRun]:
         config={**launch.config, "run": {**launch.config["run"], "micro_batch_size": size}},
     )
     return sized, replace(found, candidate=case)
+
+
+def watched_metrics(experiment: Experiment) -> dict[str, str]:
+    """Return the metrics that checkpoints and early stopping watch, by the option that names each."""
+    named = {
+        "checkpoint.keep_best": experiment.checkpoint.keep_best,
+        "early_stopping.metric": experiment.early_stopping.metric,
+    }
+    return {key: metric for key, metric in named.items() if metric is not None}
 
 
 def with_assumed_gpu(experiment: Experiment) -> tuple[Experiment, tuple[str, ...]]:

@@ -11,7 +11,7 @@ for every global batch:
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +41,8 @@ class TrainContext:
     engine: Engine
     loss: Loss
     train_data: DataLoader
-    eval_data: DataLoader | None
+    eval_data: Mapping[str, DataLoader]
+    """The evaluation sets by the beginning of their metrics."""
     lr: Callable[[int], float]
     checkpoints: CheckpointManager
     reporter: MetricsReporter
@@ -91,9 +92,7 @@ def take_steps(t: TrainContext) -> None:
         t.stop.poll()  # sets t.stop.reason, the same on all ranks
 
         improved = False
-        t.state.owes_evaluation = t.eval_data is not None and (
-            step == last or every(t.run.eval_every, step, last)
-        )
+        t.state.owes_evaluation = bool(t.eval_data) and (step == last or every(t.run.eval_every, step, last))
         if t.state.owes_evaluation and t.stop.reason is None:
             improved = evaluate(t)
 
@@ -161,20 +160,20 @@ def train_step(t: TrainContext) -> None:
 
 
 def evaluate(t: TrainContext) -> bool:
-    """Evaluate on the whole evaluation set; return whether the watched metric is better than ever before.
+    """Evaluate on all evaluation sets; return whether the watched metric is better than ever before.
 
     If a stop interrupts the evaluation, nothing is recorded.
     """
-    if t.eval_data is None:
+    if not t.eval_data:
         return False
     with naming_step(f"evaluation at step {t.state.step}"):
-        means = t.engine.evaluate(eval_batches(t, t.eval_data), t.loss)
+        means = eval_means(t)
     if t.stop.reason is not None:
         return False
     t.state.owes_evaluation = False
     t.reporter.evaluation(t.state, means)
     if t.state.step < t.train_data.num_steps:
-        t.stop.check_prune(t.state.step, means["loss"])
+        t.stop.check_prune(t.state.step, means["eval/loss"])
     watched = watched_metric(t.run, t.checkpoint, t.early_stopping)
     if watched is None:
         return False
@@ -185,11 +184,27 @@ def evaluate(t: TrainContext) -> bool:
 
 def evaluate_first(t: TrainContext) -> None:
     """Log the metrics of the initial weights. No decision of the run depends on them."""
-    if t.eval_data is not None:
+    if t.eval_data:
         with naming_step("evaluation before the first step"):
-            means = t.engine.evaluate(eval_batches(t, t.eval_data), t.loss)
+            means = eval_means(t)
         if t.stop.reason is None:
             t.reporter.evaluation(t.state, means)
+
+
+def eval_means(t: TrainContext) -> dict[str, float]:
+    """Return the metrics of each evaluation set, and of several also their mean, each set counted once.
+
+    If a stop interrupts the evaluation, the result is incomplete.
+    """
+    found: dict[str, float] = {}
+    means: Mapping[str, float] = {}
+    for name, data in t.eval_data.items():
+        means = t.engine.evaluate(eval_batches(t, data), t.loss)
+        found |= {f"{name}/{metric}": value for metric, value in means.items()}
+        if t.stop.reason is not None:
+            return found
+    each = {metric: [found[f"{name}/{metric}"] for name in t.eval_data] for metric in means}
+    return {f"eval/{metric}": sum(values) / len(values) for metric, values in each.items()} | found
 
 
 def eval_batches(t: TrainContext, data: DataLoader) -> Iterator[Sequence[Batch]]:

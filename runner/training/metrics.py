@@ -112,8 +112,8 @@ class MetricsReporter:
         log.warning(f"step {step}: {why}; the update is skipped; samples {named}{rest}")
 
     def evaluation(self, state: TrainState, means: Mapping[str, float]) -> None:
-        row: Row = {"step": state.step, **{f"eval/{name}": value for name, value in means.items()}}
-        numbers = "  ".join(f"{name} {value:.4f}" for name, value in means.items())
+        row: Row = {"step": state.step, **means}
+        numbers = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in means.items())
         self._write(row, f"step {state.step}  eval: {numbers}")
 
     def _write(self, row: Row, line: str) -> None:

@@ -225,7 +225,7 @@ def build_loop(
         engine=engine,
         loss=experiment.stage,
         train_data=train_data,
-        eval_data=data.eval_loader(shard, cache),
+        eval_data=data.eval_loaders(shard, cache),
         lr=partial(experiment.scheduler.lr, peak=experiment.optimizer.lr, total_steps=train_data.num_steps),
         checkpoints=CheckpointManager(
             folder / "checkpoints",

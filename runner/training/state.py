@@ -80,10 +80,10 @@ class TrainState:
         return spike_factor * self.loss_mean
 
     def evaluated(self, means: Mapping[str, float], metric: str, mode: str) -> bool:
-        """Record an evaluation; return whether its ``metric`` (with ``eval/``) is the best so far."""
+        """Record an evaluation; return whether its ``metric`` is the best so far."""
         if self.best_of != (watched := f"{mode} {metric}"):
             self.best, self.best_of, self.best_step, self.evals_since_best = None, watched, None, 0
-        value, sign = means[metric.removeprefix("eval/")], -1 if mode == "max" else 1
+        value, sign = means[metric], -1 if mode == "max" else 1
         if math.isfinite(value) and (self.best is None or sign * value < sign * self.best):
             self.best, self.best_step, self.evals_since_best = value, self.step, 0
             return True

@@ -422,6 +422,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     # ---- resume and device
     "resume path": (["checkpoint.resume={tmp}/nowhere"], ["checkpoint.resume", "nowhere"]),
     "resume without a checkpoint": (["checkpoint.resume={tmp}"], ["checkpoint.resume"]),
+    "best of another set": (
+        ["checkpoint.keep_best=eval/chat/loss", "run.eval_every=1"],
+        ["checkpoint.keep_best", "'eval/chat/loss'", "data.eval", "use a metric of eval"],
+    ),
     "best of nothing": (["checkpoint.keep_best=eval/loss"], ["checkpoint.keep_best", "run.eval_every"]),
     "best of a train metric": (
         ["checkpoint.keep_best=train/loss", "run.eval_every=1"],

@@ -78,7 +78,7 @@ def prepare(folder: Path) -> PreparedData:
         num_steps=steps,
         drop_last=False,
     )
-    return PreparedData(split, None, "bfd", 0, 4, "identity", audit=None)  # type: ignore[arg-type]
+    return PreparedData(split, {}, "bfd", 0, 4, "identity", audit=None)  # type: ignore[arg-type]
 
 
 def fill(on: FSDP2 | Megatron, data: PreparedData, folder: Path, family: str = "qwen3") -> None:

@@ -106,6 +106,8 @@ def test_another_layout_and_other_data(tmp_path: Path, pipelined: Path, chats: P
     assert other != pytest.approx(own, rel=1e-3)
     exported = (f"checkpoint={pipelined}/export", "data=files", f"data.eval={chats}", "data.max_length=128")
     assert evaluated(tmp_path / "d", *exported)["eval/loss"] == pytest.approx(other, rel=1e-6)
+    by_name = evaluated(tmp_path / "e", *on_one_rank, f"data.eval={{a: {chats}, b: {chats}}}")
+    assert [by_name[f"eval/{name}loss"] for name in ("", "a/", "b/")] == [other] * 3
 
 
 def test_an_adapter_is_evaluated_with_its_run(tmp_path: Path, adapted: Path) -> None:

@@ -1,5 +1,6 @@
 """When a run logs, evaluates, saves and ends; and the ``debug`` group."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,25 @@ def test_a_part_of_an_epoch(tmp_path: Path, every_step: Path) -> None:
     first = rows(every_step, "train/epoch")[0]["train/epoch"]
     run = run_here(tmp_path, *SMALL, "run.max_steps=null", f"run.epochs={2.5 * first}", "run.export=false")
     assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3]
+
+
+def test_named_evaluation_sets(tmp_path: Path) -> None:
+    """Each set has its own metrics, and ``eval/loss`` is their mean."""
+    sets = {"short": "a b c", "long": "a b c d e f " * 9}
+    for name, text in sets.items():
+        record = {"prompt": name, "completion": text}
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(record) for _ in range(3)))
+    named = ", ".join(f"{name}: {tmp_path / name}.jsonl" for name in sets)
+    files = ("data=files", f"data.train={tmp_path}/short.jsonl", f"data.eval={{{named}}}")
+    best = ("checkpoint.keep_best=eval/long/loss", "run.eval_every=1", "run.max_steps=2")
+    run = run_here(tmp_path, *SMALL, *files, *best)
+    for row in rows(run, "eval/loss"):
+        assert row["eval/short/loss"] != row["eval/long/loss"]
+        assert row["eval/loss"] == (row["eval/short/loss"] + row["eval/long/loss"]) / 2
+    [last] = (run / "checkpoints").glob("*2/meta.json")
+    assert json.loads(last.read_text())["state"]["best"] == min(
+        row["eval/long/loss"] for row in rows(run, "eval/loss")
+    )
 
 
 def test_debug_fast(tmp_path: Path) -> None:

@@ -40,6 +40,12 @@ def write_texts(path: Path, number: int, word: str = "word") -> str:
     return str(path)
 
 
+def write_chats(path: Path, number: int, word: str) -> str:
+    lines = [json.dumps({"prompt": f"{word} {i}", "completion": "yes"}) for i in range(number)]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
 @pytest.fixture
 def texts(tmp_path: Path) -> str:
     return write_texts(tmp_path / "train.jsonl", 40)
@@ -57,8 +63,7 @@ def documents(
     prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, *, evaluate: bool = False
 ) -> list[str]:
     """Return the texts of an unpacked run in order."""
-    loader = prepared.eval_loader(ONE_RANK) if evaluate else prepared.train_loader(ONE_RANK)
-    assert loader is not None
+    loader = prepared.eval_loaders(ONE_RANK)["eval"] if evaluate else prepared.train_loader(ONE_RANK)
     batches = [batch for step in range(loader.num_steps) for batch in loader.microbatches(step)]
     return [
         tokenizer.decode(ids[:length], skip_special_tokens=True)
@@ -110,8 +115,8 @@ def test_the_embedded_data(
         lambda *which: (r for r, _ in zip(records(*which), range(90), strict=False)),
     )
     prepared = prepare(StdlibData(), tokenizer, kind)
-    loader, evaluation = prepared.train_loader(ONE_RANK), prepared.eval_loader(ONE_RANK)
-    assert evaluation is not None
+    loader = prepared.train_loader(ONE_RANK)
+    assert prepared.eval_loaders(ONE_RANK).keys() == {"eval"}
     assert prepared.packing == ("concat" if kind == "text" else "bfd")
     assert loader.num_steps == prepared.num_steps
     assert loader.microbatches(0)[0].cu_seqlens is not None
@@ -178,14 +183,65 @@ def test_limits_of_samples(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -
     train, held = write_texts(tmp_path / "train.jsonl", 40), write_texts(tmp_path / "eval.jsonl", 9)
     limits: dict[str, Any] = {"packing": "none", "max_samples": 20, "max_eval_samples": 3}
     audit = prepare(FilesData(train=train, eval=held, **limits), tokenizer).audit
-    assert audit.eval is not None
-    assert (audit.train.sources[0].samples, audit.eval.sources[0].samples) == (20, 3)
+    assert (audit.train.sources[0].samples, audit.eval["eval"].sources[0].samples) == (20, 3)
     audit = prepare(FilesData(train=train, eval_fraction=0.25, **limits), tokenizer).audit
-    assert audit.eval is not None
-    assert (audit.train.sources[0].samples, audit.eval.sources[0].samples) == (15, 3)
+    assert (audit.train.sources[0].samples, audit.eval["eval"].sources[0].samples) == (15, 3)
     prefix = write_indexed(tmp_path / "corpus", [[1, 2, 3]] * 30, np.uint16)
     with pytest.raises(ConfigError, match=r"is read as a whole; leave out data\.max_samples"):
         prepare(FilesData(train=f"{prefix}.bin", **limits), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("sources", "strategy", "counts"),
+    [
+        ([{"share": 3}, {"share": 1}], "first_exhausted", (24, 8)),  # the second ends first
+        ([{"share": 3}, {"share": 1}], "all_exhausted", (40, 13)),  # 8 / 13.33 of a sample are drawn
+        ([{"share": 0.5}, {"share": 0.5}], "all_exhausted", (40, 40)),
+        ("0.75 A 0.25 B", "first_exhausted", (24, 8)),
+    ],
+)
+def test_shares_are_of_the_samples_of_an_epoch(
+    tmp_path: Path, texts: str, tokenizer: PreTrainedTokenizerBase, sources: Any, strategy: Any, counts: Any
+) -> None:
+    rare = write_chats(tmp_path / "rare.jsonl", 8, "rare")
+    common = write_chats(tmp_path / "common.jsonl", 40, "common")
+    if isinstance(sources, str):
+        sources = sources.replace("A", common).replace("B", rare)
+    else:
+        sources = [{"path": path, **share} for path, share in zip((common, rare), sources, strict=True)]
+    data = FilesData(sources=sources, stopping_strategy=strategy, packing="none")
+    prepared = prepare(data, tokenizer, "chat")
+    for epoch in range(2):
+        plan = prepared.train.open()[1].plan(epoch)
+        found = [int((plan.segments[:, 0] < 40).sum()), int((plan.segments[:, 0] >= 40).sum())]
+        assert found[0] == counts[0]
+        assert found[1] - counts[1] in (0, 1)  # a part of a sample is rounded by chance
+
+
+def test_a_share_of_documents_is_one_of_tokens(
+    tmp_path: Path, texts: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_text("\n".join(json.dumps({"text": "word " * 400}) for _ in range(40)))
+    sources = [{"path": texts, "share": 1}, {"path": str(long), "share": 1}]
+    prepared = prepare(FilesData(sources=sources, max_length=64), tokenizer)
+    segments = prepared.train.open()[1].plan(0).segments
+    tokens = segments[:, 2] - segments[:, 1]
+    short_tokens, long_tokens = tokens[segments[:, 0] < 40].sum(), tokens[segments[:, 0] >= 40].sum()
+    assert short_tokens == sum(source.tokens for source in prepared.audit.train.sources[:1])
+    assert abs(long_tokens - short_tokens) <= 405  # one document, because its number is whole
+
+
+def test_several_evaluation_sets(tmp_path: Path, texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    sets = {name: write_texts(tmp_path / f"{name}.jsonl", 3 + i, name) for i, name in enumerate("ab")}
+    prepared = prepare(FilesData(train=texts, eval=sets, packing="none"), tokenizer)
+    assert [(name, split.sources[0].samples) for name, split in prepared.audit.eval.items()] == [
+        ("eval/a", 3),
+        ("eval/b", 4),
+    ]
+    assert json.loads(prepared.audit.to_json()).keys() == {"train", "eval/a", "eval/b"}
+    again = PreparedData.from_json(json.loads(json.dumps(prepared.to_json())))
+    assert [loader.stats(0).num_samples for loader in again.eval_loaders(ONE_RANK).values()] == [3, 4]
 
 
 def test_weights_are_repeats(tmp_path: Path, texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -211,8 +267,10 @@ def test_held_out_samples_are_not_trained_on(texts: str, tokenizer: PreTrainedTo
         held = documents(prepared, tokenizer, evaluate=True)
         assert (len(set(trained)), len(trained), len(held)) == (30, 60, 10)
         assert not set(trained) & set(held)
-        assert prepared.audit.eval is not None
-        assert (prepared.audit.train.sources[0].samples, prepared.audit.eval.sources[0].samples) == (30, 10)
+        assert (prepared.audit.train.sources[0].samples, prepared.audit.eval["eval"].sources[0].samples) == (
+            30,
+            10,
+        )
         by_seed.append(held)
     assert by_seed[0] != by_seed[1]
 
@@ -229,8 +287,8 @@ def test_an_eval_file_is_read_in_order_to_its_end(
 
 def test_no_evaluation(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
     prepared = prepare(FilesData(train=texts), tokenizer)
-    assert prepared.eval_loader(ONE_RANK) is None
-    assert prepared.audit.eval is None
+    assert not prepared.eval_loaders(ONE_RANK)
+    assert not prepared.audit.eval
 
 
 @pytest.mark.parametrize(
@@ -360,6 +418,22 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ({"sources": [{"path": "a", "repaets": 1}]}, r"data.sources\[0\].repaets: .*did you mean repeats"),
         ({"sources": [{"path": "a"}, {"repeats": 1}]}, r"data.sources\[1\].path: must be a path, got None"),
         ({"sources": [{"path": "a", "repeats": 0}]}, r"data.sources\[0\].repeats: .*got 0"),
+        ({"sources": [{"path": "a", "share": -1}]}, r"data.sources\[0\].share: must be .*got -1"),
+        (
+            {"sources": [{"path": "a", "share": 1, "repeats": 2}]},
+            r"data.sources\[0\].share: .*remove repeats",
+        ),
+        (
+            {"sources": [{"path": "a", "share": 1}, {"path": "b"}]},
+            r"data.sources: .*give every source a share",
+        ),
+        ({"sources": "0.7 a.jsonl 0.3"}, r"data.sources: .*is not a line of shares and paths; use '0.7"),
+        ({"sources": "a.jsonl 0.7"}, r"data.sources: .*is not a line of shares and paths; use '0.7"),
+        (
+            {"sources": [{"path": "a"}], "stopping_strategy": "all_exhausted"},
+            r"data.stopping_strategy: is only read with shares; give",
+        ),
+        ({"train": "a", "eval": {"a/b": "c"}}, r"data.eval: 'a/b' is not a name .*; use letters"),
         ({"sources": [{"path": "a", "repeats": "2"}]}, r"data.sources\[0\].repeats: .*got '2'"),
         ({"sources": [{"path": "a", "repeats": float("inf")}]}, r"data.sources\[0\].repeats"),
         (
@@ -443,9 +517,8 @@ def test_shared_prompts_make_another_plan(tmp_path: Path, tokenizer: PreTrainedT
         for on in (False, True)
     )
     assert whole.identity != shared.identity
-    for loader in (shared.train_loader, shared.eval_loader):
-        opened = loader(replace(ONE_RANK, global_batch_size=2))
-        assert opened is not None
+    shard = replace(ONE_RANK, global_batch_size=2)
+    for opened in (shared.train_loader(shard), shared.eval_loaders(shard)["eval"]):
         assert all(batch.prefix_lengths is not None for batch in opened.microbatches(0))
     assert whole.audit.train.sources == shared.audit.train.sources
     assert shared.audit.train.rows < whole.audit.train.rows

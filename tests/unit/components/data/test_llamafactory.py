@@ -128,7 +128,9 @@ def test_several_data_sets_some_of_their_samples_and_what_is_not_named(
     prepared = prepare(tmp_path, "chat", tokenizer, "a, b", eval_dataset="b")
     assert [source.samples for source in prepared.audit.train.sources] == [2, 1]
     assert prepared.audit.train.sources[0].unread == ("id",)
-    assert prepared.audit.eval is not None
+    assert prepared.audit.eval.keys() == {"eval"}
+    both = prepare(tmp_path, "chat", tokenizer, "a, b", eval_dataset="a, b")
+    assert both.audit.eval.keys() == {"eval/a", "eval/b"}
 
 
 def test_images_are_refused_by_name(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

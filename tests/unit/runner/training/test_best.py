@@ -11,7 +11,7 @@ def evaluate(state: TrainState, *values: float, mode: str = "min", metric: str =
     improved = []
     for value in values:
         state.step += 1
-        improved.append(state.evaluated({metric.removeprefix("eval/"): value}, metric, mode))
+        improved.append(state.evaluated({metric: value}, metric, mode))
     return improved
 
 

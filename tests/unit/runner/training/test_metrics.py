@@ -30,7 +30,7 @@ def ending_of(stopped: Stopped | None = None, error: BaseException | None = None
     kept = Kept()
     reporter = MetricsReporter(1, lambda _: 0.0, None, float, kept)  # type: ignore[arg-type]
     with suppress(RuntimeError, KeyboardInterrupt), reporter:
-        reporter.evaluation(TrainState(step=7), {"loss": 2.5})
+        reporter.evaluation(TrainState(step=7), {"eval/loss": 2.5})
         reporter.stopped = stopped
         if error is not None:
             raise error

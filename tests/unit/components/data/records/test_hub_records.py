@@ -42,7 +42,7 @@ def test_the_options_of_files(repo: str) -> None:
     [(source, _)] = data.train_sources()
     assert isinstance(source, HubSource)
     assert [record for record, _ in source.items("text").items] == [{"text": "train 0"}, {"text": "train 1"}]
-    evaluation = data.eval_source()
+    evaluation = data.eval_sources()["eval"]
     assert isinstance(evaluation, HubSource)
     assert texts(evaluation.dataset) == ["test 0", "test 1", "test 2"]
     assert evaluation.name == f"data.eval=hub:{repo} (test)"

@@ -60,7 +60,7 @@ def prepare(
     split = SplitFiles(
         (StoreFiles(str(store.path)),), str(folder), options, shared, num_steps=steps, drop_last=False
     )
-    return PreparedData(split, None, packing, 0, 2, "identity", audit=None)  # type: ignore[arg-type]
+    return PreparedData(split, {}, packing, 0, 2, "identity", audit=None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_every_sample_is_asked_about_once(store: TokenStore, tmp_path: Path) -> 
 def test_a_longer_run_adds_to_what_is_there(store: TokenStore, tmp_path: Path) -> None:
     whole = prepare(store, tmp_path / "plans", "none")
     train = replace(whole.train, num_steps=1)
-    short = PreparedData(train, None, "none", 0, 2, "identity", audit=None)  # type: ignore[arg-type]
+    short = PreparedData(train, {}, "none", 0, 2, "identity", audit=None)  # type: ignore[arg-type]
     assert short.missing_reference_logps(tmp_path / "reference")
     folder = fill(short, tmp_path, Scores())
     assert not short.missing_reference_logps(folder)
@@ -152,7 +152,7 @@ def test_what_a_run_did_not_ask_about_stays(store: TokenStore, tmp_path: Path) -
     whole = prepare(store, tmp_path / "plans", "none")
     folder = fill(whole, tmp_path, Scores())
     train = replace(whole.train, num_steps=1)
-    fill(PreparedData(train, None, "none", 0, 2, "identity", audit=None), tmp_path, Scores())  # type: ignore[arg-type]
+    fill(PreparedData(train, {}, "none", 0, 2, "identity", audit=None), tmp_path, Scores())  # type: ignore[arg-type]
     assert_attached(whole, folder)
 
 
@@ -168,7 +168,7 @@ def test_the_first_answer_counts(store: TokenStore, tmp_path: Path) -> None:
     """Each epoch drops one of five samples; a sample that is computed again with it keeps its first value."""
     made = prepare(store, tmp_path / "plans", "none", epochs=3)
     train = replace(made.train, num_steps=6, drop_last=True)
-    data, engine = PreparedData(train, None, "none", 0, 2, "identity", audit=None), Drifting()  # type: ignore[arg-type]
+    data, engine = PreparedData(train, {}, "none", 0, 2, "identity", audit=None), Drifting()  # type: ignore[arg-type]
     folder = fill(data, tmp_path, engine)
     assert len(set(engine.asked)) == 5 < len(engine.asked)
     for number, batch in enumerate(batches(data, folder)[:4]):

@@ -1,0 +1,43 @@
+"""Mixtures of sources by shares: how often an epoch contains the samples of each source."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+
+StoppingStrategy = Literal["first_exhausted", "all_exhausted"]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The share of each source in an epoch: positive numbers with any sum, as in Megatron."""
+
+    values: Sequence[float]
+    stopping_strategy: StoppingStrategy
+    """When an epoch ends: first_exhausted, when one source has been read, and others only in part;
+    all_exhausted, when every source has been read, and others more than once. The names are those of
+    ``datasets.interleave_datasets``."""
+
+    def repeats(self, sizes: Sequence[int]) -> list[float]:
+        """Return how often an epoch contains each source, from their samples or tokens."""
+        assert all(sizes), "a source without samples is refused before"
+        passes = [share / size for share, size in zip(self.values, sizes, strict=True)]
+        read_once = max(passes) if self.stopping_strategy == "first_exhausted" else min(passes)
+        # Rounded, because a source that is read twice up to the last bit of a float is read twice.
+        return [round(each / read_once, 9) for each in passes]
+
+
+def parse_blend(option: str, text: str) -> list[Json]:
+    """Return the sources of a line such as ``0.7 A 0.3 B``, as Megatron's ``--data-path`` has it."""
+    words = text.split()
+    try:
+        shares = [float(word) for word in words[::2]]
+    except ValueError:
+        shares = []
+    if not shares or len(words) % 2:
+        raise ConfigError(
+            f"{option}: {text!r} is not a line of shares and paths; use '0.7 a.jsonl 0.3 b.jsonl'."
+        )
+    return [{"path": path, "share": share} for path, share in zip(words[1::2], shares, strict=True)]
