@@ -3,7 +3,7 @@
 Every process makes one object of each from the composed configuration. Engines build the model from it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol, Self
@@ -174,6 +174,10 @@ class Prepared(Protocol):
     def packing(self) -> str: ...
 
     @property
+    def streamed(self) -> bool:
+        """Whether training data is a stream, which ``DataConfig.open_stream`` opens."""
+
+    @property
     def global_batch_size(self) -> int: ...
 
     @property
@@ -238,3 +242,21 @@ class DataConfig(Protocol):
 
     def restore(self, prepared: Json) -> Prepared:
         """Return the result of ``prepare`` from its ``to_json``."""
+
+    def open_stream(
+        self,
+        prepared: Json,
+        shard: BatchShard,
+        kind: SampleKind,
+        tokenizer: Foreign,
+        folder: Path,
+        *,
+        step: int,
+        position: Sequence[int],
+        main: bool,
+    ) -> DataLoader:
+        """Return the loader of a stream from ``step`` on; every rank calls it, rank 0 with ``main``.
+
+        ``folder`` is the place of its files, the same on every rank. ``position`` is what ``advance`` of a
+        loader has returned for ``step``; empty for the start of the stream.
+        """

@@ -64,5 +64,14 @@ class DataLoader(Protocol):
         It may belong to another rank; the result is the same on all ranks.
         """
 
-    def epoch(self, step: int) -> float:
-        """Return the number of passes over the data after ``step`` global batches."""
+    def epoch(self, step: int) -> float | None:
+        """Return the number of passes over the data after ``step`` global batches. None means not known."""
+
+    def advance(self, step: int) -> list[int]:
+        """Note that the first ``step`` global batches are not asked for again.
+
+        Returns what resuming needs to find ``step`` in a stream; for other data an empty list.
+        """
+
+    def close(self) -> None:
+        """End what the loader does in the background."""

@@ -5,26 +5,30 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from components.contracts.data import SampleKind
+from components.contracts.data import BatchShard, SampleKind
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.audit import Audit
 from components.data.data_sources import STAGES, FileSource, Source, StdlibSource
+from components.data.global_batch import Collation
 from components.data.loader import PreparedData, StoreFiles
 from components.data.mixture import Shares
-from components.data.packing import Packing, hold_out
+from components.data.packing import Packing, PlanOptions, hold_out
 from components.data.plans import count_steps
 from components.data.progress import show_progress
 from components.data.splits import SourceTokens, Split, indexed_source, plan_eval
 from components.data.store.indexed import indexed_prefix
-from components.data.store.token_store import Bools
+from components.data.store.token_store import Bools, digest
+from components.data.stream.chunks import Stream
+from components.data.stream.producer import Producer, StreamReader
+from components.data.stream.stream_loader import StreamLoader
 from components.data.tokenize.encoder import Encoder
 from components.data.tokenize.truncation import LongSamples
 from components.data.tokenize.workers import build_store
@@ -65,6 +69,14 @@ class Data(ABC):
     @abstractmethod
     def train_sources(self) -> Sequence[tuple[Source, float]]:
         """Return each source with the number of times that an epoch contains its samples."""
+
+    def streamed_sources(self) -> Sequence[Source]:
+        """Return the sources of a stream, without end. An empty list means that data is read as a whole."""
+        return []
+
+    def records_per_chunk(self) -> tuple[float, ...]:
+        """Return the records that a chunk of the stream has of each of its sources."""
+        return ()
 
     @abstractmethod
     def eval_sources(self) -> Mapping[str, Source]:
@@ -118,9 +130,8 @@ class Data(ABC):
                 "rows, and none is too long; leave it out, or use data.packing=bfd."
             )
         self._check_share_prompt(kind, packing)
-        # Documents that are cut across rows may have any length.
-        limit = None if packing == "concat" else self.max_length
-        encoder = Encoder(tokenizer, kind, limit, self.long_samples, self.train_on_prompt)
+        self._check_stream(max_steps)
+        encoder = self._encoder(kind, tokenizer)
         train, held = self._train_split(encoder, cache, packing, seed)
         num_steps = self._count_steps(train, global_batch_size, max_steps, epochs)
         evaluated = self._eval_splits(encoder, cache, packing, seed) if held is None else {"eval": held}
@@ -130,16 +141,75 @@ class Data(ABC):
         )
         for warning in audit.warnings():
             log.warning(warning)
+        collation = Collation(packing != "none", _pad_id(tokenizer))
+        stream = self._stream(train.options, collation)
+        # drop_last changes which rows belong to a step, and so do the chunks of a stream.
+        batching = "whole" if self.drop_last else "all" if stream is None else digest(asdict(stream))
         return PreparedData(
             train=train.files(num_steps, drop_last=self.drop_last),
             eval={name: plan_eval(split, global_batch_size) for name, split in evaluated.items()},
             packing=packing,
-            pad_id=_pad_id(tokenizer),
+            pad_id=collation.pad_id,
             global_batch_size=global_batch_size,
-            # drop_last changes which rows belong to a step.
-            identity=f"{train.identity}-{'whole' if self.drop_last else 'all'}",
+            identity=f"{train.identity}-{batching}",
             audit=audit,
+            stream=stream,
         )
+
+    def open_stream(
+        self,
+        prepared: Json,
+        shard: BatchShard,
+        kind: SampleKind,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: Path,
+        *,
+        step: int,
+        position: Sequence[int],
+        main: bool,
+    ) -> StreamLoader:
+        """Return the loader of a stream from ``step`` on; every rank calls it, and ``main`` on rank 0.
+
+        Args:
+            folder: for chunks of the stream, the same folder on every rank.
+            position: where in the stream ``step`` begins, from ``advance`` of a loader. Empty for its start.
+        """
+        restored = self.restore(prepared)
+        assert restored.stream is not None
+        producer = None
+        if main:
+            sources, encoder = tuple(self.streamed_sources()), self._encoder(kind, tokenizer)
+            producer = Producer(StreamReader(restored.stream, sources, encoder, self._workers()), folder)
+        return StreamLoader(
+            restored.stream,
+            shard,
+            folder,
+            producer,
+            num_steps=restored.num_steps,
+            step=step,
+            position=position,
+        )
+
+    def _stream(self, plan: PlanOptions, collation: Collation) -> Stream | None:
+        sources = self.streamed_sources()
+        if not sources:
+            return None
+        options = tuple(source.option for source in sources)
+        return Stream(options, self.records_per_chunk(), plan, self.share_prompt, collation)
+
+    def _check_stream(self, max_steps: int | None) -> None:
+        if self.streamed_sources() and max_steps is None:
+            raise ConfigError(
+                "run.max_steps: is null, but a stream (data.streaming) has no end; give a number."
+            )
+
+    def _encoder(self, kind: SampleKind, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+        # Documents that are cut across rows may have any length.
+        limit = None if self.resolve_packing(kind) == "concat" else self.max_length
+        return Encoder(tokenizer, kind, limit, self.long_samples, self.train_on_prompt)
+
+    def _workers(self) -> int:
+        return self.num_workers or min(_MAX_WORKERS, os.cpu_count() or 1)
 
     def check_kind(self, kind: SampleKind) -> None:
         """Raise ConfigError if an option is given that samples of ``kind`` do not read."""
@@ -240,8 +310,7 @@ class Data(ABC):
         if prefix is not None:
             assert isinstance(source, FileSource)
             return indexed_source(source, prefix, encoder, cache, repeats)
-        workers = self.num_workers or min(_MAX_WORKERS, os.cpu_count() or 1)
-        store, identity = build_store(source, encoder, cache, workers)
+        store, identity = build_store(source, encoder, cache, self._workers())
         files = StoreFiles(str(store.path), name=source.option)
         return SourceTokens(source.name, repeats, identity, files, store, store.outcome())
 

@@ -31,12 +31,16 @@ from components.data.store.token_store import digest, file_digest
 STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "unpaired": "kto"}
 
 
+SourceItem = tuple[Record | Sample | Unreadable, str]
+"""A record or a sample with its origin."""
+
+
 @dataclass(frozen=True)
 class SourceItems:
     """The content of a source."""
 
     format: str
-    items: Iterator[tuple[Record | Sample | Unreadable, str]]
+    items: Iterator[SourceItem]
     options: RecordOptions = field(default_factory=RecordOptions)
     """How the records become samples, with the format resolved. Not read for items that are samples."""
     fraction: Callable[[], float | None] = lambda: None
@@ -73,6 +77,8 @@ class RecordSource(ABC):
     options: RecordOptions = field(default_factory=RecordOptions)
     max_samples: int | None = None
     """Number of records that are read, from the first one. None means all."""
+    streaming: bool = False
+    """Whether the source may be too large to be read as a whole."""
 
     @property
     @abstractmethod
@@ -120,7 +126,7 @@ class FileSource(RecordSource):
 
     @property
     def name(self) -> str:
-        return f"{self.option}={self.path}"
+        return f"{self.option}={self.path}{_only_first(self)}"
 
     def records(self) -> Records:
         return read_records(self.path)
@@ -129,11 +135,13 @@ class FileSource(RecordSource):
         path = Path(self.path).expanduser()
         found = matching_files(self.path)
         names = [str(file.relative_to(path)) if path.is_dir() else "" for file in found]
+        if self.streaming:
+            return ["".join(path.suffixes[-2:]), *(f"{file} {file.stat().st_size}" for file in found)]
         try:
             contents = [file_digest(file.resolve(), cache) for file in found]
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be read ({error.strerror}). Check the file.") from error
-        return [path.suffix, *map(" ".join, zip(names, contents, strict=True))]
+        return ["".join(path.suffixes[-2:]), *map(" ".join, zip(names, contents, strict=True))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +152,17 @@ class HubSource(RecordSource):
 
     @property
     def name(self) -> str:
-        return f"{self.option}={self.dataset.name}"
+        return f"{self.option}={self.dataset.name}{_only_first(self)}"
 
     def records(self) -> Records:
-        return self.dataset.records()
+        return self.dataset.records(streaming=self.streaming)
 
     def files(self, cache: Path) -> list[str]:  # noqa: ARG002
-        return [self.dataset.fingerprint()]
+        return [str(self.dataset) if self.streaming else self.dataset.fingerprint()]
+
+
+def _only_first(source: RecordSource) -> str:
+    return f", its first {source.max_samples:,} records" if source.streaming and source.max_samples else ""
 
 
 def _through_first_readable(records: Iterator[Item]) -> Iterator[Item]:

@@ -1,6 +1,7 @@
 """Data of users: files, and data sets of the Hugging Face hub."""
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -12,11 +13,15 @@ from components.contracts.data import SampleKind
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.config import Data
-from components.data.data_sources import STAGES, FileSource, HubSource, Source
+from components.data.data_sources import STAGES, FileSource, HubSource, RecordSource, Source
 from components.data.mixture import Shares, StoppingStrategy, parse_blend
 from components.data.records.hub_records import HubDataset
 from components.data.records.options import Format, RecordOptions
+from components.data.store.indexed import indexed_prefix
+from components.data.stream.chunks import split_buffer
 
+BUFFER_SIZE = 10_000
+"""Records of a stream that are shuffled together."""
 _HUB = "hub:"
 _SOURCE_KEYS = ("path", "repeats", "share", "format", "columns", "max_samples")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -88,6 +93,8 @@ class FilesData(RecordsData):
     eval_split: str | None = None
     subset: str | None = None
     revision: str | None = None
+    streaming: bool = False
+    buffer_size: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,6 +113,7 @@ class FilesData(RecordsData):
                 raise ConfigError(
                     f"data.eval: {name!r} is not a name for an evaluation set; use letters, digits, _ and -."
                 )
+        self._check_streaming()
         self.record_options()  # raises if a name in columns or roles is not one
         self._check_hub_options()
 
@@ -133,6 +141,33 @@ class FilesData(RecordsData):
                 "or leave it out."
             )
 
+    def _check_streaming(self) -> None:
+        if not self.streaming:
+            if self.buffer_size is not None:
+                raise ConfigError(
+                    "data.buffer_size: is that of a stream; use data.streaming=true, or remove it."
+                )
+            return
+        if self.buffer_size is not None and self.buffer_size < 1:
+            raise ConfigError(f"data.buffer_size: must be at least 1, got {self.buffer_size}.")
+        unread = {
+            "eval_fraction": (bool(self.eval_fraction), "give evaluation data in data.eval"),
+            "drop_last": (self.drop_last, "remove it: every batch of a stream is whole"),
+            "stopping_strategy": (
+                self.stopping_strategy != "first_exhausted",
+                "remove it: a source that ends begins again",
+            ),
+            "sources": (any("repeats" in source for source in self._sources), "give sources a share"),
+        }
+        for name, (given, remedy) in unread.items():
+            if given:
+                raise ConfigError(f"data.{name}: a stream (data.streaming) has no epochs; {remedy}.")
+        paths = [self.train] if self.train is not None else [source["path"] for source in self._sources]
+        for path in paths:
+            if not path.startswith(_HUB) and indexed_prefix(path) is not None:
+                raise ConfigError(f"data.streaming: {path} is read where it is needed; leave streaming out.")
+        self.records_per_chunk()
+
     def _check_hub_options(self) -> None:
         evaluated = self._evaluated.values()
         if self.eval_split is not None and not any(path.startswith(_HUB) for path in evaluated):
@@ -154,14 +189,31 @@ class FilesData(RecordsData):
         )
 
     def train_sources(self) -> Sequence[tuple[Source, float]]:
+        if self.streaming:  # only what the first chunk has
+            return [
+                (replace(source, max_samples=min(int(records), source.max_samples or sys.maxsize)), 1.0)
+                for source, records in zip(self.streamed_sources(), self.records_per_chunk(), strict=True)
+            ]
+        return list(zip(self._named_sources(), self._repeats(), strict=True))
+
+    def streamed_sources(self) -> Sequence[RecordSource]:
+        return [replace(source, streaming=True) for source in self._named_sources()] if self.streaming else []
+
+    def records_per_chunk(self) -> tuple[float, ...]:
+        shares = [float(source.get("share", 1.0)) for source in self._sources] or [1.0]
+        return split_buffer(self.buffer_size or BUFFER_SIZE, shares)
+
+    def _named_sources(self) -> list[RecordSource]:
         if self.train is not None:
-            return [(self._source("data.train", {"path": self.train}), 1.0)]
-        return [
-            (self._source(f"data.sources[{i}]", source), float(source.get("repeats", 1.0)))
-            for i, source in enumerate(self._sources)
-        ]
+            return [self._source("data.train", {"path": self.train})]
+        return [self._source(f"data.sources[{i}]", source) for i, source in enumerate(self._sources)]
+
+    def _repeats(self) -> list[float]:
+        return [float(source.get("repeats", 1.0)) for source in self._sources] or [1.0]
 
     def shares(self) -> Shares | None:
+        if self.streaming:
+            return None  # every chunk is mixed
         values = [float(source["share"]) for source in self._sources if "share" in source]
         return Shares(values, self.stopping_strategy) if values else None
 
@@ -173,7 +225,7 @@ class FilesData(RecordsData):
             for name, path in self._evaluated.items()
         }
 
-    def _source(self, option: str, source: Json, split: str | None = None) -> Source:
+    def _source(self, option: str, source: Json, split: str | None = None) -> RecordSource:
         path: str = source["path"]
         own = {name: source[name] for name in ("format", "columns") if name in source}
         options = replace(self.record_options(), **own)

@@ -13,39 +13,33 @@ from components.contracts.batch import Batch
 from components.contracts.data import BatchShard, BatchStats
 from components.contracts.json_types import Json
 from components.data.audit import Audit
-from components.data.collators import collate_packed, collate_padded, prefix_lengths
-from components.data.packing import Ints, Plan, PlanOptions
+from components.data.global_batch import Collation, GlobalBatch
+from components.data.packing import Ints, PlanOptions
 from components.data.plans import REPEATS, CachedPlans, Plans, StepIndex
 from components.data.store.checked_files import load_array
 from components.data.store.concat_store import ConcatTokens
 from components.data.store.indexed import IndexedTokens
 from components.data.store.reference_logps import ReferenceLogps
 from components.data.store.token_store import Bools, TokenSequences, TokenStore, digest
+from components.data.stream.chunks import Stream
 
 
 class TokenDataLoader:
-    """See ``components.contracts.data.DataLoader``.
-
-    A step has ``ceil(rows / (dp_size * micro_batch_size))`` micro-batches on every rank. Micro-batch ``j``
-    of data-parallel rank ``r`` takes ``micro_batch_size`` rows, the first of which is row
-    ``(j * dp_size + r) * micro_batch_size`` of the step. Rows beyond the end are empty.
-    """
+    """See ``components.contracts.data.DataLoader``; ``GlobalBatch.shares`` says which rows a rank takes."""
 
     def __init__(
         self,
         store: TokenSequences,
         plans: Plans,
         shard: BatchShard,
+        collate: Collation,
         *,
-        packed: bool,
-        pad_id: int,
         drop_last: bool,
         num_steps: int,
         reference: ReferenceLogps | None = None,
     ) -> None:
         """Create a loader. ``reference``, if given, has the ``ref_logps`` of the sequences of ``store``."""
-        self._store, self._plans, self._shard, self._pad_id = store, plans, shard, pad_id
-        self._packed, self._collate = packed, collate_packed if packed else collate_padded
+        self._store, self._plans, self._shard, self._collate = store, plans, shard, collate
         self._reference, self._num_steps = reference, num_steps
         self._steps = StepIndex(plans, shard.global_batch_size, drop_last=drop_last)
 
@@ -58,47 +52,25 @@ class TokenDataLoader:
         return self._store.sequences_per_sample
 
     def microbatches(self, step: int) -> list[Batch]:
-        made = [(rows, self._collate(self._store, rows, self._pad_id)) for rows in self.shares(step)]
+        made = [(rows, self._collate(self._store, rows)) for rows in self.shares(step)]
         if self._reference is None:
             return [batch for _, batch in made]
         return [self._reference.attach(batch, np.concatenate(rows)) for rows, batch in made]
 
     def shares(self, step: int) -> list[list[Ints]]:
         """Return the rows of each micro-batch of this rank, a row as its segments, int64 ``[n, 3]``."""
-        plan, start, stop = self._rows(step)
-        size = self._shard.micro_batch_size
-        share, mine = self._shard.dp_size * size, self._shard.dp_rank * size
-        firsts = range(start + mine, start + mine + (stop - start + share - 1) // share * share, share)
-        return [[_row(plan, row, stop) for row in range(first, first + size)] for first in firsts]
+        return self.batch(step).shares(self._shard)
 
     def stats(self, step: int) -> BatchStats:
-        """Return the statistics of the global batch of a step.
-
-        ``num_samples`` counts a document that is cut across rows once, at its beginning. Mismatched answers
-        of unpaired data are left out, because they are not trained on.
-        """
-        segments, per_sample = np.asarray(self.segments(step)), self._store.sequences_per_sample
-        if self._store.desirable is not None:
-            segments, per_sample = segments[segments[:, 0] % 2 == 0], 1
-        prefixes = prefix_lengths(self._store, segments)
-        computed = segments[:, 2] - segments[:, 1]
-        lengths = computed + prefixes
-        begun = int((segments[:, 1] == prefixes).sum())
-        counts = (self._store.count(seq, start + 1, stop + 1) for seq, start, stop in segments.tolist())
-        return BatchStats(
-            num_tokens=int(lengths.sum()),
-            num_computed_tokens=int(computed.sum()),
-            num_samples=begun // per_sample,
-            num_labels=sum(counts),
-            seqlen_mean=float(lengths.mean()),
-            seqlen_max=int(lengths.max()),
-            sum_squared_seqlens=int((lengths**2 - prefixes**2).sum()),
-        )
+        return self.batch(step).stats()
 
     def sample_ids(self, step: int) -> list[str]:
-        """Return the ``Tokens.origin`` of each sample once, in the order of the rows of the global batch."""
-        samples = self.segments(step)[:, 0] // self._store.sequences_per_sample
-        return [self._store.origin(sample) for sample in dict.fromkeys(samples.tolist())]
+        return self.batch(step).sample_ids()
+
+    def advance(self, step: int) -> list[int]:  # noqa: ARG002
+        return []
+
+    def close(self) -> None: ...
 
     def missing_reference_logps(self) -> bool:
         """Return whether the file of the reference lacks a sequence of some step."""
@@ -126,7 +98,7 @@ class TokenDataLoader:
         rows, size = self._shard.global_batch_size, self._shard.micro_batch_size
         *_, end = self._steps.locate(0)
         steps = min(end, self._num_steps)
-        lengths = self._plans.plan(0).microbatch_lengths(size, packed=self._packed)
+        lengths = self._plans.plan(0).microbatch_lengths(size, packed=self._collate.packed)
         step, place = divmod(int(lengths[: steps * rows // size].argmax()), rows // size)
         return step, place // self._shard.dp_size
 
@@ -139,20 +111,16 @@ class TokenDataLoader:
 
     def segments(self, step: int) -> Ints:
         """Return the segments of the whole global batch, int64 ``[n, 3]``."""
-        plan, start, stop = self._rows(step)
-        return plan.rows(start, stop)
+        return self.batch(step).segments
 
-    def _rows(self, step: int) -> tuple[Plan, int, int]:
-        """Return the plan of the step's epoch, and the first and past-the-last of the step's rows."""
+    def batch(self, step: int) -> GlobalBatch:
+        """Return the rows of the step in the plan of its epoch."""
         assert 0 <= step < self._num_steps, (step, self._num_steps)
         epoch, first, _ = self._steps.locate(step)
         plan = self._plans.plan(epoch)
         start = (step - first) * self._shard.global_batch_size
-        return plan, start, min(start + self._shard.global_batch_size, plan.num_rows)
-
-
-def _row(plan: Plan, row: int, stop: int) -> Ints:
-    return plan.row(row) if row < stop else np.empty((0, 3), np.int64)
+        stop = min(start + self._shard.global_batch_size, plan.num_rows)
+        return GlobalBatch(self._store, plan, start, stop)
 
 
 @dataclass(frozen=True)
@@ -212,6 +180,12 @@ class PreparedData:
     identity: str
     """Digest of the data and all that shapes global batches, except their size and this program's code."""
     audit: Audit
+    stream: Stream | None = None
+    """The stream that is trained on. ``train`` is then its first chunk, for checks and forecasts."""
+
+    @property
+    def streamed(self) -> bool:
+        return self.stream is not None
 
     @property
     def num_steps(self) -> int:
@@ -239,8 +213,7 @@ class PreparedData:
         return TokenDataLoader(
             *split.open(),
             shard,
-            packed=self.packing != "none",
-            pad_id=self.pad_id,
+            Collation(self.packing != "none", self.pad_id),
             drop_last=split.drop_last,
             num_steps=split.num_steps,
             reference=None if reference is None else split.reference(reference),

@@ -99,20 +99,20 @@ class Split:
         return CachedPlans(
             self.folder,
             self.tokens,
-            self._options,
+            self.options,
             np.repeat(repeats, counts) * self.selected,
             self.share_prompt,
         )
 
     @property
-    def _options(self) -> PlanOptions:
+    def options(self) -> PlanOptions:
         return PlanOptions(self.packing, self.max_length, bool(self.shuffle), self.seed)
 
     def files(self, num_steps: int, *, drop_last: bool) -> SplitFiles:
         """Return what the ranks need to make the same plans."""
         self.plans.save_repeats()
         stores = tuple(part.files for part in self.parts)
-        return SplitFiles(stores, str(self.folder), self._options, self.share_prompt, num_steps, drop_last)
+        return SplitFiles(stores, str(self.folder), self.options, self.share_prompt, num_steps, drop_last)
 
     def audit(self, *, with_left_out: bool = True) -> SplitAudit:
         sources, start = [], 0

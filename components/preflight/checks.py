@@ -199,6 +199,19 @@ def check_early_stop(metric: str | None, mode: str, patience: int, resume: Path 
         )
 
 
+def check_stream(save_every_epochs: float, reference: str) -> None:
+    """Raise ConfigError if an option needs the end, or all samples, of the stream that is trained on."""
+    if save_every_epochs:
+        raise ConfigError(
+            "checkpoint.save_every_epochs: a stream of data has no epochs; use checkpoint.save_every."
+        )
+    if reference == "precomputed":
+        raise ConfigError(
+            "stage.reference: is precomputed, which is kept by sample, and a stream (data.streaming) keeps "
+            "none; use stage.reference=frozen."
+        )
+
+
 def check_start(init_from: str | None, resume: Path | None) -> None:
     """Raise ConfigError if a resumed run has another ``init_from`` than at its start."""
     if init_from is None or resume is None:

@@ -178,6 +178,8 @@ def length_line(case: Candidate) -> str:
     """Return the length of the run in steps and epochs, as if all epochs were as long as the first one."""
     loader = case.data.train_loader(BatchShard(case.data.global_batch_size, micro_batch_size=1))
     share = loader.epoch(1)
+    if case.data.streamed or share is None:
+        return f"{case.data.num_steps:,} steps of a stream"
     return (
         f"{case.data.num_steps:,} steps, {case.data.num_steps * share:,.2f} epochs of {1 / share:,.0f} steps"
     )

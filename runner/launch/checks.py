@@ -58,6 +58,8 @@ class RunPreparation:
         model = self.check_components()
         with log_to(None, self.console):
             data = self.prepare_data()
+        if data.streamed:
+            preflight.check_stream(self.experiment.checkpoint.save_every_epochs, self.reference.choice)
         peak = self.experiment.optimizer.lr
         self.experiment.scheduler.check(peak=peak, total_steps=data.num_steps)
         identity, run = self.identity(model, data), self.experiment.run

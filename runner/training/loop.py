@@ -145,6 +145,7 @@ def train_step(t: TrainContext) -> None:
     t.state.advance(
         num_samples=stats.num_samples, num_tokens=stats.num_tokens, skipped=result.skipped, loss=result.loss
     )
+    t.state.stream_position = t.train_data.advance(t.state.step)
     seconds, epoch = time.perf_counter() - began, t.train_data.epoch(t.state.step)
     t.reporter.step(t.state, stats, result, lr=t.lr(step), epoch=epoch, seconds=seconds)
     if every(t.run.log_every, t.state.step, t.train_data.num_steps):
@@ -239,5 +240,7 @@ def save_due(t: TrainContext, step: int) -> bool:
     last = t.train_data.num_steps
     if every(t.checkpoint.save_every, step, last):
         return True
-    epochs = int(t.train_data.epoch(step))
-    return epochs > int(t.train_data.epoch(step - 1)) and every(t.checkpoint.save_every_epochs, epochs, last)
+    before, epoch = t.train_data.epoch(step - 1), t.train_data.epoch(step)
+    if before is None or epoch is None:
+        return False
+    return int(epoch) > int(before) and every(t.checkpoint.save_every_epochs, int(epoch), last)

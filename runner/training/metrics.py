@@ -79,7 +79,7 @@ class MetricsReporter:
         result: StepResult,
         *,
         lr: float,
-        epoch: float,
+        epoch: float | None,
         seconds: float,
     ) -> None:
         """Count one step and, every ``log_every`` steps, write a row. Every rank calls it."""
@@ -140,7 +140,9 @@ class MetricsReporter:
         return RunResult("completed", last)
 
 
-def train_row(state: TrainState, stats: BatchStats, result: StepResult, lr: float, epoch: float) -> Row:
+def train_row(
+    state: TrainState, stats: BatchStats, result: StepResult, lr: float, epoch: float | None
+) -> Row:
     """Return the metrics of one step; ``total_*`` and ``epoch`` count from the first step of the run."""
     row: Row = {
         "step": state.step,
@@ -153,10 +155,11 @@ def train_row(state: TrainState, stats: BatchStats, result: StepResult, lr: floa
         "train/total_tokens": state.num_tokens,
         "train/total_samples": state.num_samples,
         "train/total_skipped": state.skipped,
-        "train/epoch": epoch,
         "train/seqlen_mean": stats.seqlen_mean,
         "train/seqlen_max": stats.seqlen_max,
     }
+    if epoch is not None:
+        row["train/epoch"] = epoch
     if result.num_zeros is not None:
         row["train/num_zeros_in_grad"] = result.num_zeros
     return row | {f"train/{name}": value for name, value in result.metrics.items()}

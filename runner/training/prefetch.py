@@ -39,8 +39,15 @@ class Prefetched:
     def largest_microbatch(self) -> tuple[int, int]:
         return self._loader.largest_microbatch()
 
-    def epoch(self, step: int) -> float:
+    def epoch(self, step: int) -> float | None:
         return self._loader.epoch(step)
+
+    def advance(self, step: int) -> list[int]:
+        return self._loader.advance(step)
+
+    def close(self) -> None:
+        self._loader.close()
+        self._thread.shutdown()
 
     def _make(self, step: int) -> Future[list[Batch]]:
         return self._thread.submit(self._collate, step)

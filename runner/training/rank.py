@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from components.checkpoint import CheckpointManager, RunIdentity
-from components.contracts.data import BatchShard, BatchStats
+from components.contracts.data import BatchShard, BatchStats, DataLoader
 from components.contracts.engine import Engine, EngineOptions
 from components.contracts.errors import NonRetryableError, TrainingError
 from components.contracts.json_types import Config
@@ -80,6 +80,7 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
                 record.write(folder)
             with reporter(experiment, engine, folder, console, config, record) as report:
                 training = build_loop(experiment, engine, folder, record, report, requested, watchdog)
+                handlers.callback(training.train_data.close)
                 handlers.enter_context(handling(requested))
                 with training.checkpoints:
                     train(training)
@@ -212,13 +213,17 @@ def build_loop(
     cache = None if record.reference is None else Path(record.reference.folder)
     data = experiment.data.restore(record.data)
     shard = BatchShard(run.global_batch_size, run.rows_per_microbatch, engine.dp_rank, engine.dp_size)
-    train_data = Prefetched(data.train_loader(shard, cache), pin=engine.device.type == "cuda")
     state = TrainState()
     point = record.checkpoint
     if point is not None:
         watchdog.beat(f"loading {point}")
         engine.load(point)
         state = TrainState.read(point)
+    if data.streamed:
+        loader = open_stream(experiment, engine, shard, folder / "stream", record, state)
+    else:
+        loader = data.train_loader(shard, cache)
+    train_data = Prefetched(loader, pin=engine.device.type == "cuda")
     report.start(state, train_data.num_steps)
     deadline = math.inf if run.max_time is None else record.began + seconds(run.max_time)
     return TrainContext(
@@ -253,6 +258,29 @@ def build_loop(
         ),
         watchdog=watchdog,
     )
+
+
+def open_stream(
+    experiment: Experiment,
+    engine: Engine,
+    shard: BatchShard,
+    folder: Path,
+    record: RunRecord,
+    state: TrainState,
+) -> DataLoader:
+    """Open the stream of training data at the position of ``state``; every rank calls it."""
+    loader = experiment.data.open_stream(
+        record.data,
+        shard,
+        experiment.stage.kind,
+        experiment.model.load_tokenizer(),
+        folder,
+        step=state.step,
+        position=state.stream_position,
+        main=RankInfo.read().rank == 0,
+    )
+    engine.max_over_ranks(0.0)  # no rank reads the folder before rank 0 has emptied it
+    return loader
 
 
 def save_seconds(engine: Engine) -> float:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Self
 
@@ -35,13 +35,15 @@ class TrainState:
     """Sum of the finite losses since the last row of metrics."""
     interval_steps: int = 0
     """Number of those losses."""
+    stream_position: list[int] = field(default_factory=list)
+    """Where in a stream of data the next step begins, see ``DataLoader.advance``. Empty for other data."""
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
         """Return the state in ``checkpoint``; raise ConfigError if a field is unknown or of another type."""
         found = read_meta(checkpoint).state
         try:
-            if unknown := found.keys() - {field.name for field in fields(cls)}:
+            if unknown := found.keys() - {known.name for known in fields(cls)}:
                 raise ValueError(f"{min(unknown)} is unknown")
             return as_type(cls, found)
         except ValueError as error:

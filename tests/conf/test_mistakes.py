@@ -426,6 +426,25 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["checkpoint.keep_best=eval/chat/loss", "run.eval_every=1"],
         ["checkpoint.keep_best", "'eval/chat/loss'", "data.eval", "use a metric of eval"],
     ),
+    "stream by epochs": (
+        [
+            "data=files",
+            "data.train={tmp}/chat.jsonl",
+            "data.streaming=true",
+            "checkpoint.save_every_epochs=1",
+        ],
+        ["checkpoint.save_every_epochs", "no epochs", "use checkpoint.save_every"],
+    ),
+    "reference of a stream": (
+        [
+            "stage=dpo",
+            "data=files",
+            "data.train={tmp}/pair.jsonl",
+            "data.streaming=true",
+            "stage.reference=precomputed",
+        ],
+        ["stage.reference", "use stage.reference=frozen"],
+    ),
     "best of nothing": (["checkpoint.keep_best=eval/loss"], ["checkpoint.keep_best", "run.eval_every"]),
     "best of a train metric": (
         ["checkpoint.keep_best=train/loss", "run.eval_every=1"],
@@ -458,6 +477,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "broken": [json.dumps(CHAT), '{"messages": ['],
         "odd": ['{"colour": "blue"}'],
         "empty": [],
+        "pair": [json.dumps({"prompt": "why", "chosen": "because", "rejected": "no"})],
         "text": ['{"text": "once upon a time"}'],
         "long": [json.dumps({"instruction": "why " * 200, "output": "because"})],
     }

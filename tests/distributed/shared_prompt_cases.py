@@ -9,6 +9,7 @@ from torch import Tensor
 
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.data import BatchShard
+from components.data.global_batch import Collation
 from components.data.loader import TokenDataLoader
 from components.data.store.token_store import TokenStore
 from components.engines.fsdp2 import FSDP2
@@ -39,8 +40,7 @@ def dpo_step(on: FSDP2, path: Path, bound: int) -> tuple[Step, Logps]:
         store,
         ListedPlans([plan_pairs(store, shared=True, max_length=20)]),
         BatchShard(4, 1, engine.dp_rank, engine.dp_size),
-        packed=True,
-        pad_id=0,
+        Collation(True, 0),
         drop_last=False,
         num_steps=1,
     )

@@ -9,7 +9,7 @@ from components.data.records.record_files import Item, Reading, Records
 from components.json_text import one_line
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,20 @@ class HubDataset:
         """Return a name that changes with the content."""
         return str(self._load()._fingerprint)
 
-    def records(self) -> Records:
-        dataset = self._load()
+    def records(self, *, streaming: bool = False) -> Records:
+        """Return the records; with ``streaming`` they are fetched while they are read."""
+        dataset = self._load(streaming=streaming)
         reading = Reading(1)
         reading.begin(1)
         return Records(self._items(dataset, reading), reading)
 
-    def _items(self, dataset: "Dataset", reading: Reading) -> Iterator[Item]:
+    def _items(self, dataset: "Dataset | IterableDataset", reading: Reading) -> Iterator[Item]:
         for row, record in enumerate(dataset, start=1):
-            reading.at_row(row, len(dataset))
+            if hasattr(dataset, "__len__"):
+                reading.at_row(row, len(dataset))
             yield record, f"hub:{self.repo}:{row}"
 
-    def _load(self) -> "Dataset":
+    def _load(self, *, streaming: bool = False) -> "Dataset | IterableDataset":
         """Return the data set, downloaded unless the cache of ``datasets`` holds it.
 
         Raises:
@@ -53,7 +55,9 @@ class HubDataset:
         import datasets  # takes half a second, and only this source needs it
 
         try:
-            loaded = datasets.load_dataset(self.repo, self.subset, split=self.split, revision=self.revision)
+            loaded = datasets.load_dataset(
+                self.repo, self.subset, split=self.split, revision=self.revision, streaming=streaming
+            )
         except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise ConfigError(
                 f"{self.option}: hub:{self.repo} cannot be loaded ({one_line(error)}).\n"

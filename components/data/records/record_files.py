@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from glob import glob, has_magic
 from itertools import chain
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pyarrow
 import pyarrow.parquet
@@ -31,6 +31,7 @@ class Unreadable:
 
 Item = tuple[Record | Unreadable, str]
 """A record with its origin, ``FILE:LINE`` or ``FILE:ROW``, counted from 1."""
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
 _MAX_NAME = 64  # a csv whose first row has longer cells begins with data, not with the names of fields
 
 
@@ -47,11 +48,15 @@ class Reading:
         self._size, self._within = size, float
 
     def open(self, path: Path) -> IO[str]:
-        """Open a file of text and follow its position."""
+        """Open a file of text, which may be compressed, and follow its position."""
         file = path.open("rb")
         self._within = lambda: 1.0 if file.closed else file.tell() / max(self._size, 1)
+        codec = _CODECS.get(path.suffix.lower())
+        content: Any = (
+            file if codec is None else pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), codec)
+        )
         # Some editors begin a file with a byte order mark.
-        return io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        return io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
 
     def at_row(self, row: int, num_rows: int) -> None:
         """Note that ``row`` of ``num_rows`` rows of the current file have been read."""
@@ -137,7 +142,7 @@ def _not_empty(records: Iterator[Item], source: Path) -> Iterator[Item]:
 
 
 def _read_folder(folder: Path, reading: Reading) -> Iterator[Item]:
-    found = (path for path in folder.rglob("*") if path.suffix.lower() in _READERS)
+    found = (path for path in folder.rglob("*") if _ending(path) in _READERS)
     files = sorted(path for path in found if not _is_hidden(path.relative_to(folder)))
     if not files:
         raise ConfigError(
@@ -147,15 +152,24 @@ def _read_folder(folder: Path, reading: Reading) -> Iterator[Item]:
         yield from _not_empty(_read_file(file, reading), file)
 
 
+def _ending(path: Path) -> str:
+    """Return the extension in lower case, of a compressed file that of its content."""
+    compressed = path.suffix.lower() in _CODECS
+    return Path(path.stem if compressed else path).suffix.lower()
+
+
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith((".", "_")) for part in path.parts)
 
 
 def _read_file(path: Path, reading: Reading) -> Iterator[Item]:
-    reader = _READERS.get(path.suffix.lower())
+    reader = _READERS.get(_ending(path))
     if reader is None:
         ending = path.suffix or "no extension"
-        raise ConfigError(f"{path}: cannot read a file with {ending!r}. Use one of {_EXTENSIONS}.")
+        raise ConfigError(
+            f"{path}: cannot read a file with {ending!r}. Use one of {_EXTENSIONS}, "
+            "perhaps followed by .gz or .zst."
+        )
     try:
         reading.begin(path.stat().st_size)
         yield from reader(path, reading)

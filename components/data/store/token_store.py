@@ -326,9 +326,11 @@ class TokenStore:
     meta: StoreMeta
     name: str = ""
     """Name of the source, for ``origin``."""
+    first_record: int = 0
+    """Number of the first record, from 0: of a part of a source, that in the source."""
 
     @classmethod
-    def open(cls, path: Path, name: str = "") -> Self:
+    def open(cls, path: Path, name: str = "", first_record: int = 0) -> Self:
         """Open the token store at ``path``.
 
         Raises:
@@ -341,7 +343,7 @@ class TokenStore:
             raise CorruptTokenStore(f"{path}: {error}") from error
         if sizes != meta.sizes:
             raise CorruptTokenStore(f"{path}: sizes {sizes}, expected {meta.sizes}")
-        return cls(path, meta, name)
+        return cls(path, meta, name, first_record)
 
     def verified(self) -> Self:
         """Return this store after reading it once; the other processes of the run need not repeat this.
@@ -394,7 +396,7 @@ class TokenStore:
         return last - first if self._mask is None else int(np.count_nonzero(self._mask[first:last]))
 
     def origin(self, sample: int) -> str:
-        return f"{self.name}:{self._records[sample] + 1}"
+        return f"{self.name}:{self.first_record + self._records[sample] + 1}"
 
     @cached_property
     def _records(self) -> Ints:

@@ -55,11 +55,22 @@ _PATIENCE_S = 4.0  # seconds of encoding in this process before workers start; e
 def encode_all(
     items: Iterable[EncoderInput], encoder: Encoder, num_workers: int, *, patience_s: float = _PATIENCE_S
 ) -> Generator[TokenChunk]:
-    """Yield chunks in the order of ``items``, which are read only a little ahead.
+    """Return a generator of chunks in the order of ``items``, which are read only a little ahead.
 
     Workers are started if more is left after ``patience_s`` seconds of encoding in this process.
     """
-    batches, spent = _batched(iter(items)), 0.0
+    return encode_batches(batched(iter(items)), encoder, num_workers, patience_s=patience_s)
+
+
+def encode_batches(
+    batches: Iterator[list[EncoderInput]],
+    encoder: Encoder,
+    num_workers: int,
+    *,
+    patience_s: float = _PATIENCE_S,
+) -> Generator[TokenChunk]:
+    """Yield a chunk per batch, see ``encode_all``."""
+    spent = 0.0
     for batch in batches:
         if num_workers > 1 and spent >= patience_s:
             yield from _encode_in_workers(chain([batch], batches), encoder, num_workers)
@@ -70,7 +81,7 @@ def encode_all(
         yield chunk
 
 
-def _batched(items: Iterator[EncoderInput]) -> Iterator[list[EncoderInput]]:
+def batched(items: Iterator[EncoderInput]) -> Iterator[list[EncoderInput]]:
     """Group items by their number and, such that only one long item is in memory, by their text."""
     batch: list[EncoderInput] = []
     num_chars = 0
@@ -131,7 +142,12 @@ _worker_encoder: Encoder
 def _start_worker(encoder: Encoder) -> None:
     global _worker_encoder
     _worker_encoder = encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Make this process, started by another one, end with it and leave Ctrl-C to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":  # ends the worker even while a tokenizer holds the lock of the interpreter
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -183,14 +199,7 @@ def _write_store(path: Path, source: Source, encoder: Encoder, num_workers: int)
     found = source.items(encoder.kind)
     unpaired = encoder.kind == "unpaired"
     items = with_kl_completions(found.items, found.options) if unpaired else found.items
-    writer = StoreWriter(
-        path,
-        vocab_size=encoder.vocab_size(),
-        sequences_per_sample=2 if encoder.kind in ("preference", "unpaired") else 1,
-        masked=encoder.kind != "text" and not encoder.train_on_prompt,
-        format=found.format,
-    )
-    with writer:
+    with new_writer(path, encoder, found.format) as writer:
         if writer.num_records:
             log.info("tokenising %s: continues after %s rows", source.name, f"{writer.num_records:,}")
         for _ in islice(items, writer.num_records):  # before the clock of the progress starts
@@ -212,6 +221,17 @@ def _write_store(path: Path, source: Source, encoder: Encoder, num_workers: int)
                 f"{encoder.max_length}, {writer.unsupervised} without a token to train on{same}).\n"
                 "Raise data.max_length, or check the answers in the file."
             )
+
+
+def new_writer(path: Path, encoder: Encoder, format: str) -> StoreWriter:
+    """Return a writer of the tokens of ``encoder``."""
+    return StoreWriter(
+        path,
+        vocab_size=encoder.vocab_size(),
+        sequences_per_sample=2 if encoder.kind in ("preference", "unpaired") else 1,
+        masked=encoder.kind != "text" and not encoder.train_on_prompt,
+        format=format,
+    )
 
 
 def _with_count(error: RecordError, source: Source, kind: SampleKind) -> ConfigError:

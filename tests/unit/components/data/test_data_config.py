@@ -433,6 +433,26 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             {"sources": [{"path": "a"}], "stopping_strategy": "all_exhausted"},
             r"data.stopping_strategy: is only read with shares; give",
         ),
+        ({"train": "a", "buffer_size": 9}, r"data.buffer_size: is that of a stream; use data.streaming=true"),
+        ({"train": "a", "streaming": True, "buffer_size": 0}, r"data.buffer_size: must be at least 1"),
+        (
+            {"train": "a", "streaming": True, "eval_fraction": 0.1},
+            r"data.eval_fraction: a stream .*data.eval",
+        ),
+        ({"train": "a", "streaming": True, "drop_last": True}, r"data.drop_last: a stream .*every batch"),
+        (
+            {"sources": "1 a 1 b", "streaming": True, "stopping_strategy": "all_exhausted"},
+            r"data.stopping_strategy: a stream .* begins again",
+        ),
+        (
+            {"sources": [{"path": "a", "repeats": 2}], "streaming": True},
+            r"data.sources: a stream .*give sources a share",
+        ),
+        (
+            {"sources": "99 a 1 b", "streaming": True, "buffer_size": 50},
+            r"data.buffer_size: less than one of 50 records is of data.sources\[1\], by its share; raise it",
+        ),
+        ({"train": "a.bin", "streaming": True}, r"data.streaming: a.bin is read where it is needed; leave"),
         ({"train": "a", "eval": {"a/b": "c"}}, r"data.eval: 'a/b' is not a name .*; use letters"),
         ({"sources": [{"path": "a", "repeats": "2"}]}, r"data.sources\[0\].repeats: .*got '2'"),
         ({"sources": [{"path": "a", "repeats": float("inf")}]}, r"data.sources\[0\].repeats"),
@@ -451,6 +471,18 @@ def test_mistakes_in_options(options: dict[str, Any], message: str) -> None:
     ("options", "kind", "settings", "message"),
     [
         ({"train": "missing.jsonl"}, "text", {}, "missing.jsonl: no such file"),
+        (
+            {"train": "missing.jsonl", "streaming": True},
+            "text",
+            {"max_steps": 4},
+            "missing.jsonl: no such file",
+        ),
+        (
+            {"streaming": True},
+            "text",
+            {"max_steps": None, "epochs": 1},
+            "run.max_steps: is null, but a stream",
+        ),
         ({"train": "missing.bin"}, "text", {}, "missing.idx: no such file"),
         ({"packing": "concat"}, "chat", {}, "data.packing: concat .*stage=sft.*data.packing=bfd"),
         ({"train_on_prompt": True}, "text", {}, "data.train_on_prompt: a document has no prompt"),

@@ -11,6 +11,7 @@ import torch
 
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.data import BatchShard
+from components.data.global_batch import Collation
 from components.data.loader import TokenDataLoader
 from components.data.packing import Plan, PlanOptions, plan_epoch
 from components.data.store.token_store import TokenStore
@@ -44,14 +45,14 @@ def make_plans(store: TokenStore, packing: Any, epochs: int = 2) -> list[Plan]:
 
 
 def make_loader(store: TokenStore, plans: list[Plan], packing: str, **changes: Any) -> TokenDataLoader:
-    settings: dict[str, Any] = {"packed": packing != "none", "pad_id": 0, "drop_last": False}
+    settings: dict[str, Any] = {"drop_last": False}
     sizes = {"global_batch_size": 8, "micro_batch_size": 2}
     sizes |= {name: changes.pop(name) for name in SHARD & changes.keys()}
     shard = BatchShard(**sizes)
     listed = ListedPlans(plans)
     most = listed.num_steps(shard.global_batch_size, drop_last=changes.get("drop_last", False))
     settings["num_steps"] = min(most, changes.pop("max_steps", None) or most)
-    return TokenDataLoader(store, listed, shard, **settings | changes)
+    return TokenDataLoader(store, listed, shard, Collation(packing != "none", 0), **settings | changes)
 
 
 def sequences(batch: Batch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -9,6 +9,7 @@ import pytest
 
 from components.contracts.data import BatchShard
 from components.data import packing
+from components.data.global_batch import Collation
 from components.data.loader import TokenDataLoader
 from components.data.packing import PlanOptions, plan_epoch
 from components.data.plans import CachedPlans, StepIndex
@@ -30,8 +31,8 @@ def store(tmp_path: Path) -> TokenStore:
 
 
 def loader(store: TokenStore, plans: Any, **changes: Any) -> TokenDataLoader:
-    settings: dict[str, Any] = {"packed": True, "pad_id": 0, "drop_last": False, "num_steps": 10**9}
-    return TokenDataLoader(store, plans, BatchShard(2, 1), **settings | changes)
+    settings: dict[str, Any] = {"drop_last": False, "num_steps": 10**9}
+    return TokenDataLoader(store, plans, BatchShard(2, 1), Collation(True, 0), **settings | changes)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

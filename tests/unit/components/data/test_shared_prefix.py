@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.data import BatchShard
 from components.data.collators import collate_packed
+from components.data.global_batch import Collation
 from components.data.loader import TokenDataLoader
 from components.data.packing import PlanOptions, plan_epoch
 from components.data.shared_prefix import shared_lengths
@@ -107,7 +108,7 @@ def test_stats_are_of_the_samples_and_the_cost_is_of_the_work(store: TokenStore)
     for shared in (False, True):
         plans = ListedPlans([plan_pairs(store, shared=shared, max_length=512)])
         loader = TokenDataLoader(
-            store, plans, BatchShard(1, 1), packed=True, pad_id=0, drop_last=False, num_steps=1
+            store, plans, BatchShard(1, 1), Collation(True, 0), drop_last=False, num_steps=1
         )
         stats, [batch] = loader.stats(0), loader.microbatches(0)
         assert stats.num_computed_tokens == batch.labels.numel()

@@ -48,6 +48,17 @@ def test_the_options_of_files(repo: str) -> None:
     assert evaluation.name == f"data.eval=hub:{repo} (test)"
 
 
+def test_a_data_set_that_is_read_while_training(repo: str) -> None:
+    data = FilesData(train=f"hub:{repo}", streaming=True, buffer_size=4)
+    [streamed] = data.streamed_sources()
+    assert isinstance(streamed, HubSource)
+    records = [record for record, _ in streamed.items("text").items]
+    assert records == [{"text": f"train {n}"} for n in range(10)]
+    [(first, _)] = data.train_sources()
+    assert [record for record, _ in first.items("text").items] == records[:4]
+    assert not list(Path(repo).parent.rglob("*.arrow"))  # no copy is made
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -57,6 +57,22 @@ def test_every_kind_yields_the_same_records(tmp_path: Path, name: str, places: l
     ]
 
 
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.csv"])
+def test_a_compressed_file_is_read_as_its_content(tmp_path: Path, name: str, codec: str) -> None:
+    plain = write(tmp_path / name)
+    packed = tmp_path / f"{name}.{'gz' if codec == 'gzip' else 'ZST'}"
+    packed.write_bytes(pyarrow.compress(plain.read_bytes(), codec, asbytes=True))
+    expected = [
+        (record, origin.replace(str(plain), str(packed))) for record, origin in read_records(str(plain))
+    ]
+    plain.unlink()
+    assert list(read_records(str(packed))) == list(read_records(str(tmp_path))) == expected
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=r"cannot be read \(.*\). Check the file"):
+        list(read_records(str(packed)))
+
+
 def test_a_line_of_txt_is_a_document(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt")
     found = [(record["text"], origin) for record, origin in read_records(str(path))]

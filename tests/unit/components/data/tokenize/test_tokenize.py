@@ -182,7 +182,7 @@ def test_no_worker_is_waited_for_after_an_error(text_encoder: Encoder) -> None:
 def test_long_items_are_encoded_one_by_one() -> None:
     lengths = [10, 2**20, 2**20, 5, 2**19, 2**19, 1, *[1] * 70]
     items: list[EncoderInput] = [({"a": ["x" * length]}, "file:1") for length in lengths]
-    assert [len(batch) for batch in tokenize._batched(iter(items))] == [2, 1, 3, 64, 7]
+    assert [len(batch) for batch in tokenize.batched(iter(items))] == [2, 1, 3, 64, 7]
 
 
 @pytest.mark.parametrize("border", [" ", "\n", "\n\n  ", ""])

@@ -1,0 +1,84 @@
+"""The chunks of a stream: their records, and their place on disk."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor
+from pathlib import Path
+
+from components.contracts.errors import ConfigError
+from components.data.global_batch import Collation
+from components.data.packing import Plan, PlanOptions, plan_epoch
+from components.data.shared_prefix import shared_lengths
+from components.data.store.checked_files import read_json
+from components.data.store.concat_store import ConcatTokens
+from components.data.store.token_store import BadRecord, TokenStore
+
+COMPLETE = "chunk.json"
+"""Name of the file that is written last into the folder of a chunk: which sources it has samples of."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How the records of a stream are divided into chunks, and the samples of a chunk into rows."""
+
+    options: tuple[str, ...]
+    """The option that names each source."""
+    records_per_chunk: tuple[float, ...]
+    """Records that a chunk has of each source, on average."""
+    plan: PlanOptions
+    share_prompt: bool
+    collation: Collation
+
+    def records(self, source: int, chunk: int) -> tuple[int, int]:
+        """Return the first and past-the-last record of ``source`` in ``chunk``, from 0.
+
+        A source that ends begins again, so that there is no last record.
+        """
+        mean = self.records_per_chunk[source]
+        return floor(chunk * mean), floor((chunk + 1) * mean)
+
+    def num_records(self, source: int, chunk: int) -> int:
+        start, stop = self.records(source, chunk)
+        return stop - start
+
+    def open(self, folder: Path, chunk: int) -> "Chunk":
+        """Open a complete chunk in ``folder``, and plan its rows."""
+        place = folder / chunk_name(chunk)
+        stores = [
+            TokenStore.open(place / str(source), self.options[source], self.records(source, chunk)[0])
+            for source in read_json(place / COMPLETE)["sources"]
+        ]
+        tokens = ConcatTokens(stores)
+        shared = shared_lengths(tokens) if self.share_prompt else None
+        # The number of the chunk serves as that of the epoch: each chunk has its own order.
+        plan = plan_epoch(
+            tokens.lengths, self.plan, chunk, sequences_per_sample=tokens.sequences_per_sample, shared=shared
+        )
+        return Chunk(tokens, plan, [bad for store in stores for bad in store.outcome().bad])
+
+
+@dataclass(frozen=True)
+class Chunk:
+    tokens: ConcatTokens
+    plan: Plan
+    bad: Sequence[BadRecord]
+    """Records that are left out because they cannot be read."""
+
+
+def chunk_name(chunk: int) -> str:
+    return f"chunk_{chunk:06d}"
+
+
+def split_buffer(buffer_size: int, shares: Sequence[float]) -> tuple[float, ...]:
+    """Return how many of ``buffer_size`` records are of each source.
+
+    Raises:
+        ConfigError: if it is less than one.
+    """
+    found = tuple(buffer_size * share / sum(shares) for share in shares)
+    if min(found) < 1:
+        raise ConfigError(
+            f"data.buffer_size: less than one of {buffer_size} records is of "
+            f"data.sources[{found.index(min(found))}], by its share; raise it."
+        )
+    return found

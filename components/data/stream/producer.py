@@ -1,0 +1,146 @@
+"""The process that reads and tokenises the chunks of a stream ahead of training."""
+
+import multiprocessing
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from itertools import chain, count, islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from components.contracts.errors import ConfigError
+from components.data.data_sources import Source, SourceItem
+from components.data.store.checked_files import write_json
+from components.data.stream.chunks import COMPLETE, Stream, chunk_name
+from components.data.tokenize.encoder import Encoder, EncoderInput, with_kl_completions
+from components.data.tokenize.workers import batched, encode_batches, end_with_parent, new_writer
+
+AHEAD = 2
+"""Chunks that are made before rank 0 opens them."""
+FAILURE = "failure.json"
+"""Name of the file with the reason why there will be no further chunk."""
+
+
+@dataclass(frozen=True)
+class StreamReader:
+    """The sources of a stream, and how their records become tokens."""
+
+    stream: Stream
+    sources: tuple[Source, ...]
+    encoder: Encoder
+    num_workers: int
+
+
+class SourceTokens:
+    """The tokens of one source from chunk ``first`` on, without end."""
+
+    def __init__(self, reader: StreamReader, source: int, first: int) -> None:
+        self._stream, self._source = reader.stream, source
+        found = reader.sources[source].items(reader.encoder.kind)
+        self._format, self._encoder = found.format, replace(reader.encoder, options=found.options)
+        items = _repeated(reader.sources[source], reader.encoder, self._stream.records(source, first)[0])
+        # Batches for the encoder end with a chunk.
+        batches = chain.from_iterable(batched(self._piece(items, chunk)) for chunk in count(first))
+        share = self._stream.records_per_chunk[source] / sum(self._stream.records_per_chunk)
+        self._tokens = encode_batches(batches, self._encoder, max(1, round(reader.num_workers * share)))
+
+    def _piece(self, items: Iterator[SourceItem], chunk: int) -> Iterator[EncoderInput]:
+        piece = islice(items, self._stream.num_records(self._source, chunk))
+        unpaired = self._encoder.kind == "unpaired"
+        return with_kl_completions(piece, self._encoder.options) if unpaired else piece
+
+    def write(self, path: Path, chunk: int) -> bool:
+        """Write the next chunk, which is number ``chunk``; return whether it has a sample."""
+        with new_writer(path, self._encoder, self._format) as writer:
+            while writer.num_records < self._stream.num_records(self._source, chunk):
+                writer.append(next(self._tokens))
+        return writer.num_samples > 0
+
+    def close(self) -> None:
+        self._tokens.close()
+
+
+def _repeated(source: Source, encoder: Encoder, start: int) -> Iterator[SourceItem]:
+    """Yield the items of ``source`` from number ``start`` of its endless repetition."""
+    while True:
+        items = source.items(encoder.kind).items
+        passed = sum(1 for _ in islice(items, start))
+        if passed < start:
+            start = (start - passed) % passed
+        else:
+            start = 0
+            yield from items
+
+
+def write_chunk(parts: Sequence[SourceTokens], place: Path, chunk: int) -> None:
+    place.mkdir()
+    sources = [source for source, part in enumerate(parts) if part.write(place / str(source), chunk)]
+    if not sources:
+        raise ConfigError(
+            f"data.streaming: no record of chunk {chunk} can be trained on; raise data.max_length or "
+            "data.buffer_size, or check the records."
+        )
+    write_json(place / COMPLETE, {"sources": sources})
+
+
+class Producer:
+    """A process that writes chunks into ``folder``. It ends with this process, or when it is closed."""
+
+    def __init__(self, reader: StreamReader, folder: Path) -> None:
+        self._reader, self._folder = reader, folder
+        self._process: multiprocessing.process.BaseProcess | None = None
+        shutil.rmtree(folder, ignore_errors=True)  # what a killed run left
+
+    def start(self, first: int) -> None:
+        """Make chunk ``first`` and ``AHEAD - 1`` more, unless it runs already."""
+        if self._process is not None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        spawn = multiprocessing.get_context("spawn")
+        receiver, self._sender = spawn.Pipe(duplex=False)
+        arguments = (self._reader, self._folder, first, receiver)
+        self._process = spawn.Process(target=_produce, args=arguments, name="stream")
+        self._process.start()
+        receiver.close()
+        for _ in range(AHEAD):
+            self.request()
+
+    def request(self) -> None:
+        """Ask for one more chunk."""
+        if self._process is not None and self._process.is_alive():
+            self._sender.send(None)
+
+    def check(self) -> None:
+        """Note for all ranks if the process has died."""
+        assert self._process is not None
+        code = self._process.exitcode
+        if code is not None and not (self._folder / FAILURE).exists():
+            reason = f"the process that reads ahead has died (exit code {code}); train.log may say more"
+            write_json(self._folder / FAILURE, {"reason": f"data.streaming: {reason}."})
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _produce(reader: StreamReader, folder: Path, first: int, requests: Connection) -> None:
+    """Write a chunk for each request, until there is no more."""
+    end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0, which has it too, ends this process
+    with ExitStack() as stack:
+        try:
+            parts = [
+                stack.enter_context(closing(SourceTokens(reader, source, first)))
+                for source in range(len(reader.sources))
+            ]
+            for chunk in count(first):
+                requests.recv()
+                write_chunk(parts, folder / chunk_name(chunk), chunk)
+        except EOFError:  # no more requests
+            pass
+        except (ConfigError, OSError) as error:
+            write_json(folder / FAILURE, {"reason": str(error)})

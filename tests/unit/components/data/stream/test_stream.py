@@ -1,0 +1,294 @@
+"""A stream: every record once a pass, batches that depend only on the step, and what ends a stream."""
+
+import json
+import logging
+import multiprocessing
+from contextlib import closing
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from components.contracts.batch import Batch
+from components.contracts.data import BatchShard
+from components.contracts.errors import ConfigError, NonRetryableError
+from components.data import FilesData
+from components.data.store.checked_files import write_json
+from components.data.stream.chunks import chunk_name
+from components.data.stream.producer import FAILURE, Producer, SourceTokens, write_chunk
+from components.data.stream.stream_loader import StreamLoader
+from components.data.tokenizer import PATH
+
+SHARD = BatchShard(global_batch_size=8, micro_batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(PATH)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
+
+
+class InThisProcess(Producer):
+    """A producer that writes a chunk when it is asked for one."""
+
+    def start(self, first: int) -> None:
+        if not self._folder.exists():
+            self._folder.mkdir(parents=True)
+            readers = range(len(self._reader.sources))
+            parts = [SourceTokens(self._reader, source, first) for source in readers]
+            self._chunks = iter(self._write(parts, number) for number in count(first))
+            next(self._chunks)
+
+    def _write(self, parts: Any, chunk: int) -> None:
+        try:
+            write_chunk(parts, self._folder / chunk_name(chunk), chunk)
+        except ConfigError as error:
+            write_json(self._folder / FAILURE, {"reason": str(error)})
+
+    def request(self) -> None:
+        if not (self._folder / FAILURE).exists():
+            next(self._chunks)
+
+    def check(self) -> None: ...
+
+
+class Opened:
+    """A stream of ``data`` and the loaders of it."""
+
+    def __init__(
+        self, data: FilesData, folder: Path, tokenizer: PreTrainedTokenizerBase, kind: Any = "text"
+    ) -> None:
+        found = data.prepare(kind, tokenizer, seed=3, global_batch_size=8, max_steps=40, epochs=None)
+        self.data, self.folder, self.tokenizer, self.kind = data, folder, tokenizer, kind
+        self.prepared, self.json = found, json.loads(json.dumps(found.to_json()))
+        self.buffer_size = data.buffer_size or 0
+
+    def loader(
+        self,
+        shard: BatchShard = SHARD,
+        *,
+        step: int = 0,
+        position: Any = (),
+        make: type[Producer] | None = InThisProcess,
+    ) -> StreamLoader:
+        options: dict[str, Any] = {"step": step, "position": position, "main": make is not None}
+        with mock.patch("components.data.config.Producer", make):
+            return self.data.open_stream(self.json, shard, self.kind, self.tokenizer, self.folder, **options)
+
+
+def write_texts(path: Path, number: int, word: str = "word") -> Path:
+    path.write_text("\n".join(json.dumps({"text": f"{word} {i} " + "x " * (i % 7)}) for i in range(number)))
+    return path
+
+
+@pytest.fixture(params=[5, 64])
+def opened(request: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Opened:
+    """50 documents in chunks of as many records, so that batches have rows of several chunks or of one."""
+    texts = write_texts(tmp_path / "texts.jsonl", 50)
+    data = FilesData(train=str(texts), streaming=True, buffer_size=request.param, packing="none")
+    return Opened(data, tmp_path / "stream", tokenizer)
+
+
+def texts(batches: list[Batch], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    return [
+        tokenizer.decode(ids[:length], skip_special_tokens=True).strip()
+        for batch in batches
+        for ids, length in zip(batch.input_ids, (batch.position_ids > 0).sum(1) + 1, strict=True)
+    ]
+
+
+def same(one: list[Batch], other: list[Batch]) -> bool:
+    return all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(one, other, strict=True))
+
+
+def test_every_record_comes_once_a_pass(opened: Opened, tokenizer: PreTrainedTokenizerBase) -> None:
+    with closing(opened.loader()) as loader:
+        read = [text for step in range(20) for text in texts(loader.microbatches(step), tokenizer)]
+    assert len(read) == 20 * 8
+    whole = 150 // opened.buffer_size * opened.buffer_size
+    times = [read[:whole].count(text) for text in set(read)]
+    assert len(times) == 50
+    assert {whole // 50, -(-whole // 50)} >= set(times)
+    assert read[:20] != sorted(read[:20], key=lambda text: int(text.split()[1]))  # chunks are shuffled
+
+
+def test_a_loader_continues_at_any_position(opened: Opened, tmp_path: Path) -> None:
+    with closing(opened.loader()) as loader:
+        batches, positions = {}, {}
+        for step in range(12):
+            batches[step] = loader.microbatches(step)
+            positions[step + 1] = loader.advance(step + 1)
+    for step in (1, 7, 11):
+        with closing(opened.loader(step=step, position=positions[step])) as loader:
+            assert loader.advance(step) == positions[step]
+            for later in range(step, 12):
+                assert same(loader.microbatches(later), batches[later])
+
+
+def test_ranks_divide_each_batch(opened: Opened) -> None:
+    """Rank 0 makes the chunks, and the other one reads them."""
+    with closing(opened.loader()) as whole:
+        expected = [whole.microbatches(step) for step in range(9)]
+        stats = [whole.stats(step) for step in range(9)]
+    ranks = [replace(SHARD, dp_rank=rank, dp_size=2) for rank in range(2)]
+    with closing(opened.loader(ranks[0])) as first, closing(opened.loader(ranks[1], make=None)) as second:
+        for step in range(9):
+            both = [first.microbatches(step), second.microbatches(step)]
+            merged = [batch for pair in zip(*both, strict=True) for batch in pair]
+            assert same(merged, expected[step])
+            assert first.stats(step) == second.stats(step) == stats[step]
+            assert first.sample_ids(step) == second.sample_ids(step)
+
+
+def test_chunks_of_the_past_are_deleted(opened: Opened) -> None:
+    with closing(opened.loader()) as loader:
+        for step in range(30):
+            loader.microbatches(step)
+            chunk, _ = loader.advance(step + 1)
+        oldest = min(int(path.name.split("_")[1]) for path in opened.folder.glob("chunk_*"))
+        assert oldest >= chunk - 3 * 8 // opened.buffer_size - 1
+        assert chunk >= 3
+        loader.microbatches(29)  # the step that another rank may be at
+    assert not opened.folder.exists()
+
+
+def test_a_sample_is_named_by_its_record(opened: Opened, tokenizer: PreTrainedTokenizerBase) -> None:
+    with closing(opened.loader()) as loader:
+        for step in range(12):
+            read = texts(loader.microbatches(step), tokenizer)
+            records = [int(name.removeprefix("data.train:")) for name in loader.sample_ids(step)]
+            assert [(record - 1) % 50 for record in records] == [int(text.split()[1]) for text in read]
+
+
+def test_the_largest_microbatch_is_of_the_first_chunk(opened: Opened) -> None:
+    with closing(opened.loader(step=2, position=(1, 1))) as loader:
+        step, index = loader.largest_microbatch()
+        found = loader.microbatches(step)[index].input_ids.shape[1]
+        rows = opened.buffer_size - 1
+        others = [batch for at in range(2, 2 + rows // 8) for batch in loader.microbatches(at)]
+        assert step >= 2
+        assert all(found >= batch.input_ids.shape[1] for batch in others)
+
+
+def test_every_chunk_is_mixed_by_the_shares(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    paths = [write_texts(tmp_path / f"{word}.jsonl", 9, word) for word in ("common", "rare")]
+    data = FilesData(sources=f"3 {paths[0]} 1 {paths[1]}", streaming=True, buffer_size=18, packing="none")
+    opened = Opened(data, tmp_path / "stream", tokenizer)
+    with closing(opened.loader()) as loader:
+        read = [text for step in range(9) for text in texts(loader.microbatches(step), tokenizer)]
+    words = [text.split()[0] for text in read]
+    for start, stop, rare in ((0, 17, 4), (17, 36, 5), (36, 53, 4), (53, 72, 5)):  # 18 and 4.5 on average
+        assert words[start:stop].count("rare") == rare
+    assert [source.name.rpartition(", ")[2] for source in opened.prepared.audit.train.sources] == [
+        "its first 13 records",
+        "its first 4 records",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["preference", "unpaired"])
+def test_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, kind: str) -> None:
+    answers = {
+        "preference": {"chosen": "yes", "rejected": "no"},
+        "unpaired": {"completion": "yes", "label": 1},
+    }
+    lines = [json.dumps({"prompt": f"question {i}", **answers[kind]}) for i in range(30)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines).replace('"label": 1', '"label": true'))
+    data = FilesData(
+        train=str(tmp_path / "pairs.jsonl"),
+        streaming=True,
+        buffer_size=10,
+        share_prompt=kind == "preference",
+    )
+    opened = Opened(data, tmp_path / "stream", tokenizer, kind)
+    with closing(opened.loader()) as loader:
+        for step in range(3):
+            assert loader.stats(step).num_samples > 0
+            assert loader.stats(step).num_samples == len(loader.sample_ids(step))
+
+
+# ---- the end of a stream
+
+
+def with_a_bad_record(folder: Path, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Opened:
+    path = write_texts(folder / "texts.jsonl", 50)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:30], "{", *lines[30:]]))
+    data = FilesData(train=str(path), streaming=True, buffer_size=10, packing="none", **options)
+    return Opened(data, folder / "stream", tokenizer)
+
+
+def test_a_bad_record_ends_the_run_when_it_is_read(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    loader = with_a_bad_record(tmp_path, tokenizer).loader()
+    with closing(loader):
+        assert len([loader.microbatches(step) for step in range(3)]) == 3
+        with pytest.raises(NonRetryableError, match=r"texts.jsonl:31: malformed JSON"):
+            loader.microbatches(3)
+
+
+def test_or_is_named_and_left_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = with_a_bad_record(tmp_path, tokenizer, on_bad_record="skip").loader()
+    with closing(loader), caplog.at_level(logging.WARNING):
+        for step in range(4):
+            loader.microbatches(step)
+    assert [record.message for record in caplog.records if "texts.jsonl:31" in record.message]
+
+
+def test_a_process_makes_the_same_chunks(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    texts = write_texts(tmp_path / "texts.jsonl", 50)
+    data = FilesData(train=str(texts), streaming=True, buffer_size=10, packing="none")
+    opened = Opened(data, tmp_path / "stream", tokenizer)
+    with closing(opened.loader()) as loader:
+        expected = [loader.microbatches(step) for step in range(4)]
+    with closing(opened.loader(make=Producer)) as loader:
+        assert all(same(loader.microbatches(step), expected[step]) for step in range(4))
+    assert not opened.folder.exists()
+
+
+def test_a_process_that_dies_ends_the_run(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    texts = write_texts(tmp_path / "texts.jsonl", 50)
+    data = FilesData(train=str(texts), streaming=True, buffer_size=10, packing="none")
+    opened = Opened(data, tmp_path / "stream", tokenizer)
+    loader = opened.loader(make=Producer)
+    other = opened.loader(make=None)
+    with closing(loader):
+        loader.microbatches(0)
+        [process] = [child for child in multiprocessing.active_children() if child.name == "stream"]
+        process.kill()
+        process.join()
+        with pytest.raises(NonRetryableError, match=r"data.streaming: the process that reads ahead has died"):
+            [loader.microbatches(step) for step in range(40)]
+        with pytest.raises(NonRetryableError, match=r"the process that reads ahead has died"):
+            [other.microbatches(step) for step in range(40)]
+
+
+def test_a_chunk_without_a_sample(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    lines = [{"text": "a b c"}] * 20 + [{"text": "a b c " * 99}] * 20
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options: dict[str, Any] = {"packing": "none", "max_length": 50, "long_samples": "drop"}
+    data = FilesData(train=str(tmp_path / "texts.jsonl"), streaming=True, buffer_size=10, **options)
+    loader = Opened(data, tmp_path / "stream", tokenizer).loader()
+    with (
+        closing(loader),
+        pytest.raises(NonRetryableError, match="no record of chunk 2 can be trained on; raise"),
+    ):
+        [loader.microbatches(step) for step in range(9)]
+
+
+def test_closing_ends_the_wait_for_a_chunk(opened: Opened) -> None:
+    loader = opened.loader(make=None)
+    loader.close()
+    with pytest.raises(NonRetryableError, match="was closed"):
+        loader.microbatches(0)
