@@ -112,7 +112,7 @@ def command_line(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]
     # The script itself is not the value of the launcher's last option.
     launcher, options = flags(words[: max(start - 1, 0)]), flags(words[start:])
     if stray := options.pop("", None):
-        raise ConfigError(f"{path}: {stray} is no --OPTION; give the command line of one training script.")
+        raise ConfigError(f"{path}: {stray} is not --OPTION; give the command line of one training script.")
     for name in {*LAUNCHED} & {*launcher}:
         found["ranks"] = str(launcher[name])
     if "config_file" in launcher:

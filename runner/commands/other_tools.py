@@ -358,7 +358,7 @@ def axolotl_datasets(work: Translation) -> None:
 READ = {"path", "data_files", "ds_type", "type", "split", "name", "revision", "field", "field_messages"}
 READ |= {"message_field_role", "message_field_content", "message_property_mappings", "roles", "chat_template"}
 READ |= {"field_system", "field_instruction", "field_input", "field_output", "roles_to_train", "train_on_eos"}
-"""What is read of an entry of ``datasets``. The last two only have their defaults' effect here."""
+"""The keys of an entry of ``datasets`` that are read, or have no effect."""
 
 
 def files_of(item: Mapping[str, Any]) -> list[str]:

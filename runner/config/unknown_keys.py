@@ -21,7 +21,7 @@ MOST_LISTED = 12
 
 @dataclass(frozen=True)
 class Counterpart:
-    """What an option of another tool is called here."""
+    """The name and the values that an option of another tool has here."""
 
     here: str
     """KEY, or KEY=VALUE for a switch."""
