@@ -69,7 +69,7 @@ def hydra_value(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(hydra_value, value))}]"
     text = str(value)
-    if re.fullmatch(r"[\w./:~+-]+|\[[\w,]*\]", text):
+    if re.fullmatch(r"[\w./:~+-]+|\[[\w,]*\]", text, re.ASCII):
         return text
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
@@ -128,15 +128,24 @@ def flags(words: Sequence[str]) -> dict[str, Any]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            found[name] = [yaml.safe_load(value)] if equals else []
+            found[name] = [scalar(value)] if equals else []
         else:
-            found.setdefault(name, []).append(yaml.safe_load(word))
+            found.setdefault(name, []).append(scalar(word))
     result = {
         name: True if not values else values[0] if len(values) == 1 else values
         for name, values in found.items()
     }
     off = {name[3:]: False for name in result if name.startswith("no_") and name != "no_cuda"}
     return {name: value for name, value in result.items() if name[3:] not in off} | off
+
+
+def scalar(word: str) -> object:
+    """Return a number, a truth value or a mapping of JSON; all else stays text."""
+    try:
+        value = yaml.safe_load(word)
+    except yaml.YAMLError:
+        return word
+    return value if isinstance(value, int | float) or word.startswith("{") else word
 
 
 def main() -> NoReturn:

@@ -58,7 +58,12 @@ class Translation:
     def lacks(self, name: str, why: str) -> None:
         """Record that an option of the file has no equivalent; a default value needs no record."""
         if name in self.given:
-            self.missing[f"{name}={self.given[name]}"] = why
+            self.missing[f"{name}={' '.join(str(self.given[name]).split())[:80]}"] = why
+
+    def skip(self, name: str, why: str) -> None:
+        """Remove an option, and record that it is not needed if the file gives it."""
+        self.left.pop(name, None)
+        self.needless |= {name: why} if name in self.given else {}
 
     def row(self, name: str) -> Counterpart | None:
         tables = (dictionary()[table] for table in documents()[1][self.tool]["tables"])
@@ -140,7 +145,7 @@ def ours_of(row: Counterpart, key: str, switched: str, value: Any) -> object:
     values = listed(value)
     if row.values is not None:
         theirs = str(values[0]).lower() if len(values) == 1 else ""
-        return (row.values[theirs] or OFF) if theirs in row.values else None
+        return None if theirs not in row.values else OFF if (ours := row.values[theirs]) is None else ours
     if switched:
         return OFF if str(value).lower() in ("false", "no", "none", "0") else switched
     if key in LISTS and value != "all-linear":
@@ -246,12 +251,15 @@ def choose_schedule(work: Translation) -> None:
     key, length = ("run.max_steps", steps) if steps > 0 else ("run.epochs", epochs)
     work.words[key] = int(length) if length == int(length) else length
     work.words["optimizer.betas"] = [work.number("adam_beta1") or 0.9, work.number("adam_beta2")]
+    if steps > 0:
+        for name in ("num_train_epochs", "num_epochs"):
+            work.skip(name, "max_steps takes precedence")
     if (work.left.get("lr_scheduler_type") or work.left.get("lr_scheduler")) == "constant":
-        for name in {"warmup_steps", "warmup_ratio"} & {*work.given}:
-            work.needless[name] = "a constant rate has no warmup there"
-        work.take("warmup_steps", "warmup_ratio")
+        for name in ("warmup_steps", "warmup_ratio"):
+            work.skip(name, "a constant rate has no warmup there")
     share, warmup = work.number("warmup_ratio"), work.number("warmup_steps")
     if warmup and warmup >= 1:
+        work.skip("warmup_ratio", "warmup_steps takes precedence")
         work.words["scheduler.warmup_steps"] = int(warmup)
     elif (warmup or share) and warmup != 0:
         work.words["scheduler.warmup_ratio"] = warmup or share
@@ -285,6 +293,9 @@ def choose_cadences(work: Translation) -> None:
         work.words["checkpoint.save_every_epochs"] = 1
     else:
         cadence(work, "checkpoint.save_every", saving, every, parts)
+    for name, chosen in (("eval_steps", strategy), ("save_steps", saving)):
+        if chosen != "steps":
+            work.skip(name, f"it is read with the strategy steps, which is {chosen}")
     if (patience := work.take("early_stopping_patience")) is not None:
         work.words |= {"early_stopping.patience": patience, "early_stopping.metric": "eval/loss"}
 
@@ -324,10 +335,13 @@ def hub_dataset(work: Translation) -> None:
     if name is None:
         raise ConfigError("dataset_name: the configuration names no data; add it, or the path of a file.")
     work.words |= {"data": "files", "data.train": place(name)}
-    if "dataset_test_split" in work.given:
-        work.words["data.eval_split"] = work.take("dataset_test_split")
+    split = work.take("dataset_test_split") or "test"
+    if work.given.get("eval_strategy", "no") != "no":
+        work.words["data.eval_split"] = split
+    else:
+        work.skip("dataset_test_split", "eval_strategy is no")
     if not work.left.get("packing"):
-        work.take("packing_strategy")
+        work.skip("packing_strategy", "packing is false")
 
 
 def axolotl_datasets(work: Translation) -> None:
@@ -357,7 +371,16 @@ def axolotl_datasets(work: Translation) -> None:
 
 READ = {"path", "data_files", "ds_type", "type", "split", "name", "revision", "field", "field_messages"}
 READ |= {"message_field_role", "message_field_content", "message_property_mappings", "roles", "chat_template"}
-READ |= {"field_system", "field_instruction", "field_input", "field_output", "roles_to_train", "train_on_eos"}
+READ |= {
+    "field_chosen",
+    "field_rejected",
+    "field_system",
+    "field_instruction",
+    "field_input",
+    "field_output",
+    "roles_to_train",
+    "train_on_eos",
+}
 """The keys of an entry of ``datasets`` that are read, or have no effect."""
 
 
@@ -384,7 +407,10 @@ def columns_of(item: Mapping[str, Any]) -> dict[str, object]:
         "messages": item.get("field_messages"),
         "role": mapped.get("role", item.get("message_field_role")),
         "content": mapped.get("content", item.get("message_field_content")),
-        **{key: detailed.get(f"field_{key}") for key in ("instruction", "input", "output", "system")},
+        **{
+            key: detailed.get(f"field_{key}")
+            for key in ("instruction", "input", "output", "system", "chosen", "rejected")
+        },
     }
     return {ours: theirs for ours, theirs in found.items() if theirs not in (None, ours)}
 

@@ -26,7 +26,7 @@ class Counterpart:
     here: str
     """KEY, or KEY=VALUE for a switch."""
     remark: str = ""
-    values: Mapping[str, str | None] | None = None
+    values: Mapping[str, object] | None = None
     """Our value for each of theirs, in lower case. None means that both have the same values."""
 
 
@@ -50,14 +50,8 @@ def read_row(row: str | Mapping[str, Any]) -> Counterpart:
     if isinstance(row, str):
         ours, _, remark = row.partition("; ")
         return Counterpart(ours, remark)
-    values = row["values"].items()
-    named = {str(theirs).lower(): yaml_word(ours) for theirs, ours in values}
-    return Counterpart(row["here"], row.get("remark", ""), named)
-
-
-def yaml_word(value: object) -> str | None:
-    """Return a value of YAML as it is written on the command line. None stays None."""
-    return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    values = {str(theirs).lower(): ours for theirs, ours in row["values"].items()}
+    return Counterpart(row["here"], row.get("remark", ""), values)
 
 
 def counterpart(word: str) -> str | None:

@@ -52,6 +52,7 @@ val_size: 0.1
 per_device_eval_batch_size: 1
 eval_strategy: steps
 eval_steps: 500
+enable_thinking: false
 """
 DEEPSPEED = "model_name_or_path: x\ndataset: a\nstage: {}\nfinetuning_type: full\ndeepspeed: ds_z3.json\n"
 AXOLOTL = """
@@ -101,6 +102,7 @@ datasets:
     split: train[:90%]
     field_messages: dialog
     field_chosen: better
+    shards: 4
     message_property_mappings: {role: who, content: text}
     roles: {user: [human], assistant: [gpt]}
   - {path: org/more, type: chat_template.default}
@@ -115,10 +117,11 @@ accelerate launch --config_file=deepspeed_zero3.yaml --num_processes 8 trl/scrip
     --model_name_or_path Qwen/Qwen2-0.5B --dataset_name trl-lib/Capybara --learning_rate 2.0e-4 \
     --num_train_epochs 1 --packing --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \
     --eos_token '<|im_end|>' --eval_strategy epoch --use_peft --lora_r 32 --lora_alpha=16 \
-    --lora_target_modules q_proj k_proj v_proj --no_remove_unused_columns --run_name "it's one"
+    --lora_target_modules q_proj k_proj v_proj --no_remove_unused_columns --run_name "it's *one: 1%"
 """
 TRL_DPO = (
-    "trl dpo --model_name_or_path m --dataset_name pairs.json --loss_type hinge --max_steps 50 --bf16 false"
+    "trl dpo --model_name_or_path m --dataset_name pairs.json --loss_type hinge --max_steps 50 "
+    "--num_train_epochs 2 --bf16 no"
 )
 TRAINER = {"optimizer.weight_decay": 0.0, "run.seed": 42, "checkpoint.keep_last": 0, "data.packing": "none"}
 """The defaults of transformers' Trainer."""
@@ -137,7 +140,7 @@ class Answer:
     def composed(self) -> Any:
         """Compose the printed command and build everything it describes."""
         with initialize_config_dir(config_dir(), version_base="1.3"):
-            config = compose("config", [*self.words, "run.name=x"])
+            config = compose("config", ["run.name=x", *self.words])
         node = OmegaConf.to_container(config, resolve=True)
         assert isinstance(node, dict)
         if "dataset_info" in node["data"]:  # is read when it is built
@@ -186,6 +189,7 @@ def test_llamafactory(imported: Run) -> None:
         "data.max_length": 4096,
         "data.packing": "none",
         "data.eval_fraction": 0.1,
+        "data.chat_template_kwargs": {"enable_thinking": False},
         "adapter.r": 16,
         "adapter.alpha": 32,
         "adapter.target_modules": "all-linear",
@@ -286,7 +290,7 @@ def test_preferences_of_axolotl(imported: Run) -> None:
         "data.sources": [{"path": "data/pairs.jsonl"}, {"path": "hub:org/more"}],
         "data.split": "train[:90%]",
         "data.format": "preference",
-        "data.columns": {"messages": "dialog", "role": "who", "content": "text"},
+        "data.columns": {"messages": "dialog", "role": "who", "content": "text", "chosen": "better"},
         "data.roles": {"human": "user", "gpt": "assistant"},
         "data.max_length": 512,
         "data.packing": "none",
@@ -298,7 +302,7 @@ def test_preferences_of_axolotl(imported: Run) -> None:
         "checkpoint.save_every_epochs": 1,
     }
     check(answer, expected)
-    for named in ("datasets: field_chosen=better: ", "datasets: split: ", "datasets: roles: "):
+    for named in ("datasets: shards=4: ", "datasets: split: ", "datasets: roles: "):
         assert f"#   {named}" in answer.out
 
 
@@ -320,12 +324,13 @@ def test_a_command_line_of_accelerate(imported: Run) -> None:
         "run.global_batch_size": 128,
         "run.epochs": 1,
         "run.eval_every": 0,
+        "data.eval_split": "test",
+        "run.name": "it's *one: 1%",
         "run.dtype": "bf16",
         "run.log_every": 10,
         "parallelism.dp": 8,
     }
     check(answer, TRAINER | expected | {"data.packing": "bfd"})
-    assert "run.name='it\\'s one'" in answer.words
     assert "#   eos_token=<|im_end|>: " in answer.out
     assert "#   remove_unused_columns: " in answer.out
 
@@ -362,6 +367,7 @@ def test_trl(imported: Run, stage: str, added: str, expected: dict[str, object])
 
 def test_a_command_line_of_trl(imported: Run) -> None:
     answer = imported("trl", TRL_DPO, "ranks=2", suffix=".sh")
+    assert "#   num_train_epochs: max_steps takes precedence" in answer.out
     check(answer, {"run.max_steps": 50, "run.epochs": None, "run.dtype": "fp32", "data.train": "pairs.json"})
 
 
@@ -416,7 +422,7 @@ def test_every_option_of_the_trainer_is_known(tool: str) -> None:
 def test_the_stated_defaults_are_those_of_transformers() -> None:
     theirs = {option.name: option.default for option in dataclasses.fields(TrainingArguments)}
     stated = documents()[1]["common"]["defaults"]
-    # No limit is 0 here, LLaMA-Factory and TRL turn gradient checkpointing on, and packing is their own option.
+    # No limit is 0 here, both tools turn gradient checkpointing on, and packing is an option of their own.
     others = {"save_total_limit", "gradient_checkpointing", "packing"}
     assert {name: theirs.get(name) for name in {*stated} - others} == {
         name: value for name, value in stated.items() if name not in others
