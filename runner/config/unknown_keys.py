@@ -3,9 +3,11 @@
 ``python -m runner.config.unknown_keys`` prints docs/dictionary.md.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import yaml
 
@@ -17,13 +19,39 @@ MOST_LISTED = 12
 """Number of keys above which a message does not list them all."""
 
 
+@dataclass(frozen=True)
+class Counterpart:
+    """The name and the values that an option of another tool has here."""
+
+    here: str
+    """KEY, or KEY=VALUE for a switch."""
+    remark: str = ""
+    values: Mapping[str, object] | None = None
+    """Our value for each of theirs, in lower case. None means that both have the same values."""
+
+
 @cache
-def dictionary() -> dict[str, dict[str, str]]:
+def documents() -> tuple[Any, Any]:
+    """Return both documents of other_tools.yaml."""
+    words, importing = yaml.safe_load_all(files("runner.config").joinpath("other_tools.yaml").read_text())
+    return words, importing
+
+
+@cache
+def dictionary() -> dict[str, dict[str, Counterpart]]:
     """Return, by tool, the options of other tools and what they are here."""
-    found: dict[str, dict[str, str]] = yaml.safe_load(
-        files("runner.config").joinpath("other_tools.yaml").read_text()
-    )
-    return found
+    return {
+        tool: {word: read_row(row) for word, row in rows.items()} for tool, rows in documents()[0].items()
+    }
+
+
+def read_row(row: str | Mapping[str, Any]) -> Counterpart:
+    """Return a row of the file: ``KEY; remark``, or a mapping."""
+    if isinstance(row, str):
+        ours, _, remark = row.partition("; ")
+        return Counterpart(ours, remark)
+    values = {str(theirs).lower(): ours for theirs, ours in row["values"].items()}
+    return Counterpart(row["here"], row.get("remark", ""), values)
 
 
 def counterpart(word: str) -> str | None:
@@ -31,8 +59,8 @@ def counterpart(word: str) -> str | None:
     name = word.lstrip("-+").replace("-", "_").rsplit(".", 1)[-1]
     for tool, options in dictionary().items():
         if name in options:
-            ours, _, remark = options[name].partition("; ")
-            return f"use {ours}{f' ({remark})' if remark else ''} for {tool}'s {name}."
+            row = options[name]
+            return f"use {row.here}{f' ({row.remark})' if row.remark else ''} for {tool}'s {name}."
     return None
 
 
@@ -62,11 +90,11 @@ def page() -> Iterator[str]:
     yield "# Dictionary of other tools' options"
     yield ""
     yield "What the options of other tools are called here. If one is given, an error says so."
+    yield "`python -m runner.import_config llamafactory|axolotl|trl FILE` translates a whole configuration."
     for tool, options in dictionary().items():
         yield from ("", f"## {tool}", "", "| there | here | remark |", "|---|---|---|")
-        for word, answer in sorted(options.items()):
-            ours, _, remark = answer.partition("; ")
-            yield f"| `{word}` | `{ours}` | {remark} |"
+        for word, row in sorted(options.items()):
+            yield f"| `{word}` | `{row.here}` | {row.remark} |"
 
 
 if __name__ == "__main__":

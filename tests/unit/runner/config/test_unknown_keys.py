@@ -32,11 +32,13 @@ def known() -> set[str]:
 
 @pytest.mark.parametrize(("tool", "word"), WORDS, ids="-".join)
 def test_what_an_option_is_here_exists(tool: str, word: str, known: set[str]) -> None:
-    ours = dictionary()[tool][word].partition("; ")[0]
+    row = dictionary()[tool][word]
+    ours, values = row.here, row.values or {}
     key, _, value = ours.partition("=")
     options = {path.stem for path in (ROOT / "conf" / key).glob("*.yaml")}
-    if options and value:
-        assert set(value.strip("[]").split(",")) <= options
+    if options:
+        given = [value, *(ours for ours in values.values() if ours)]
+        assert {name for word in given for name in word.strip("[]").split(",")} - {""} <= options
     elif not ours.startswith("python -m runner.report"):
         assert key in known
 

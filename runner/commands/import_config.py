@@ -1,0 +1,152 @@
+"""``python -m runner.import_config TOOL FILE [ranks=N] [stage=STAGE]``: another tool's run as a command.
+
+TOOL         llamafactory, axolotl or trl
+FILE         its YAML or JSON, or, for trl, a text with its command line: ``accelerate launch sft.py --a 1``
+ranks=N      number of GPUs that the configuration was written for; default: that of its launcher, else 1
+stage=STAGE  default: what FILE or the name of the script says
+
+Prints the command of this program, with the tool's default values, and, as comments, each option of FILE that
+has no equivalent or is not needed.
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from components.contracts.errors import ConfigError
+from components.home import expand_home
+from runner.cli import run_or_answer
+from runner.commands.arguments import Keys, first_line, parse_pairs, whole_number
+from runner.commands.other_tools import TOOLS, Translation, translate
+
+KEYS: Keys = {"ranks": None, "stage": ("pt", "sft", "dpo", "kto", "orpo", "cpo", "simpo")}
+LAUNCHED = ("num_processes", "nproc_per_node")
+"""Options of accelerate and torchrun with the number of ranks."""
+SCRIPT = re.compile(r"(?:^|[/_])(sft|dpo|kto|orpo|cpo)(?:_\w+)?(?:\.py)?$")
+
+
+def import_config(arguments: Sequence[str]) -> None:
+    usage = f"Usage: {first_line(__doc__).replace('``', '')}"
+    if len(arguments) < 2:
+        raise ConfigError(f"TOOL and FILE: give both. {usage}")
+    tool, name, *pairs = arguments
+    if tool not in TOOLS:
+        raise ConfigError(f"{tool}: is not a tool; give {', '.join(TOOLS)}. {usage}")
+    given = parse_pairs(pairs, KEYS)
+    options, found = read(tool, Path(expand_home("FILE", name)))
+    ranks = given.get("ranks") or found.get("ranks")
+    count = whole_number({"ranks": ranks}, "ranks", 1, least=1) if ranks else None
+    print(*page(translate(tool, options, count, given.get("stage") or found.get("stage"), name)), sep="\n")
+
+
+def page(result: Translation) -> list[str]:
+    """Return the command, one option a line, and the comments below it."""
+    words = [f"{key}={hydra_value(value)}" for key, value in result.words.items()]
+    lines = ["python -m runner", *(f"  {shlex.quote(word)}" for word in words)]
+    out = [" \\\n".join(lines)]
+    sections = (
+        ("Check", result.checks),
+        ("No equivalent here", result.missing),
+        ("Not needed", result.needless),
+    )
+    for title, reasons in sections:
+        if reasons:
+            out += ["", f"# {title}:", *(f"#   {name}: {why}" for name, why in reasons.items())]
+    return out
+
+
+def hydra_value(value: object) -> str:
+    """Return a value as Hydra reads it on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {hydra_value(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(hydra_value, value))}]"
+    text = str(value)
+    if re.fullmatch(r"[\w./:~+-]+|\[[\w,]*\]", text, re.ASCII):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def read(tool: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options of a file, and the ``stage`` and the ``ranks`` that its command line names.
+
+    Raises:
+        ConfigError: if the file is missing or cannot be read.
+    """
+    kinds = [".yaml", ".yml", ".json", *([".txt", ".sh"] if tool == "trl" else [])]
+    if path.suffix not in kinds:
+        raise ConfigError(f"{path}: is not a configuration of {tool}; give a file {', '.join(kinds)}.")
+    try:
+        text = path.read_text()
+        if path.suffix in (".txt", ".sh"):
+            return command_line(text, path)
+        node = yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path.") from error
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: cannot be parsed ({reason}); correct it.") from error
+    if not isinstance(node, dict):
+        raise ConfigError(f"{path}: must be a mapping of options to values.")
+    return {str(key).replace("-", "_"): value for key, value in node.items()}, {}
+
+
+def command_line(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what ``read`` does, of a command line: that of the launcher, the script and its options."""
+    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    found: dict[str, str] = {}
+    start = 0
+    for number, word in enumerate(words):
+        if (script := SCRIPT.search(word)) and not words[number - 1].startswith("--"):
+            found["stage"] = script[1]
+        if word.endswith(".py") or (number and words[number - 1] == "trl"):
+            start = number + 1
+            break
+    # The script itself is not the value of the launcher's last option.
+    launcher, options = flags(words[: max(start - 1, 0)]), flags(words[start:])
+    if stray := options.pop("", None):
+        raise ConfigError(f"{path}: {stray} is not --OPTION; give the command line of one training script.")
+    for name in {*LAUNCHED} & {*launcher}:
+        found["ranks"] = str(launcher[name])
+    if "config_file" in launcher:
+        options["fsdp_config"] = launcher["config_file"]
+    return options, found
+
+
+def flags(words: Sequence[str]) -> dict[str, Any]:
+    """Return the ``--name value``, ``--name=value`` and ``--name`` among the words; the rest has no name."""
+    found: dict[str, list[Any]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = [scalar(value)] if equals else []
+        else:
+            found.setdefault(name, []).append(scalar(word))
+    result = {
+        name: True if not values else values[0] if len(values) == 1 else values
+        for name, values in found.items()
+    }
+    off = {name[3:]: False for name in result if name.startswith("no_") and name != "no_cuda"}
+    return {name: value for name, value in result.items() if name[3:] not in off} | off
+
+
+def scalar(word: str) -> object:
+    """Return a number, a truth value or a mapping of JSON; all else stays text."""
+    try:
+        value = yaml.safe_load(word)
+    except yaml.YAMLError:
+        return word
+    return value if isinstance(value, int | float) or word.startswith("{") else word
+
+
+def main() -> NoReturn:
+    sys.exit(run_or_answer(import_config, __doc__))

@@ -1,0 +1,474 @@
+"""Translate the options of another tool's configuration: see ``runner.commands.import_config``."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from components.contracts.errors import ConfigError
+from runner.cli import config_dir
+from runner.config.sources import did_you_mean
+from runner.config.unknown_keys import Counterpart, dictionary, documents
+
+TOOLS = ("llamafactory", "axolotl", "trl")
+GROUPS = ("stage", "model", "data", "adapter", "parallelism", "optimizer", "scheduler", "run")
+"""The order of the command."""
+ADAPTERS = ("none", "lora", "qlora", "dora")
+"""The options of the group; if several are asked for, the last one counts."""
+OFF = "(off)"
+LISTS = ("adapter.target_modules", "adapter.modules_to_save")
+FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "input_output": "segments"}
+"""The formats of axolotl's types without ``chat_template``."""
+
+
+FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
+
+
+@dataclass
+class Translation:
+    """The command, and what it leaves out."""
+
+    tool: str
+    given: dict[str, Any]
+    """The options of the file that have a value, under their own names."""
+    left: dict[str, Any] = field(default_factory=dict)
+    """Options and defaults that are still to be translated."""
+    words: dict[str, object] = field(default_factory=dict)
+    """The overrides of the command, by key."""
+    checks: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    needless: dict[str, str] = field(default_factory=dict)
+
+    def take(self, *names: str) -> Any:
+        """Remove options, and return the value of the first one that is set. None means that none is."""
+        found = [self.left.pop(name, None) for name in names]
+        return next((value for value in found if value is not None), None)
+
+    def number(self, *names: str) -> float | None:
+        """Return what ``take`` does as a number, or raise ConfigError if it is not one."""
+        value = self.take(*names)
+        try:
+            return None if value is None else float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{names[0]}: must be a number, got {value}.") from None
+
+    def lacks(self, name: str, why: str) -> None:
+        """Record that an option of the file has no equivalent; a default value needs no record."""
+        if name in self.given:
+            self.missing[f"{name}={' '.join(str(self.given[name]).split())[:80]}"] = why
+
+    def skip(self, name: str, why: str) -> None:
+        """Remove an option, and record that it is not needed if the file gives it."""
+        self.left.pop(name, None)
+        self.needless |= {name: why} if name in self.given else {}
+
+    def row(self, name: str) -> Counterpart | None:
+        tables = (dictionary()[table] for table in documents()[1][self.tool]["tables"])
+        return next((table[name] for table in tables if name in table), None)
+
+    def reason(self, kind: str, name: str, *, exact: bool) -> str | None:
+        """Return why an option is ``not_needed`` or has ``no_equivalent``. None means that it is neither."""
+        for where in (self.tool, "common"):
+            for pattern, why in documents()[1][where][kind].items():
+                if name == pattern or (not exact and fnmatch(name, pattern)):
+                    return str(why)
+        return None
+
+
+def translate(
+    tool: str, options: Mapping[str, Any], ranks: int | None, stage: str | None, file: str
+) -> Translation:
+    """Return the command for the options of ``tool``; ``file`` is their source, for messages.
+
+    Raises:
+        ConfigError: if an option is unknown, or the stage is not known or does not exist here.
+    """
+    given = {name: value for name, value in options.items() if value is not None and value != ""}
+    work = Translation(tool, given)
+    work.needless = {name: "it has no value" for name in options if name not in given}
+    check_names(work, options, file)
+    work.left = documents()[1][tool]["defaults"] | given
+    choose_stage(work, stage, file)
+    extra = documents()[1][tool]["stage_defaults"].get(work.words["stage"], {})
+    work.left |= {name: value for name, value in extra.items() if name not in given}
+    choose_model(work)
+    choose_adapter(work)
+    choose_batch(work, ranks)
+    choose_schedule(work)
+    choose_cadences(work)
+    {"llamafactory": dataset_info, "axolotl": axolotl_datasets, "trl": hub_dataset}[tool](work)
+    for name in list(work.left):
+        convert(work, name)
+    if any(key.startswith("logger.wandb.") for key in work.words):
+        work.words["logger"] = "[jsonl,console,wandb]"
+    leave_out_unread(work)
+    places = {key: (*(key.split(".")[0] != group for group in GROUPS), "." in key) for key in work.words}
+    work.words = {key: work.words[key] for key in sorted(work.words, key=places.__getitem__)}
+    return work
+
+
+def check_names(work: Translation, options: Mapping[str, Any], file: str) -> None:
+    for name in options:
+        kinds = [work.reason(kind, name, exact=False) for kind in ("not_needed", "no_equivalent")]
+        if not any(kinds) and work.row(name) is None:
+            tables = (dictionary()[table] for table in documents()[1][work.tool]["tables"])
+            hint = did_you_mean(name, [word for table in tables for word in table])
+            near = hint if hint.startswith("did") else "correct it, or leave it out if it does not matter."
+            raise ConfigError(f"{name} ({file}): is not a known option of {work.tool}; {near}")
+
+
+def convert(work: Translation, name: str) -> None:
+    """Translate one of the options that are left by its row, or record why it has none."""
+    value = work.left.pop(name)
+    needless, lacking = (work.reason(kind, name, exact=True) for kind in ("not_needed", "no_equivalent"))
+    row = None if needless or lacking else work.row(name)
+    if row is not None:
+        key, _, switched = row.here.partition("=")
+        ours = ours_of(row, key, switched, value)
+        if ours is None:
+            work.lacks(name, f"use {row.here}{f' ({row.remark})' if row.remark else ''}")
+        elif ours != OFF:
+            work.words[key] = ours
+        elif name in work.given:
+            work.needless[name] = f"it is the default without {row.here}" if switched else "it is the default"
+    elif needless := needless or (None if lacking else work.reason("not_needed", name, exact=False)):
+        work.needless[name] = needless
+    else:
+        work.lacks(name, lacking or str(work.reason("no_equivalent", name, exact=False)))
+
+
+def ours_of(row: Counterpart, key: str, switched: str, value: Any) -> object:
+    """Return the value of ``key``: None if theirs cannot be converted, and OFF if nothing has to be set."""
+    values = listed(value)
+    if row.values is not None:
+        theirs = str(values[0]).lower() if len(values) == 1 else ""
+        return None if theirs not in row.values else OFF if (ours := row.values[theirs]) is None else ours
+    if switched:
+        return OFF if str(value).lower() in ("false", "no", "none", "0") else switched
+    if key in LISTS and value != "all-linear":
+        return [part.strip() for part in value.split(",")] if isinstance(value, str) else values
+    return values[0] if len(values) == 1 and not isinstance(values[0], dict) else None
+
+
+def choose_stage(work: Translation, stage: str | None, file: str) -> None:
+    """Set ``stage`` and, if the tool calls a loss of it a stage of its own, ``stage.loss``."""
+    theirs = work.take("stage", "rl")
+    loss = work.left.get("pref_loss") or work.left.get("loss_type")
+    loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
+    if theirs == "dpo" and loss in ("orpo", "simpo"):
+        theirs = work.take("pref_loss")
+    if work.tool == "axolotl" and theirs is None:
+        sources = [item for item in listed(work.left.get("datasets")) if isinstance(item, dict)]
+        theirs = "pt" if sources and all(item.get("type") == "completion" for item in sources) else "sft"
+    if theirs == "ipo":
+        theirs, work.words["stage.loss"] = "dpo", "ipo"
+    chosen = stage or theirs
+    if chosen is None:
+        raise ConfigError(f"stage: {file} does not say it; give stage=sft, dpo, kto, orpo or cpo.")
+    if not Path(config_dir(), "stage", f"{chosen}.yaml").is_file():
+        raise ConfigError(f"stage: {chosen} of {file} does not exist here; give another one, as stage=sft.")
+    work.words["stage"] = chosen
+    if work.tool == "trl" and chosen == "sft" and (kind := work.take("loss_type")) is not None:
+        if kind == "nll":
+            work.needless["loss_type"] = "it is the loss of stage=sft"
+        else:
+            work.lacks("loss_type", "stage=sft has the negative log-likelihood only")
+
+
+def choose_model(work: Translation) -> None:
+    name = "base_model" if work.tool == "axolotl" else "model_name_or_path"
+    if (path := work.take(name)) is None:
+        raise ConfigError(f"{name}: the configuration names no model; add it.")
+    work.words |= {"model": "hf", "model.path": path}
+    if work.tool == "trl" and work.words["stage"] == "sft" and "assistant_only_loss" not in work.given:
+        work.checks["data.train_on_prompt"] = (
+            "TRL trains on every token of conversations (messages); give data.train_on_prompt=true for that"
+        )
+
+
+def choose_adapter(work: Translation) -> None:
+    """Set ``adapter``, and leave out the default values that only an adapter has."""
+    chosen = []
+    for name in list(work.left):
+        row = work.row(name)
+        if row is not None and row.here.partition("=")[0] == "adapter":
+            convert(work, name)
+            chosen.append(str(work.words.pop("adapter", "none")))
+    frozen = {"lora", "qlora"} & {*chosen}
+    adapter = max(chosen, key=ADAPTERS.index) if frozen else "none"
+    if {"qlora", "dora"} <= {*chosen}:
+        work.missing["4 bits"] = "adapter=dora has no quantised weights; use adapter=qlora without dora"
+    kept = adapter != "none" and not {"adapter_name_or_path", "lora_model_dir"} & {*work.given}
+    if adapter != "none":
+        work.words["adapter"] = adapter
+    if not kept:
+        work.left = {
+            name: value for name, value in work.left.items() if "lora" not in name or name in work.given
+        }
+    elif work.tool == "llamafactory" and "lora_alpha" not in work.given:
+        work.left["lora_alpha"] = 2 * int(work.left["lora_rank"])
+    elif work.tool == "trl" and "lora_target_modules" not in work.given:
+        work.checks["adapter.target_modules"] = (
+            "peft's default for Llama and Qwen; other models have other ones"
+        )
+
+
+def choose_batch(work: Translation, ranks: int | None) -> None:
+    """Set the layout, ``run.micro_batch_size`` and ``run.global_batch_size``."""
+    tp = int(work.number("tensor_parallel_size") or 1)
+    cp = int(work.number("context_parallel_size", "sequence_parallel_degree") or 1)
+    replicas = int(work.number("dp_replicate_size") or 1)
+    shards = int(work.number("dp_shard_size") or 1)
+    if ranks is None:
+        ranks = tp * cp * replicas * shards
+        work.checks["ranks"] = f"it is not given; for {ranks} rank(s). Give ranks=N for the batch of N GPUs"
+    if ranks % (tp * cp * replicas):
+        raise ConfigError(f"ranks: {ranks} is not divisible by {tp * cp * replicas}; correct it.")
+    dp = ranks // (tp * cp)
+    sharded = [work.left.pop(name, None) for name in ("deepspeed", "fsdp", "fsdp_config", "fsdp_version")]
+    if any(sharded):
+        work.checks["parallelism"] = (
+            "fsdp2 is ZeRO-3; ZeRO-2 is parallelism.reshard_after_forward=false, and offloading "
+            "parallelism.cpu_offload=true"
+        )
+    if ranks > 1 or any(sharded):
+        work.words |= {"parallelism": "fsdp2", "parallelism.dp": dp}
+        sizes = {"parallelism.tp": tp, "parallelism.cp": cp, "parallelism.dp_replicate": replicas}
+        work.words |= {key: size for key, size in sizes.items() if size > 1}
+    micro = int(work.number("per_device_train_batch_size", "micro_batch_size", "train_batch_size") or 1)
+    steps = int(work.number("gradient_accumulation_steps") or 1)
+    total = work.number("batch_size")
+    work.words["run.global_batch_size"] = int(total) if total else micro * steps * dp
+    work.words["run.micro_batch_size"] = "auto" if work.take("auto_find_batch_size") else micro
+
+
+def choose_schedule(work: Translation) -> None:
+    """Set the length of the run, ``optimizer.betas`` and the keys of the scheduler."""
+    steps, epochs = work.number("max_steps") or -1, work.number("num_train_epochs", "num_epochs") or 0.0
+    key, length = ("run.max_steps", steps) if steps > 0 else ("run.epochs", epochs)
+    work.words[key] = int(length) if length == int(length) else length
+    work.words["optimizer.betas"] = [work.number("adam_beta1") or 0.9, work.number("adam_beta2")]
+    if steps > 0:
+        for name in ("num_train_epochs", "num_epochs"):
+            work.skip(name, "max_steps takes precedence")
+    if (work.left.get("lr_scheduler_type") or work.left.get("lr_scheduler")) == "constant":
+        for name in ("warmup_steps", "warmup_ratio"):
+            work.skip(name, "a constant rate has no warmup there")
+    share, warmup = work.number("warmup_ratio"), work.number("warmup_steps")
+    if warmup and warmup >= 1:
+        work.skip("warmup_ratio", "warmup_steps takes precedence")
+        work.words["scheduler.warmup_steps"] = int(warmup)
+    elif (warmup or share) and warmup != 0:
+        work.words["scheduler.warmup_ratio"] = warmup or share
+    elif share and "warmup_ratio" in work.given:
+        work.words["scheduler.warmup_ratio"] = share
+    if work.tool == "axolotl" and not {"warmup_ratio", "warmup_steps"} & {*work.given}:
+        work.checks["scheduler.warmup_ratio"] = "axolotl's default, which has 100 steps at most"
+    rate = float(work.left.get("learning_rate") or 0)
+    if (least := work.number("cosine_min_lr_ratio")) is not None:
+        work.words["scheduler.min_lr"] = least * rate
+    settings = work.left.get("lr_scheduler_kwargs")
+    if isinstance(settings, dict) and {*settings} <= {"min_lr", "min_lr_rate", "num_decay_steps"}:
+        del work.left["lr_scheduler_kwargs"]
+        if "min_lr_rate" in settings:
+            work.words["scheduler.min_lr"] = float(settings["min_lr_rate"]) * rate
+        names = {"min_lr": "scheduler.min_lr", "num_decay_steps": "scheduler.decay_steps"}
+        work.words |= {ours: settings[theirs] for theirs, ours in names.items() if theirs in settings}
+
+
+def choose_cadences(work: Translation) -> None:
+    """Set how often the run saves and evaluates; parts of an epoch become shares of the run."""
+    given = work.given
+    default = "steps" if work.tool == "axolotl" and "eval_steps" in given else "no"
+    strategy = work.take("eval_strategy", "evaluation_strategy") or default
+    every = work.number("eval_steps") or float(work.left.get("logging_steps", 0))
+    cadence(work, "run.eval_every", strategy, every, work.number("evals_per_epoch"))
+    saving = work.take("save_strategy")
+    saving = "steps" if saving is None or ("save_steps" in given and "save_strategy" not in given) else saving
+    every, parts = work.number("save_steps") or 0, work.number("saves_per_epoch")
+    if parts == 1 or (saving == "epoch" and not parts):
+        work.words["checkpoint.save_every_epochs"] = 1
+    else:
+        cadence(work, "checkpoint.save_every", saving, every, parts)
+    for name, chosen in (("eval_steps", strategy), ("save_steps", saving)):
+        if chosen != "steps":
+            work.skip(name, f"it is read with the strategy steps, which is {chosen}")
+    if (patience := work.take("early_stopping_patience")) is not None:
+        work.words |= {"early_stopping.patience": patience, "early_stopping.metric": "eval/loss"}
+
+
+def cadence(work: Translation, key: str, strategy: str, every: float, parts: float | None) -> None:
+    """Set a cadence to ``every``, in steps or a share of the run, or to ``parts`` of an epoch."""
+    epochs = work.words.get("run.epochs")
+    if strategy == "best":
+        work.words["checkpoint.keep_best"] = "eval/loss"
+    elif not parts and strategy != "epoch":
+        work.words |= {key: int(every) if every >= 1 else every} if strategy == "steps" and every else {}
+    elif not isinstance(epochs, int | float):
+        work.checks[key] = "the length of an epoch is not known; give the number of steps"
+    elif (number := (parts or 1) * epochs) > 1:
+        work.words[key] = round(1 / number, 6)
+
+
+def dataset_info(work: Translation) -> None:
+    """Set LLaMA-Factory's data."""
+    names, evaluated = work.take("dataset"), work.take("eval_dataset")
+    work.words |= {"data": "llamafactory", "data.dataset_info": work.take("dataset_dir")}
+    work.words["data.dataset"] = ",".join(listed(names)).replace(" ", "")
+    if evaluated is not None:
+        work.words["data.eval_dataset"] = ",".join(listed(evaluated))
+    if work.words["stage"] == "pt" and "packing" not in work.given:
+        work.words["data.packing"] = "concat"
+        work.take("packing")
+    if work.take("neat_packing"):
+        work.words["data.packing"] = "bfd"
+        work.take("packing")
+    held_out(work, "val_size")
+
+
+def hub_dataset(work: Translation) -> None:
+    """Set TRL's data: a data set of the hub, or a path."""
+    name = work.take("dataset_name")
+    if name is None:
+        raise ConfigError("dataset_name: the configuration names no data; add it, or the path of a file.")
+    work.words |= {"data": "files", "data.train": place(name)}
+    split = work.take("dataset_test_split") or "test"
+    if work.given.get("eval_strategy", "no") != "no":
+        work.words["data.eval_split"] = split
+    else:
+        work.skip("dataset_test_split", "eval_strategy is no")
+    if not work.left.get("packing"):
+        work.skip("packing_strategy", "packing is false")
+
+
+def axolotl_datasets(work: Translation) -> None:
+    """Set axolotl's ``datasets`` and ``test_datasets``."""
+    sources, tests = listed(work.take("datasets")), listed(work.take("test_datasets"))
+    if not sources or not all(isinstance(item, dict) and "path" in item for item in [*sources, *tests]):
+        raise ConfigError("datasets: must be a list of mappings with a path; correct it.")
+    paths, evaluated = ([path for item in items for path in files_of(item)] for items in (sources, tests))
+    work.words["data"] = "files"
+    one = len(paths) == 1
+    work.words |= {"data.train": paths[0]} if one else {"data.sources": [{"path": path} for path in paths]}
+    work.words |= {"data.eval": evaluated[0]} if evaluated else {}
+    if len(evaluated) > 1:
+        work.missing["test_datasets"] = "data.eval is a single source; name a folder or a pattern"
+    for key, found_in in ENTRIES.items():
+        found = [found_in(item) for item in sources]
+        if any(other != found[0] for other in found):
+            work.missing[f"datasets: {key}"] = f"data.{key} holds for all sources; convert the others"
+        work.words |= {f"data.{key}": found[0]} if found[0] else {}
+    for item in sources:
+        for name in {*item} - READ:
+            work.missing[f"datasets: {name}={item[name]}"] = "use the options of data, see docs/data.md"
+        if isinstance(item.get("type"), str) and format_of(item) is None:
+            work.checks["data.format"] = f"type {item['type']} is not known; the format is recognised"
+    held_out(work, "val_set_size")
+
+
+READ = {"path", "data_files", "ds_type", "type", "split", "name", "revision", "field", "field_messages"}
+READ |= {"message_field_role", "message_field_content", "message_property_mappings", "roles", "chat_template"}
+READ |= {
+    "field_chosen",
+    "field_rejected",
+    "field_system",
+    "field_instruction",
+    "field_input",
+    "field_output",
+    "roles_to_train",
+    "train_on_eos",
+}
+"""The keys of an entry of ``datasets`` that are read, or have no effect."""
+
+
+def files_of(item: Mapping[str, Any]) -> list[str]:
+    """Return the sources of an entry of ``datasets``: its files, or a data set of the hub."""
+    if item.get("data_files"):
+        return [str(path) for path in listed(item["data_files"])]
+    return [str(item["path"]) if "ds_type" in item else place(item["path"])]
+
+
+def format_of(item: Mapping[str, Any]) -> str | None:
+    kind = str(item.get("type") or "")
+    if kind.startswith("chat_template"):
+        return "preference" if kind != "chat_template" else "messages"
+    return FORMATS.get(kind)
+
+
+def columns_of(item: Mapping[str, Any]) -> dict[str, object]:
+    """Return ``data.columns`` of an entry of ``datasets``, without names that are those of the format."""
+    mapped = item.get("message_property_mappings") or {}
+    detailed = item["type"] if isinstance(item.get("type"), dict) else item
+    found = {
+        "text": item.get("field"),
+        "messages": item.get("field_messages"),
+        "role": mapped.get("role", item.get("message_field_role")),
+        "content": mapped.get("content", item.get("message_field_content")),
+        **{
+            key: detailed.get(f"field_{key}")
+            for key in ("instruction", "input", "output", "system", "chosen", "rejected")
+        },
+    }
+    return {ours: theirs for ours, theirs in found.items() if theirs not in (None, ours)}
+
+
+def roles_of(item: Mapping[str, Any]) -> dict[str, str]:
+    """Return ``data.roles``: what each role of the records is, from axolotl's names of each role."""
+    roles = item.get("roles") or {}
+    return {theirs: ours for ours, names in roles.items() for theirs in listed(names) if theirs != ours}
+
+
+ENTRIES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "format": format_of,
+    "columns": columns_of,
+    "roles": roles_of,
+    "split": lambda item: item.get("split"),
+    "subset": lambda item: item.get("name"),
+    "revision": lambda item: item.get("revision"),
+}
+"""The options of data that are read of an entry of ``datasets``."""
+
+
+def held_out(work: Translation, name: str) -> None:
+    share = work.number(name) or 0.0
+    if share >= 1:
+        work.lacks(name, "use data.eval_fraction, a share below 1")
+    elif share:
+        work.words["data.eval_fraction"] = share
+
+
+def place(name: object) -> str:
+    """Return a path as it is, and the name of a data set of the hub as ``hub:NAME``."""
+    text = str(name)
+    is_path = text.startswith((".", "/", "~")) or Path(text).suffix in FILES or Path(text).exists()
+    return text if is_path else f"hub:{text}"
+
+
+def listed(value: Any) -> list[Any]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def leave_out_unread(work: Translation) -> None:
+    """Remove words that the chosen option of their group does not read."""
+    chosen = {"parallelism": "single", "scheduler": "cosine", "optimizer": "adamw", "adapter": "none"}
+    for key in list(work.words):
+        group, _, rest = key.partition(".")
+        if not rest or group in ("run", "checkpoint", "early_stopping", "logger"):
+            continue
+        option = str(work.words.get(group) or chosen[group])
+        if rest.split(".")[0] not in keys_of(group, option):
+            for name in work.given:
+                row = work.row(name)
+                if row is not None and row.here == key:
+                    work.needless[name] = f"{group}={option} does not read {key}"
+            del work.words[key]
+
+
+def keys_of(group: str, option: str) -> set[str]:
+    """Return the keys of an option of a group, with those of the options that it is made of."""
+    node = yaml.safe_load(Path(config_dir(), group, f"{option}.yaml").read_text()) or {}
+    bases = [name for name in node.pop("defaults", []) if name != "_self_"]
+    return {*node}.union(*(keys_of(group, name) for name in bases))

@@ -1,0 +1,443 @@
+"""Configurations of LLaMA-Factory, axolotl and TRL as commands: each one composes, and has the values."""
+
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from transformers import TrainingArguments
+
+from components.contracts.errors import MISTAKE
+from runner.cli import config_dir
+from runner.commands.import_config import main
+from runner.commands.other_tools import Translation
+from runner.config.instantiate import build_experiment
+from runner.config.sources import ConfigSources
+from runner.config.unknown_keys import documents
+
+LLAMAFACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 16
+lora_target: all
+dataset: identity, alpaca_en_demo
+template: llama3
+cutoff_len: 4096
+max_samples: 1000
+overwrite_cache: true
+preprocessing_num_workers: 16
+dataloader_num_workers: 4
+output_dir: saves/llama3-8b/lora/sft
+logging_steps: 10
+plot_loss: true
+report_to: none
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 1800
+val_size: 0.1
+per_device_eval_batch_size: 1
+eval_strategy: steps
+eval_steps: 500
+enable_thinking: false
+"""
+DEEPSPEED = "model_name_or_path: x\ndataset: a\nstage: {}\nfinetuning_type: full\ndeepspeed: ds_z3.json\n"
+AXOLOTL = """
+base_model: NousResearch/Meta-Llama-3-8B
+model_type: LlamaForCausalLM
+load_in_8bit: true
+datasets:
+  - path: mhenrichsen/alpaca_2k_test
+    type: alpaca
+val_set_size: 0.05
+dataset_prepared_path:
+output_dir: ./outputs/lora-out
+sequence_len: 4096
+sample_packing: true
+eval_sample_packing: false
+adapter: lora
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+lora_modules_to_save: [embed_tokens, lm_head]
+wandb_project: chats
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 4
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+cosine_min_lr_ratio: 0.1
+learning_rate: 2e-4
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+flash_attention: true
+evals_per_epoch: 4
+saves_per_epoch: 2
+special_tokens: {pad_token: <|end_of_text|>}
+"""
+AXOLOTL_DPO = """
+base_model: Qwen/Qwen2.5-0.5B
+rl: ipo
+rl_beta: 0.2
+chat_template: chatml
+datasets:
+  - path: data/pairs.jsonl
+    ds_type: json
+    type: chat_template.default
+    split: train[:90%]
+    field_messages: dialog
+    field_chosen: better
+    shards: 4
+    message_property_mappings: {role: who, content: text}
+    roles: {user: [human], assistant: [gpt]}
+  - {path: org/more, type: chat_template.default}
+learning_rate: 1e-6
+dp_shard_size: 2
+tensor_parallel_size: 2
+deepspeed: deepspeed_configs/zero2.json
+"""
+ACCELERATE = r"""
+# Eight GPUs
+accelerate launch --config_file=deepspeed_zero3.yaml --num_processes 8 trl/scripts/sft.py \
+    --model_name_or_path Qwen/Qwen2-0.5B --dataset_name trl-lib/Capybara --learning_rate 2.0e-4 \
+    --num_train_epochs 1 --packing --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \
+    --eos_token '<|im_end|>' --eval_strategy epoch --use_peft --lora_r 32 --lora_alpha=16 \
+    --lora_target_modules q_proj k_proj v_proj --no_remove_unused_columns --run_name "it's *one: 1%"
+"""
+TRL_DPO = (
+    "trl dpo --model_name_or_path m --dataset_name pairs.json --loss_type hinge --max_steps 50 "
+    "--num_train_epochs 2 --bf16 no"
+)
+TRAINER = {"optimizer.weight_decay": 0.0, "run.seed": 42, "checkpoint.keep_last": 0, "data.packing": "none"}
+"""The defaults of transformers' Trainer."""
+
+
+@dataclasses.dataclass
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.out.replace("\\\n", " "), comments=True)[3:]
+
+    def composed(self) -> Any:
+        """Compose the printed command and build everything it describes."""
+        with initialize_config_dir(config_dir(), version_base="1.3"):
+            config = compose("config", ["run.name=x", *self.words])
+        node = OmegaConf.to_container(config, resolve=True)
+        assert isinstance(node, dict)
+        if "dataset_info" in node["data"]:  # is read when it is built
+            node["data"] |= {
+                "dataset_info": str(Path(__file__).parent / "dataset_info.json"),
+                "dataset": "chats",
+            }
+        build_experiment(node, ConfigSources())
+        return config
+
+
+Run = Callable[..., Answer]
+
+
+@pytest.fixture
+def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs the command on a file with the text."""
+
+    def run(tool: str, text: str | None, *arguments: str, suffix: str = ".yaml") -> Answer:
+        path = tmp_path / f"theirs{suffix}"
+        if text is not None:
+            path.write_text(text)
+        monkeypatch.setattr(sys, "argv", ["import_config", tool, str(path), *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return Answer(int(end.value.code or 0), out, err)
+
+    return run
+
+
+def check(answer: Answer, expected: Mapping[str, object]) -> None:
+    assert answer.code == 0, answer.err
+    config = answer.composed()
+    assert {key: OmegaConf.select(config, key) for key in expected} == expected
+
+
+def test_llamafactory(imported: Run) -> None:
+    answer = imported("llamafactory", LLAMAFACTORY, "ranks=4")
+    expected = {
+        "model.path": "meta-llama/Meta-Llama-3-8B-Instruct",
+        "model.trust_remote_code": True,
+        "model.chat_template": "llama3",
+        "data.dataset_info": "data",
+        "data.dataset": "identity,alpaca_en_demo",
+        "data.max_length": 4096,
+        "data.packing": "none",
+        "data.eval_fraction": 0.1,
+        "data.chat_template_kwargs": {"enable_thinking": False},
+        "adapter.r": 16,
+        "adapter.alpha": 32,
+        "adapter.target_modules": "all-linear",
+        "optimizer.lr": 1e-4,
+        "optimizer.betas": [0.9, 0.999],
+        "scheduler.warmup_ratio": 0.1,
+        "run.global_batch_size": 32,
+        "run.micro_batch_size": 1,
+        "run.epochs": 3,
+        "run.eval_every": 500,
+        "run.dtype": "bf16",
+        "run.log_every": 10,
+        "parallelism.dp": 4,
+        "parallelism.activation_checkpointing": "full",
+        "checkpoint.save_every": 500,
+    }
+    check(answer, TRAINER | expected)
+    assert "scheduler=cosine" in answer.words
+    _, _, comments = answer.out.partition("# Not needed:")
+    named = {line.split()[1].rstrip(":") for line in comments.splitlines() if line.startswith("#  ")}
+    assert named == {
+        "do_train",
+        "overwrite_cache",
+        "plot_loss",
+        "dataloader_num_workers",
+        "per_device_eval_batch_size",
+    }
+    assert "No equivalent" not in answer.out
+
+
+@pytest.mark.parametrize(
+    ("added", "expected"),
+    [
+        ("pref_loss: sigmoid\npref_ftx: 0.2", {"stage.loss": "sigmoid", "stage.rpo_alpha": 0.2}),
+        ("pref_loss: orpo\npref_beta: 0.3", {"stage.beta": 0.3, "stage._target_": "components.losses.ORPO"}),
+        ("pref_loss: simpo", {"stage.loss": "simpo", "stage.beta": 0.1, "stage.simpo_gamma": 0.5}),
+    ],
+)
+def test_losses_of_llamafactory_that_are_stages_here(
+    imported: Run, added: str, expected: dict[str, object]
+) -> None:
+    """The defaults are LLaMA-Factory's: rate 5e-5, linear, three epochs of batches of 8, 2048 tokens."""
+    answer = imported("llamafactory", DEEPSPEED.format("dpo") + added)
+    rest = {"optimizer.lr": 5e-5, "run.epochs": 3, "run.global_batch_size": 8, "data.max_length": 2048}
+    check(answer, TRAINER | rest | expected)
+    assert {"scheduler=linear", "parallelism=fsdp2"} <= {*answer.words}
+    assert "parallelism.reshard_after_forward=false" in answer.out
+    assert not any(word.startswith("adapter") for word in answer.words)
+
+
+def test_pretraining_and_kto_of_llamafactory(imported: Run) -> None:
+    check(imported("llamafactory", DEEPSPEED.format("pt")), {"data.packing": "concat", "stage.kind": "text"})
+    text = json.dumps({**yaml.safe_load(DEEPSPEED.format("kto")), "kto_chosen_weight": 1.5})
+    check(imported("llamafactory", text, suffix=".json"), {"stage.desirable_weight": 1.5})
+
+
+def test_axolotl(imported: Run) -> None:
+    answer = imported("axolotl", AXOLOTL, "ranks=2")
+    expected = {
+        "data.train": "hub:mhenrichsen/alpaca_2k_test",
+        "data.format": "alpaca",
+        "data.eval_fraction": 0.05,
+        "data.packing": "bfd",
+        "data.max_length": 4096,
+        "adapter.r": 32,
+        "adapter.alpha": 16,
+        "adapter.dropout": 0.05,
+        "adapter.target_modules": "all-linear",
+        "adapter.modules_to_save": ["embed_tokens", "lm_head"],
+        "optimizer.lr": 2e-4,
+        "optimizer.betas": [0.9, 0.999],
+        "scheduler.warmup_ratio": 0.03,
+        "run.global_batch_size": 16,
+        "run.epochs": 4,
+        "run.eval_every": 0.0625,
+        "run.dtype": "bf16",
+        "checkpoint.save_every": 0.125,
+        "checkpoint.keep_last": 4,
+        "logger.wandb.project": "chats",
+    }
+    check(answer, expected)
+    assert OmegaConf.select(answer.composed(), "scheduler.min_lr") == pytest.approx(2e-5)
+    for named in (
+        "load_in_8bit=True: ",
+        "optimizer=adamw_bnb_8bit: ",
+        "special_tokens=",
+        "tf32: ",
+        "dataset_p",
+    ):
+        assert f"#   {named}" in answer.out
+
+
+def test_preferences_of_axolotl(imported: Run) -> None:
+    answer = imported("axolotl", AXOLOTL_DPO)
+    expected = {
+        "stage.loss": "ipo",
+        "stage.beta": 0.2,
+        "data.sources": [{"path": "data/pairs.jsonl"}, {"path": "hub:org/more"}],
+        "data.split": "train[:90%]",
+        "data.format": "preference",
+        "data.columns": {"messages": "dialog", "role": "who", "content": "text", "chosen": "better"},
+        "data.roles": {"human": "user", "gpt": "assistant"},
+        "data.max_length": 512,
+        "data.packing": "none",
+        "model.chat_template": "chatml",
+        "parallelism.dp": 2,
+        "parallelism.tp": 2,
+        "run.global_batch_size": 2,
+        "run.epochs": 1,
+        "checkpoint.save_every_epochs": 1,
+    }
+    check(answer, expected)
+    for named in ("datasets: shards=4: ", "datasets: split: ", "datasets: roles: "):
+        assert f"#   {named}" in answer.out
+
+
+def test_plain_text_of_axolotl_is_pretraining(imported: Run) -> None:
+    text = "base_model: x\nlearning_rate: 1e-3\ndatasets: [{path: a.txt, type: completion}]"
+    check(imported("axolotl", text), {"stage.kind": "text", "data.train": "a.txt"})
+
+
+def test_a_command_line_of_accelerate(imported: Run) -> None:
+    answer = imported("trl", ACCELERATE, suffix=".txt")
+    expected = {
+        "stage.kind": "chat",
+        "data.train": "hub:trl-lib/Capybara",
+        "data.packing": "bfd",
+        "adapter.r": 32,
+        "adapter.dropout": 0.05,
+        "adapter.target_modules": ["q_proj", "k_proj", "v_proj"],
+        "optimizer.lr": 2e-4,
+        "run.global_batch_size": 128,
+        "run.epochs": 1,
+        "run.eval_every": 0,
+        "data.eval_split": "test",
+        "run.name": "it's *one: 1%",
+        "run.dtype": "bf16",
+        "run.log_every": 10,
+        "parallelism.dp": 8,
+    }
+    check(answer, TRAINER | expected | {"data.packing": "bfd"})
+    assert "#   eos_token=<|im_end|>: " in answer.out
+    assert "#   remove_unused_columns: " in answer.out
+
+
+@pytest.mark.parametrize(
+    ("stage", "added", "expected"),
+    [
+        ("sft", "", {"optimizer.lr": 2e-5, "stage.kind": "chat"}),
+        ("dpo", "loss_type: hinge", {"optimizer.lr": 1e-6, "stage.loss": "hinge"}),
+        ("kto", "", {"data.shuffle": False}),
+        (
+            "orpo",
+            "beta: 0.2\nuse_peft: true",
+            {"stage.beta": 0.2, "adapter.target_modules": ["q_proj", "v_proj"]},
+        ),
+        ("cpo", "loss_type: simpo\ncpo_alpha: 0", {"stage.loss": "simpo", "stage.cpo_alpha": 0}),
+        ("sft", "use_peft: true\nload_in_4bit: true", {"adapter.quantize": "nf4", "adapter.r": 16}),
+        ("sft", "use_peft: true\nuse_dora: true", {"adapter.dora": True}),
+        ("sft", "warmup_steps: 0.1\nlr_scheduler_type: constant", {"scheduler.warmup_ratio": 0.0}),
+        ("sft", "warmup_steps: 10", {"scheduler.warmup_steps": 10}),
+        ("sft", "gradient_checkpointing: false", {"parallelism.activation_checkpointing": "none"}),
+        ("sft", "assistant_only_loss: false", {"data.train_on_prompt": True}),
+        (
+            "sft",
+            "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.5}",
+            {"scheduler.min_lr": 1e-5},
+        ),
+    ],
+)
+def test_trl(imported: Run, stage: str, added: str, expected: dict[str, object]) -> None:
+    text = f"model_name_or_path: m\ndataset_name: org/chats\n{added}"
+    check(imported("trl", text, f"stage={stage}"), TRAINER | {"run.global_batch_size": 8} | expected)
+
+
+def test_a_command_line_of_trl(imported: Run) -> None:
+    answer = imported("trl", TRL_DPO, "ranks=2", suffix=".sh")
+    assert "#   num_train_epochs: max_steps takes precedence" in answer.out
+    check(answer, {"run.max_steps": 50, "run.epochs": None, "run.dtype": "fp32", "data.train": "pairs.json"})
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "arguments", "suffix", "said"),
+    [
+        ("litgpt", "", [], ".yaml", "litgpt: is not a tool"),
+        ("trl", "", [], ".toml", "is not a configuration of trl; give a file .yaml"),
+        ("axolotl", None, [], ".yaml", "cannot be read"),
+        ("axolotl", "a: [", [], ".yaml", "cannot be parsed"),
+        ("axolotl", "- a", [], ".yaml", "must be a mapping"),
+        ("axolotl", "base_model: x\nmicro_batch_sise: 2", [], ".yaml", "did you mean 'micro_batch_size'?"),
+        ("llamafactory", DEEPSPEED.format("rm"), [], ".yaml", "stage: rm"),
+        ("llamafactory", DEEPSPEED.format("sft"), ["rank=2"], ".yaml", "did you mean 'ranks'?"),
+        ("llamafactory", DEEPSPEED.format("sft"), ["ranks=0"], ".yaml", "ranks: must be a number"),
+        ("llamafactory", DEEPSPEED.format("sft") + "max_steps: many", [], ".yaml", "max_steps: must be"),
+        ("trl", "model_name_or_path: m\ndataset_name: d", [], ".yaml", "give stage=sft"),
+        ("trl", "sft.py x --learning_rate 1", [], ".txt", "x is not --OPTION"),
+        ("trl", "sft.py --dataset_name 'x", [], ".txt", "cannot be parsed"),
+        ("trl", "sft.py --dataset_name x", [], ".txt", "model_name_or_path"),
+        ("axolotl", "base_model: x\ndatasets: [a]", [], ".yaml", "datasets: must be"),
+        ("axolotl", "base_model: x\ntensor_parallel_size: 2", ["ranks=3"], ".yaml", "ranks: 3"),
+    ],
+)
+def test_mistakes(
+    imported: Run, tool: str, text: str | None, arguments: list[str], suffix: str, said: str
+) -> None:
+    answer = imported(tool, text, *arguments, suffix=suffix)
+    assert answer.code == MISTAKE
+    assert said in answer.err
+    assert len(answer.err.splitlines()) == 1
+    assert not answer.out
+
+
+def unknown(tool: str, names: set[str]) -> set[str]:
+    """Return the names that the dictionary does not have."""
+    work = Translation(tool, {})
+    kinds = ("not_needed", "no_equivalent")
+    return {
+        name
+        for name in names
+        if work.row(name) is None and not any(work.reason(kind, name, exact=False) for kind in kinds)
+    }
+
+
+@pytest.mark.parametrize("tool", ["llamafactory", "trl"])
+def test_every_option_of_the_trainer_is_known(tool: str) -> None:
+    fields = dataclasses.fields(TrainingArguments)
+    assert unknown(tool, {option.name for option in fields}) == set()
+
+
+def test_the_stated_defaults_are_those_of_transformers() -> None:
+    theirs = {option.name: option.default for option in dataclasses.fields(TrainingArguments)}
+    stated = documents()[1]["common"]["defaults"]
+    # No limit is 0 here, both tools turn gradient checkpointing on, and packing is an option of their own.
+    others = {"save_total_limit", "gradient_checkpointing", "packing"}
+    assert {name: theirs.get(name) for name in {*stated} - others} == {
+        name: value for name, value in stated.items() if name not in others
+    }
+
+
+def test_every_option_of_trl_is_known_and_its_defaults_are_right() -> None:
+    trl = pytest.importorskip("trl")
+    configs = {name: getattr(trl, f"{name.upper()}Config") for name in ("sft", "dpo", "kto")}
+    for stage, config in configs.items():
+        fields = {option.name: option.default for option in dataclasses.fields(config)}
+        assert unknown("trl", {*fields}) == set()
+        tool = documents()[1]["trl"]
+        stated = tool["defaults"] | tool["stage_defaults"].get(stage, {})
+        for name in ("learning_rate", "logging_steps", "gradient_checkpointing", "num_train_epochs"):
+            assert stated[name] == fields[name], (stage, name)
+    assert unknown("trl", {option.name for option in dataclasses.fields(trl.ModelConfig)}) == set()
+    assert unknown("trl", {option.name for option in dataclasses.fields(trl.ScriptArguments)}) == set()
