@@ -1,0 +1,166 @@
+"""The page of all configuration keys: ``python -m runner.config.reference conf > docs/configuration.md``.
+
+Defaults and descriptions are read from the YAML files and the comments in them, types from the classes that
+read the keys.
+"""
+
+import inspect
+import pkgutil
+import re
+import sys
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal
+
+import yaml
+
+from components.contracts.json_types import Json
+from runner.config.instantiate import GROUPS, NODES
+
+OPTION_GROUPS = (*GROUPS, "logger", "debug", "experiment", "sweep", "hydra/launcher", "hydra/sweeper")
+LINE = re.compile(r"( *)(?:(\w+):(?: +(?!#)\S.*?)?)?(?:(?:^| *)# (.*))?")
+"""Indentation, key and comment of a line. The value between them contains no " # "."""
+READERS = {"hydra_plugins.runner_sweeps.slurm.SlurmLauncher": "runner.sweeps.slurm.sbatch.SbatchOptions"}
+"""Classes that pass their options on -> the classes that read them."""
+INTRODUCTION = """# Configuration
+
+Every key with its default, its type and its description, from the files of `conf/` and the classes that read
+them. `python -m runner.config.reference conf > docs/configuration.md` writes this page.
+
+An option is chosen by `GROUP=OPTION` and a key is set by `KEY=VALUE`, as in `optimizer=sgd optimizer.lr=0.1`.
+`${optimizer.lr}` stands for the value of another key, `${unless:${A},B,C}` for B, or for C (else null) if the
+key A is set. `python -m runner --cfg job` prints all keys of a command with their values."""
+TABLE_HEAD = ("", "| key | default | type or allowed values | description |", "|---|---|---|---|")
+TYPES: Mapping[object, str] = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "`true`, `false`",
+    NoneType: "`null`",
+    Any: "value",
+    object: "value",
+}
+
+
+@dataclass(frozen=True)
+class OptionFile:
+    """A file of conf/, with what it inherits from the option that it extends."""
+
+    own: Json
+    """The keys that it sets itself."""
+    header: str
+    """The comment at its beginning."""
+    comments: Mapping[str, str]
+    """The descriptions of its dotted keys and of those that it inherits."""
+    target: str | None
+    """The class that reads it. None means that it is a set of changes to other nodes."""
+    base: str | None
+    """The option that it extends, if any."""
+
+
+def read_option(path: Path) -> OptionFile:
+    """Read a file of conf/. A key is described next to it, or else in the lines above it."""
+    own = yaml.safe_load(path.read_text())
+    bases = [name for name in own.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
+    inherited = read_option(path.with_name(f"{bases[0]}.yaml")) if bases else None
+    comments = dict(inherited.comments) if inherited else {}
+    header: list[str] = []
+    above: list[str] = []
+    names: dict[int, str] = {}
+    for line in path.read_text().splitlines():
+        found = LINE.fullmatch(line)
+        indent, key, comment = found.groups() if found else ("", None, None)
+        if key is None:
+            above = [*above, comment] if comment and not comment.startswith("@package") else []
+            continue
+        if names:
+            comment = comment or " ".join(above)
+        else:
+            header = [f"`{words.strip()}`" if words.startswith(" ") else words for words in above]
+        names = {depth: name for depth, name in names.items() if depth < len(indent)} | {len(indent): key}
+        if comment:
+            comments[".".join(names.values())] = comment
+        above = []
+    target = own.get("_target_") or (inherited.target if inherited else None)
+    return OptionFile(own, "\n".join(header), comments, target, bases[0] if inherited else None)
+
+
+def type_words(hint: Any) -> str:
+    """Return the allowed values of a type, or its name."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return "mapping"
+    parts = ", ".join(dict.fromkeys(type_words(part) for part in arguments if part is not ...))
+    return f"list of {parts}" if origin in (list, tuple) else parts or TYPES[hint]
+
+
+def shown(value: object) -> str:
+    """Return a value as it is written in YAML and on the command line."""
+    lines = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).splitlines()
+    return f"`{lines[0]}`"  # a document with only a scalar has a second line, "..."
+
+
+def rows(prefix: str, node: Json, reader: Any, comments: Mapping[str, str]) -> Iterator[str]:
+    """Yield a row for each key of ``node``, and for each key of the nodes in it that have a class."""
+    hints = typing.get_type_hints(reader.__init__ if inspect.isclass(reader) else reader)
+    for name, value in node.items():
+        key = f"{prefix}.{name}"
+        if name == "_target_":
+            continue
+        if is_dataclass(hints[name]):
+            yield from rows(key, value, hints[name], comments)
+            continue
+        default = "below" if name == "architecture" and value else shown(value)
+        words = comments.get(key, "").replace("|", r"\|")
+        yield f"| `{key}` | {default} | {type_words(hints[name])} | {words} |"
+
+
+def table(prefix: str, node: Json, reader: Any, comments: Mapping[str, str]) -> Iterator[str]:
+    """Yield the table of a node, and a block with the fields of a model's shape, which have no types."""
+    described = {f"{prefix}.{key}": words for key, words in comments.items()}
+    if lines := list(rows(prefix, node, reader, described)):  # adapter=none has no keys
+        yield from (*TABLE_HEAD, *lines)
+    if shape := node.get("architecture"):
+        yield from ("", "```yaml", yaml.safe_dump({"architecture": shape}, sort_keys=False) + "```")
+
+
+def option_section(path: Path, group: str, name: str) -> Iterator[str]:
+    """Yield the heading and the table of an option. It has only the keys of its own file."""
+    option = read_option(path)
+    yield from ("", f"### `{group}={name}`", "", option.header)
+    if group == "logger":
+        ((name, node),) = option.own.items()
+        comments = {key.removeprefix(f"{name}."): words for key, words in option.comments.items()}
+        yield from table(f"logger.{name}", node, pkgutil.resolve_name(node["_target_"]), comments)
+    elif option.target is None:
+        yield from ("", "```yaml", re.sub(r"\A(#.*\n)+", "", path.read_text()) + "```")
+    else:
+        if option.base:
+            yield from ("", f"All keys of `{group}={option.base}`, with these values:")
+        reader = pkgutil.resolve_name(READERS.get(option.target, option.target))
+        yield from table(group.replace("/", "."), option.own, reader, option.comments)
+
+
+def page(conf: Path) -> Iterator[str]:
+    """Yield the lines of docs/configuration.md."""
+    config = read_option(conf / "config.yaml")
+    defaults = yaml.safe_load((conf / "config.yaml").read_text())["defaults"]
+    chosen = {key: value for item in defaults if isinstance(item, dict) for key, value in item.items()}
+    yield INTRODUCTION
+    for name, reader in NODES.items():
+        inner = {key.removeprefix(f"{name}."): words for key, words in config.comments.items()}
+        yield from ("", f"## `{name}`", *table(name, config.own[name], reader, inner))
+    for group in OPTION_GROUPS:
+        folder = conf / group
+        yield from ("", f"## `{group}`", "", f"The default is {shown(chosen.get(group, 'basic'))}.")
+        for path in sorted(folder.rglob("*.yaml")):
+            yield from option_section(path, group, path.relative_to(folder).with_suffix("").as_posix())
+
+
+if __name__ == "__main__":
+    print(*page(Path(sys.argv[1])), sep="\n")
