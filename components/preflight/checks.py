@@ -199,12 +199,12 @@ def check_early_stop(metric: str | None, mode: str, patience: int, resume: Path 
         )
 
 
-def check_stream(save_every_epochs: float, reference: str) -> None:
+def check_stream(eval_every_epochs: int, save_every_epochs: int, reference: str) -> None:
     """Raise ConfigError if an option needs the end, or all samples, of the stream that is trained on."""
-    if save_every_epochs:
-        raise ConfigError(
-            "checkpoint.save_every_epochs: a stream of data has no epochs; use checkpoint.save_every."
-        )
+    in_steps = {"run.eval_every": eval_every_epochs, "checkpoint.save_every": save_every_epochs}
+    for key, epochs in in_steps.items():
+        if epochs:
+            raise ConfigError(f"{key}_epochs: a stream of data has no epochs; use {key}.")
     if reference == "precomputed":
         raise ConfigError(
             "stage.reference: is precomputed, which is kept by sample, and a stream (data.streaming) keeps "

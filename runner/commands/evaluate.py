@@ -23,7 +23,10 @@ from runner.launch.run_record import RunRecord
 
 _LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "sweep")
 """Groups of options that the run had for its training."""
-_TRAINING = ("run.eval_every", "run.max_time", "run.max_restarts", "run.trial_step", "run.export")
+_TRAINING = (
+    *("run.eval_every", "run.eval_every_epochs", "run.max_time"),
+    *("run.max_restarts", "run.trial_step", "run.export"),
+)
 
 
 def evaluation(arguments: Sequence[str]) -> list[str]:

@@ -280,7 +280,7 @@ def choose_schedule(work: Translation) -> None:
 
 
 def choose_cadences(work: Translation) -> None:
-    """Set how often the run saves and evaluates; parts of an epoch become shares of the run."""
+    """Set how often the run evaluates and saves; parts of an epoch become shares of the run."""
     given = work.given
     default = "steps" if work.tool == "axolotl" and "eval_steps" in given else "no"
     strategy = work.take("eval_strategy", "evaluation_strategy") or default
@@ -289,10 +289,7 @@ def choose_cadences(work: Translation) -> None:
     saving = work.take("save_strategy")
     saving = "steps" if saving is None or ("save_steps" in given and "save_strategy" not in given) else saving
     every, parts = work.number("save_steps") or 0, work.number("saves_per_epoch")
-    if parts == 1 or (saving == "epoch" and not parts):
-        work.words["checkpoint.save_every_epochs"] = 1
-    else:
-        cadence(work, "checkpoint.save_every", saving, every, parts)
+    cadence(work, "checkpoint.save_every", saving, every, parts)
     for name, chosen in (("eval_steps", strategy), ("save_steps", saving)):
         if chosen != "steps":
             work.skip(name, f"it is read with the strategy steps, which is {chosen}")
@@ -301,15 +298,17 @@ def choose_cadences(work: Translation) -> None:
 
 
 def cadence(work: Translation, key: str, strategy: str, every: float, parts: float | None) -> None:
-    """Set a cadence to ``every``, in steps or a share of the run, or to ``parts`` of an epoch."""
+    """Set a cadence to epochs, to ``every``, in steps or a share of the run, or to ``parts`` of an epoch."""
     epochs = work.words.get("run.epochs")
     if strategy == "best":
         work.words["checkpoint.keep_best"] = "eval/loss"
-    elif not parts and strategy != "epoch":
+    elif parts == 1 or (strategy == "epoch" and not parts):
+        work.words[f"{key}_epochs"] = 1
+    elif not parts:
         work.words |= {key: int(every) if every >= 1 else every} if strategy == "steps" and every else {}
     elif not isinstance(epochs, int | float):
         work.checks[key] = "the length of an epoch is not known; give the number of steps"
-    elif (number := (parts or 1) * epochs) > 1:
+    elif (number := parts * epochs) > 1:
         work.words[key] = round(1 / number, 6)
 
 

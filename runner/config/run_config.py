@@ -32,7 +32,9 @@ class RunConfig:
     log_every: int
     eval_every: float
     """Steps, or a share of the run below 1."""
+    eval_every_epochs: int
     eval_on_start: bool
+    eval_at_end: bool
     evaluate_only: bool
     log_num_zeros: bool
     trial_step: bool | None
@@ -57,7 +59,7 @@ class RunConfig:
             "max_steps",
             *(["micro_batch_size"] if self.micro_batch_size != "auto" else []),
         )
-        intervals = ("log_every", "final_sample_tokens")
+        intervals = ("log_every", "eval_every_epochs", "final_sample_tokens")
         check_at_least_0("run", self, *intervals, "seed", "hang_timeout_s", "max_restarts")
         if not math.isfinite(self.hang_timeout_s):
             raise ConfigError(
@@ -201,7 +203,7 @@ def watched_metric(
 
     Raises:
         ConfigError: if they watch different metrics or modes, a metric is not an evaluation metric, or
-            ``run.eval_every`` is 0.
+            ``run.eval_every`` and ``run.eval_every_epochs`` are 0.
     """
     watched = {
         "checkpoint.keep_best": (checkpoint.keep_best, checkpoint.keep_best_mode),
@@ -211,10 +213,10 @@ def watched_metric(
     for key, metric in given.items():
         if not metric.name.startswith("eval/"):
             raise ConfigError(f"{key}: {metric.name!r} is not a metric of the evaluation; use eval/loss.")
-        if not run.eval_every:
+        if not (run.eval_every or run.eval_every_epochs):
             raise ConfigError(
-                f"{key}: {metric.name} is read after every evaluation, and the only one is at the end "
-                "(run.eval_every=0); set run.eval_every."
+                f"{key}: {metric.name} is read after every evaluation, and there is none before the end "
+                "(run.eval_every=0); set run.eval_every or run.eval_every_epochs."
             )
     if len(set(given.values())) > 1:
         raise ConfigError(

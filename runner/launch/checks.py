@@ -59,7 +59,11 @@ class RunPreparation:
         with log_to(None, self.console):
             data = self.prepare_data()
         if data.streamed:
-            preflight.check_stream(self.experiment.checkpoint.save_every_epochs, self.reference.choice)
+            preflight.check_stream(
+                self.experiment.run.eval_every_epochs,
+                self.experiment.checkpoint.save_every_epochs,
+                self.reference.choice,
+            )
         peak = self.experiment.optimizer.lr
         self.experiment.scheduler.check(peak=peak, total_steps=data.num_steps)
         identity, run = self.identity(model, data), self.experiment.run
@@ -151,8 +155,8 @@ class RunPreparation:
             return resume
         for key, metric in watched_metrics(experiment).items():
             preflight.check_watched_set(metric, data.eval, key)
-        preflight.check_evaluation("eval_every", run.eval_every, bool(data.eval))
-        preflight.check_evaluation("eval_on_start", run.eval_on_start, bool(data.eval))
+        for name in ("eval_every", "eval_every_epochs", "eval_on_start"):
+            preflight.check_evaluation(name, getattr(run, name), bool(data.eval))
         left, profiler = data.num_steps - preflight.steps_done(resume), experiment.profiler
         unfinished = resume is not None and not has_completed(resume)
         if unfinished and left == 0:  # killed or stopped before its last evaluation, its export or its report

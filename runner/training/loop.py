@@ -92,12 +92,13 @@ def take_steps(t: TrainContext) -> None:
         t.stop.poll()  # sets t.stop.reason, the same on all ranks
 
         improved = False
-        t.state.owes_evaluation = bool(t.eval_data) and (step == last or every(t.run.eval_every, step, last))
+        t.state.owes_evaluation = bool(t.eval_data) and evaluation_due(t, step)
         if t.state.owes_evaluation and t.stop.reason is None:
             improved = evaluate(t)
 
         ends_here = step == last or t.stop.reason is not None or patience_exhausted(t)
-        if ends_here or save_due(t, step) or (improved and t.checkpoint.keep_best is not None):
+        due = is_due(t, step, t.checkpoint.save_every, t.checkpoint.save_every_epochs)
+        if ends_here or due or (improved and t.checkpoint.keep_best is not None):
             save_checkpoint(t)
 
 
@@ -235,12 +236,18 @@ def every(cadence: float, step: int, last: int) -> bool:
     return steps > 0 and step % steps == 0
 
 
-def save_due(t: TrainContext, step: int) -> bool:
-    """Return whether a checkpoint is due after ``step``, by steps or by epochs."""
+def evaluation_due(t: TrainContext, step: int) -> bool:
+    """Return whether an evaluation is due after ``step``."""
+    at_end = t.run.eval_at_end and step == t.train_data.num_steps
+    return at_end or is_due(t, step, t.run.eval_every, t.run.eval_every_epochs)
+
+
+def is_due(t: TrainContext, step: int, steps: float, epochs: int) -> bool:
+    """Return whether ``step`` is one of every ``steps`` steps or ends one of every ``epochs`` epochs."""
     last = t.train_data.num_steps
-    if every(t.checkpoint.save_every, step, last):
+    if every(steps, step, last):
         return True
     before, epoch = t.train_data.epoch(step - 1), t.train_data.epoch(step)
     if before is None or epoch is None:
         return False
-    return int(epoch) > int(before) and every(t.checkpoint.save_every_epochs, int(epoch), last)
+    return int(epoch) > int(before) and every(epochs, int(epoch), last)

@@ -324,6 +324,7 @@ def test_a_command_line_of_accelerate(imported: Run) -> None:
         "run.global_batch_size": 128,
         "run.epochs": 1,
         "run.eval_every": 0,
+        "run.eval_every_epochs": 1,
         "data.eval_split": "test",
         "run.name": "it's *one: 1%",
         "run.dtype": "bf16",

@@ -435,6 +435,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["checkpoint.save_every_epochs", "no epochs", "use checkpoint.save_every"],
     ),
+    "evaluations of a stream by epochs": (
+        ["data=files", "data.train={tmp}/chat.jsonl", "data.streaming=true", "run.eval_every_epochs=1"],
+        ["run.eval_every_epochs", "no epochs", "use run.eval_every."],
+    ),
     "reference of a stream": (
         [
             "stage=dpo",

@@ -27,6 +27,11 @@ def test_shares_of_the_run_and_an_evaluation_before_it(tmp_path: Path, every_ste
     assert [path.name[-1] for path in sorted((run / "checkpoints").iterdir())] == ["3", "6"]
 
 
+def test_no_evaluation_at_the_end(tmp_path: Path) -> None:
+    run = run_here(tmp_path, *SIX, "run.max_steps=2", "run.eval_on_start=true", "run.eval_at_end=false")
+    assert [row["step"] for row in rows(run, "eval/loss")] == [0]
+
+
 def test_a_logged_loss_is_the_mean_since_the_last_row(tmp_path: Path, every_step: Path) -> None:
     losses = [row["train/loss"] for row in rows(every_step, "train/loss")]
     options = ("run.log_every=3", "checkpoint.save_every=2", f"run.output_dir={tmp_path}")

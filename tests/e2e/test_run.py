@@ -153,15 +153,17 @@ def test_epochs(tmp_path: Path) -> None:
     chats = [{"instruction": f"say {word}", "output": word * 3} for word in "abcdefghij"]
     path = tmp_path / "chats.json"
     path.write_text(json.dumps(chats))
-    data = ("data=files", f"data.train={path}", "data.packing=none", "data.eval_fraction=0")
+    data = ("data=files", f"data.train={path}", "data.packing=none", f"data.eval={path}")
     small = [override for override in SMALL if not override.startswith("run.max_steps")]
     length = ("run.epochs=2", "checkpoint.save_every_epochs=1", "checkpoint.keep_last=0")
-    run = run_here(tmp_path / "o", *small, *data, *length)
+    evaluations = ("run.eval_every_epochs=1", "run.eval_at_end=false")
+    run = run_here(tmp_path / "o", *small, *data, *length, *evaluations)
     # Ten samples in batches of four leave two for the third batch of an epoch.
     assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3, 4, 5, 6]
     assert [row["train/total_samples"] for row in rows(run, "train/loss")] == [4, 8, 10, 14, 18, 20]
     saved = [path.name for path in sorted((run / "checkpoints").iterdir())]
     assert saved == ["step_00000003", "step_00000006"]
+    assert [row["step"] for row in rows(run, "eval/loss")] == [3, 6]
 
 
 def test_max_steps_wins_over_epochs(tmp_path: Path) -> None:
