@@ -1,7 +1,7 @@
 """``python -m runner.evaluate checkpoint=DIR [KEY=VALUE ...]``: the metrics of a model, without training.
 
-checkpoint=DIR  a run folder, whose newest complete checkpoint is used, a checkpoint folder, or a Hugging Face
-                folder, such as an export
+checkpoint=DIR  a run folder, whose newest complete checkpoint is used, a checkpoint folder, or a folder that
+                transformers or peft reads, such as an export or an adapter
 KEY=VALUE       any option of ``python -m runner``: data.eval=FILE, parallelism=tp2pp2, run.name=NAME
 
 A checkpoint is evaluated by the experiment of its run, changed by the options: on the same layout, the result
@@ -17,12 +17,14 @@ import yaml
 
 from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
+from components.json_text import read_json
 from runner import cli
 from runner.commands.arguments import first_line
 from runner.launch.run_record import RunRecord
 
 _LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "sweep")
 """Groups of options that the run had for its training."""
+ADAPTER_CONFIG = "adapter_config.json"
 _TRAINING = (
     *("run.eval_every", "run.eval_every_epochs", "run.max_time"),
     *("run.max_restarts", "run.trial_step", "run.export"),
@@ -41,14 +43,28 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
         have = "is given twice" if named else "is missing"
         raise ConfigError(f"checkpoint: {have}; give one. Usage: {first_line(__doc__)}")
     folder = Path(expand_home("checkpoint", named[0]))
-    if (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"checkpoint: {folder} is an adapter; give the run that it is from, or merge it with "
-            "python -m runner.export adapter=DIR merge=true output=DIR."
-        )
-    known = [f"model.path={folder}", "model=hf"] if (folder / "config.json").is_file() else recorded(folder)
+    if (folder / ADAPTER_CONFIG).is_file():
+        known = on_its_base(folder, given)
+    elif (folder / "config.json").is_file():
+        known = ["model=hf", f"model.path={folder}"]
+    else:
+        known = recorded(folder)
     only = ["run.evaluate_only=true", "run.export=false", "run.final_sample_tokens=0"]
     return newest_of([*known, *only, *evaluated_data(given), *given])
+
+
+def on_its_base(adapter: Path, given: Sequence[str]) -> list[str]:
+    """Return the overrides that load an adapter on its base model, which ``given`` may name."""
+    settings = read_json(adapter / ADAPTER_CONFIG)
+    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if base is None and "model.path" not in map(key_of, given):
+        raise ConfigError(
+            f"checkpoint: {adapter}/{ADAPTER_CONFIG} names no base model (base_model_name_or_path); add "
+            "model.path=DIR."
+        )
+    kind = "dora" if settings.get("use_dora") else "lora"
+    own = ["model=hf", f"model.path={base}", f"adapter={kind}", f"adapter.path={adapter}"]
+    return own if revision is None else [*own, f"model.revision={revision}"]
 
 
 def recorded(folder: Path) -> list[str]:

@@ -110,10 +110,26 @@ def test_another_layout_and_other_data(tmp_path: Path, pipelined: Path, chats: P
     assert [by_name[f"eval/{name}loss"] for name in ("", "a/", "b/")] == [other] * 3
 
 
-def test_an_adapter_is_evaluated_with_its_run(tmp_path: Path, adapted: Path) -> None:
-    assert evaluated(tmp_path, f"checkpoint={adapted}") == rows(adapted, "eval/loss")[-1]
-    with pytest.raises(ConfigError, match="is an adapter; give the run that it is from"):
-        evaluation([f"checkpoint={adapted}/export"])
+def test_an_adapter_is_evaluated(tmp_path: Path, adapted: Path, chats: Path) -> None:
+    """With its run, or by itself on the base model that its folder names."""
+    assert evaluated(tmp_path / "run", f"checkpoint={adapted}") == rows(adapted, "eval/loss")[-1]
+    data = ("data=files", f"data.eval={chats}", "data.max_length=128")
+    expected = evaluated(tmp_path / "same", f"checkpoint={adapted}", *data)["eval/loss"]
+    own = evaluated(tmp_path / "folder", f"checkpoint={adapted}/export", *data)["eval/loss"]
+    assert own == pytest.approx(expected, rel=1e-6)
+    base = json.loads((adapted / "export" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert evaluated(tmp_path / "base", f"checkpoint={base}", *data)["eval/loss"] != pytest.approx(
+        own, rel=1e-3
+    )
+
+
+def test_an_adapter_that_names_no_base_model(tmp_path: Path, adapted: Path) -> None:
+    shutil.copytree(adapted / "export", tmp_path / "lora")
+    file = tmp_path / "lora" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
+    with pytest.raises(ConfigError, match=r"names no base model .* add model\.path=DIR"):
+        evaluation([f"checkpoint={tmp_path}/lora"])
+    assert "model.path=base" in evaluation([f"checkpoint={tmp_path}/lora", "model.path=base"])
 
 
 @pytest.mark.parametrize(
