@@ -70,6 +70,8 @@ job = hydra.main(version_base="1.3", config_path=config_dir(), config_name="conf
 def execute(config: DictConfig) -> float:
     began, where = time.time(), provenance()
     plain = resolved(config, where)
+    if sys.stderr.isatty() and "torch" not in sys.modules:
+        print("loading torch ...", file=sys.stderr)
     from runner.launch.run import run
 
     return run(plain, where, sys.argv, began)

@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import rich.console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from components.loggers.base import RunInfo
 
@@ -30,7 +37,10 @@ class Terminal(rich.console.Console):
         self.has_bar = shown is not None and shown.progress
 
     def progress_bar(self) -> Progress | None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            *(TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(bar_width=30)),
+            *(TaskProgressColumn(), TimeRemainingColumn(), TextColumn("left")),
+        )
         return Progress(*columns, console=self, transient=True) if self.has_bar else None
 
 

@@ -70,7 +70,7 @@ class MetricsReporter:
 
     def start(self, state: TrainState, total_steps: int) -> None:
         if self.progress is not None:
-            self.task = self.progress.add_task("training", total=total_steps, completed=state.step)
+            self.task = self.progress.add_task("step", total=total_steps, completed=state.step)
 
     def step(
         self,
@@ -89,7 +89,8 @@ class MetricsReporter:
         window.flops += self.flops(stats)
         window.seconds += seconds
         if self.progress is not None and self.task is not None:
-            self.progress.update(self.task, completed=state.step)
+            description = "step" if epoch is None else f"epoch {epoch:.2f}  step"
+            self.progress.update(self.task, completed=state.step, description=description)
         if self.log_every and state.step % self.log_every == 0:
             row = train_row(state, stats, result, lr, epoch) | performance(window, self.peak_flops)
             row |= self._memory()
@@ -175,10 +176,11 @@ def performance(window: Window, peak_flops: float | None) -> Row:
 
 
 def train_line(row: Row) -> str:
+    """Return the metrics that fit a line of 80 columns; metrics.jsonl has all."""
     memory_gib = row["perf/peak_memory_gib"] if "perf/peak_memory_gib" in row else row["perf/rss_gib"]
+    skipped = f"  skipped {row['train/total_skipped']}" if row["train/total_skipped"] else ""
     return (
         f"step {row['step']}  loss {row['train/loss']:.4f}  lr {row['train/lr']:.2e}  "
         f"grad_norm {row['train/grad_norm']:.3f}  {row['perf/tokens_per_s']:,.0f} tok/s  "
-        f"{row['train/num_tokens']:,} tokens  {row['train/total_samples']:,} samples  "
-        f"{row['perf/step_ms']:.0f} ms  skipped {row['train/total_skipped']}  {memory_gib:.2f} GiB"
+        f"{memory_gib:.2f} GiB{skipped}"
     )

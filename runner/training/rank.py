@@ -1,5 +1,6 @@
 """One rank of a run: build its engine, data and reporter from a prepared run folder, and train."""
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -41,6 +42,8 @@ from runner.training.profiler import Profiler
 from runner.training.state import TrainState
 from runner.training.stop import StopPolicy
 from runner.training.watchdog import Watchdog, end_process
+
+log = logging.getLogger("runner")
 
 Device = Literal["cpu", "cuda"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -219,6 +222,8 @@ def build_loop(
         watchdog.beat(f"loading {point}")
         engine.load(point)
         state = TrainState.read(point)
+        if not run.evaluate_only:
+            log.info("resumed from step %d of %s", state.step, point)
     if data.streamed:
         loader = open_stream(experiment, engine, shard, folder / "stream", record, state)
     else:
