@@ -104,6 +104,15 @@ def read_settings(path: str) -> Json:
     }
 
 
+def as_overrides(path: Path) -> list[str]:
+    """Return the overrides that take the adapter at ``path`` and, if it names one, its base model."""
+    settings = read_json(path / CONFIG)
+    model = {"model.path": settings.get(BASE), "model.revision": settings.get(REVISION)}
+    kind = "dora" if settings.get("use_dora") else "lora"
+    named = [f"{key}={value}" for key, value in model.items() if value is not None]
+    return [*named, f"adapter={kind}", f"adapter.path={path}"]
+
+
 def name_base(export: Path, base: Path) -> None:
     """Set the folder ``base`` as the base model in the adapter's folder ``export``."""
     amend(export / CONFIG, {BASE: str(base.absolute())})

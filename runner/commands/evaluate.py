@@ -17,7 +17,6 @@ import yaml
 
 from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
-from components.json_text import read_json
 from runner import cli
 from runner.commands.arguments import first_line
 from runner.launch.run_record import RunRecord
@@ -55,16 +54,15 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
 
 def on_its_base(adapter: Path, given: Sequence[str]) -> list[str]:
     """Return the overrides that load an adapter on its base model, which ``given`` may name."""
-    settings = read_json(adapter / ADAPTER_CONFIG)
-    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
-    if base is None and "model.path" not in map(key_of, given):
+    from components.adapters.peft_folder import as_overrides  # imports torch, which takes seconds
+
+    own = as_overrides(adapter)
+    if "model.path" not in map(key_of, [*own, *given]):
         raise ConfigError(
             f"checkpoint: {adapter}/{ADAPTER_CONFIG} names no base model (base_model_name_or_path); add "
             "model.path=DIR."
         )
-    kind = "dora" if settings.get("use_dora") else "lora"
-    own = ["model=hf", f"model.path={base}", f"adapter={kind}", f"adapter.path={adapter}"]
-    return own if revision is None else [*own, f"model.revision={revision}"]
+    return ["model=hf", *own]
 
 
 def recorded(folder: Path) -> list[str]:
