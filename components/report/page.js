@@ -159,7 +159,7 @@ function choose(index) {
   const said = [run.command, run.error].filter(Boolean);
   parts.push(...said.map((words) => make("pre", { className: "wrap", textContent: words })));
   if (run.missing.length) parts.push(make("p", { className: "soft", textContent: `Not there: ${run.missing.join("; ")}.` }));
-  const tables = [data.documents[run.audit], run.facts, data.documents[preflight.mode]];
+  const tables = [data.documents[run.audit], run.facts, data.documents[run.preflight]];
   parts.push(grids(tables.flatMap((table) => Object.entries(table ?? {}))));
   const config = { ...data.common, ...run.config };
   if (run.folder && Object.keys(config).length) {
