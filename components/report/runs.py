@@ -108,7 +108,7 @@ class RunPage:
 
     @property
     def group(self) -> tuple[str, bool]:
-        """Stage and data of the final loss, which only ranks runs that share them, and whether both are known."""
+        """Stage and data of the final loss, whose runs can be ranked, and whether both are known."""
         kind = next((kind for kind in ("eval", "train") if f"{kind}/loss" in self.results), None)
         if kind is None:
             return "without a loss", False
