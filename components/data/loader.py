@@ -258,8 +258,11 @@ class PreparedData:
         """Write samples.json: the first training samples, as pieces of text that are trained or not."""
         tokens, plans = self.train.open()
         samples = []
-        for sequence, start, stop in plans.plan(0).segments[:SHOWN_SAMPLES].tolist():
-            stop = min(stop, start + SHOWN_TOKENS)
+        segments = plans.plan(0).segments
+        if tokens.desirable is not None:
+            segments = segments[segments[:, 0] % 2 == 0]  # mismatched answers are not trained on
+        for sequence, start, end in segments[:SHOWN_SAMPLES].tolist():
+            stop = min(end, start + SHOWN_TOKENS)
             ids, mask = tokens.tokens(sequence, start, stop), tokens.mask(sequence, start, stop)
             ends = [*(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
             pieces = zip([0, *ends], ends, strict=False)

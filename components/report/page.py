@@ -41,7 +41,7 @@ COUNTERS = {
 AXES = {"tokens": "train/total_tokens", "seconds": SECONDS}
 """Axes of the curves, besides the steps, and the metrics that say where a step is on them."""
 NOT_TRAINED = {"run.name", "run.output_dir"}
-"""Overrides that are no hyperparameters."""
+"""Overrides that do not change the training."""
 MOST_WORDS = 3
 """Overrides in the name of a run."""
 POINTS, MOST_POINTS, FEWEST_POINTS = 30_000, 333, 30
