@@ -208,6 +208,9 @@ class Prepared(Protocol):
     def write_bad_records(self, folder: Path) -> None:
         """Write ``folder``/bad_records.jsonl if records were left out because they cannot be read."""
 
+    def write_samples(self, folder: Path, tokenizer: Foreign) -> None:
+        """Write ``folder``/samples.json, which shows some training samples and which tokens are trained."""
+
     def to_json(self) -> Json: ...
 
 

@@ -8,6 +8,7 @@ from typing import Self
 
 import numpy as np
 from pydantic import TypeAdapter
+from transformers import PreTrainedTokenizerBase
 
 from components.contracts.batch import Batch
 from components.contracts.data import BatchShard, BatchStats
@@ -22,6 +23,9 @@ from components.data.store.indexed import IndexedTokens
 from components.data.store.reference_logps import ReferenceLogps
 from components.data.store.token_store import Bools, TokenSequences, TokenStore, digest
 from components.data.stream.chunks import Stream
+
+SHOWN_SAMPLES, SHOWN_TOKENS = 3, 1000
+"""Number of samples in samples.json, and of tokens of each."""
 
 
 class TokenDataLoader:
@@ -249,6 +253,21 @@ class PreparedData:
         ]
         if lines:
             (folder / "bad_records.jsonl").write_text("".join(lines))
+
+    def write_samples(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write samples.json: the first training samples, as pieces of text that are trained or not."""
+        tokens, plans = self.train.open()
+        samples = []
+        segments = plans.plan(0).segments
+        if tokens.desirable is not None:
+            segments = segments[segments[:, 0] % 2 == 0]  # mismatched answers are not trained on
+        for sequence, start, end in segments[:SHOWN_SAMPLES].tolist():
+            stop = min(end, start + SHOWN_TOKENS)
+            ids, mask = tokens.tokens(sequence, start, stop), tokens.mask(sequence, start, stop)
+            ends = [*(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+            pieces = zip([0, *ends], ends, strict=False)
+            samples.append([(tokenizer.decode(ids[a:b].tolist()), bool(mask[a])) for a, b in pieces])
+        (folder / "samples.json").write_text(json.dumps(samples, indent=1) + "\n")
 
     def to_json(self) -> Json:
         return asdict(self)

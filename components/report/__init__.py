@@ -2,3 +2,4 @@
 
 from components.report.page import write_page as write_page
 from components.report.runs import Entry as Entry
+from components.report.runs import RunPage as RunPage

@@ -6,6 +6,7 @@ const COLOURS = [
 const SPARSE = 20; // up to this many points are drawn as dots and never smoothed
 const FONT = "11px system-ui, sans-serif";
 const WHOLE = Array.from({ length: 40 }, (_, power) => [1, 2, 5][power % 3] * 10 ** Math.floor(power / 3)); // integer tick increments
+const AXIS_NAMES = { step: "step", tokens: "tokens", seconds: "seconds of training" };
 const AXES = ["x", "y"].map((scale) => ({ scale, auto: true }));
 const [LINE, DOTS] = [uPlot.paths.linear(), uPlot.paths.points()];
 
@@ -46,6 +47,17 @@ function nearest(steps, step) {
   return step - steps[low] <= steps[high] - step ? low : high;
 }
 
+/** Return the values of a line at ``steps``; its first and last pieces are extended, and one point is joined to zero. */
+function along(line, steps) {
+  const [x, y] = [line.steps, line.means], last = Math.max(x.length - 2, 0);
+  let piece = 0;
+  return Float64Array.from(steps, (step) => {
+    while (piece < last && x[piece + 1] < step) piece++;
+    const slope = x.length > 1 ? (y[piece + 1] - y[piece]) / (x[piece + 1] - x[piece]) : y[0] / x[0];
+    return Math.max(y[piece] + slope * (step - x[piece]), 0);
+  });
+}
+
 /** Replace values that have no logarithm by undefined. */
 function positive(values) {
   return Array.from(values, (value) => (value > 0 ? value : undefined));
@@ -72,19 +84,21 @@ class Chart {
       this.draw();
     };
     this.plot = make("div", { className: "plot" });
-    const head = make("div", { className: "head" }, make("b", { textContent: this.key }), log);
+    const note = make("span", { className: "soft", textContent: spec.note ?? "" });
+    const head = make("div", { className: "head" }, make("b", { textContent: `${this.key} ` }, note), log);
     root.append(make("div", { className: "chart" }, head, this.plot));
   }
 
-  /** Return the curves of the selected runs, smoothed and cut to the zoomed range. */
+  /** Return the curves of the selected runs, along the chosen axis, smoothed and cut to the zoomed range. */
   visible() {
     const [from, to] = this.state.zoom || [-Infinity, Infinity];
-    return this.curves.filter((curve) => this.state.selected.has(curve.run)).map((curve) => {
-      let first = 0, last = curve.steps.length;
-      while (first < last - 1 && curve.steps[first + 1] < from) first++;
-      while (last > first + 1 && curve.steps[last - 2] > to) last--;
+    return this.curves.filter((curve) => this.state.selected.has(curve.run) && this.state.along(curve)).map((curve) => {
+      const places = this.state.along(curve);
+      let first = 0, last = places.length;
+      while (first < last - 1 && places[first + 1] < from) first++;
+      while (last > first + 1 && places[last - 2] > to) last--;
       const cut = (values) => values && values.subarray(first, last);
-      const [steps, low, high] = [curve.steps, curve.low, curve.high].map(cut);
+      const [steps, low, high] = [places, curve.low, curve.high].map(cut);
       const [raw, means] = [curve.means, smooth(curve.means, this.state.smoothing)].map(cut)
         .map(this.log ? positive : (values) => values);
       return { run: curve.run, steps, raw, low, high, means };
@@ -134,7 +148,7 @@ class Chart {
     const grid = { stroke: state.style("--grid"), width: 1 };
     const steps = (_, low, high) => state.zoom ?? (low === high ? [low - 1, high + 1] : [low, high]);
     const log = { distr: 3, range: (_, low, high) => (low === null ? [1, 10] : uPlot.rangeLog(low, high, 10, false)) };
-    const whole = (_, ticks) => ticks.map((tick) => tick.toLocaleString("en"));
+    const whole = (_, ticks) => ticks.map((tick) => (tick < 1e6 ? tick.toLocaleString("en") : number(tick, 3)));
     const zoom = ({ select: { left, width: wide }, posToVal }) =>
       state.zoomTo([left, left + wide].map((place) => posToVal(place, "x")));
     return {
@@ -202,7 +216,8 @@ class Chart {
     });
     const more = found.length > near.length ? `, nearest ${near.length} of ${found.length}` : "";
     const at = Math.round(found[0].curve.steps[found[0].index]).toLocaleString("en");
-    this.tip.replaceChildren(make("div", { className: "soft", textContent: `step ${at}${more}` }), make("table", {}, ...rows));
+    const where = make("div", { className: "soft", textContent: `${AXIS_NAMES[this.state.axis]} ${at}${more}` });
+    this.tip.replaceChildren(where, make("table", {}, ...rows));
     const room = event.clientX + 14 + this.tip.offsetWidth < document.documentElement.clientWidth;
     const left = room ? event.offsetX + 14 : event.offsetX - this.tip.offsetWidth - 14;
     Object.assign(this.tip.style, { left: `${left}px`, top: "0px" });

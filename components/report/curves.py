@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from pyarrow import json as arrow_json
 
 Floats = NDArray[np.float64]
+SECONDS = "train/seconds"
+"""A curve of the seconds of training, from the step times: metrics.jsonl has no clock."""
 RENAMED = {
     "train/num_samples": "train/total_samples",
     "train/skipped": "train/total_skipped",
@@ -81,8 +83,14 @@ def read_curves(path: Path, count: int) -> dict[str, Curve]:
     columns = {current_name(name): numbers(table.column(name)) for name in table.column_names}
     if (steps := columns.pop("step", None)) is None:
         raise ValueError(f"{path.name} has no step")
+    if (np.diff(steps) < 0).any():
+        order = np.argsort(steps, kind="stable")
+        steps = steps[order]
+        columns = {key: None if values is None else values[order] for key, values in columns.items()}
+    if (step_ms := columns.get("perf/step_ms")) is not None:
+        columns[SECONDS] = training_seconds(steps, step_ms)
     return {
-        key: in_order(steps[known], values[known], count)
+        key: thin(steps[known], values[known], count)
         for key, values in columns.items()
         if values is not None and (known := np.isfinite(values) & np.isfinite(steps)).any()
     }
@@ -103,11 +111,14 @@ def numbers(column: pa.ChunkedArray) -> Floats | None:
     return values
 
 
-def in_order(steps: Floats, values: Floats, count: int) -> Curve:
-    if (np.diff(steps) < 0).any():
-        order = np.argsort(steps, kind="stable")
-        steps, values = steps[order], values[order]
-    return thin(steps, values, count)
+def training_seconds(steps: Floats, step_ms: Floats) -> Floats:
+    """Return the seconds up to each row, without evaluations and saves; NaN in rows without a step time."""
+    seconds, known = np.full(len(steps), np.nan), np.isfinite(step_ms)
+    if known.any():
+        counts = np.diff(steps[known], prepend=0)
+        # The first row of a resumed run does not stand for all the steps before it.
+        seconds[known] = np.cumsum(np.minimum(counts, np.median(counts)) * step_ms[known]) / 1000
+    return seconds
 
 
 def encode_array(values: Floats) -> str:

@@ -14,6 +14,7 @@ const state = {
   zoom: null,
   smoothing: 0,
   extremes: false,
+  axis: "step",
   charts: [],
   table: null,
   pending: null,
@@ -23,11 +24,12 @@ const state = {
     const dark = document.documentElement.dataset.theme === "dark";
     return state.drawn.has(run) ? colour(state.drawn.get(run), state.drawn.size, dark) : null;
   },
-  name(run) {
-    const { number: label, overrides } = data.runs[run];
-    const word = (key) => (key.includes(".") ? `${key.split(".").pop()}=${overrides[key]}` : overrides[key]);
-    const words = data.columns.slice(0, 3).map((key) => overrides[key] && word(key));
-    return alone ? "" : [label, ...words.filter(Boolean)].join(" · ");
+  name: (run) => (alone ? "" : data.runs[run].name),
+  /** Return the places of the points of a curve on the chosen axis, or null if the run does not say. */
+  along(curve) {
+    const { axis } = state, line = data.runs[curve.run].axes[axis];
+    if (axis === "step") return curve.steps;
+    return line ? (curve.places ??= {})[axis] ??= along(line, curve.steps) : null;
   },
 
   toggle(run) {
@@ -46,10 +48,14 @@ const state = {
   },
   point(run) {
     state.pointed = run;
+    for (const line of at("parallel").querySelectorAll("polyline")) {
+      line.classList.toggle("pointed", line.dataset.run === String(run));
+    }
     state.draw("overlay");
   },
   refresh() {
     state.table?.draw();
+    at("sweep").hidden = !state.parallel?.draw();
     state.draw("draw");
     const shown = [...state.selected].filter((run) => state.drawn.has(run)).length;
     at("shown").textContent = `${shown} of ${data.runs.length} drawn below; click a row to draw or hide it`;
@@ -71,8 +77,15 @@ const state = {
 state.drawn = new Map([...new Set(data.charts.flatMap((chart) => chart.curves.map((curve) => curve.run)))]
   .sort((a, b) => a - b).map((run, place) => [run, place]));
 
+/** Return the runs with curves by group, because only losses of one group are comparable, and then by loss. */
 function byLoss() {
-  return [...state.drawn.keys()].sort((a, b) => compare(data.runs[a].loss, data.runs[b].loss, 1));
+  const order = groups(data.runs), place = (run) => order.indexOf(data.runs[run].group);
+  return [...state.drawn.keys()].sort((a, b) => place(a) - place(b) || compare(data.runs[a].loss, data.runs[b].loss, 1));
+}
+
+/** Return the best completed runs of each group, at most ``count`` each. */
+function best(count) {
+  return groups(data.runs).flatMap((group) => finished().filter((run) => data.runs[run].group === group).slice(0, count));
 }
 
 /** Return the completed runs, because only these have a final loss; all runs if none is completed. */
@@ -89,19 +102,20 @@ function tile(title, value, below = "", kind = "tile") {
 function tiles() {
   const known = (value) => value !== null && value !== undefined;
   const most = (values) => Math.max(...values.filter(known));
-  const counts = new Map(), best = finished().find((run) => known(data.runs[run].loss));
+  const counts = new Map();
   for (const { status } of data.runs) counts.set(status, (counts.get(status) || 0) + 1);
   const found = [
     alone ? tile("run", data.runs[0].status, (data.runs[0].error || "").split("\n")[0])
       : tile("runs", data.runs.length, [...counts].map(([status, count]) => `${count} ${status}`).join(", ")),
   ];
-  if (known(best)) {
-    const loss = number(data.runs[best].loss);
-    found.push(alone ? tile("loss", loss) : tile("best loss", loss, state.name(best), "tile wide"));
+  for (const run of best(1).filter((one) => known(data.runs[one].loss) && (alone || data.runs[one].ranked))) {
+    const { loss, group } = data.runs[run], words = groups(data.runs).length > 1 ? `${state.name(run)}, ${group}` : state.name(run);
+    found.push(alone ? tile("loss", number(loss)) : tile("best loss", number(loss), words, "tile wide"));
   }
   for (const [key, title] of SPEEDS) {
     const value = most(data.runs.map((run) => run.results[key]));
-    if (Number.isFinite(value)) found.push(tile(title, number(value, 3), alone ? "at the end" : "the most of any run"));
+    const words = [key === "perf/mfu" ? `of ${data.mfu_peak}` : "", alone ? "at the end" : "the most of any run"];
+    if (Number.isFinite(value)) found.push(tile(title, number(value, 3), words.filter(Boolean).join(", ")));
   }
   const steps = most(data.runs.map((run) => run.steps));
   if (Number.isFinite(steps)) found.push(tile("steps", steps.toLocaleString("en"), alone ? "" : "of the longest run"));
@@ -159,8 +173,11 @@ function choose(index) {
   const said = [run.command, run.error].filter(Boolean);
   parts.push(...said.map((words) => make("pre", { className: "wrap", textContent: words })));
   if (run.missing.length) parts.push(make("p", { className: "soft", textContent: `Not there: ${run.missing.join("; ")}.` }));
-  const tables = [data.documents[run.audit], run.facts, data.documents[preflight.mode]];
+  const tables = [data.documents[run.audit], run.facts, data.documents[run.preflight]];
   parts.push(grids(tables.flatMap((table) => Object.entries(table ?? {}))));
+  const samples = (data.documents[run.samples] ?? []).map((pieces) =>
+    make("pre", { className: "wrap" }, ...pieces.map(([words, trained]) => make(trained ? "mark" : "span", { textContent: words }))));
+  if (samples.length) parts.push(make("h3", { textContent: "samples; the loss is computed on the highlighted tokens" }), ...samples);
   const config = { ...data.common, ...run.config };
   if (run.folder && Object.keys(config).length) {
     parts.push(make("details", {}, make("summary", { textContent: "config.yaml" }), grid(config)));
@@ -171,7 +188,7 @@ function choose(index) {
 function listen() {
   at("all").onclick = () => state.select(state.table.rows().map(({ index }) => index));
   at("none").onclick = () => state.select([]);
-  at("best").onclick = () => state.select(finished().slice(0, 5));
+  at("best").onclick = () => state.select(best(5));
   at("filter").oninput = (event) => { state.table.filter = event.target.value; state.table.draw(); };
   at("smoothing").oninput = (event) => {
     state.smoothing = Number(event.target.value);
@@ -181,6 +198,14 @@ function listen() {
   at("extremes").onchange = (event) => {
     state.extremes = event.target.checked;
     state.draw("draw");
+  };
+  at("axis").onchange = (event) => {
+    state.axis = event.target.value;
+    state.zoomTo(null);
+  };
+  at("metric").onchange = (event) => {
+    state.parallel.metric = event.target.value;
+    state.refresh();
   };
   at("reset").onclick = () => state.zoomTo(null);
   at("which").onchange = (event) => choose(Number(event.target.value));
@@ -193,26 +218,55 @@ function theme(name) {
   state.refresh();
 }
 
+const KEPT = ["axis", "metric", "smoothing", "filter", "which"];
+
+/** Load the page again, and keep what was chosen on it. */
+function reload() {
+  const kept = { runs: data.runs.length, selected: [...state.selected], zoom: state.zoom, values: KEPT.map((id) => at(id).value) };
+  sessionStorage.setItem(data.title, JSON.stringify(kept));
+  location.reload();
+}
+
+/** Choose what was chosen before the page was loaded again; runs that are new are drawn. */
+function restore(kept) {
+  const fresh = [...state.selected].filter((run) => run >= kept.runs);
+  state.select([...kept.selected, ...fresh]);
+  KEPT.forEach((id, place) => {
+    at(id).value = kept.values[place];
+    (at(id).oninput ?? at(id).onchange)({ target: at(id) });
+  });
+  state.zoomTo(kept.zoom);
+}
+
 function open() {
   document.title = `${data.title} · report`;
   at("title").textContent = data.title;
   const what = alone ? data.runs[0].folder : `${data.runs.length} runs`;
   at("subtitle").textContent = `${what} · page written ${data.written.replace("T", " ")}`;
   state.charts = data.charts.map((spec) => new Chart(spec, state, at("charts")));
+  for (const { axes } of data.runs) for (const name of Object.keys(axes)) axes[name] = decoded(axes[name]);
+  const known = (axis) => axis === "step" || data.runs.some((run) => axis in run.axes);
+  at("axis").append(...Object.keys(AXIS_NAMES).filter(known).map((value) => make("option", { value, textContent: AXIS_NAMES[value] })));
   const sound = byLoss().filter((run) => data.runs[run].status !== "failed");
   state.selected = new Set((sound.length ? sound : byLoss()).slice(0, MOST_AT_FIRST));
   state.extremes = at("extremes").checked = state.drawn.size <= FEW;
   state.table = new RunTable(at("runs"), data, state);
+  state.parallel = new ParallelPlot(data, state, at("parallel"));
+  at("metric").append(...state.parallel.metrics.map((value) => make("option", { value, textContent: value })));
   if (alone) at("heading").textContent = "Data and settings";
   at("results").hidden = at("which").hidden = alone;
   at("curves").hidden = !data.charts.length;
-  at("which").append(...data.runs.map((_, index) => make("option", { value: index, textContent: `run ${state.name(index)}` })));
+  at("which").append(...data.runs.map((_, index) => make("option", { value: index, textContent: state.name(index) })));
   tiles();
   failures();
   differences();
   choose(byLoss()[0] ?? 0);
   listen();
   theme(window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  if (!data.refresh) return;
+  const kept = JSON.parse(sessionStorage.getItem(data.title));
+  if (kept) restore(kept);
+  setTimeout(reload, 1000 * data.refresh);
 }
 
 open();

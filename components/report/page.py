@@ -4,13 +4,16 @@ import json
 import math
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from components.atomic_write import write_atomic
 from components.contracts.json_types import Config, Json
+from components.report.curves import SECONDS
 from components.report.runs import Entry, RunPage, fact_tables, read_run
 
 ASSETS = Path(__file__).parent
@@ -32,19 +35,35 @@ COUNTERS = {
     "train/seqlen_mean",
     "train/seqlen_max",
     "perf/step_ms",
+    SECONDS,
 }
 """Metrics without a chart."""
+AXES = {"tokens": "train/total_tokens", "seconds": SECONDS}
+"""Axes of the curves, besides the steps, and the metrics that say where a step is on them."""
+NOT_TRAINED = {"run.name", "run.output_dir"}
+"""Overrides that do not change the training."""
+MOST_WORDS = 3
+"""Overrides in the name of a run."""
 POINTS, MOST_POINTS, FEWEST_POINTS = 30_000, 333, 30
 """Means of one metric: of all runs together, and most and fewest of one run. Each has two extremes."""
 
 
-def write_page(title: str, entries: Sequence[Entry], output: Path) -> list[RunPage]:
-    """Read the runs of ``entries``, write the page and return the runs."""
+def write_page(
+    title: str, entries: Sequence[Entry], output: Path, refresh: float | None = None
+) -> list[RunPage]:
+    """Read the runs of ``entries``, write the page and return the runs.
+
+    The page reloads itself every ``refresh`` seconds. None means never.
+    """
     points = min(max(POINTS // len(entries), FEWEST_POINTS), MOST_POINTS)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of the time is in Arrow, without the GIL
         runs = list(pool.map(partial(read_run, points=points), entries))
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(render(page_data(title, runs)), encoding="utf-8")
+    page = render(page_data(title, runs) | {"refresh": refresh})
+    if output.exists() and not output.is_file():  # such as /dev/stdout, which no file must replace
+        output.write_text(page, encoding="utf-8")
+    else:
+        write_atomic(output, page)
     return runs
 
 
@@ -54,7 +73,7 @@ def render(data: Config) -> str:
     parts = {
         "style": assets("uPlot.min.css", "page.css"),
         "library": f"/*\n{assets('uPlot.LICENSE')}\n*/\n{assets('uPlot.iife.min.js')}",
-        "script": assets("chart.js", "tables.js", "page.js"),
+        "script": assets("chart.js", "tables.js", "parallel.js", "page.js"),
         "data": text.replace("<", "\\u003c"),
     }
     page = assets("page.html")
@@ -77,20 +96,24 @@ def page_data(title: str, runs: Sequence[RunPage]) -> Json:
     documents: list[object] = []
     keys = chart_keys(runs)
     common, differing = split_configs(runs)
+    columns = [key for key in varied_keys([run.overrides for run in runs]) if key not in NOT_TRAINED]
+    peaks = {str(run.facts["mfu_peak"]) for run in runs if run.facts.get("mfu_peak")}
     return {
         "title": title,
         "written": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "columns": varied_keys([run.overrides for run in runs]),
+        "columns": columns,
+        "mfu_peak": " or ".join(sorted(peaks)),
         "common": common,
         "documents": documents,
         "runs": [
             shown(run, documents)
-            | {"config": {key: run.config[key] for key in differing if key in run.config}}
-            for run in runs
+            | {"name": name, "config": {key: run.config[key] for key in differing if key in run.config}}
+            for run, name in zip(runs, run_names(runs, columns), strict=True)
         ],
         "charts": [
             {
                 "key": key,
+                "note": f"of {' or '.join(sorted(peaks))}" if key == "perf/mfu" else None,
                 "curves": [
                     {"run": number} | run.curves[key].to_json()
                     for number, run in enumerate(runs)
@@ -102,24 +125,43 @@ def page_data(title: str, runs: Sequence[RunPage]) -> Json:
     }
 
 
+def run_names(runs: Sequence[RunPage], columns: Sequence[str]) -> list[str]:
+    """Return the ``run.name`` of each run and its overrides of ``columns``; numbers make them unique."""
+    names = []
+    for run in runs:
+        known = [(key, run.overrides[key]) for key in columns[:MOST_WORDS] if key in run.overrides]
+        words = [f"{key.rpartition('.')[2]}={value}" if "." in key else value for key, value in known]
+        names.append(" · ".join([run.name, *(words if len(runs) > 1 else [])]))
+    counts = Counter(names)
+    return [
+        name if counts[name] == 1 else f"{name} · {run.entry.number}"
+        for run, name in zip(runs, names, strict=True)
+    ]
+
+
 def shown(run: RunPage, documents: list[object]) -> Json:
     """Return the data of one run. Long tables that runs share are stored once, in ``documents``."""
     entry, results, words = run.entry, run.results, run.facts.get("overrides")
     loss = results.get("eval/loss", results.get("train/loss")) if entry.loss is None else entry.loss
+    group, ranked = run.group
     return {
         "number": entry.number,
         "folder": None if entry.folder is None else str(entry.folder),
         "status": run.status,
         "error": run.error,
         "overrides": run.overrides,
+        "group": group,
+        "ranked": ranked,
         "loss": finite(loss),
         "seconds": finite(entry.seconds),
         "steps": run.steps,
+        "axes": {name: run.curves[key].to_json() for name, key in AXES.items() if key in run.curves},
         "results": {key: finite(value) for key, value in results.items()},
         "command": None if words is None else shlex.join(["python", "-m", "runner", *words]),
         "facts": fact_tables(run.facts),
         "audit": limited_documents(documents, audit_tables(run.audit)),
         "preflight": limited_documents(documents, run.preflight),
+        "samples": limited_documents(documents, run.samples),
         "logs": run.logs,
         "missing": run.missing,
     }

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,8 @@ from components.report.curves import Curve, current_name, read_curves
 from components.yaml_text import parse_yaml
 
 T = TypeVar("T")
+Sample = list[tuple[str, bool]]
+"""The decoded pieces of a training sample, and whether the tokens of each piece are trained."""
 
 LAST_LINES = 20
 TAIL_BYTES = 16384
@@ -35,6 +38,7 @@ class ShownFacts:
     overrides: tuple[str, ...] = ()
     results: dict[str, dict[str, float]] | None = None
     versions: Json = field(default_factory=dict)
+    mfu_peak: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class RunPage:
     """Dotted key -> value, for example ``optimizer.lr``."""
     audit: Json | None = None
     preflight: Json | None = None
+    samples: list[Sample] = field(default_factory=list)
     curves: dict[str, Curve] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)
     """File -> last lines, if the run is not completed."""
@@ -87,12 +92,34 @@ class RunPage:
         return {key: value for key, _, value in pairs}
 
     @property
+    def name(self) -> str:
+        name = self.config.get("run.name") or self.overrides.get("run.name")
+        return f"run {self.entry.number}" if name is None else str(name)
+
+    @property
     def results(self) -> dict[str, float]:
         """Last value of each metric, from its curve or else from run.json."""
         kept = (self.facts.get("results") or {}).get("last", {})
-        return {current_name(key): value for key, value in kept.items()} | {
-            key: curve.last for key, curve in self.curves.items()
-        }
+        found = {current_name(key): value for key, value in kept.items()}
+        found |= {key: curve.last for key, curve in self.curves.items()}
+        if self.facts.get("mfu_peak") is None:  # without its peak, the number means nothing
+            found.pop("perf/mfu", None)
+        return found
+
+    @property
+    def group(self) -> tuple[str, bool]:
+        """Stage and data of the final loss, whose runs can be ranked, and whether both are known."""
+        kind = next((kind for kind in ("eval", "train") if f"{kind}/loss" in self.results), None)
+        if kind is None:
+            return "without a loss", False
+        splits = [split for name, split in (self.audit or {}).items() if name.partition("/")[0] == kind]
+        sources = [source for split in splits if split for source in split.get("sources", [])]
+        counted = "{name}, {samples} samples, {supervised} targets"
+        sizes = [counted.format_map(defaultdict(str, source)) for source in sources]
+        stage, kind_of_sample = (self.config.get(f"stage.{key}") for key in ("_target_", "kind"))
+        names = [str(stage or "unknown stage").rpartition(".")[2], *filter(None, [kind_of_sample])]
+        data = f"{kind}/loss on {'; '.join(sizes) or 'unknown data'}"
+        return f"{' '.join(map(str, names))}: {data}", bool(stage and sizes)
 
     @property
     def steps(self) -> float | None:
@@ -125,7 +152,10 @@ def read_run(entry: Entry, points: int) -> RunPage:
     run.config = dict(flat("", part("config.yaml", read_yaml) or {}))
     run.audit = part("audit.json", read_audit)
     run.preflight = part("preflight.json", read_optional_json)
+    run.samples = part("samples.json", read_samples) or []
     run.curves = part("metrics.jsonl", partial(read_curves, count=points)) or {}
+    if run.facts.get("mfu_peak") is None:
+        run.curves.pop("perf/mfu", None)
     if run.status != "completed":
         run.logs = failure_excerpt(folder)
     return run
@@ -149,6 +179,10 @@ def read_audit(path: Path) -> Json:
         if isinstance(split, dict):
             as_type(list[Json], split.get("sources", []))
     return found
+
+
+def read_samples(path: Path) -> list[Sample]:
+    return as_type(list[Sample], parse_json(path.read_text()))
 
 
 def read_yaml(path: Path) -> Json:

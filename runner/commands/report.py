@@ -1,10 +1,12 @@
-"""``python -m runner.report FOLDER [output=FILE]``: one HTML page of a run, a sweep or a folder of runs.
+"""``python -m runner.report FOLDER [output=FILE] [--watch]``: a page of a run, a sweep or a folder of runs.
 
 FOLDER       a run (outputs/NAME/STAMP), a sweep (outputs/sweeps/STAMP), or a folder that holds runs
 output=FILE  default: report.html in FOLDER
+--watch      write the page again every few seconds, which then reloads itself, until Ctrl-C
 """
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,22 +14,44 @@ from typing import NoReturn
 
 from components.contracts.errors import ConfigError
 from components.home import expand_home
-from components.report import Entry, write_page
+from components.report import Entry, RunPage, write_page
 from runner.cli import run_or_answer
 from runner.sweeps.job_record import JobRecord, read_job_records
 
+WATCH_S = 5.0
+"""Seconds between two writes of the page with ``--watch``."""
+
 
 def report(arguments: Sequence[str]) -> None:
-    folder, output = parse(arguments)
+    watched = "--watch" in arguments
+    folder, output = parse([argument for argument in arguments if argument != "--watch"])
+    runs = write(folder, output, WATCH_S if watched else None)
+    counts = Counter(run.status for run in runs)
+    print(f"{len(runs)} run(s): {', '.join(f'{count} {status}' for status, count in counts.items())}")
+    print(output, flush=True)
+    if watched:
+        watch(folder, output)
+
+
+def watch(folder: Path, output: Path) -> None:
+    """Write the page every ``WATCH_S`` seconds until Ctrl-C, then once more as a page that stays as it is."""
     try:
-        runs = write_page(f"{folder.parent.name} / {folder.name}", entries(folder), output)
+        while True:
+            time.sleep(WATCH_S)
+            write(folder, output, WATCH_S)
+    except KeyboardInterrupt as request:
+        write(folder, output, None)
+        if str(request) not in ("", "SIGINT"):
+            raise
+
+
+def write(folder: Path, output: Path, refresh: float | None) -> list[RunPage]:
+    try:
+        return write_page(f"{folder.parent.name} / {folder.name}", entries(folder), output, refresh)
     except OSError as error:
         raise ConfigError(
             f"output: cannot write {output}: {error.strerror}; give output=FILE with a writable file."
         ) from error
-    counts = Counter(run.status for run in runs)
-    print(f"{len(runs)} run(s): {', '.join(f'{count} {status}' for status, count in counts.items())}")
-    print(output)
 
 
 def parse(arguments: Sequence[str]) -> tuple[Path, Path]:

@@ -63,6 +63,7 @@ def prepare(launch: RunPreparation) -> Path:
     write_code_diff(folder)
     (folder / "audit.json").write_text(found.data.audit.to_json())
     found.data.write_bad_records(folder)
+    found.data.write_samples(folder, launch.experiment.model.load_tokenizer())
     (folder / "preflight.json").write_text(survey.to_json())
     console.print(found.data.audit.render(), survey.render(), sep="\n")
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)

@@ -21,7 +21,7 @@ from components.contracts.json_types import Config
 from components.loggers import CompositeLogger, RunInfo
 from components.loggers.console import Terminal, terminal
 from components.preflight import steps_done
-from components.preflight.estimates.flops import matmul_sizes, peak_flops, train_flops
+from components.preflight.estimates.flops import matmul_sizes, peak_flops, peak_name, train_flops
 from components.rank_info import RankInfo
 from components.reference.precompute import precompute
 from components.reference.source import resolve_reference
@@ -78,7 +78,8 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
                 fill_reference(experiment, engine, folder, record, main, watchdog)
         watchdog.beat("building the engine")
         with closing(build_engine(experiment, record.device), record.world_size) as engine:
-            record = replace(record, engine_facts=engine.describe())
+            peak = {"mfu_peak": peak_name(engine.device, DTYPES[experiment.run.dtype])}
+            record = replace(record, engine_facts=engine.describe() | peak)
             if main:
                 record.write(folder)
             with reporter(experiment, engine, folder, console, config, record) as report:

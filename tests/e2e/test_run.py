@@ -56,6 +56,9 @@ def test_the_folder(run: Path) -> None:
     assert config["run"]["name"] == run.parent.name == "sft_tiny"
     audit = json.loads((run / "audit.json").read_text())
     assert audit
+    samples = json.loads((run / "samples.json").read_text())
+    assert {trained for sample in samples for _, trained in sample} == {True, False}
+    assert facts["mfu_peak"] == "the measured matmul peak"
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [
         "step_00000002",
         "step_00000004",

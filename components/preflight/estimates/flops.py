@@ -121,13 +121,21 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     The measurement repeats a square matrix product for 0.2 s with the threads of this process, so on a CPU
     the MFU is the fraction of time that matrix products need at their best speed.
     """
-    if device.type == "cuda":
-        known = data_sheet_peak(torch.cuda.get_device_name(device), dtype)
-        if known is not None:
-            return known
+    if (known := sheet_peak(device, dtype)) is not None:
+        return known
     measured = measure_peak(device, dtype)
     torch.cuda.empty_cache()  # the parent process of a run measures a GPU that a rank needs next
     return measured
+
+
+def sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the peak FLOP/s of ``device`` from its data sheet. None means that there is no data sheet."""
+    return data_sheet_peak(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+
+
+def peak_name(device: torch.device, dtype: torch.dtype) -> str:
+    """Return what ``peak_flops`` is, for a reader of the MFU."""
+    return "the measured matmul peak" if sheet_peak(device, dtype) is None else "the data sheet's peak"
 
 
 def data_sheet_peak(name: str, dtype: torch.dtype) -> float | None:

@@ -1,5 +1,5 @@
 // Clicks everything on a report page, and leaves what happened at its end.
-const numbers = () => [...document.querySelectorAll("#runs tbody tr")].map((row) => Number(row.dataset.run));
+const numbers = () => [...document.querySelectorAll("#runs tr[data-run]")].map((row) => Number(row.dataset.run));
 const head = (title) => [...document.querySelectorAll("#runs th")].find((th) => th.textContent === title);
 const frame = () => new Promise((go) => setTimeout(go, 20));
 const inked = (canvas) =>
@@ -22,7 +22,7 @@ const mouse = (chart, kind, x, y) => {
   await frame();
   found.drawn = state.charts[0].shown.map((curve) => curve.run);
   const filter = document.getElementById("filter");
-  filter.value = "refused";
+  filter.value = "invalid";
   filter.oninput({ target: filter });
   found.filtered = numbers();
   filter.value = "";
@@ -54,6 +54,12 @@ const mouse = (chart, kind, x, y) => {
   chart.draw();
   await frame();
   found.without_logarithms = inked(chart.uplot.ctx.canvas);
+  const axis = document.getElementById("axis");
+  axis.value = "tokens";
+  axis.dispatchEvent(new Event("change"));
+  await frame();
+  found.tokens = state.charts.map(({ uplot }) => uplot.scales.x.max);
+  found.lines = document.querySelectorAll("#parallel polyline").length;
   document.getElementById("none").click();
   document.getElementById("best").click();
   found.best = [...state.selected].sort();

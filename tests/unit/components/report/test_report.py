@@ -2,6 +2,8 @@
 
 import base64
 import json
+import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,12 @@ import pytest
 import yaml
 
 from benchmarks.report import make_sweep
-from components.contracts.errors import ConfigError
+from components.contracts.errors import DONE, INTERRUPTED, ConfigError
 from components.report import Entry, write_page
 from components.report.curves import read_curves, thin
 from components.report.page import varied_keys
-from runner.commands.report import entries, parse, report
+from runner.cli import run_or_answer
+from runner.commands.report import WATCH_S, entries, parse, report
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028<!-- {{script}} & 'quotes' \""
 
@@ -118,15 +121,28 @@ def test_buckets_keep_extremes_and_the_mean(length: int) -> None:
 # ---- pages
 
 
-def finished(folder: Path, *, lr: float, **facts: Any) -> Path:
+def finished(folder: Path, *, lr: float, loss: str = "NextToken", **facts: Any) -> Path:
     """Write a run folder as the runner leaves it, and return it."""
-    rows = [{"step": step, "train/loss": 9 - step * lr, "perf/tokens_per_s": 100.0} for step in (1, 2, 3)]
+    rows = [
+        {"step": step, "train/loss": 9 - step * lr, "perf/tokens_per_s": 100.0, "perf/mfu": 0.25}
+        | {"train/total_tokens": 50 * step, "perf/step_ms": 500.0}
+        for step in (1, 2, 3)
+    ]
     write_rows(folder / "metrics.jsonl", *rows, {"step": 3, "eval/loss": 5 - lr})
     (folder / "config.yaml").write_text(
-        yaml.safe_dump({"optimizer": {"lr": lr, "betas": [0.9]}, "run": {"seed": 0, "limit": float("inf")}})
+        yaml.safe_dump(
+            {
+                "optimizer": {"lr": lr, "betas": [0.9]},
+                "run": {"name": "tuned", "seed": 0, "limit": float("inf")},
+                "stage": {"_target_": f"components.losses.{loss}"},
+            }
+        )
     )
     source = {"name": "stdlib", "samples": 7, "stop_token_trained": None}
-    (folder / "audit.json").write_text(json.dumps({"train": {"sources": [source], "rows": 3}, "eval": None}))
+    held_out = {"name": "held out", "samples": 2, "supervised": 20}
+    audit = {"train": {"sources": [source], "rows": 3}, "eval": {"sources": [held_out]}}
+    (folder / "audit.json").write_text(json.dumps(audit))
+    (folder / "samples.json").write_text(json.dumps([[["What is it?", False], [f"A {HOSTILE}", True]]]))
     (folder / "run.json").write_text(
         json.dumps({"overrides": [f"optimizer.lr={lr}"], "ended": "completed"} | facts)
     )
@@ -173,7 +189,13 @@ def test_a_page_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert [chart["key"] for chart in data["charts"]] == ["train/loss", "eval/loss", "perf/tokens_per_s"]
     assert [curve["run"] for curve in data["charts"][0]["curves"]] == [0, 1, 3]
     assert floats(data["charts"][0]["curves"][1]["means"]) == [8, 7, 6]
-    assert data["common"] == {"optimizer.betas": [0.9], "run.limit": "Infinity", "run.seed": 0}
+    assert data["common"] == {
+        "optimizer.betas": [0.9],
+        "run.limit": "Infinity",
+        "run.name": "tuned",
+        "run.seed": 0,
+        "stage._target_": "components.losses.NextToken",
+    }
     assert [run["config"] for run in data["runs"]] == [{"optimizer.lr": lr} for lr in (0.5, 1.0)] + [{}] + [
         {"optimizer.lr": 3.0},
         {},
@@ -202,8 +224,9 @@ def test_tables_that_runs_share_are_there_once(tmp_path: Path) -> None:
     report([str(sweep)])
     data = Page(sweep / "report.html").data
     assert data["runs"][0]["audit"] == data["runs"][1]["audit"] == 0
-    assert len(data["documents"]) == 2
-    assert data["documents"][0]["data"][0] == {"": "samples", "train: stdlib": 7}
+    assert data["runs"][0]["samples"] == data["runs"][1]["samples"] == 1
+    assert len(data["documents"]) == 3
+    assert data["documents"][0]["data"][0] == {"": "samples", "train: stdlib": 7, "eval: held out": 2}
     assert data["documents"][data["runs"][1]["preflight"]] == {
         "memory": [{"part": "weights", "GiB": 1.5}],
         "x": {"y": "NaN"},
@@ -233,6 +256,97 @@ def test_a_run_and_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
     stamps = [entry.folder.name for entry in entries(tmp_path) if entry.folder]
     assert stamps == ["2026-01-01", "2026-01-02", "2026-01-03"]
     assert len(entries(tmp_path / "sft")) == 2
+
+
+def test_runs_have_their_names(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path)
+    report([str(sweep)])
+    names = [run["name"] for run in Page(sweep / "report.html").data["runs"]]
+    assert names == ["tuned · lr=0", "tuned · lr=1", "run 2 · lr=2", "tuned · lr=3", "run 4 · lr=4"]
+
+
+def test_equal_names_get_numbers_and_a_renamed_run_is_not_named_twice(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b", "b")):
+        run = finished(tmp_path / name / f"2026-01-0{number}", lr=1.0, overrides=[f"run.name={name}"])
+        (run / "config.yaml").write_text(yaml.safe_dump({"run": {"name": name}}))
+    report([str(tmp_path)])
+    data = Page(tmp_path / "report.html").data
+    assert [run["name"] for run in data["runs"]] == ["a", "b · 1", "b · 2"]
+    assert data["columns"] == []
+
+
+def test_only_losses_of_one_stage_on_the_same_data_are_comparable(tmp_path: Path) -> None:
+    runs = [
+        finished(tmp_path / "x" / str(n), lr=1.0, loss="KTO" if n == 2 else "NextToken") for n in range(5)
+    ]
+    audit = json.loads((runs[3] / "audit.json").read_text())
+    audit["eval"]["sources"][0]["supervised"] = 21  # another tokenizer, for example
+    (runs[3] / "audit.json").write_text(json.dumps(audit))
+    (runs[4] / "audit.json").unlink()
+    report([str(tmp_path)])
+    shown = Page(tmp_path / "report.html").data["runs"]
+    assert [(run["group"], run["ranked"]) for run in shown] == [
+        ("NextToken: eval/loss on held out, 2 samples, 20 targets", True),
+        ("NextToken: eval/loss on held out, 2 samples, 20 targets", True),
+        ("KTO: eval/loss on held out, 2 samples, 20 targets", True),
+        ("NextToken: eval/loss on held out, 2 samples, 21 targets", True),
+        ("NextToken: eval/loss on unknown data", False),
+    ]
+
+
+def test_a_mean_flops_utilisation_comes_with_its_peak_or_not_at_all(tmp_path: Path) -> None:
+    old = finished(tmp_path / "old", lr=1.0, results={"first": {}, "last": {"perf/mfu": 0.5}})
+    new = finished(tmp_path / "new", lr=1.0, mfu_peak="the measured matmul peak")
+    report([str(old)])
+    report([str(new)])
+    without, having = (Page(run / "report.html").data for run in (old, new))
+    charts = [chart["key"] for chart in without["charts"]]
+    assert "perf/mfu" not in [*charts, *without["runs"][0]["results"]]
+    assert having["runs"][0]["results"]["perf/mfu"] == 0.25
+    assert [chart["note"] for chart in having["charts"] if chart["key"] == "perf/mfu"] == [
+        "of the measured matmul peak"
+    ]
+
+
+def test_seconds_of_training_are_sums_of_step_times(tmp_path: Path) -> None:
+    """Rows 10 steps apart stand for 10 steps; so does the first one of a run that resumed at step 100."""
+    rows = [{"step": 110, "perf/step_ms": 200.0}, {"step": 120, "perf/step_ms": 100.0}]
+    rows += [{"step": 120, "eval/loss": 1.0}, {"step": 130, "perf/step_ms": 300.0}]
+    found = read_curves(write_rows(tmp_path / "m.jsonl", *rows), 9)["train/seconds"]
+    assert found.means.tolist() == pytest.approx([2, 3, 6])
+
+
+def test_a_page_that_is_watched_is_rewritten_until_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = finished(tmp_path / "a" / "b", lr=1.0), []
+
+    def sleep(seconds: float) -> None:
+        assert seconds == WATCH_S
+        data = Page(run / "report.html").data
+        seen.append((data["refresh"], data["runs"][0]["steps"]))
+        if len(seen) == 3:
+            raise KeyboardInterrupt("SIGINT")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 3 + len(seen), "train/loss": 1.0}) + "\n")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--watch"])
+    assert run_or_answer(report, None) == DONE
+    assert seen == [(WATCH_S, 3), (WATCH_S, 4), (WATCH_S, 5)]
+    assert Page(run / "report.html").data["refresh"] is None
+
+
+def test_another_signal_than_ctrl_c_is_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(_: float) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    run = finished(tmp_path / "a" / "b", lr=1.0)
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--watch"])
+    assert run_or_answer(report, None) == INTERRUPTED
 
 
 def test_a_sweep_that_was_moved_finds_its_runs(tmp_path: Path) -> None:

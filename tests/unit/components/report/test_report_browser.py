@@ -72,9 +72,9 @@ def test_every_chart_is_drawn(found: dict[str, Any]) -> None:
 
 
 def test_columns_sort(found: dict[str, Any]) -> None:
-    assert found["by_loss"] == [3, 1, 0, 2, 4]  # runs without a loss come last
-    assert found["by_lr"] == [0, 1, 2, 3, 4]
-    assert found["by_lr_down"] == [4, 3, 2, 1, 0]
+    assert found["by_loss"] == [1, 0, 3, 2, 4]  # run 3 has unknown data; runs without a loss come last
+    assert found["by_lr"] == [0, 1, 3, 2, 4]
+    assert found["by_lr_down"] == [1, 0, 3, 4, 2]
 
 
 def test_rows_select_and_filter(found: dict[str, Any]) -> None:
@@ -90,6 +90,11 @@ def test_the_mouse_shows_values_and_zooms(found: dict[str, Any]) -> None:
     low, high = found["zoomed"]
     assert 1 < low < high < 3
     assert found["scales"] == [[low, high]] * 3
+
+
+def test_another_axis_and_the_hyperparameters_are_drawn(found: dict[str, Any]) -> None:
+    assert found["tokens"] == [150, 151, 150]  # a single point is drawn between its neighbours
+    assert found["lines"] == 2
 
 
 def test_the_mouse_is_seen_in_every_chart(found: dict[str, Any]) -> None:

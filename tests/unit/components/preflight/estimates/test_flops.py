@@ -13,6 +13,7 @@ from components.preflight.estimates.flops import (
     matmul_sizes,
     measure_peak,
     peak_flops,
+    peak_name,
     train_flops,
 )
 from runner.training.metrics import Window, performance
@@ -129,6 +130,14 @@ def test_mfu() -> None:
 def test_peaks_are_those_of_the_data_sheets(name: str, bf16: float | None, fp32: float | None) -> None:
     assert data_sheet_peak(name, torch.bfloat16) == bf16
     assert data_sheet_peak(name, torch.float32) == fp32
+
+
+def test_the_peak_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    assert peak_name(torch.device("cuda"), torch.bfloat16) == "the data sheet's peak"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "another")
+    assert peak_name(torch.device("cuda"), torch.bfloat16) == "the measured matmul peak"
+    assert peak_name(torch.device("cpu"), torch.bfloat16) == "the measured matmul peak"
 
 
 def test_the_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
