@@ -61,6 +61,10 @@ class ModelConfig(Protocol):
     def trust_remote_code(self) -> bool: ...
 
     @property
+    def add_tokens(self) -> bool | tuple[str, ...]:
+        """Special tokens that the tokenizer and the model get, or True for those of the chat template."""
+
+    @property
     def freeze(self) -> tuple[str, ...]:
         """Shell patterns for the names of parameters that are not trained."""
 

@@ -9,33 +9,40 @@ from components.contracts.errors import ConfigError
 from components.home import expand_home
 
 FOLDER = Path(__file__).parent / "chat_templates"
-_TOKENS: Mapping[str, tuple[str, ...]] = {
+TEMPLATE_TOKENS: Mapping[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "plain": (),
 }
-"""The templates of ``FOLDER``, each with the special tokens that it writes."""
+"""The templates of ``FOLDER``, each with the special tokens that it writes; the last one ends a turn."""
 
 
 def with_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> PreTrainedTokenizerBase:
     """Give the tokenizer a chat template: one of ``FOLDER`` by its name, or a file of Jinja.
 
+    The token with which one of ``FOLDER`` ends a turn becomes the end-of-sequence token, so that generation
+    with the export ends there.
+
     Raises:
         ConfigError: if there is no such file, or the tokenizer lacks a token that the template writes.
     """
-    known = given in _TOKENS
+    known = given in TEMPLATE_TOKENS
     path = FOLDER / f"{given}.jinja" if known else Path(expand_home("model.chat_template", given))
     try:
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"model.chat_template={given}: cannot be read; give a file, or one of {', '.join(_TOKENS)}."
+            f"model.chat_template={given}: cannot be read; give a file, or one of "
+            f"{', '.join(TEMPLATE_TOKENS)}."
         ) from error
     words = tokenizer.get_vocab()
-    missing = [token for token in _TOKENS.get(given, ()) if token not in words]
-    if missing or (known and tokenizer.eos_token is None):
+    needed = TEMPLATE_TOKENS.get(given, ())
+    missing = [token for token in needed if token not in words]
+    if missing or (known and not needed and tokenizer.eos_token is None):
         raise ConfigError(
             f"model.chat_template={given}: the tokenizer has no {' and no '.join(missing or ['eos token'])}; "
-            "use model.chat_template=plain, or a template that writes tokens that it has."
+            "use model.chat_template=plain, or model.add_tokens=true."
         )
+    if needed:
+        tokenizer.eos_token = needed[-1]
     return tokenizer

@@ -24,7 +24,8 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.tokenizer import PATH as EMBEDDED_TOKENIZER
 from components.json_text import one_line, read_json
-from components.models.chat_template import with_chat_template
+from components.models.added_tokens import add_tokens, grow_vocabulary, with_added_rows
+from components.models.chat_template import TEMPLATE_TOKENS, with_chat_template
 from components.models.checkpoint_weights import INIT_FROM, checkpoint_content, checkpoint_weights
 from components.models.checks import check_config, check_model, check_moe_losses
 from components.models.config_values import UNBUILDABLE, check_values, wrong_field
@@ -60,6 +61,9 @@ class ModelSpec:
     """A folder or hub id. None means that of ``path`` if the shape comes from it, else the embedded one."""
     chat_template: str | None = None
     """A file of Jinja, or the name of one that the program brings. None means that of the tokenizer."""
+    add_tokens: bool | tuple[str, ...] = False
+    """Special tokens for the tokenizer, with rows in the embedding and the head: those in the list, or with
+    True those that ``chat_template`` writes."""
     freeze: tuple[str, ...] = ()
     """Shell patterns of the names of parameters that are not trained."""
     moe: MoELossConfig = field(default_factory=MoELossConfig)
@@ -91,6 +95,12 @@ class ModelSpec:
             raise ConfigError(
                 "model.trust_remote_code: no code is read with model.init=random, model.architecture and the "
                 "embedded tokenizer; leave it out."
+            )
+
+        if self.add_tokens is True and self.chat_template not in TEMPLATE_TOKENS:
+            raise ConfigError(
+                "model.add_tokens: is true, which adds the tokens of a model.chat_template that the program "
+                f"brings ({', '.join(TEMPLATE_TOKENS)}); name one of them, or give a list of tokens."
             )
 
     @property
@@ -130,6 +140,8 @@ class ModelSpec:
         else:
             assert self.architecture is not None
             config = make_config(self.architecture)
+        if self.add_tokens:
+            grow_vocabulary(config, self.load_tokenizer())
         check_values(config.get_text_config(), self._fields)
         check_config(config)
         # With a cache, transformers ignores the boundaries of packed sequences.
@@ -238,7 +250,9 @@ class ModelSpec:
             return random_weights(model, seed)
         folder = self.folder(weights=True)
         drawn = random_weights(model, seed) if self.mtp.num_layers else None
-        return pretrained_weights(folder, model, drawn=drawn, trust_remote_code=self.trust_remote_code)
+        stored = dataclasses.replace(self, add_tokens=False).meta_model if self.add_tokens else model
+        weights = pretrained_weights(folder, stored, drawn=drawn, trust_remote_code=self.trust_remote_code)
+        return with_added_rows(weights, named_shapes(stored), named_shapes(model))
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of this model, or raise ConfigError if it is missing or unreadable."""
@@ -255,6 +269,9 @@ class ModelSpec:
             raise ConfigError(
                 f"{option}: cannot load the tokenizer in {folder}: {one_line(error)}"
             ) from error
+        if self.add_tokens:
+            needed = TEMPLATE_TOKENS.get(self.chat_template or "", ())
+            add_tokens(tokenizer, needed if isinstance(self.add_tokens, bool) else self.add_tokens)
         return tokenizer if self.chat_template is None else with_chat_template(tokenizer, self.chat_template)
 
     def with_any_tokenizer(self) -> Self:

@@ -274,10 +274,21 @@ def check_normalisation(normalize: str | None, packing: str) -> None:
         )
 
 
-def check_adapter(adapter: AdapterConfig | None, model: PreTrainedModel, bias_update_rate: float) -> None:
-    """Raise ConfigError if the adapter does not fit the model or router biases would be updated with it."""
+def check_adapter(
+    adapter: AdapterConfig | None,
+    model: PreTrainedModel,
+    bias_update_rate: float,
+    adds_tokens: bool,
+) -> None:
+    """Raise ConfigError if the adapter does not fit the model, or freezes what other options change."""
     if adapter is None:
         return
+    if adds_tokens:
+        raise ConfigError(
+            "model.add_tokens: an adapter leaves the embedding and the head as they are, and its folder "
+            "cannot hold a larger vocabulary; use adapter=none, or model.chat_template=plain, which needs no "
+            "tokens."
+        )
     if bias_update_rate:
         raise ConfigError(
             f"model.moe.bias_update_rate: is {bias_update_rate}, but an adapter leaves the model's routers "

@@ -91,7 +91,12 @@ class RunPreparation:
         for logger in experiment.logger.values():
             logger.check()
         model = experiment.model.meta_model
-        preflight.check_adapter(experiment.adapter, model, experiment.model.moe.bias_update_rate)
+        preflight.check_adapter(
+            experiment.adapter,
+            model,
+            experiment.model.moe.bias_update_rate,
+            bool(experiment.model.add_tokens),
+        )
         self.check_layout(model, experiment.adapter)
         if (init_from := experiment.checkpoint.init_from) is not None and experiment.checkpoint.verify:
             verify_checkpoint(Path(init_from), checksums=True, option="checkpoint.init_from")

@@ -61,11 +61,14 @@ def prepare(launch: RunPreparation) -> Path:
         data=found.data.to_json(),
     ).write(folder)
     write_code_diff(folder)
-    (folder / "audit.json").write_text(found.data.audit.to_json())
+    audit = found.data.audit.to_json()
+    (folder / "audit.json").write_text(audit)
     found.data.write_bad_records(folder)
     found.data.write_samples(folder, launch.experiment.model.load_tokenizer())
     (folder / "preflight.json").write_text(survey.to_json())
-    console.print(found.data.audit.render(), survey.render(), sep="\n")
+    shown = point is None or point.is_first_with(audit)
+    data = found.data.audit.render() if shown else "data        as in an earlier job of the sweep: audit.json"
+    console.print(data, survey.render(), sep="\n")
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
     return folder
 

@@ -1,5 +1,6 @@
 """The outcome of each job of a sweep, one JSON file per job in ``<sweep folder>/jobs``."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -48,6 +49,16 @@ class SweepJob:
         """Record that the job runs, in the run folder ``folder`` if it exists already."""
         at = None if folder is None else str(folder)
         self.write(JobRecord(self.number, self.overrides, "running", folder=at))
+
+    def is_first_with(self, audit: str) -> bool:
+        """Return whether no job of the sweep has asked this before with the same ``audit`` of its data."""
+        asked = self.sweep / "audits" / hashlib.sha256(audit.encode()).hexdigest()
+        asked.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            asked.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     def finish(
         self, status: JobStatus, *, loss: float | None = None, error: str | None = None, seconds: float

@@ -333,6 +333,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["data.max_length: 512", "longrope", "data.max_length=256 or less"],
     ),
+    "tokens that an adapter would not train": (
+        ["model.chat_template=llama3", "model.add_tokens=true", "adapter=lora"],
+        ["model.add_tokens", "an adapter leaves the embedding", "use adapter=none"],
+    ),
+    "tokens of no template": (["model.add_tokens=true"], ["model.add_tokens", "name one of them"]),
     # ---- files
     "a cadence between": (["run.eval_every=1.5"], ["run.eval_every", "a share of the run below 1"]),
     "no evaluation before the run": (

@@ -21,6 +21,9 @@ def test_four_jobs(tmp_path: Path) -> None:
     sweep = ["-m", *SMALL, "optimizer.lr=1e-3,3e-3", "stage=pt,sft", "run.export=false"]
     answer = run_forked(*sweep, f"run.output_dir={tmp_path}", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
+    # Two jobs have the texts of pt, and two the chats of sft.
+    assert answer.stderr.count("stop token trained") == 2
+    assert answer.stderr.count("data        as in an earlier job of the sweep") == 2
     runs = sorted(tmp_path.glob("*_tiny/*/metrics.jsonl"))
     assert len(runs) == 4
     alone = run_here(tmp_path / "alone", *SMALL, "stage=sft", "optimizer.lr=3e-3", "run.export=false")

@@ -48,6 +48,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 )
 def test_templates_by_name(name: str, text: str, stop: str) -> None:
     words = with_chat_template(tokenizer(), name)
+    assert words.eos_token == stop
     rendered = words.apply_chat_template(CHAT, tokenize=False)
     assert rendered.endswith(text)
     assert rendered.index("Be kind.") < rendered.index("Hi")
