@@ -193,6 +193,23 @@ def test_completions_are_those_of_transformers(
     assert len(set(wanted)) > 1
 
 
+def test_exact_matches_are_counted(tmp_path: Path, single: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = expected(single / "export")
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "completions.jsonl"
+    answers = [f" {right[0]}\n", right[1] + "x", right[2]]
+    records = [{**prompt, "gold": answer} for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = [f"checkpoint={single}/export", f"prompts={prompts}", "max_new_tokens=12", "batch_size=2"]
+    generate([*words, f"output={output}", "answer=gold"])
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["exact_match"] for row in found] == [True, False, True]
+    assert "exact match: 2 of 3 (66.7%)" in capsys.readouterr().err
+    with pytest.raises(
+        ConfigError, match=r"answer=id: .*prompts.jsonl:1 has no text in it, but 7; name a field"
+    ):
+        generate([*words, "answer=id"])
+
+
 def test_draws_depend_on_the_seed(tmp_path: Path, single: Path) -> None:
     def draw(seed: int) -> list[str]:
         options = ("temperature=2", "top_k=50", "top_p=0.9", f"seed={seed}", "batch_size=2", "strings=chat")
