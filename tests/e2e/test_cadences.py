@@ -45,8 +45,12 @@ def test_a_logged_loss_is_the_mean_since_the_last_row(tmp_path: Path, every_step
 
 def test_a_part_of_an_epoch(tmp_path: Path, every_step: Path) -> None:
     first = rows(every_step, "train/epoch")[0]["train/epoch"]
-    run = run_here(tmp_path, *SMALL, "run.max_steps=null", f"run.epochs={2.5 * first}", "run.export=false")
+    length = ("run.max_steps=null", f"run.epochs={2.5 * first}")
+    run = run_here(tmp_path, *SMALL, *length, "run.export=false", "checkpoint.save_every=2")
     assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3]
+    again = (f"run.output_dir={tmp_path}/again", f"checkpoint.resume={run}/checkpoints/step_00000002")
+    assert call_here(*SMALL, *length, "run.export=false", *again) == 0
+    assert curve(newest(tmp_path / "again")) == [row for row in curve(run) if row["step"] == 3]
 
 
 def test_named_evaluation_sets(tmp_path: Path) -> None:
@@ -83,3 +87,17 @@ def test_debug_overfit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert call_here(*options, "run.max_steps=3") == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "(running mean) after step 3, above run.target_loss=0.1; raise optimizer.lr" in said
+
+
+def test_debug_limit(tmp_path: Path) -> None:
+    """Every part of a run takes its turn, in 20 steps."""
+    run = run_here(tmp_path, *(word for word in SMALL if not word.startswith("run.max_steps")), "debug=limit")
+    assert [row["step"] for row in rows(run, "train/loss")] == list(range(1, 21))
+    assert len(rows(run, "eval/loss")) > 1
+    assert list((run / "checkpoints").glob("*/meta.json"))
+    assert (run / "export" / "config.json").is_file()
+
+
+def test_debug_profiler(tmp_path: Path) -> None:
+    run = run_here(tmp_path, *SMALL, "run.export=false", "debug=profiler")
+    assert list((run / "profile").glob("*.json*"))
