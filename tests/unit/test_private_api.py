@@ -1,6 +1,7 @@
 """The private names of torch, transformers and peft that we use exist: a release without one fails here."""
 
 import ast
+import tomllib
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -51,6 +52,12 @@ KEPT = {
 def test_the_installed_release_was_checked(package: str, versions: str) -> None:
     installed = version(package).partition("+")[0]
     assert SpecifierSet(versions, prereleases=True).contains(installed), f"read {package} {installed} again"
+
+
+@pytest.mark.parametrize(("package", "versions"), hf_private.CHECKED.items())
+def test_only_checked_releases_are_installed(package: str, versions: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"{package}{versions}" in project["dependencies"], f"the range of {package} in pyproject.toml"
 
 
 @pytest.mark.parametrize(

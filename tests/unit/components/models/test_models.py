@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
 
 import components.models.hub
 from components.contracts.errors import ConfigError
@@ -287,7 +287,6 @@ def test_refuses_architectures(changes: dict[str, Any], message: str) -> None:
         ({"model_type": "granite", "logits_scaling": 8.0}, "logits_scaling=8.0 of granite"),
         ({"model_type": "bart"}, "bart is not a causal language model"),
         ({"model_type": "mamba", "num_hidden_layers": 2}, "mamba mixes tokens outside"),
-        ({"model_type": "gptj", "n_layer": 2}, "gptj mixes tokens outside"),
         (
             {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
             "lfm2 mixes",
@@ -300,6 +299,13 @@ def test_refuses_architectures(changes: dict[str, Any], message: str) -> None:
 def test_refuses_what_the_engines_do_not_compute(architecture: dict[str, Any], message: str) -> None:
     spec = ModelSpec(architecture=architecture)
     with pytest.raises(ConfigError, match=message):
+        spec.build(spec.config())
+
+
+def test_refuses_attention_that_no_engine_can_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Qwen3ForCausalLM, "_supports_attention_backend", False)
+    spec = ModelSpec(architecture=TINY)
+    with pytest.raises(ConfigError, match="qwen3 mixes tokens outside"):
         spec.build(spec.config())
 
 
