@@ -18,6 +18,7 @@ from components.contracts.loss import Loss
 from components.contracts.parallelism import ParallelismSpec
 from components.contracts.scheduler import SchedulerSpec
 from components.loggers import LoggerSpec
+from components.optimizers import described
 from runner.config.run_config import (
     CheckpointConfig,
     EarlyStoppingConfig,
@@ -51,6 +52,9 @@ NODES: Mapping[str, type] = {
     "preflight": PreflightConfig,
 }
 """Top-level nodes that are not groups, and the classes that check them."""
+
+OURS = ("components", "torch.optim")
+"""Modules whose classes a configuration read from a folder may name."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ def build_component(group: str, node: Config, where: ConfigSources) -> Any:
     name = f"{group}._target_"
     check_trusted(name, path, path, where)
     try:
-        target = get_object(path)
+        target = described(get_object(path))
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{name} ({where.of(name)}): cannot import {path}; name an installed class."
@@ -154,7 +158,7 @@ def check_trusted(name: str, path: str, module: str, where: ConfigSources) -> No
 
     ``path`` is the value of the key ``name``. An import runs code too, so the check of the path comes first.
     """
-    if where.run_folder is not None and not is_below(module, ("components", *where.trusted)):
+    if where.run_folder is not None and not is_below(module, (*OURS, *where.trusted)):
         source = path if module == path else f"{path}, which is defined in {module},"
         raise ConfigError(
             f"{name} ({where.of(name)}): {source} is not a class of this program, and a folder may not name "

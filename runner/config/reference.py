@@ -18,6 +18,7 @@ from typing import Any, Literal
 import yaml
 
 from components.contracts.json_types import Json
+from components.optimizers import described
 from runner.config.instantiate import GROUPS, NODES
 
 OPTION_GROUPS = (*GROUPS, "logger", "debug", "experiment", "sweep", "hydra/launcher", "hydra/sweeper")
@@ -142,7 +143,7 @@ def option_section(path: Path, group: str, name: str) -> Iterator[str]:
     else:
         if option.base:
             yield from ("", f"All keys of `{group}={option.base}`, with these values:")
-        reader = pkgutil.resolve_name(READERS.get(option.target, option.target))
+        reader = described(pkgutil.resolve_name(READERS.get(option.target, option.target)))
         yield from table(group.replace("/", "."), option.own, reader, option.comments)
 
 

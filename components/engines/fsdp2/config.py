@@ -16,7 +16,7 @@ from components.engines.fsdp2.parallelize import decoder_blocks
 from components.engines.shared import process_group
 from components.engines.shared.parallel_dims import suggest_sizes, world_size
 from components.models import ModelSpec
-from components.optimizers import Optimizer
+from components.optimizers import Optimizer, TorchClass
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class FSDP2(FSDP2Layout):
     def check(
         self,
         model: PreTrainedModel,
-        optimizer: Optimizer,  # noqa: ARG002  every optimizer and dtype is supported
+        optimizer: Optimizer,
         options: EngineOptions,
         *,
         world_size: int,
@@ -67,9 +67,16 @@ class FSDP2(FSDP2Layout):
 
         Raises:
             ConfigError: if the model has no decoder block, no plan for tensor parallelism, or cannot be split
-                over ``cp``, ``tp`` or ``ep`` ranks; if this machine cannot compile or fuse its blocks; or if
-                ``tp`` ranks cannot split the adapter.
+                over ``cp``, ``tp`` or ``ep`` ranks; if the optimizer needs whole weights; if this machine
+                cannot compile or fuse its blocks; or if ``tp`` ranks cannot split the adapter.
         """
+        shards = world_size // self.dp_replicate
+        if isinstance(optimizer, TorchClass) and shards > 1 and not optimizer.is_elementwise:
+            raise ConfigError(
+                f"optimizer._target_: {optimizer.name} updates a part of a matrix unlike the matrix, and a "
+                f"rank of this layout has one of {shards} parts; use parallelism=single, parallelism=fsdp2 "
+                f"parallelism.dp_replicate={world_size}, or an optimizer per element such as adamw."
+            )
         decoder_blocks(model)
         ranks = world_size // (self.dp_replicate * self.tp)
         tensor_parallel.check(model, self.tp, ranks)

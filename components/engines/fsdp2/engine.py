@@ -175,7 +175,8 @@ class FSDP2Engine(TrainStepEngine):
     def evaluating(self) -> Iterator[None]:
         self.scorer.eval()
         try:
-            yield
+            with self.optimizer.evaluating():
+                yield
         finally:
             self.scorer.train()
         release(self.scorer)
@@ -191,8 +192,12 @@ class FSDP2Engine(TrainStepEngine):
     # ---- state
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
-        optimizer = None if model_only else self.optimizer
-        return state_dict.saved_tensors(self.trained, self.biases, optimizer, dist.get_rank(), self.device)
+        rank, device = dist.get_rank(), self.device
+        if not model_only:
+            return state_dict.saved_tensors(self.trained, self.biases, self.optimizer, rank, device)
+        with self.optimizer.evaluating() as changed:
+            tensors = state_dict.saved_tensors(self.trained, self.biases, None, rank, device)
+            return {key: tensor.clone() for key, tensor in tensors.items()} if changed else tensors
 
     def load(self, path: Path) -> None:
         state_dict.load(path, self.trained, self.biases, self.optimizer, dist.get_rank(), self.device)
@@ -206,12 +211,13 @@ class FSDP2Engine(TrainStepEngine):
             if dist.get_rank() == 0:
                 yield from self.biases.items()
 
-        if self.options.adapter is not None:
-            export_adapter(self.options.adapter, self.spec, gathered(), path)
-            return
-        dtype = self.options.dtype
-        converted = ((name, t.to(stored_dtype(name, dtype))) for name, t in gathered())
-        export_folder(self.spec, converted, path, dtype)
+        with self.optimizer.evaluating():
+            if self.options.adapter is not None:
+                export_adapter(self.options.adapter, self.spec, gathered(), path)
+                return
+            dtype = self.options.dtype
+            converted = ((name, t.to(stored_dtype(name, dtype))) for name, t in gathered())
+            export_folder(self.spec, converted, path, dtype)
 
     def describe(self) -> Json:
         experts = next(iter(grouped_experts(self.scorer.lm).values()), None)

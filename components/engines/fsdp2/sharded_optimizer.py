@@ -1,12 +1,14 @@
 """The optimizer of the shards that this rank has."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from components.engines.fsdp2.class_state import UPDATES, ClassState
 from components.engines.fsdp2.mesh import local_shard, placed_like
-from components.optimizers import Optimizer, make_moments, torch_optimizer
+from components.optimizers import Optimizer, TorchClass, make_moments, torch_optimizer
 
 STEP = "step"
 """Key under which torch's AdamW counts the updates of a parameter."""
@@ -15,41 +17,84 @@ STEP = "step"
 class ShardedOptimizer:
     """A torch optimizer over the local tensors of the trained weights.
 
-    Its updates are per element, so the shards of a weight need no other rank. Given DTensors, torch would
-    first derive the placement of every result, which takes half a second in the first step of a small model.
+    Its updates are per element, so the shards of a weight need no other rank; other classes get layouts
+    without shards. Given DTensors, torch would first derive the placement of every result, which takes half
+    a second in the first step of a small model.
     """
 
     def __init__(self, description: Optimizer, weights: Mapping[str, nn.Parameter]) -> None:
         self.moments, self.weights = description.moments, list(weights.values())
         self.shards = {weight: nn.Parameter(local_shard(weight.detach())) for weight in self.weights}
-        named = ((name, self.shards[weight]) for name, weight in weights.items())
-        self.optimizer = torch_optimizer(description, named)
+        named = {name: self.shards[weight] for name, weight in weights.items()}
+        self.optimizer = torch_optimizer(description, named.items())
+        self.of_class = None
+        if isinstance(description, TorchClass):
+            self.of_class = ClassState(self.optimizer, description, named)
 
     def step(self, lr: float) -> None:
         """Update the weights in place from their gradients; weights without one are left as they are."""
+        self._follow()
         for weight, shard in self.shards.items():
-            shard.data = local_shard(weight.detach())  # FSDP may have moved it to pinned memory
             shard.grad = None if weight.grad is None else local_shard(weight.grad)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)  # only this reference to them
+        if self.of_class is not None:
+            self.of_class.updates += 1
+
+    @contextmanager
+    def evaluating(self) -> Iterator[bool]:
+        """Give the weights the values that the optimizer trains for, such as an average, inside the context.
+
+        Yields whether they changed. They are restored from a copy: the way back of such an optimizer rounds.
+        """
+        if not hasattr(self.optimizer, "eval"):
+            yield False
+            return
+        self._follow()
+        kept = [shard.detach().clone() for shard in self.shards.values()]
+        self.optimizer.eval()
+        try:
+            yield True
+        finally:
+            self._follow()
+            self.optimizer.train()  # type: ignore[attr-defined]
+            for shard, before in zip(self.shards.values(), kept, strict=True):
+                shard.data.copy_(before)
 
     def make_moments(self) -> None:
-        """Create zero moments for weights that have not been updated yet."""
-        make_moments(self.optimizer, self.moments)
+        """Create the state of weights that have not been updated yet: zero moments, or that of the class."""
+        if self.of_class is None:
+            make_moments(self.optimizer, self.moments)
+        else:
+            self._follow()
+            self.of_class.create()
 
     def moment(self, name: str, weight: nn.Parameter) -> Tensor:
         """Return a moment of ``weight``, placed as the weight is, which shares the optimizer's memory."""
         return placed_like(self.optimizer.state[self.shards[weight]][name], weight)
 
-    def steps(self) -> Tensor:
-        """Return the number of updates for AdamW's bias correction, of shape (1,); 0 for other optimizers."""
+    def counters(self) -> dict[str, Tensor]:
+        """Return copies of the numbers of the optimizer, of shape (1,), by their keys in checkpoints."""
+        if self.of_class is not None:
+            return self.of_class.numbers()
         counts = [state[STEP] for state in self.optimizer.state.values() if STEP in state]
-        return counts[0].detach().cpu().reshape(1) if counts else torch.zeros(1)
+        return {UPDATES: counts[0].detach().cpu().reshape(1) if counts else torch.zeros(1)}
 
-    def set_steps(self, count: float) -> None:
-        """Set the number of updates of every weight."""
+    def set_counters(self, counters: Mapping[str, Tensor]) -> None:
+        """Set the numbers of the optimizer, for every weight."""
+        if self.of_class is not None:
+            self.of_class.set_numbers(counters)
+            return
         for state in self.optimizer.state.values():
             if STEP in state:
-                state[STEP].fill_(count)
+                state[STEP].fill_(counters[UPDATES].item())
+
+    def whole(self) -> dict[str, Tensor]:
+        """Return the state that does not have the shape of its weight, by its keys in checkpoints."""
+        return {} if self.of_class is None else self.of_class.whole()
+
+    def _follow(self) -> None:
+        for weight, shard in self.shards.items():
+            shard.data = local_shard(weight.detach())  # FSDP may have moved it to pinned memory

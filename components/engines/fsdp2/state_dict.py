@@ -13,9 +13,6 @@ from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
 Weights = Sequence[ParamView]
 """This rank's shards of the trained weights."""
 
-STEP = "optimizer_step"
-"""Key of the number of updates for AdamW's bias correction. Skipped steps do not count."""
-
 
 def saved_tensors(
     weights: Weights,
@@ -29,7 +26,7 @@ def saved_tensors(
     if optimizer is not None:
         optimizer.make_moments()
         tensors |= moment_tensors(weights, optimizer)
-        tensors[STEP] = optimizer.steps()
+        tensors |= optimizer.counters() | optimizer.whole()
         tensors |= rng_tensors(rank, device)
     return tensors
 
@@ -47,12 +44,12 @@ def load(
     A rank whose number did not exist when the checkpoint was written keeps its own random stream.
     """
     optimizer.make_moments()
-    step, rng, keys = torch.zeros(1), rng_tensors(rank, device), saved_keys(path)
+    counters, rng, keys = optimizer.counters(), rng_tensors(rank, device), saved_keys(path)
     tensors = weight_tensors(weights) | bias_tensors(biases)
-    tensors |= moment_tensors(weights, optimizer) | {STEP: step}
+    tensors |= moment_tensors(weights, optimizer) | counters | optimizer.whole()
     known = {name: value for name, value in rng.items() if name in keys}
     load_tensors(path, tensors | known)
-    optimizer.set_steps(step.item())
+    optimizer.set_counters(counters)
     restore_rng(known)
 
 

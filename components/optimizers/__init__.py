@@ -1,0 +1,25 @@
+"""Descriptions of optimizers, which each engine implements in its own way."""
+
+from components.optimizers.adamw_sgd import SGD, AdamW
+from components.optimizers.build import (
+    Optimizer,
+    build_optimizer,
+    decays,
+    kind_of,
+    make_moments,
+    torch_optimizer,
+)
+from components.optimizers.torch_class import TorchClass, described
+
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Optimizer",
+    "TorchClass",
+    "build_optimizer",
+    "decays",
+    "described",
+    "kind_of",
+    "make_moments",
+    "torch_optimizer",
+]

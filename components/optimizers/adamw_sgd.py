@@ -1,0 +1,57 @@
+"""The optimizers of both engines."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from components.contracts.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
+
+    lr: float = 1e-3
+    """Peak learning rate, from which the scheduler computes the rate of each step."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float | None = 1.0
+    """L2 norm over all parameters to which larger gradients are scaled down. None or 0 means never."""
+
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    """State per parameter, under torch's names, each of the parameter's shape."""
+
+    def __post_init__(self) -> None:
+        check_at_least_zero(self, "lr", "eps", "weight_decay", "max_grad_norm")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(
+                f"optimizer.betas: both must be at least 0 and below 1, got {list(self.betas)}."
+            )
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent; weight decay is added to the gradient, as in torch."""
+
+    lr: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        check_at_least_zero(self, "lr", "momentum", "weight_decay", "max_grad_norm")
+        if self.nesterov and self.momentum == 0:
+            raise ConfigError("optimizer.nesterov: needs momentum; set optimizer.momentum above 0.")
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
+
+
+def check_at_least_zero(description: object, *names: str) -> None:
+    for name in names:
+        value = getattr(description, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"optimizer.{name}: must be a number of at least 0, got {value}.")

@@ -1,0 +1,182 @@
+"""Any subclass of ``torch.optim.Optimizer``: its arguments, and what a trial of it shows about its state."""
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from components.contracts.errors import ConfigError
+from components.optimizers.adamw_sgd import check_at_least_zero
+
+SHAPE = (96, 64)
+"""Shape of the matrix of the trial: above 4096 elements, from which 8-bit optimizers quantise their state."""
+
+
+@dataclass(frozen=True)
+class StateKinds:
+    """Names of an optimizer's state after an update, by how a checkpoint stores it."""
+
+    moments: tuple[str, ...]
+    """Floating-point tensors of the parameter's shape."""
+    scalars: tuple[str, ...]
+    """Numbers per parameter, such as ``step``; all parameters have the same."""
+    group_scalars: tuple[str, ...]
+    """Numbers in ``param_groups`` that updates change."""
+    whole: tuple[str, ...]
+    """Tensors of other shapes or dtypes, such as the row sums of Adafactor."""
+
+
+@dataclass(frozen=True)
+class TorchClass:
+    """A subclass of ``torch.optim.Optimizer`` and its arguments, for FSDP2 layouts.
+
+    Raises:
+        ConfigError: if the class has no ``lr``, or cannot update a matrix and a vector with these arguments.
+    """
+
+    kind: type[torch.optim.Optimizer]
+    lr: float
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Further arguments of the class."""
+
+    def __post_init__(self) -> None:
+        check_at_least_zero(self, "lr", "weight_decay", "max_grad_norm")
+        if self.weight_decay and "weight_decay" not in arguments(self.kind):
+            raise ConfigError(
+                f"optimizer.weight_decay: {self.name} does not have it; set optimizer.weight_decay=0."
+            )
+        assert self.state
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.__module__}.{self.kind.__qualname__}"
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return self.state.moments
+
+    def build(self, groups: Iterable[Mapping[str, Any]]) -> torch.optim.Optimizer:
+        """Return the optimizer in its training mode, over groups of ``(name, parameter)`` pairs."""
+        given = []
+        for group in groups:
+            decay = {"weight_decay": group["weight_decay"]} if self.weight_decay else {}
+            given.append({"params": [parameter for _, parameter in group["params"]]} | decay)
+        optimizer = self.kind(given, lr=self.lr, **self.options)  # type: ignore[call-arg]
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        return optimizer
+
+    @cached_property
+    def state(self) -> StateKinds:
+        """What the class keeps, as found by updating a matrix and a vector."""
+        before, optimizer = (self._trial([torch.Size(SHAPE)], steps) for steps in (0, 3))
+        kept = [(p, optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
+        names = sorted({name for _, state in kept for name in state if state[name] is not None})
+        kinds = {name: {kind_of_state(p, state.get(name)) for p, state in kept} for name in names}
+        numbers, options = optimizer.param_groups[0], before.param_groups[0]
+        return StateKinds(
+            moments=tuple(name for name in names if kinds[name] == {"moment"}),
+            scalars=tuple(name for name in names if kinds[name] == {"scalar"}),
+            group_scalars=tuple(sorted(k for k, v in numbers.items() if is_number(v) and v != options[k])),
+            whole=tuple(name for name in names if kinds[name] not in ({"moment"}, {"scalar"})),
+        )
+
+    @cached_property
+    def is_elementwise(self) -> bool:
+        """Whether updates of the parts of a matrix are the update of the matrix, as a trial shows."""
+        rows, columns = SHAPE
+        halves = [torch.Size((rows // 2, columns))] * 2, [torch.Size((rows, columns // 2))] * 2
+        whole, by_row, by_column = (self._trial(shapes) for shapes in ([torch.Size(SHAPE)], *halves))
+        (expected,) = matrices(whole)
+        found = [torch.cat(matrices(by_row)), torch.cat(matrices(by_column), dim=1)]
+        return all(torch.allclose(joined, expected, rtol=1e-5, atol=1e-6) for joined in found)
+
+    def _trial(self, shapes: Sequence[torch.Size], steps: int = 3) -> torch.optim.Optimizer:
+        """Return the optimizer after updates of one matrix, cut into ``shapes``, and of a vector."""
+        draw = torch.Generator().manual_seed(0)
+        scale = torch.linspace(0.1, 3.0, SHAPE[0])[:, None]  # parts of unequal norms
+        values = [torch.randn(SHAPE, generator=draw) * scale for _ in range(steps + 1)]
+        cut = [pieces(value, shapes) for value in values]
+        trained = [nn.Parameter(piece.clone()) for piece in cut[0]]
+        vector = nn.Parameter(torch.ones(SHAPE[1]))
+        groups = (
+            {"params": [("", p) for p in trained], "weight_decay": self.weight_decay},
+            {"params": [("", vector)], "weight_decay": 0.0},
+        )
+        try:
+            optimizer = self.build(groups)
+            for gradients in cut[1:]:
+                for parameter, gradient in zip(trained, gradients, strict=True):
+                    parameter.grad = gradient.clone()
+                vector.grad = torch.ones_like(vector)
+                optimizer.step()
+        except Exception as error:  # of any kind: the class is not ours
+            raise ConfigError(
+                f"optimizer._target_: {self.name} cannot update a matrix and a vector with these options: "
+                f"{type(error).__name__}: {error}. Change its options, or choose another class."
+            ) from error
+        return optimizer
+
+
+def described(target: Any) -> Any:
+    """Return a function that describes the optimizer class ``target`` from its arguments.
+
+    Anything else is returned as it is. The signature is that of the class, without ``params``.
+    """
+    if not (inspect.isclass(target) and issubclass(target, torch.optim.Optimizer)):
+        return target
+    parameters = arguments(target)
+    if "lr" not in parameters:
+        raise ConfigError(
+            f"optimizer._target_: {target.__qualname__} has no argument lr, which the scheduler sets; "
+            "choose another class."
+        )
+
+    def describe(**options: Any) -> TorchClass:
+        shared = {key: options.pop(key) for key in ("lr", "weight_decay", "max_grad_norm") if key in options}
+        return TorchClass(target, **{"lr": parameters["lr"].default} | shared, options=options)
+
+    ours = inspect.signature(TorchClass).parameters
+    added = {key: ours[key] for key in ("weight_decay", "max_grad_norm")}
+    named = {**added, **parameters, "max_grad_norm": added["max_grad_norm"]}
+    keywords = [p if p.kind is p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY) for p in named.values()]
+    keywords.sort(key=lambda parameter: parameter.kind)
+    describe.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    describe.__annotations__ = typing.get_type_hints(TorchClass) | {"return": TorchClass}
+    describe.__module__ = target.__module__
+    return describe
+
+
+def arguments(kind: Callable[..., object]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of an optimizer class by name, without the first, the trained parameters."""
+    return dict(list(inspect.signature(kind).parameters.items())[1:])
+
+
+def pieces(value: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Cut a matrix into parts of ``shapes``, along the dimension in which they are smaller."""
+    dim = 0 if shapes[0][0] < value.shape[0] else 1
+    return list(value.split([shape[dim] for shape in shapes], dim))
+
+
+def matrices(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter.detach() for parameter in optimizer.param_groups[0]["params"]]
+
+
+def kind_of_state(parameter: Tensor, value: object) -> str:
+    """Return whether a value in the state of ``parameter`` is a "moment", a "scalar" or "other"."""
+    if isinstance(value, Tensor):
+        if value.shape == parameter.shape and value.is_floating_point():
+            return "moment"
+        return "scalar" if value.numel() == 1 else "other"
+    return "scalar" if is_number(value) else "other"
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
