@@ -20,14 +20,17 @@ class ClassState:
         self.optimizer, self.kinds, self.named = optimizer, description.state, named
         self.updates = 0
 
-    def create(self) -> None:
+    def create(self) -> list[nn.Parameter]:
         """Let the optimizer create the state of weights without one, by an update that is then undone.
 
-        The values are to be overwritten, or never read: before the first update nothing was learned.
+        The values of the state are those after an update without a gradient: to be overwritten, or not read.
+
+        Returns:
+            The parameters of these weights.
         """
         new = [parameter for parameter in self.named.values() if not self.optimizer.state.get(parameter)]
         if not new:
-            return
+            return []
         kept = [parameter.detach().clone() for parameter in new]
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         for parameter in new:
@@ -38,6 +41,7 @@ class ClassState:
             parameter.data.copy_(before)
         for group, options in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(options)
+        return new
 
     def numbers(self) -> dict[str, Tensor]:
         """Return copies of all numbers, of shape (1,) and in float64, which holds a Python number exactly."""

@@ -63,13 +63,25 @@ class ShardedOptimizer:
             for shard, before in zip(self.shards.values(), kept, strict=True):
                 shard.data.copy_(before)
 
-    def make_moments(self) -> None:
-        """Create the state of weights that have not been updated yet: zero moments, or that of the class."""
-        if self.of_class is None:
-            make_moments(self.optimizer, self.moments)
-        else:
+    def make_moments(self) -> list[nn.Parameter]:
+        """Create the state of weights that have not been updated yet: zero moments, or that of the class.
+
+        Returns:
+            The shards whose state differs from that of their first update: those of another class than ours.
+        """
+        if self.of_class is not None:
             self._follow()
-            self.of_class.create()
+            return self.of_class.create()
+        make_moments(self.optimizer, self.moments)
+        return []
+
+    @contextmanager
+    def completed(self) -> Iterator[None]:
+        """Give every weight its state inside the context; tensors that are taken from it stay valid."""
+        created = self.make_moments()
+        yield
+        for shard in created:
+            del self.optimizer.state[shard]
 
     def moment(self, name: str, weight: nn.Parameter) -> Tensor:
         """Return a moment of ``weight``, placed as the weight is, which shares the optimizer's memory."""

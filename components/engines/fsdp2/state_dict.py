@@ -24,9 +24,8 @@ def saved_tensors(
     """Return this rank's shards, without copying. Without ``optimizer`` only the weights and biases."""
     tensors = weight_tensors(weights) | bias_tensors(biases)
     if optimizer is not None:
-        optimizer.make_moments()
-        tensors |= moment_tensors(weights, optimizer)
-        tensors |= optimizer.counters() | optimizer.whole()
+        with optimizer.completed():
+            tensors |= moment_tensors(weights, optimizer) | optimizer.counters() | optimizer.whole()
         tensors |= rng_tensors(rank, device)
     return tensors
 

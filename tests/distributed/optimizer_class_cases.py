@@ -1,0 +1,83 @@
+"""Runs with optimizers of other classes than ours, on the ranks of a layout."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from schedulefree import AdamWScheduleFree
+from torch import Tensor
+
+from components.checkpoint.dcp import save_tensors
+from components.engines.fsdp2 import FSDP2
+from components.engines.fsdp2.mesh import full_tensor
+from components.optimizers import TorchClass
+from tests.distributed.cases import make_engine, next_token, share, step
+
+
+class Lion(torch.optim.Optimizer):
+    """Signs of an averaged gradient (Chen et al., 2023, algorithm 2): the whole file of a user."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                first, second = group["betas"]
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(average.lerp(p.grad, 1 - first).sign(), alpha=-group["lr"])
+                average.lerp_(p.grad, 1 - second)
+
+
+DESCRIPTIONS = {
+    "radam": TorchClass(torch.optim.RAdam, 1e-2, 0.1, options={"betas": [0.9, 0.95]}),
+    "nadam": TorchClass(torch.optim.NAdam, 1e-2),
+    "rprop": TorchClass(torch.optim.Rprop, 1e-3),  # its state does not begin with zeros
+    "adafactor": TorchClass(torch.optim.Adafactor, 1e-2, 0.1),
+    "schedule-free": TorchClass(AdamWScheduleFree, 1e-2, 0.1, options={"warmup_steps": 3}),
+    "lion": TorchClass(Lion, 1e-3, 0.1),
+}
+
+
+def trained(on: FSDP2, name: str, folder: Path) -> list[tuple[float, float, float]]:
+    """Return the loss, gradient norm and evaluation of five steps; save the state before steps 0 and 2."""
+    engine = make_engine(on=on, optimizer=DESCRIPTIONS[name])
+    curve = []
+    for number in range(5):
+        if number in (0, 2):
+            save_tensors(folder / str(number), engine.tensors())
+        curve.append(one_step(engine, number))
+    engine.close()
+    return curve
+
+
+def resumed(on: FSDP2, name: str, folder: Path, first: int) -> list[tuple[float, float, float]]:
+    """Return the rest of the curve of ``trained``, from its checkpoint before step ``first``."""
+    engine = make_engine(on=on, optimizer=DESCRIPTIONS[name])
+    engine.load(folder / str(first))
+    curve = [one_step(engine, number) for number in range(first, 5)]
+    engine.close()
+    return curve
+
+
+def one_step(engine: Any, number: int) -> tuple[float, float, float]:
+    loss = next_token()
+    result = step(engine, share(engine, "packed", 2, seed=number % 2), loss)
+    evaluation = engine.evaluate([share(engine, "packed", 2)], loss)["loss"]
+    return result.loss, result.grad_norm, evaluation
+
+
+def exported(on: FSDP2, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of the next step, and those of a checkpoint of the model only, after three steps."""
+    engine = make_engine(on=on, optimizer=DESCRIPTIONS["schedule-free"])
+    for _ in range(3):
+        step(engine, share(engine, "packed", 2), next_token())
+    before = {f"model/{name}": full_tensor(p.detach()).clone() for name, p in engine.weights.items()}
+    engine.export(folder)
+    only = {name: full_tensor(tensor) for name, tensor in engine.tensors(model_only=True).items()}
+    after = {f"model/{name}": full_tensor(p.detach()).clone() for name, p in engine.weights.items()}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    engine.close()
+    return before, only

@@ -1,0 +1,57 @@
+"""Optimizers of other classes than ours: the same curve in every layout, and a resume to the last bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed import optimizer_class_cases as cases
+from tests.distributed.cases import fsdp2
+from tests.ranks import Ranks
+
+LAYOUTS = {
+    "dp2": fsdp2(2),
+    "tp2": fsdp2(1, tp=2),
+    "cp2": fsdp2(1, cp=2),
+    "dp2 copies": fsdp2(2, dp_replicate=2),
+}
+ELEMENTWISE = sorted(cases.DESCRIPTIONS.keys() - {"adafactor"})
+
+
+@pytest.fixture(scope="module")
+def two() -> Ranks:
+    return Ranks(2)
+
+
+@pytest.mark.parametrize("name", sorted(cases.DESCRIPTIONS))
+def test_a_resume_is_bitwise(name: str, tmp_path: Path) -> None:
+    straight = cases.trained(fsdp2(), name, tmp_path)
+    assert len(set(straight)) == 5
+    for first in (0, 2):
+        assert cases.resumed(fsdp2(), name, tmp_path, first) == straight[first:]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, "dp2") for name in ELEMENTWISE),
+        ("schedule-free", "tp2"),
+        ("lion", "cp2"),
+        ("adafactor", "dp2 copies"),
+    ],
+)
+def test_a_layout_trains_the_curve_of_one_rank(two: Ranks, name: str, layout: str, tmp_path: Path) -> None:
+    expected = torch.tensor(cases.trained(fsdp2(), name, tmp_path / "one"))
+    for rank in two.run(cases.trained, LAYOUTS[layout], name, tmp_path / "two"):
+        torch.testing.assert_close(torch.tensor(rank), expected, rtol=1e-5, atol=0)
+    for rank in two.run(cases.resumed, LAYOUTS[layout], name, tmp_path / "one", 2):
+        torch.testing.assert_close(torch.tensor(rank), expected[2:], rtol=1e-5, atol=0)
+
+
+def test_an_averaging_optimizer_exports_its_average(tmp_path: Path) -> None:
+    trained, only = cases.exported(fsdp2(), tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    for name, value in only.items():
+        assert torch.equal(written[name.removeprefix("model/")], value)
+        assert not torch.equal(value, trained[name])
