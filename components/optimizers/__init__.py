@@ -9,17 +9,20 @@ from components.optimizers.build import (
     make_moments,
     torch_optimizer,
 )
-from components.optimizers.torch_class import TorchClass, described
+from components.optimizers.muon import Muon
+from components.optimizers.torch_class import TorchClass, described, kind_of_state
 
 __all__ = [
     "SGD",
     "AdamW",
+    "Muon",
     "Optimizer",
     "TorchClass",
     "build_optimizer",
     "decays",
     "described",
     "kind_of",
+    "kind_of_state",
     "make_moments",
     "torch_optimizer",
 ]

@@ -2,9 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from components.contracts.errors import ConfigError
+
+Scope = Literal["element", "matrix", "model"]
+"""Part of the model that an update needs at once: an element, a weight, or all weights."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class AdamW:
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     """State per parameter, under torch's names, each of the parameter's shape."""
+    scope: ClassVar[Scope] = "element"
 
     def __post_init__(self) -> None:
         check_at_least_zero(self, "lr", "eps", "weight_decay", "max_grad_norm")
@@ -39,6 +43,8 @@ class SGD:
     nesterov: bool = False
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
+
+    scope: ClassVar[Scope] = "element"
 
     def __post_init__(self) -> None:
         check_at_least_zero(self, "lr", "momentum", "weight_decay", "max_grad_norm")

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from components.optimizers.adamw_sgd import SGD, AdamW
+from components.optimizers.muon import Muon
 from components.optimizers.torch_class import TorchClass
 
-Optimizer = AdamW | SGD | TorchClass
+Optimizer = AdamW | SGD | Muon | TorchClass
 
 
 def kind_of(description: object) -> str:
@@ -44,7 +45,7 @@ def torch_optimizer(
 
 
 def build_optimizer(description: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if isinstance(description, TorchClass):
+    if isinstance(description, Muon | TorchClass):
         return description.build(groups)
     if isinstance(description, AdamW):
         return torch.optim.AdamW(

@@ -5,16 +5,19 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from components.contracts.errors import ConfigError
-from components.optimizers.adamw_sgd import check_at_least_zero
+from components.optimizers.adamw_sgd import Scope, check_at_least_zero
 
 SHAPE = (96, 64)
 """Shape of the matrix of the trial: above 4096 elements, from which 8-bit optimizers quantise their state."""
+
+StateKind = Literal["moment", "scalar", "other"]
+"""A floating-point tensor of the parameter's shape, a number, or something else."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,10 @@ class TorchClass:
     @cached_property
     def state(self) -> StateKinds:
         """What the class keeps, as found by updating a matrix and a vector."""
-        before, optimizer = (self._trial([torch.Size(SHAPE)], steps) for steps in (0, 3))
+        before, optimizer = (self._trial([SHAPE], steps) for steps in (0, 3))
         kept = [(p, optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
         names = sorted({name for _, state in kept for name in state if state[name] is not None})
-        kinds = {name: {kind_of_state(p, state.get(name)) for p, state in kept} for name in names}
+        kinds = {name: {kind_of_state(p.shape, state.get(name)) for p, state in kept} for name in names}
         numbers, options = optimizer.param_groups[0], before.param_groups[0]
         return StateKinds(
             moments=tuple(name for name in names if kinds[name] == {"moment"}),
@@ -89,21 +92,34 @@ class TorchClass:
         )
 
     @cached_property
-    def is_elementwise(self) -> bool:
-        """Whether updates of the parts of a matrix are the update of the matrix, as a trial shows."""
+    def scope(self) -> Scope:
+        """Largest part of the model that an update needs at once, as a trial shows."""
         rows, columns = SHAPE
-        halves = [torch.Size((rows // 2, columns))] * 2, [torch.Size((rows, columns // 2))] * 2
-        whole, by_row, by_column = (self._trial(shapes) for shapes in ([torch.Size(SHAPE)], *halves))
-        (expected,) = matrices(whole)
-        found = [torch.cat(matrices(by_row)), torch.cat(matrices(by_column), dim=1)]
-        return all(torch.allclose(joined, expected, rtol=1e-5, atol=1e-6) for joined in found)
+        whole, by_row, by_column = (
+            matrices(self._trial(shapes))
+            for shapes in ([SHAPE], [(rows // 2, columns)] * 2, [(rows, columns // 2)] * 2)
+        )
+        joined = torch.cat(by_row), torch.cat(by_column, dim=1)
+        if not self.state.whole and all(map(equal, joined, whole * 2)):
+            return "element"
+        separate = [matrices(self._trial([(rows // 2, columns)] * 2, only=number)) for number in (0, 1)]
+        is_matrix = all(equal(alone, half) for (alone,), half in zip(separate, by_row, strict=True))
+        return "matrix" if is_matrix and not hasattr(self.kind, "eval") else "model"
 
-    def _trial(self, shapes: Sequence[torch.Size], steps: int = 3) -> torch.optim.Optimizer:
-        """Return the optimizer after updates of one matrix, cut into ``shapes``, and of a vector."""
+    def _trial(
+        self, shapes: Sequence[tuple[int, int]], steps: int = 3, only: int | None = None
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer after updates of a vector and of a matrix, which is cut into ``shapes``.
+
+        Args:
+            shapes: shapes of the parts of the matrix, in order along one dimension.
+            steps: number of updates.
+            only: index of the one part that is trained. None means that all are.
+        """
         draw = torch.Generator().manual_seed(0)
         scale = torch.linspace(0.1, 3.0, SHAPE[0])[:, None]  # parts of unequal norms
         values = [torch.randn(SHAPE, generator=draw) * scale for _ in range(steps + 1)]
-        cut = [pieces(value, shapes) for value in values]
+        cut = [pieces(value, shapes) if only is None else [pieces(value, shapes)[only]] for value in values]
         trained = [nn.Parameter(piece.clone()) for piece in cut[0]]
         vector = nn.Parameter(torch.ones(SHAPE[1]))
         groups = (
@@ -159,7 +175,7 @@ def arguments(kind: Callable[..., object]) -> dict[str, inspect.Parameter]:
     return dict(list(inspect.signature(kind).parameters.items())[1:])
 
 
-def pieces(value: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+def pieces(value: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Cut a matrix into parts of ``shapes``, along the dimension in which they are smaller."""
     dim = 0 if shapes[0][0] < value.shape[0] else 1
     return list(value.split([shape[dim] for shape in shapes], dim))
@@ -169,10 +185,14 @@ def matrices(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter.detach() for parameter in optimizer.param_groups[0]["params"]]
 
 
-def kind_of_state(parameter: Tensor, value: object) -> str:
-    """Return whether a value in the state of ``parameter`` is a "moment", a "scalar" or "other"."""
+def equal(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def kind_of_state(shape: torch.Size, value: object) -> StateKind:
+    """Return the kind of a value in the state of a parameter of ``shape``."""
     if isinstance(value, Tensor):
-        if value.shape == parameter.shape and value.is_floating_point():
+        if value.shape == shape and value.is_floating_point():
             return "moment"
         return "scalar" if value.numel() == 1 else "other"
     return "scalar" if is_number(value) else "other"

@@ -3,15 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from schedulefree import AdamWScheduleFree
 from torch import Tensor
 
 from components.checkpoint.dcp import save_tensors
+from components.contracts.batch import IGNORE
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.mesh import full_tensor
-from components.optimizers import TorchClass
-from tests.distributed.cases import make_engine, next_token, share, step
+from components.optimizers import Muon, Optimizer, TorchClass
+from tests.distributed.cases import make_engine, next_token, plain_model, sequences, share, step
 
 
 class Lion(torch.optim.Optimizer):
@@ -31,7 +34,9 @@ class Lion(torch.optim.Optimizer):
                 average.lerp_(p.grad, 1 - second)
 
 
-DESCRIPTIONS = {
+DESCRIPTIONS: dict[str, Optimizer] = {
+    "muon": Muon(lr=1e-2, adamw_lr=2e-3),
+    "original muon": Muon(lr=1e-2, adjust_lr="original", nesterov=False, weight_decay=0.0),
     "radam": TorchClass(torch.optim.RAdam, 1e-2, 0.1, options={"betas": [0.9, 0.95]}),
     "nadam": TorchClass(torch.optim.NAdam, 1e-2),
     "rprop": TorchClass(torch.optim.Rprop, 1e-3),  # its state does not begin with zeros
@@ -41,9 +46,9 @@ DESCRIPTIONS = {
 }
 
 
-def trained(on: FSDP2, name: str, folder: Path) -> list[tuple[float, float, float]]:
+def trained(on: FSDP2, name: str, folder: Path, family: str = "qwen3") -> list[tuple[float, float, float]]:
     """Return the loss, gradient norm and evaluation of five steps; save the state before steps 0 and 2."""
-    engine = make_engine(on=on, optimizer=DESCRIPTIONS[name])
+    engine = make_engine(family, on=on, optimizer=DESCRIPTIONS[name])
     curve = []
     for number in range(5):
         if number in (0, 2):
@@ -53,13 +58,27 @@ def trained(on: FSDP2, name: str, folder: Path) -> list[tuple[float, float, floa
     return curve
 
 
-def resumed(on: FSDP2, name: str, folder: Path, first: int) -> list[tuple[float, float, float]]:
+def resumed(
+    on: FSDP2, name: str, folder: Path, first: int, family: str = "qwen3"
+) -> list[tuple[float, float, float]]:
     """Return the rest of the curve of ``trained``, from its checkpoint before step ``first``."""
-    engine = make_engine(on=on, optimizer=DESCRIPTIONS[name])
+    engine = make_engine(family, on=on, optimizer=DESCRIPTIONS[name])
     engine.load(folder / str(first))
     curve = [one_step(engine, number) for number in range(first, 5)]
     engine.close()
     return curve
+
+
+def trained_without_rounding(
+    on: FSDP2, name: str, folder: Path, family: str = "qwen3"
+) -> list[tuple[float, float, float]]:
+    """Return the curve of ``trained`` with Newton-Schulz iterations in float32.
+
+    torch's are in bfloat16, which may round equal gradients of two layouts, 1e-7 apart, 4e-3 apart.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+        return trained(on, name, folder, family)
 
 
 def one_step(engine: Any, number: int) -> tuple[float, float, float]:
@@ -67,6 +86,58 @@ def one_step(engine: Any, number: int) -> tuple[float, float, float]:
     result = step(engine, share(engine, "packed", 2, seed=number % 2), loss)
     evaluation = engine.evaluate([share(engine, "packed", 2)], loss)["loss"]
     return result.loss, result.grad_norm, evaluation
+
+
+def with_shards_orthogonalised(on: FSDP2) -> list[tuple[float, float, float]]:
+    """Return the curve of Muon if each rank orthogonalises its shards, which is wrong."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Muon, "scope", "element")
+        patch.setattr(Muon, "moments", ())
+        engine = make_engine(on=on, optimizer=DESCRIPTIONS["muon"])
+        curve = [one_step(engine, number) for number in range(5)]
+        engine.close()
+    return curve
+
+
+def muon_losses(family: str) -> list[float]:
+    """Return the loss of each of four steps on the same sequences."""
+    engine = make_engine(family, optimizer=DESCRIPTIONS["muon"])
+    losses = [step(engine, share(engine, "packed", 2), next_token()).loss for _ in range(4)]
+    engine.close()
+    return losses
+
+
+def by_hand(family: str) -> list[float]:
+    """Return the loss of each of four steps of transformers' model with ``torch.optim.Muon``."""
+    description = DESCRIPTIONS["muon"]
+    assert isinstance(description, Muon)
+    model, losses = plain_model(family), []
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name and "head" not in name]
+    vectors = [p for p in named.values() if p.ndim < 2]
+    others = [p for p in named.values() if not any(p is known for known in (*matrices, *vectors))]
+    muon = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=2e-4, betas=(0.9, 0.95))
+    for _ in range(4):
+        rows = sequences()
+        total = sum(
+            F.cross_entropy(
+                model(input_ids=row.ids[None], use_cache=False).logits[0],
+                row.labels,
+                ignore_index=IGNORE,
+                reduction="sum",
+            )
+            for row in rows
+        )
+        loss = total / sum(int((row.labels != IGNORE).sum()) for row in rows)
+        losses.append(loss.item())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
 
 
 def exported(on: FSDP2, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

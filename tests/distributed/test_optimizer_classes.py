@@ -14,9 +14,9 @@ LAYOUTS = {
     "dp2": fsdp2(2),
     "tp2": fsdp2(1, tp=2),
     "cp2": fsdp2(1, cp=2),
+    "ep2": fsdp2(2, ep=2),
     "dp2 copies": fsdp2(2, dp_replicate=2),
 }
-ELEMENTWISE = sorted(cases.DESCRIPTIONS.keys() - {"adafactor"})
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,11 @@ def test_a_resume_is_bitwise(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *((name, "dp2") for name in ELEMENTWISE),
+        *((name, "dp2") for name in sorted(cases.DESCRIPTIONS)),
+        ("muon", "dp2 copies"),
         ("schedule-free", "tp2"),
         ("lion", "cp2"),
-        ("adafactor", "dp2 copies"),
+        ("adafactor", "tp2"),
     ],
 )
 def test_a_layout_trains_the_curve_of_one_rank(two: Ranks, name: str, layout: str, tmp_path: Path) -> None:
@@ -47,6 +48,31 @@ def test_a_layout_trains_the_curve_of_one_rank(two: Ranks, name: str, layout: st
         torch.testing.assert_close(torch.tensor(rank), expected, rtol=1e-5, atol=0)
     for rank in two.run(cases.resumed, LAYOUTS[layout], name, tmp_path / "one", 2):
         torch.testing.assert_close(torch.tensor(rank), expected[2:], rtol=1e-5, atol=0)
+    back = torch.tensor(cases.resumed(fsdp2(), name, tmp_path / "two", 2))
+    torch.testing.assert_close(back, expected[2:], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"), [("tp2", "qwen3"), ("cp2", "llama"), ("ep2", "qwen3_moe"), ("dp2", "gemma")]
+)
+def test_matrices_are_orthogonalised_whole(two: Ranks, layout: str, family: str, tmp_path: Path) -> None:
+    on = LAYOUTS[layout]
+    expected = torch.tensor(cases.trained_without_rounding(fsdp2(), "muon", tmp_path / "one", family))
+    for rank in two.run(cases.trained_without_rounding, on, "muon", tmp_path / "two", family):
+        torch.testing.assert_close(torch.tensor(rank), expected, rtol=1e-5, atol=0)
+    rounded = torch.tensor(cases.trained(fsdp2(), "muon", tmp_path / "three", family))
+    for rank in two.run(cases.trained, on, "muon", tmp_path / "four", family):
+        torch.testing.assert_close(torch.tensor(rank)[:, 0], rounded[:, 0], rtol=1e-5, atol=0)
+
+
+def test_muon_is_that_of_torch() -> None:
+    assert cases.muon_losses("qwen3") == pytest.approx(cases.by_hand("qwen3"), rel=1e-5)
+
+
+def test_shards_that_are_orthogonalised_train_another_curve(two: Ranks, tmp_path: Path) -> None:
+    expected = torch.tensor(cases.trained(fsdp2(), "muon", tmp_path))
+    (first, _) = two.run(cases.with_shards_orthogonalised, LAYOUTS["dp2"])
+    assert (torch.tensor(first)[-1, 0] / expected[-1, 0] - 1).abs() > 1e-2
 
 
 def test_an_averaging_optimizer_exports_its_average(tmp_path: Path) -> None:

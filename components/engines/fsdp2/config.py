@@ -70,13 +70,7 @@ class FSDP2(FSDP2Layout):
                 over ``cp``, ``tp`` or ``ep`` ranks; if the optimizer needs whole weights; if this machine
                 cannot compile or fuse its blocks; or if ``tp`` ranks cannot split the adapter.
         """
-        shards = world_size // self.dp_replicate
-        if isinstance(optimizer, TorchClass) and shards > 1 and not optimizer.is_elementwise:
-            raise ConfigError(
-                f"optimizer._target_: {optimizer.name} updates a part of a matrix unlike the matrix, and a "
-                f"rank of this layout has one of {shards} parts; use parallelism=single, parallelism=fsdp2 "
-                f"parallelism.dp_replicate={world_size}, or an optimizer per element such as adamw."
-            )
+        check_optimizer(optimizer, world_size, offloads=self.cpu_offload)
         decoder_blocks(model)
         ranks = world_size // (self.dp_replicate * self.tp)
         tensor_parallel.check(model, self.tp, ranks)
@@ -89,3 +83,17 @@ class FSDP2(FSDP2Layout):
         """Join the process group and build this rank's engine; collective over all ranks."""
         with process_group.joined(options.device, options.timeout_s) as device:
             return FSDP2Engine(model, optimizer, self, options, device)
+
+
+def check_optimizer(optimizer: Optimizer, world_size: int, *, offloads: bool) -> None:
+    """Raise ConfigError if ranks cannot divide the work of ``optimizer``."""
+    if isinstance(optimizer, TorchClass) and optimizer.scope == "model" and world_size > 1:
+        raise ConfigError(
+            f"optimizer._target_: {optimizer.name} updates a weight by what it knows of others, which are on "
+            "other ranks; use parallelism=single, or another optimizer."
+        )
+    if optimizer.scope == "matrix" and offloads:
+        raise ConfigError(
+            "parallelism.cpu_offload: this optimizer gathers whole weights, which are not in host memory; "
+            "set parallelism.cpu_offload=false."
+        )

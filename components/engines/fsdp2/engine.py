@@ -31,6 +31,7 @@ from components.engines.fsdp2.mesh import (
 )
 from components.engines.fsdp2.parallelize import LogProbModel, build_model
 from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
+from components.engines.fsdp2.whole_weights import WholeWeightOptimizer
 from components.engines.shared import microbatch_merging, process_group
 from components.engines.shared.loss_accumulator import LossAccumulator, global_norm
 from components.engines.shared.mtp import add_mtp_losses
@@ -84,7 +85,11 @@ class FSDP2Engine(TrainStepEngine):
         self.trained = [m for m in self.members if m.parameter.requires_grad]
         # With an adapter, the router biases of the model do not change.
         self.biases = bias_buffers(self.scorer.lm) if adapter is None else {}
-        self.optimizer = ShardedOptimizer(optimizer, self.weights)
+        self.optimizer = (
+            WholeWeightOptimizer(optimizer, self.trained)
+            if optimizer.scope == "matrix"
+            else ShardedOptimizer(optimizer, self.weights, self.trained)
+        )
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         # For dropout, every rank has its own random stream from here on.

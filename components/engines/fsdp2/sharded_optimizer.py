@@ -1,13 +1,14 @@
 """The optimizer of the shards that this rank has."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from components.engines.fsdp2.class_state import UPDATES, ClassState
+from components.engines.fsdp2.class_state import UPDATES, ClassState, create_state
 from components.engines.fsdp2.mesh import local_shard, placed_like
+from components.engines.fsdp2.param_views import ParamView
 from components.optimizers import Optimizer, TorchClass, make_moments, torch_optimizer
 
 STEP = "step"
@@ -17,19 +18,20 @@ STEP = "step"
 class ShardedOptimizer:
     """A torch optimizer over the local tensors of the trained weights.
 
-    Its updates are per element, so the shards of a weight need no other rank; other classes get layouts
-    without shards. Given DTensors, torch would first derive the placement of every result, which takes half
-    a second in the first step of a small model.
+    Its updates are per element, so the shards of a weight need no other rank. Given DTensors, torch would
+    first derive the placement of every result, which takes half a second in the first step of a small model.
     """
 
-    def __init__(self, description: Optimizer, weights: Mapping[str, nn.Parameter]) -> None:
-        self.moments, self.weights = description.moments, list(weights.values())
+    def __init__(
+        self, description: Optimizer, weights: Mapping[str, nn.Parameter], views: Sequence[ParamView]
+    ) -> None:
+        self.moments, self.weights, self.views = description.moments, list(weights.values()), views
         self.shards = {weight: nn.Parameter(local_shard(weight.detach())) for weight in self.weights}
-        named = {name: self.shards[weight] for name, weight in weights.items()}
-        self.optimizer = torch_optimizer(description, named.items())
-        self.of_class = None
-        if isinstance(description, TorchClass):
-            self.of_class = ClassState(self.optimizer, description, named)
+        named = ((name, self.shards[weight]) for name, weight in weights.items())
+        self.optimizer = torch_optimizer(description, named)
+        self.of_class = (
+            ClassState(self.optimizer, description) if isinstance(description, TorchClass) else None
+        )
 
     def step(self, lr: float) -> None:
         """Update the weights in place from their gradients; weights without one are left as they are."""
@@ -63,49 +65,55 @@ class ShardedOptimizer:
             for shard, before in zip(self.shards.values(), kept, strict=True):
                 shard.data.copy_(before)
 
-    def make_moments(self) -> list[nn.Parameter]:
-        """Create the state of weights that have not been updated yet: zero moments, or that of the class.
-
-        Returns:
-            The shards whose state differs from that of their first update: those of another class than ours.
-        """
-        if self.of_class is not None:
-            self._follow()
-            return self.of_class.create()
-        make_moments(self.optimizer, self.moments)
-        return []
-
-    @contextmanager
-    def completed(self) -> Iterator[None]:
-        """Give every weight its state inside the context; tensors that are taken from it stay valid."""
-        created = self.make_moments()
-        yield
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's shards of the moments, not copied, and the numbers, by key of a checkpoint."""
+        created = self._create()
+        tensors = self._moments() | self._numbers()
         for shard in created:
             del self.optimizer.state[shard]
+        return tensors
+
+    @contextmanager
+    def loading(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the tensors to read from a checkpoint in place, and take over the numbers at the end."""
+        self._create()
+        numbers = self._numbers()
+        yield self._moments() | numbers
+        if self.of_class is not None:
+            self.of_class.set_numbers(numbers)
+            return
+        for state in self.optimizer.state.values():
+            if STEP in state:
+                state[STEP].fill_(numbers[UPDATES].item())
 
     def moment(self, name: str, weight: nn.Parameter) -> Tensor:
         """Return a moment of ``weight``, placed as the weight is, which shares the optimizer's memory."""
         return placed_like(self.optimizer.state[self.shards[weight]][name], weight)
 
-    def counters(self) -> dict[str, Tensor]:
-        """Return copies of the numbers of the optimizer, of shape (1,), by their keys in checkpoints."""
+    def _moments(self) -> dict[str, Tensor]:
+        views = [(kind, view) for view in self.views for kind in self.moments]
+        return {f"{kind}/{v.name}": v.slices(self.moment(kind, v.parameter)) for kind, v in views}
+
+    def _numbers(self) -> dict[str, Tensor]:
+        """Return copies of the numbers; of ours, only the updates for AdamW's bias correction (else 0)."""
         if self.of_class is not None:
             return self.of_class.numbers()
         counts = [state[STEP] for state in self.optimizer.state.values() if STEP in state]
         return {UPDATES: counts[0].detach().cpu().reshape(1) if counts else torch.zeros(1)}
 
-    def set_counters(self, counters: Mapping[str, Tensor]) -> None:
-        """Set the numbers of the optimizer, for every weight."""
-        if self.of_class is not None:
-            self.of_class.set_numbers(counters)
-            return
-        for state in self.optimizer.state.values():
-            if STEP in state:
-                state[STEP].fill_(counters[UPDATES].item())
+    def _create(self) -> list[nn.Parameter]:
+        """Create the state of weights that have not been updated yet.
 
-    def whole(self) -> dict[str, Tensor]:
-        """Return the state that does not have the shape of its weight, by its keys in checkpoints."""
-        return {} if self.of_class is None else self.of_class.whole()
+        Returns:
+            The shards whose state is not that of before an update: those of another class than ours.
+        """
+        if self.of_class is None:
+            make_moments(self.optimizer, self.moments)
+            return []
+        self._follow()
+        new = [shard for shard in self.shards.values() if not self.optimizer.state.get(shard)]
+        create_state(self.optimizer, new)
+        return new
 
     def _follow(self) -> None:
         for weight, shard in self.shards.items():

@@ -9,7 +9,9 @@ from torch import Tensor
 from components.checkpoint.dcp import load_tensors, saved_keys
 from components.engines.fsdp2.param_views import ParamView
 from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
+from components.engines.fsdp2.whole_weights import WholeWeightOptimizer
 
+WeightOptimizer = ShardedOptimizer | WholeWeightOptimizer
 Weights = Sequence[ParamView]
 """This rank's shards of the trained weights."""
 
@@ -17,16 +19,14 @@ Weights = Sequence[ParamView]
 def saved_tensors(
     weights: Weights,
     biases: Mapping[str, Tensor],
-    optimizer: ShardedOptimizer | None,
+    optimizer: WeightOptimizer | None,
     rank: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
     """Return this rank's shards, without copying. Without ``optimizer`` only the weights and biases."""
     tensors = weight_tensors(weights) | bias_tensors(biases)
     if optimizer is not None:
-        with optimizer.completed():
-            tensors |= moment_tensors(weights, optimizer) | optimizer.counters() | optimizer.whole()
-        tensors |= rng_tensors(rank, device)
+        tensors |= optimizer.tensors() | rng_tensors(rank, device)
     return tensors
 
 
@@ -34,7 +34,7 @@ def load(
     path: Path,
     weights: Weights,
     biases: Mapping[str, Tensor],
-    optimizer: ShardedOptimizer,
+    optimizer: WeightOptimizer,
     rank: int,
     device: torch.device,
 ) -> None:
@@ -42,14 +42,12 @@ def load(
 
     A rank whose number did not exist when the checkpoint was written keeps its own random stream.
     """
-    optimizer.make_moments()
-    counters, rng, keys = optimizer.counters(), rng_tensors(rank, device), saved_keys(path)
+    rng, keys = rng_tensors(rank, device), saved_keys(path)
     tensors = weight_tensors(weights) | bias_tensors(biases)
-    tensors |= moment_tensors(weights, optimizer) | counters | optimizer.whole()
-    known = {name: value for name, value in rng.items() if name in keys}
-    load_tensors(path, tensors | known)
-    optimizer.set_counters(counters)
-    restore_rng(known)
+    tensors |= {name: value for name, value in rng.items() if name in keys}
+    with optimizer.loading() as state:
+        load_tensors(path, tensors | state)
+    restore_rng({name: tensors[name] for name in rng if name in tensors})
 
 
 def weight_tensors(weights: Weights) -> dict[str, Tensor]:
@@ -59,11 +57,6 @@ def weight_tensors(weights: Weights) -> dict[str, Tensor]:
 def bias_tensors(biases: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the router biases, which have no gradient but may change in training, by key."""
     return {f"model/{name}": bias for name, bias in biases.items()}
-
-
-def moment_tensors(weights: Weights, optimizer: ShardedOptimizer) -> dict[str, Tensor]:
-    moments = optimizer.moments
-    return {f"{m}/{w.name}": w.slices(optimizer.moment(m, w.parameter)) for w in weights for m in moments}
 
 
 def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:

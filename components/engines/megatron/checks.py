@@ -16,7 +16,7 @@ from components.engines.megatron.pipeline_split import check_stages, chunk_layer
 from components.engines.megatron.te_install import has_packed_kernel, has_transformer_engine
 from components.engines.shared.parallel_dims import check_cp, check_tp
 from components.models.mtp import num_mtp_layers
-from components.optimizers import SGD, Optimizer, TorchClass
+from components.optimizers import SGD, AdamW, Optimizer, kind_of
 
 COUNTS = (
     "tp",
@@ -170,10 +170,10 @@ def check_optimizer(layout: Layout, optimizer: Optimizer) -> None:
             "parallelism.optimizer_cpu_offload: is part of Megatron's distributed optimizer; "
             "set parallelism.distributed_optimizer=true, or leave it out."
         )
-    if isinstance(optimizer, TorchClass):
+    if not isinstance(optimizer, AdamW | SGD):
         raise ConfigError(
-            f"optimizer._target_: {optimizer.name} is for FSDP2, because Megatron shards the state of its "
-            "own optimizers only; use parallelism=fsdp2, or optimizer=adamw."
+            f"optimizer: the Megatron engine trains with adamw and sgd only, not with {kind_of(optimizer)}; "
+            "use one of them, or parallelism=fsdp2."
         )
     if not isinstance(optimizer, SGD):
         return

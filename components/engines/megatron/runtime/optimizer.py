@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,21 +15,21 @@ from torch import Tensor, nn
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime.hf_weights import is_expert
 from components.engines.shared.loss_accumulator import global_norm
-from components.optimizers import AdamW, Optimizer, make_moments
+from components.optimizers import SGD, AdamW, Optimizer, make_moments
 
 
 def optimizer_config(description: Optimizer, layout: Layout, dtype: torch.dtype) -> OptimizerConfig:
     """Return Megatron's options, without clipping: the engine clips by its own norm, summed in float64."""
-    kind = (
-        {
+    assert isinstance(description, AdamW | SGD), "check_optimizer refuses others"
+    if isinstance(description, SGD):
+        kind: dict[str, Any] = {"optimizer": "sgd", "sgd_momentum": description.momentum}
+    else:
+        kind = {
             "optimizer": "adam",
             "adam_beta1": description.betas[0],
             "adam_beta2": description.betas[1],
             "adam_eps": description.eps,
         }
-        if isinstance(description, AdamW)
-        else {"optimizer": "sgd", "sgd_momentum": description.momentum}
-    )
     return OptimizerConfig(
         **kind,
         lr=description.lr,

@@ -1,0 +1,95 @@
+"""Muon for the matrices of the blocks, and AdamW for all other weights."""
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from components.optimizers.adamw_sgd import AdamW, Scope, check_at_least_zero
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Momentum whose matrices are orthogonalised by Newton-Schulz iterations (Jordan et al., 2024).
+
+    The update is that of ``torch.optim.Muon``. Each matrix is orthogonalised whole, as it is on disk: query,
+    key, value, gate, up and every expert by itself.
+    """
+
+    lr: float = 1e-3
+    """Peak learning rate, from which the scheduler computes the rate of each step."""
+    adamw_lr: float | None = None
+    """Peak learning rate of AdamW, with the schedule of ``lr``. None means ``lr``."""
+    adamw_for: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "lm_head*")
+    """Patterns of the names of matrices that AdamW updates, with all vectors."""
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    """Number of Newton-Schulz iterations."""
+    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """``match_rms_adamw``: updates as large as those of AdamW, by 0.2 sqrt(max(rows, columns)) (Liu et al.,
+    2025). ``original``: by sqrt(max(1, rows / columns))."""
+    betas: tuple[float, float] = AdamW.betas
+    """Decay rates of AdamW's moments."""
+    eps: float = AdamW.eps
+    """Of AdamW."""
+    max_grad_norm: float | None = 1.0
+
+    moments: ClassVar[tuple[str, ...]] = ("momentum_buffer", "exp_avg_sq")
+    """State per parameter, at most: a matrix has the first, other weights have AdamW's two."""
+    scope: ClassVar[Scope] = "matrix"
+
+    def __post_init__(self) -> None:
+        AdamW(self.lr, self.betas, self.eps, self.weight_decay, self.max_grad_norm)  # checks them
+        check_at_least_zero(self, "adamw_lr", "momentum", "ns_steps")
+
+    def orthogonalises(self, name: str, ndim: int) -> bool:
+        """Return whether Muon updates the weight of this name on disk."""
+        return ndim == 2 and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.adamw_for)
+
+    def build(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return the optimizer over groups of ``(name, parameter)`` pairs."""
+        chosen: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        ratio = 1.0 if self.adamw_lr is None or not self.lr else self.adamw_lr / self.lr
+        for group in groups:
+            for orthogonal, members in chosen.items():
+                pairs = group["params"]
+                params = [pair for pair in pairs if self.orthogonalises(pair[0], pair[1].ndim) is orthogonal]
+                if params:
+                    members.append(group | {"params": params, "lr_scale": 1.0 if orthogonal else ratio})
+        parts: list[torch.optim.Optimizer] = []
+        if chosen[True]:
+            parts.append(
+                torch.optim.Muon(
+                    chosen[True],
+                    lr=self.lr,
+                    momentum=self.momentum,
+                    nesterov=self.nesterov,
+                    ns_steps=self.ns_steps,
+                    adjust_lr_fn=self.adjust_lr,
+                )
+            )
+        if chosen[False]:
+            parts.append(torch.optim.AdamW(chosen[False], lr=self.lr, betas=self.betas, eps=self.eps))
+        return Chained(parts)
+
+
+class Chained(torch.optim.Optimizer):
+    """Several optimizers of different parameters, with one list of groups and one state."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = parts
+        groups = [group for part in parts for group in part.param_groups]
+        super().__init__([nn.Parameter(torch.empty(0))], {})
+        self.param_groups = groups
+        for part in parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
