@@ -152,6 +152,10 @@ class OptimizerConfig(Protocol):
         """Peak learning rate. The scheduler computes the rate of each step from it."""
 
     @property
+    def kind(self) -> str:
+        """Kind of optimizer, as on the command line after ``optimizer=``; a resume needs the same."""
+
+    @property
     def moments(self) -> tuple[str, ...]:
         """Names in torch of the optimizer state tensors that have the shape of their parameter."""
 

@@ -5,12 +5,11 @@ from components.optimizers.build import (
     Optimizer,
     build_optimizer,
     decays,
-    kind_of,
     make_moments,
     torch_optimizer,
 )
 from components.optimizers.muon import Muon
-from components.optimizers.torch_class import TorchClass, described, kind_of_state
+from components.optimizers.torch_class import TorchClass, describe_class, kind_of_state
 
 __all__ = [
     "SGD",
@@ -20,8 +19,7 @@ __all__ = [
     "TorchClass",
     "build_optimizer",
     "decays",
-    "described",
-    "kind_of",
+    "describe_class",
     "kind_of_state",
     "make_moments",
     "torch_optimizer",

@@ -24,6 +24,7 @@ class AdamW:
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     """State per parameter, under torch's names, each of the parameter's shape."""
+    kind: ClassVar[str] = "adamw"
     scope: ClassVar[Scope] = "element"
 
     def __post_init__(self) -> None:
@@ -44,6 +45,7 @@ class SGD:
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
 
+    kind: ClassVar[str] = "sgd"
     scope: ClassVar[Scope] = "element"
 
     def __post_init__(self) -> None:

@@ -13,13 +13,6 @@ from components.optimizers.torch_class import TorchClass
 Optimizer = AdamW | SGD | Muon | TorchClass
 
 
-def kind_of(description: object) -> str:
-    """Return the kind of optimizer as it is chosen on the command line after ``optimizer=``."""
-    if isinstance(description, TorchClass):
-        return f"torch optimizer._target_={description.name}"
-    return type(description).__name__.lower()
-
-
 def decays(name: str, ndim: int) -> bool:
     """Return whether weight decay applies to a parameter: not to biases and one-dimensional ones (norms).
 

@@ -36,11 +36,12 @@ class Muon:
     betas: tuple[float, float] = AdamW.betas
     """Decay rates of AdamW's moments."""
     eps: float = AdamW.eps
-    """Of AdamW."""
+    """Constant in the denominator of AdamW."""
     max_grad_norm: float | None = 1.0
 
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer", "exp_avg_sq")
     """State per parameter, at most: a matrix has the first, other weights have AdamW's two."""
+    kind: ClassVar[str] = "muon"
     scope: ClassVar[Scope] = "matrix"
 
     def __post_init__(self) -> None:

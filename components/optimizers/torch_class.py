@@ -42,7 +42,7 @@ class TorchClass:
         ConfigError: if the class has no ``lr``, or cannot update a matrix and a vector with these arguments.
     """
 
-    kind: type[torch.optim.Optimizer]
+    optimizer: type[torch.optim.Optimizer]
     lr: float
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
@@ -51,7 +51,7 @@ class TorchClass:
 
     def __post_init__(self) -> None:
         check_at_least_zero(self, "lr", "weight_decay", "max_grad_norm")
-        if self.weight_decay and "weight_decay" not in arguments(self.kind):
+        if self.weight_decay and "weight_decay" not in arguments(self.optimizer):
             raise ConfigError(
                 f"optimizer.weight_decay: {self.name} does not have it; set optimizer.weight_decay=0."
             )
@@ -59,7 +59,11 @@ class TorchClass:
 
     @property
     def name(self) -> str:
-        return f"{self.kind.__module__}.{self.kind.__qualname__}"
+        return f"{self.optimizer.__module__}.{self.optimizer.__qualname__}"
+
+    @property
+    def kind(self) -> str:
+        return f"torch optimizer._target_={self.name}"
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -71,14 +75,14 @@ class TorchClass:
         for group in groups:
             decay = {"weight_decay": group["weight_decay"]} if self.weight_decay else {}
             given.append({"params": [parameter for _, parameter in group["params"]]} | decay)
-        optimizer = self.kind(given, lr=self.lr, **self.options)  # type: ignore[call-arg]
+        optimizer = self.optimizer(given, lr=self.lr, **self.options)  # type: ignore[call-arg]
         if hasattr(optimizer, "train"):
             optimizer.train()
         return optimizer
 
     @cached_property
     def state(self) -> StateKinds:
-        """What the class keeps, as found by updating a matrix and a vector."""
+        """The state that the class keeps, as a trial shows."""
         before, optimizer = (self._trial([SHAPE], steps) for steps in (0, 3))
         kept = [(p, optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
         names = sorted({name for _, state in kept for name in state if state[name] is not None})
@@ -99,12 +103,14 @@ class TorchClass:
             matrices(self._trial(shapes))
             for shapes in ([SHAPE], [(rows // 2, columns)] * 2, [(rows, columns // 2)] * 2)
         )
+        alone = [matrices(self._trial([(rows // 2, columns)] * 2, only=number)) for number in (0, 1)]
+        if not all(equal(half, joint) for (half,), joint in zip(alone, by_row, strict=True)):
+            return "model"
         joined = torch.cat(by_row), torch.cat(by_column, dim=1)
         if not self.state.whole and all(map(equal, joined, whole * 2)):
             return "element"
-        separate = [matrices(self._trial([(rows // 2, columns)] * 2, only=number)) for number in (0, 1)]
-        is_matrix = all(equal(alone, half) for (alone,), half in zip(separate, by_row, strict=True))
-        return "matrix" if is_matrix and not hasattr(self.kind, "eval") else "model"
+        # Weights for evaluation are exchanged between steps, when no rank has a weight whole.
+        return "model" if hasattr(self.optimizer, "eval") else "matrix"
 
     def _trial(
         self, shapes: Sequence[tuple[int, int]], steps: int = 3, only: int | None = None
@@ -141,13 +147,14 @@ class TorchClass:
         return optimizer
 
 
-def described(target: Any) -> Any:
+def describe_class(target: type[torch.optim.Optimizer]) -> Callable[..., TorchClass]:
     """Return a function that describes the optimizer class ``target`` from its arguments.
 
-    Anything else is returned as it is. The signature is that of the class, without ``params``.
+    Its signature is that of the class, without ``params``, and with the keys that all optimizers have.
+
+    Raises:
+        ConfigError: if the class has no learning rate.
     """
-    if not (inspect.isclass(target) and issubclass(target, torch.optim.Optimizer)):
-        return target
     parameters = arguments(target)
     if "lr" not in parameters:
         raise ConfigError(

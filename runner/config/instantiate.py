@@ -18,7 +18,7 @@ from components.contracts.loss import Loss
 from components.contracts.parallelism import ParallelismSpec
 from components.contracts.scheduler import SchedulerSpec
 from components.loggers import LoggerSpec
-from components.optimizers import described
+from components.targets import described
 from runner.config.run_config import (
     CheckpointConfig,
     EarlyStoppingConfig,
@@ -138,12 +138,12 @@ def build_component(group: str, node: Config, where: ConfigSources) -> Any:
     name = f"{group}._target_"
     check_trusted(name, path, path, where)
     try:
-        target = described(get_object(path))
+        found = get_object(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{name} ({where.of(name)}): cannot import {path}; name an installed class."
         ) from error
-    contract = GROUPS.get(group, LoggerSpec)
+    target, contract = described(found), GROUPS.get(group, LoggerSpec)
     if (reason := objection(target, contract)) is not None:
         raise ConfigError(
             f"{name} ({where.of(name)}): {path} {reason}; name a class with all members of "

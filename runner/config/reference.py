@@ -18,7 +18,7 @@ from typing import Any, Literal
 import yaml
 
 from components.contracts.json_types import Json
-from components.optimizers import described
+from components.targets import described
 from runner.config.instantiate import GROUPS, NODES
 
 OPTION_GROUPS = (*GROUPS, "logger", "debug", "experiment", "sweep", "hydra/launcher", "hydra/sweeper")

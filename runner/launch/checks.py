@@ -18,7 +18,6 @@ from components.contracts.configs import AdapterConfig, Prepared
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 from components.loggers import terminal
-from components.optimizers import kind_of
 from components.rank_info import RankInfo, check_place
 from components.reference.source import ReferenceSource, about_reference, resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
@@ -122,7 +121,7 @@ class RunPreparation:
         return RunIdentity(
             model=self.experiment.model.shape_hash(model),
             data=data.identity,
-            optimizer=kind_of(self.experiment.optimizer),
+            optimizer=self.experiment.optimizer.kind,
             reference=self.reference.describe_init,
             seed=run.seed,
             global_batch_size=run.global_batch_size,

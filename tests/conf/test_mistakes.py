@@ -45,6 +45,16 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "run key": (["run.max_stepz=3"], ["run.max_stepz", "did you mean 'run.max_steps'"]),
     "option of another tool": (["lr=1e-4"], ["lr", "use optimizer.lr"]),
     "long option": (["--cutoff_len", "4096"], ["--cutoff_len", "KEY=VALUE", "use data.max_length"]),
+    "key of an own class": (["optimizer=torch", "optimizer.betas=[0.9,0.9]"], ["use +optimizer.betas=VALUE"]),
+    "key of no class": (["optimizer=torch", "+optimizer.bets=1"], ["did you mean 'optimizer.betas'"]),
+    "option of a class": (
+        ["optimizer=torch", "+optimizer.betas=[2,3]"],
+        ["optimizer._target_", "RAdam cannot"],
+    ),
+    "optimizer without a rate": (
+        ["optimizer=torch", "optimizer._target_=torch.optim.Optimizer"],
+        ["optimizer._target_", "Optimizer has no argument lr"],
+    ),
     "component key": (["optimizer.lrr=1"], ["optimizer.lrr", "did you mean 'optimizer.lr'"]),
     "added root key": (["+foo=1"], ["foo", "the command line", "nothing reads"]),
     "added run key": (["+run.stepz=1"], ["run.stepz", "the command line"]),

@@ -29,7 +29,7 @@ LAYERS = (
     "components.yaml_text runner.distribution runner.search_path runner.standard_streams",
     "components.data components.models components.losses components.optimizers components.schedulers "
     "components.loggers components.checkpoint components.report",
-    "components.adapters components.reference",
+    "components.adapters components.reference components.targets",
     "components.checkpoint.to_hf",
     "components.engines.shared",
     "components.engines",

@@ -16,7 +16,7 @@ from components.engines.megatron.pipeline_split import check_stages, chunk_layer
 from components.engines.megatron.te_install import has_packed_kernel, has_transformer_engine
 from components.engines.shared.parallel_dims import check_cp, check_tp
 from components.models.mtp import num_mtp_layers
-from components.optimizers import SGD, AdamW, Optimizer, kind_of
+from components.optimizers import SGD, AdamW, Optimizer
 
 COUNTS = (
     "tp",
@@ -172,7 +172,7 @@ def check_optimizer(layout: Layout, optimizer: Optimizer) -> None:
         )
     if not isinstance(optimizer, AdamW | SGD):
         raise ConfigError(
-            f"optimizer: the Megatron engine trains with adamw and sgd only, not with {kind_of(optimizer)}; "
+            f"optimizer: the Megatron engine trains with adamw and sgd only, not with {optimizer.kind}; "
             "use one of them, or parallelism=fsdp2."
         )
     if not isinstance(optimizer, SGD):

@@ -10,8 +10,8 @@ from torch import nn
 
 from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
-from components.engines.fsdp2 import FSDP2
-from components.optimizers import TorchClass, described, torch_optimizer
+from components.optimizers import Muon, TorchClass, torch_optimizer
+from components.targets import described
 from tests.distributed.cases import fsdp2, megatron, spec
 from tests.distributed.optimizer_class_cases import Lion
 from tests.unit.components.test_optimizers import network, train
@@ -27,28 +27,38 @@ class Normed(torch.optim.SGD):
         return super().step(closure)
 
 
+class NormedTogether(torch.optim.SGD):
+    """Divides the gradients by their common norm, which no weight knows."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
-    ("kind", "elementwise", "moments"),
+    ("kind", "scope", "moments"),
     [
-        (torch.optim.RAdam, True, ("exp_avg", "exp_avg_sq")),
-        (torch.optim.Adagrad, True, ("sum",)),
-        (torch.optim.Rprop, True, ("prev", "step_size")),
-        (torch.optim.SGD, True, ()),
-        (torch.optim.Adafactor, False, ()),
-        (AdamWScheduleFree, True, ("exp_avg_sq", "z")),
-        (Lion, True, ("exp_avg",)),
-        (Normed, False, ()),
+        (torch.optim.RAdam, "element", ("exp_avg", "exp_avg_sq")),
+        (torch.optim.Adagrad, "element", ("sum",)),
+        (torch.optim.Rprop, "element", ("prev", "step_size")),
+        (torch.optim.SGD, "element", ()),
+        (torch.optim.Adafactor, "matrix", ()),
+        (AdamWScheduleFree, "element", ("exp_avg_sq", "z")),
+        (Lion, "element", ("exp_avg",)),
+        (Normed, "matrix", ()),
+        (NormedTogether, "model", ()),
     ],
 )
-def test_what_a_trial_shows(kind: Any, elementwise: bool, moments: tuple[str, ...]) -> None:
+def test_what_a_trial_shows(kind: Any, scope: str, moments: tuple[str, ...]) -> None:
     description = described(kind)(lr=1e-2)
-    assert description.is_elementwise is elementwise
+    assert description.scope == scope
     assert description.moments == moments
 
 
 def test_a_trial_leaves_the_random_stream() -> None:
     before = torch.get_rng_state()
-    assert described(torch.optim.RAdam)(lr=1e-2).is_elementwise
+    assert described(torch.optim.RAdam)(lr=1e-2).scope == "element"
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -111,17 +121,49 @@ def test_refuses_a_class_without_a_learning_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "world_size", "message"),
+    ("layout", "description", "message"),
     [
-        (fsdp2(2), 2, "updates a part of a matrix unlike the matrix, .* one of 2 parts; use"),
-        (fsdp2(1, tp=2), 2, "one of 2 parts"),
-        (megatron(), 1, "is for FSDP2, .*use parallelism=fsdp2"),
+        (
+            fsdp2(2),
+            TorchClass(NormedTogether, 1e-2),
+            "NormedTogether updates a weight by what it knows of others",
+        ),
+        (fsdp2(1, tp=2), TorchClass(NormedTogether, 1e-2), "use parallelism=single"),
+        (fsdp2(2, cpu_offload=True), Muon(), "parallelism.cpu_offload: .*set parallelism.cpu_offload=false"),
+        (megatron(dp=2), Muon(), "the Megatron engine trains with adamw and sgd only, not with muon"),
+        (
+            megatron(dp=2),
+            TorchClass(torch.optim.RAdam, 1e-2),
+            "not with torch optimizer._target_=torch.optim",
+        ),
     ],
 )
-def test_layouts_that_a_class_cannot_train_in(layout: Any, world_size: int, message: str) -> None:
+def test_layouts_that_an_optimizer_cannot_train_in(layout: Any, description: Any, message: str) -> None:
     options = EngineOptions(dtype=torch.float32, device="cpu")
-    model, description = spec("qwen3").meta_model, TorchClass(torch.optim.Adafactor, 1e-2)
     with pytest.raises(ConfigError, match=message):
-        layout.check(model, description, options, world_size=world_size)
-    copies = FSDP2(dp=2, default_dp=1, reshard_after_forward=True, dp_replicate=2)
-    copies.check(model, description, options, world_size=2)
+        layout.check(spec("qwen3").meta_model, description, options, world_size=2)
+
+
+def test_one_rank_trains_with_any_class() -> None:
+    options = EngineOptions(dtype=torch.float32, device="cpu")
+    fsdp2().check(spec("qwen3").meta_model, TorchClass(NormedTogether, 1e-2), options, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"betas": (0.9, 1.0)}, "optimizer.betas"),
+        ({"momentum": -0.1}, "optimizer.momentum: must be a number of at least 0"),
+        ({"adamw_lr": float("inf")}, "optimizer.adamw_lr"),
+    ],
+)
+def test_muon_checks_its_numbers(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Muon(**changes)
+
+
+def test_muon_leaves_embeddings_and_vectors_to_adamw() -> None:
+    assert Muon().orthogonalises("model.layers.0.mlp.experts.3.down_proj.weight", 2)
+    for name, ndim in (("model.embed_tokens.weight", 2), ("lm_head.weight", 2), ("model.norm.weight", 1)):
+        assert not Muon().orthogonalises(name, ndim)
+    assert not Muon(adamw_for=("*router*",)).orthogonalises("model.layers.0.router.weight", 2)
