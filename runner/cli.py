@@ -269,7 +269,8 @@ def short_message(error: Exception) -> str:
             return f"{group}.{name} (the command line): is not chosen; choose it: {group}=[jsonl,{name}]."
     if key := re.search(r"(?:Could not override|Key) '([^']+)'", text):
         group = key[1].partition(".")[0]
-        if any(word.startswith(f"{group}._target_=") or word == "optimizer=torch" for word in sys.argv[1:]):
+        own = (f"{group}._target_=", "optimizer=torch") if group == "optimizer" else (f"{group}._target_=",)
+        if any(word.startswith(own) for word in sys.argv[1:]):
             return (
                 f"{key[1]} (the command line): is not in the file of {group}; to add it, use +{key[1]}=VALUE."
             )

@@ -21,6 +21,7 @@ from tests.patience import patience
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCS = "\n".join(page.read_text() for page in PAGES)
+OPTIMIZERS = (ROOT / "docs" / "optimizers.md").read_text()
 LOSSES = (ROOT / "docs" / "losses.md").read_text()
 COMMAND = re.compile(r"^(?:\$ )?((?:python -m runner|torchrun) .*?)(?:  +#.*)?$", re.MULTILINE)
 COMMANDS = sorted(set(COMMAND.findall(DOCS)))
@@ -142,6 +143,21 @@ def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     code = call_here(*SMALL, "stage._target_=my_losses.Focal", "+stage.gamma=2", f"run.output_dir={tmp_path}")
     assert code == 0
     assert len(rows(newest(tmp_path), "train/loss")) == 4
+
+
+def test_an_optimizer_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of docs/optimizers.md train, the last one with its file."""
+    (source,) = re.findall(r"```python\n(.*?)```", OPTIMIZERS, flags=re.DOTALL)
+    (tmp_path / "my_optimizers.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    commands = re.findall(r"^python -m runner (.*)$", OPTIMIZERS, flags=re.MULTILINE)
+    assert len(commands) == 3
+    for number, command_line in enumerate(commands):
+        words = [word for word in shlex.split(command_line) if not word.startswith("parallelism=")]
+        assert call_here(*words, *SMALL, f"run.output_dir={tmp_path}/{number}") == 0
+        losses = [row["train/loss"] for row in rows(newest(tmp_path / str(number)), "train/loss")]
+        assert len(losses) == 4
+        assert losses[-1] < losses[0]
 
 
 def test_a_preference_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
