@@ -3,13 +3,16 @@
 from components.optimizers.adamw_sgd import SGD, AdamW
 from components.optimizers.build import (
     Optimizer,
+    WeightOptions,
     build_optimizer,
     decays,
     make_moments,
     torch_optimizer,
+    weight_options,
 )
 from components.optimizers.muon import Muon
 from components.optimizers.torch_class import TorchClass, describe_class, kind_of_state
+from components.optimizers.weight_groups import WeightGroup, check_matches
 
 __all__ = [
     "SGD",
@@ -17,10 +20,14 @@ __all__ = [
     "Muon",
     "Optimizer",
     "TorchClass",
+    "WeightGroup",
+    "WeightOptions",
     "build_optimizer",
+    "check_matches",
     "decays",
     "describe_class",
     "kind_of_state",
     "make_moments",
     "torch_optimizer",
+    "weight_options",
 ]

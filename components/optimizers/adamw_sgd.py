@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from components.contracts.errors import ConfigError
+from components.optimizers.weight_groups import WeightGroup, check_groups
 
 Scope = Literal["element", "matrix", "model"]
 """Part of the model that an update needs at once: an element, a weight, or all weights."""
@@ -21,6 +22,7 @@ class AdamW:
     weight_decay: float = 0.1
     max_grad_norm: float | None = 1.0
     """L2 norm over all parameters to which larger gradients are scaled down. None or 0 means never."""
+    groups: tuple[WeightGroup, ...] = ()
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     """State per parameter, under torch's names, each of the parameter's shape."""
@@ -29,6 +31,7 @@ class AdamW:
 
     def __post_init__(self) -> None:
         check_at_least_zero(self, "lr", "eps", "weight_decay", "max_grad_norm")
+        check_groups(self.groups, self.lr)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
                 f"optimizer.betas: both must be at least 0 and below 1, got {list(self.betas)}."
@@ -44,12 +47,14 @@ class SGD:
     nesterov: bool = False
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
+    groups: tuple[WeightGroup, ...] = ()
 
     kind: ClassVar[str] = "sgd"
     scope: ClassVar[Scope] = "element"
 
     def __post_init__(self) -> None:
         check_at_least_zero(self, "lr", "momentum", "weight_decay", "max_grad_norm")
+        check_groups(self.groups, self.lr)
         if self.nesterov and self.momentum == 0:
             raise ConfigError("optimizer.nesterov: needs momentum; set optimizer.momentum above 0.")
 

@@ -1,6 +1,7 @@
 """The torch optimizer of a description."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from components.optimizers.adamw_sgd import SGD, AdamW
 from components.optimizers.muon import Muon
 from components.optimizers.torch_class import TorchClass
+from components.optimizers.weight_groups import find_group
 
 Optimizer = AdamW | SGD | Muon | TorchClass
 
@@ -21,20 +23,42 @@ def decays(name: str, ndim: int) -> bool:
     return ndim > 1 and not name.endswith(".bias")
 
 
+@dataclass(frozen=True)
+class WeightOptions:
+    """Options of a weight, under the names that its group has in the torch optimizer."""
+
+    weight_decay: float
+    lr_scale: float
+    """Learning rate over that of the scheduler."""
+    has_own_lr: bool
+    """Whether a group of ``optimizer.groups`` has set it."""
+
+
+def weight_options(description: Optimizer, name: str, ndim: int) -> WeightOptions:
+    """Return the options of the weight ``name`` on disk: those of its group, or the usual ones."""
+    decay = description.weight_decay if decays(name, ndim) else 0.0
+    group = find_group(description.groups, name)
+    if group is None:
+        return WeightOptions(decay, 1.0, has_own_lr=False)
+    own = group.lr is not None
+    scale = group.lr / description.lr if group.lr else float(not own)
+    return WeightOptions(decay if group.weight_decay is None else group.weight_decay, scale, own)
+
+
 def torch_optimizer(
     description: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer:
     """Return the torch optimizer over Hugging Face names and their (possibly sharded) parameters.
 
-    Its groups share one learning rate, which the engine sets at every step.
+    The engine sets the learning rate of each group at every step, as a multiple ``lr_scale`` of one rate.
     """
-    named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-    groups: list[dict[str, Any]] = []
-    for decayed in (True, False):
-        members = [(name, p) for name, p in named if decays(name, p.ndim) is decayed]
-        if members:
-            groups.append({"params": members, "weight_decay": description.weight_decay if decayed else 0.0})
-    return build_optimizer(description, groups)
+    groups: dict[WeightOptions, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            options = weight_options(description, name, parameter.ndim)
+            groups.setdefault(options, []).append((name, parameter))
+    ordered = sorted(groups.items(), key=lambda item: -item[0].weight_decay)
+    return build_optimizer(description, [{"params": of, **asdict(options)} for options, of in ordered])
 
 
 def build_optimizer(description: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

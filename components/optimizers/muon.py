@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from components.optimizers.adamw_sgd import AdamW, Scope, check_at_least_zero
+from components.optimizers.weight_groups import WeightGroup
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Muon:
     eps: float = AdamW.eps
     """Constant in the denominator of AdamW."""
     max_grad_norm: float | None = 1.0
+    groups: tuple[WeightGroup, ...] = ()
 
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer", "exp_avg_sq")
     """State per parameter, at most: a matrix has the first, other weights have AdamW's two."""
@@ -45,7 +47,7 @@ class Muon:
     scope: ClassVar[Scope] = "matrix"
 
     def __post_init__(self) -> None:
-        AdamW(self.lr, self.betas, self.eps, self.weight_decay, self.max_grad_norm)  # checks them
+        AdamW(self.lr, self.betas, self.eps, self.weight_decay, self.max_grad_norm, self.groups)  # checks
         check_at_least_zero(self, "adamw_lr", "momentum", "ns_steps")
 
     def orthogonalises(self, name: str, ndim: int) -> bool:
@@ -55,13 +57,14 @@ class Muon:
     def build(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return the optimizer over groups of ``(name, parameter)`` pairs."""
         chosen: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-        ratio = 1.0 if self.adamw_lr is None or not self.lr else self.adamw_lr / self.lr
+        others = 1.0 if self.adamw_lr is None or not self.lr else self.adamw_lr / self.lr
         for group in groups:
             for orthogonal, members in chosen.items():
                 pairs = group["params"]
                 params = [pair for pair in pairs if self.orthogonalises(pair[0], pair[1].ndim) is orthogonal]
                 if params:
-                    members.append(group | {"params": params, "lr_scale": 1.0 if orthogonal else ratio})
+                    ratio = 1.0 if orthogonal or group["has_own_lr"] else others
+                    members.append(group | {"params": params, "lr_scale": group["lr_scale"] * ratio})
         parts: list[torch.optim.Optimizer] = []
         if chosen[True]:
             parts.append(

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from components.contracts.errors import ConfigError
 from components.optimizers.adamw_sgd import Scope, check_at_least_zero
+from components.optimizers.weight_groups import WeightGroup, check_groups
 
+SHARED = ("lr", "weight_decay", "max_grad_norm", "groups")
+"""Keys of every optimizer."""
 SHAPE = (96, 64)
 """Shape of the matrix of the trial: above 4096 elements, from which 8-bit optimizers quantise their state."""
 
@@ -46,14 +49,17 @@ class TorchClass:
     lr: float
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
+    groups: tuple[WeightGroup, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further arguments of the class."""
 
     def __post_init__(self) -> None:
         check_at_least_zero(self, "lr", "weight_decay", "max_grad_norm")
-        if self.weight_decay and "weight_decay" not in arguments(self.optimizer):
+        check_groups(self.groups, self.lr)
+        decays = self.weight_decay or any(group.weight_decay for group in self.groups)
+        if decays and "weight_decay" not in arguments(self.optimizer):
             raise ConfigError(
-                f"optimizer.weight_decay: {self.name} does not have it; set optimizer.weight_decay=0."
+                f"optimizer.weight_decay: {self.name} does not have it; set it to 0, in optimizer.groups too."
             )
         assert self.state
 
@@ -71,10 +77,12 @@ class TorchClass:
 
     def build(self, groups: Iterable[Mapping[str, Any]]) -> torch.optim.Optimizer:
         """Return the optimizer in its training mode, over groups of ``(name, parameter)`` pairs."""
-        given = []
-        for group in groups:
-            decay = {"weight_decay": group["weight_decay"]} if self.weight_decay else {}
-            given.append({"params": [parameter for _, parameter in group["params"]]} | decay)
+        left_out = set() if "weight_decay" in arguments(self.optimizer) else {"weight_decay"}
+        given = [
+            {key: value for key, value in group.items() if key not in left_out}
+            | {"params": [parameter for _, parameter in group["params"]]}
+            for group in groups
+        ]
         optimizer = self.optimizer(given, lr=self.lr, **self.options)  # type: ignore[call-arg]
         if hasattr(optimizer, "train"):
             optimizer.train()
@@ -163,12 +171,12 @@ def describe_class(target: type[torch.optim.Optimizer]) -> Callable[..., TorchCl
         )
 
     def describe(**options: Any) -> TorchClass:
-        shared = {key: options.pop(key) for key in ("lr", "weight_decay", "max_grad_norm") if key in options}
+        shared = {key: options.pop(key) for key in SHARED if key in options}
         return TorchClass(target, **{"lr": parameters["lr"].default} | shared, options=options)
 
     ours = inspect.signature(TorchClass).parameters
-    added = {key: ours[key] for key in ("weight_decay", "max_grad_norm")}
-    named = {**added, **parameters, "max_grad_norm": added["max_grad_norm"]}
+    added = {key: ours[key] for key in SHARED if key != "lr"}
+    named = {**parameters, **added}
     keywords = [p if p.kind is p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY) for p in named.values()]
     keywords.sort(key=lambda parameter: parameter.kind)
     describe.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]

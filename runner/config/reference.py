@@ -96,6 +96,8 @@ def type_words(hint: Any) -> str:
         return ", ".join(f"`{value}`" for value in arguments)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "mapping"
+    if is_dataclass(hint):
+        return "mapping"
     parts = ", ".join(dict.fromkeys(type_words(part) for part in arguments if part is not ...))
     return f"list of {parts}" if origin in (list, tuple) else parts or TYPES[hint]
 

@@ -1,11 +1,13 @@
 """``parallelism=single``, ``fsdp2``, ``hsdp``, ``fsdp2_tp2``, ``fsdp2_cp2`` and ``fsdp2_tp2cp2``."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from transformers import PreTrainedModel
 
+from components.adapters import LoRA
 from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
 from components.engines.fsdp2 import compile, context_parallel, moe_checks, tensor_parallel
@@ -16,7 +18,8 @@ from components.engines.fsdp2.parallelize import decoder_blocks
 from components.engines.shared import process_group
 from components.engines.shared.parallel_dims import suggest_sizes, world_size
 from components.models import ModelSpec
-from components.optimizers import Optimizer, TorchClass
+from components.models.experts import unstack_experts
+from components.optimizers import Optimizer, TorchClass, check_matches
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class FSDP2(FSDP2Layout):
                 cannot compile or fuse its blocks; or if ``tp`` ranks cannot split the adapter.
         """
         check_optimizer(optimizer, world_size, offloads=self.cpu_offload)
+        if optimizer.groups:
+            check_matches(optimizer.groups, tensors(model, options.adapter))
         decoder_blocks(model)
         ranks = world_size // (self.dp_replicate * self.tp)
         tensor_parallel.check(model, self.tp, ranks)
@@ -97,3 +102,14 @@ def check_optimizer(optimizer: Optimizer, world_size: int, *, offloads: bool) ->
             "parallelism.cpu_offload: this optimizer gathers whole weights, which are not in host memory; "
             "set parallelism.cpu_offload=false."
         )
+
+
+def tensors(model: PreTrainedModel, adapter: LoRA | None) -> list[list[str]]:
+    """Return the names on disk of the trained weights; together those of the experts of a layer."""
+    if adapter is None:
+        trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+        return [[name for name, _ in unstack_experts([pair])] for pair in trained]
+    found: dict[str, list[str]] = {}
+    for name in adapter.shapes(model):
+        found.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", name), []).append(name)
+    return list(found.values())

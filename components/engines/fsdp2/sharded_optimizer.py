@@ -27,7 +27,9 @@ class ShardedOptimizer:
     ) -> None:
         self.moments, self.weights, self.views = description.moments, list(weights.values()), views
         self.shards = {weight: nn.Parameter(local_shard(weight.detach())) for weight in self.weights}
-        named = ((name, self.shards[weight]) for name, weight in weights.items())
+        # By the first of its names on disk: those of stacked experts have the same options.
+        on_disk = {view.parameter: view.name for view in reversed(views)}
+        named = ((on_disk[weight], shard) for weight, shard in self.shards.items())
         self.optimizer = torch_optimizer(description, named)
         self.of_class = (
             ClassState(self.optimizer, description) if isinstance(description, TorchClass) else None
@@ -39,7 +41,7 @@ class ShardedOptimizer:
         for weight, shard in self.shards.items():
             shard.grad = None if weight.grad is None else local_shard(weight.grad)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)  # only this reference to them
         if self.of_class is not None:

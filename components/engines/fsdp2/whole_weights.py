@@ -74,7 +74,7 @@ class WholeWeightOptimizer:
                 weight.parameter.data, weight.parameter.grad = whole, gradient
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
-                group["lr"] = lr * group.get("lr_scale", 1.0)
+                group["lr"] = lr * group["lr_scale"]
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         for weight in updated:

@@ -15,8 +15,9 @@ from components.engines.megatron.moe_config import FAMILIES, check_moe, read_moe
 from components.engines.megatron.pipeline_split import check_stages, chunk_layers
 from components.engines.megatron.te_install import has_packed_kernel, has_transformer_engine
 from components.engines.shared.parallel_dims import check_cp, check_tp
+from components.models.experts import unstack_experts
 from components.models.mtp import num_mtp_layers
-from components.optimizers import SGD, AdamW, Optimizer
+from components.optimizers import SGD, AdamW, Optimizer, check_matches
 
 COUNTS = (
     "tp",
@@ -125,6 +126,8 @@ def check_run(
     check_stages(layout, model.config.num_hidden_layers)
     check_mtp(layout, model.config)
     check_frozen(model)
+    if optimizer.groups:
+        check_matches(optimizer.groups, tensors(model, options.adapter))
     if options.adapter is not None:
         check_lora(options.adapter, model, layout.etp)
     reason = why_no_transformer_engine(model.config, layout, options.dtype, options.device, options.adapter)
@@ -223,6 +226,17 @@ def check_supported(model: PreTrainedModel) -> None:
 def has_latents(config: PreTrainedConfig) -> bool:
     """Return whether the model uses multi-head latent attention."""
     return getattr(config, "kv_lora_rank", None) is not None
+
+
+def tensors(model: PreTrainedModel, adapter: LoRA | None) -> list[list[str]]:
+    """Return the names of the trained weights; together those that Megatron keeps in one tensor."""
+    if adapter is not None:
+        return [[name] for name in adapter.shapes(model)]
+    trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+    names = [name for name, _ in unstack_experts(trained)]
+    together = hf_names.fused(names)
+    fused = {name for group in together for name in group}
+    return [*together, *([name] for name in names if name not in fused)]
 
 
 def check_frozen(model: PreTrainedModel) -> None:

@@ -97,7 +97,8 @@ class MegatronEngine(TrainStepEngine):
         drops = layout.capacity_factor is not None
         self.routing = MegatronRouterState.build(model.moe, self.meta, parts.routers, device, drops=drops)
         self.chunks = [wrap_ddp(self.config, chunk, layout, n) for n, chunk in enumerate(parts.chunks)]
-        self.update = MegatronOptimizers.build(optimizer, self.chunks, layout, options.dtype)
+        names = {parameter: members[0].name for parameter, members in self.blocks.items()}
+        self.update = MegatronOptimizers.build(optimizer, self.chunks, layout, options.dtype, names)
         for parameter, members in self.blocks.items():
             whole = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
             fill_parameter(whole, members, source)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime.hf_weights import is_expert
 from components.engines.shared.loss_accumulator import global_norm
-from components.optimizers import SGD, AdamW, Optimizer, make_moments
+from components.optimizers import SGD, AdamW, Optimizer, WeightOptions, make_moments, weight_options
 
 
 def optimizer_config(description: Optimizer, layout: Layout, dtype: torch.dtype) -> OptimizerConfig:
@@ -44,6 +46,28 @@ def optimizer_config(description: Optimizer, layout: Layout, dtype: torch.dtype)
     )
 
 
+def group_overrides(
+    description: Optimizer, names: Mapping[nn.Parameter, str]
+) -> dict[ParamKey, dict[str, float]] | None:
+    """Return the options of every parameter for Megatron's groups. None means Megatron's usual ones."""
+    if not description.groups:
+        return None
+    options = {p: weight_options(description, name, p.ndim) for p, name in names.items()}
+    return {
+        ParamKey(predicate=ParamPredicate(str(chosen), partial(has_options, options, chosen))): {
+            "own_weight_decay": chosen.weight_decay,
+            "lr_scale": chosen.lr_scale,
+        }
+        for chosen in set(options.values())
+    }
+
+
+def has_options(
+    options: Mapping[nn.Parameter, WeightOptions], chosen: WeightOptions, parameter: nn.Parameter
+) -> bool:
+    return options[parameter] == chosen
+
+
 @dataclass(frozen=True)
 class DenseOrExpertOptimizer:
     """One of the optimizers that Megatron chains: that of dense parameters, or that of experts."""
@@ -70,7 +94,7 @@ class DenseOrExpertOptimizer:
         if max_grad_norm and parameters:  # a stage may have no experts, and kernels refuse an empty list
             clip_grad_by_total_norm_fp32(parameters, max_grad_norm, grad_norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         self.optimizer.step_with_ready_grads()
 
     def count_zeros(self) -> int:
@@ -147,17 +171,23 @@ class MegatronOptimizers:
         chunks: Sequence[DistributedDataParallel],
         layout: Layout,
         dtype: torch.dtype,
+        names: Mapping[nn.Parameter, str],
     ) -> "MegatronOptimizers":
-        """Build the optimizers of this rank; collective over all ranks."""
+        """Build the optimizers of this rank; collective over all ranks.
+
+        ``names`` are names on disk of the trained parameters, of fused ones any: all have the same options.
+        """
         config = optimizer_config(description, layout, dtype)
-        chained = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+        overrides = group_overrides(description, names)
+        chained = get_megatron_optimizer(config, list(chunks), overrides, use_gloo_process_groups=False)
         groups = {False: chunks[0].dp_cp_group, True: chunks[0].expt_dp_group}
         members: dict[bool, DenseOrExpertOptimizer] = {}
         for optimizer in chained.chained_optimizers:
             if getattr(optimizer, "is_stub_optimizer", False):
                 continue  # all its parameters are frozen, on every rank
             for group in optimizer.param_groups:  # Megatron sets this only in its own scheduler
-                group["weight_decay"] = description.weight_decay * group["wd_mult"]
+                usual = description.weight_decay * group["wd_mult"]
+                group["weight_decay"] = group.get("own_weight_decay", usual)
             experts = optimizer.param_groups[0]["is_expert_parallel"]
             replicas, distributed = groups[experts], layout.distributed_optimizer
             members[experts] = DenseOrExpertOptimizer(optimizer, description.moments, replicas, distributed)

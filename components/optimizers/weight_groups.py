@@ -1,0 +1,72 @@
+"""Weights with a learning rate or a weight decay of their own."""
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import ConfigDict
+
+from components.contracts.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """The weights whose names match a pattern; the first group that matches a weight decides."""
+
+    match: str
+    """Pattern of names on disk, such as ``*.embed_tokens.*`` or ``*.lora_B.*``."""
+    lr: float | None = None
+    """Peak learning rate, with the schedule of ``optimizer.lr``. None means ``optimizer.lr``."""
+    weight_decay: float | None = None
+    """Weight decay, also of vectors. None means the usual one."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+def find_group(groups: Sequence[WeightGroup], name: str) -> WeightGroup | None:
+    """Return the first group that matches ``name``, or None."""
+    return next((group for group in groups if fnmatch.fnmatchcase(name, group.match)), None)
+
+
+def check_groups(groups: Sequence[WeightGroup], lr: float) -> None:
+    """Raise ConfigError if a number of a group is out of range, or has no schedule."""
+    for number, group in enumerate(groups):
+        for key in ("lr", "weight_decay"):
+            value = getattr(group, key)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ConfigError(
+                    f"optimizer.groups[{number}].{key}: must be a number of at least 0, got {value}."
+                )
+        if group.lr and not lr:
+            raise ConfigError(
+                f"optimizer.groups[{number}].lr: follows the schedule of optimizer.lr, which is 0; set "
+                "optimizer.lr above 0."
+            )
+
+
+def check_matches(groups: Sequence[WeightGroup], tensors: Iterable[Sequence[str]]) -> None:
+    """Check the patterns of ``groups`` against the trained weights.
+
+    Args:
+        groups: the groups of an optimizer.
+        tensors: names on disk of the trained weights, together if the engine keeps them in one tensor.
+
+    Raises:
+        ConfigError: if a pattern matches none of them, or a part of a tensor only.
+    """
+    together = [*tensors]
+    names = [name for tensor in together for name in tensor]
+    for number, group in enumerate(groups):
+        if not fnmatch.filter(names, group.match):
+            raise ConfigError(
+                f"optimizer.groups[{number}].match: {group.match!r} matches no trained weight; a name is "
+                f"like {names[0]}, and a pattern like '*.embed_tokens.*'."
+            )
+    for tensor in together:
+        for name in tensor[1:]:
+            if find_group(groups, name) != find_group(groups, tensor[0]):
+                raise ConfigError(
+                    f"optimizer.groups: {tensor[0]} and {name} are in one tensor in this layout, and in "
+                    "different groups; use one group for both."
+                )
