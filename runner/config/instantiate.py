@@ -191,7 +191,11 @@ def coerce(name: str, value: object, annotation: Any, where: ConfigSources) -> A
     try:
         return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"]
+        first = error.errors()[0]
+        if first["type"] == "unexpected_keyword_argument":
+            key = ".".join(map(str, (name, *first["loc"])))
+            raise ConfigError(f"{key} ({where.of(name)}): nothing reads this key; leave it out.") from error
+        reason = first["msg"]
         raise ConfigError(f"{name} ({where.of(name)}): got {value!r}; {lower_first(reason)}.") from error
 
 

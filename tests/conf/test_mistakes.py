@@ -46,6 +46,18 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "option of another tool": (["lr=1e-4"], ["lr", "use optimizer.lr"]),
     "long option": (["--cutoff_len", "4096"], ["--cutoff_len", "KEY=VALUE", "use data.max_length"]),
     "key of an own class": (["optimizer=torch", "optimizer.betas=[0.9,0.9]"], ["use +optimizer.betas=VALUE"]),
+    "key of a group": (
+        ["optimizer.groups=[{match: '*', lrr: 1}]"],
+        ["optimizer.groups.0.lrr", "nothing reads this key"],
+    ),
+    "pattern of a group": (
+        ["optimizer.groups=[{match: '*.qq.*', lr: 1}]"],
+        ["groups[0].match", "a name is like"],
+    ),
+    "a part of a tensor": (
+        ["parallelism=megatron", "optimizer.groups=[{match: '*.q_proj.*', lr: 1}]"],
+        ["optimizer.groups", "one tensor in this layout"],
+    ),
     "key of no class": (["optimizer=torch", "+optimizer.bets=1"], ["did you mean 'optimizer.betas'"]),
     "option of a class": (
         ["optimizer=torch", "+optimizer.betas=[2,3]"],

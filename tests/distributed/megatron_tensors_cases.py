@@ -105,7 +105,7 @@ def save_by_fsdp2(spec: ModelSpec, path: Path) -> None:
     from components.engines.fsdp2.parallelize import copy_slice
 
     engine, weights = fsdp2_engine(spec), spec.weights(0)
-    engine.optimizer.make_moments()
+    engine.tensors()  # creates the moments
     for name, parameter in engine.weights.items():
         copy_slice(parameter, name, value("model", weights))
         for kind in engine.optimizer.moments:

@@ -11,7 +11,7 @@ import torch
 
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
-from components.optimizers import SGD
+from components.optimizers import SGD, AdamW, WeightGroup
 from tests.distributed import engine_cases as cases
 from tests.distributed import megatron_cases
 from tests.distributed.cases import assert_same, fsdp2, make_engine, megatron, plain_step
@@ -114,6 +114,24 @@ def test_sgd_follows_the_other_engine(run: Run) -> None:
     expected = torch.tensor(cases.curve(fsdp2(), torch.float32, optimizer=description))
     for name in ("single", "pp2"):
         for curve in run(cases.curve, LAYOUTS[name], torch.float32, 5, description):
+            assert torch.tensor(curve) == pytest.approx(expected, rel=1e-5)
+
+
+GROUPS = (
+    WeightGroup("*.embed_tokens.*", lr=1e-4, weight_decay=0.0),
+    WeightGroup("*norm*", weight_decay=0.3),
+    WeightGroup("*.self_attn.*", lr=5e-3),
+)
+
+
+def test_groups_of_weights_follow_the_other_engine(run: Run) -> None:
+    description = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=1.0, groups=GROUPS)
+    expected = torch.tensor(cases.curve(fsdp2(), torch.float32, optimizer=description))
+    usual = torch.tensor(cases.curve(fsdp2(), torch.float32, optimizer=replace(description, groups=())))
+    assert (expected[-1, 0] / usual[-1, 0] - 1).abs() > 1e-2
+    sharded = replace(LAYOUTS["dp2"], distributed_optimizer=True)
+    for layout in (LAYOUTS["tp2sp"], LAYOUTS["pp2"], sharded):
+        for curve in run(cases.curve, layout, torch.float32, 5, description):
             assert torch.tensor(curve) == pytest.approx(expected, rel=1e-5)
 
 

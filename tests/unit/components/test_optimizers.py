@@ -1,6 +1,7 @@
 """Optimizer descriptions build the expected torch optimizers, sharded or not."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from components.contracts.errors import ConfigError
-from components.optimizers import SGD, AdamW, Optimizer, decays, torch_optimizer
+from components.optimizers import (
+    SGD,
+    AdamW,
+    Optimizer,
+    WeightGroup,
+    check_matches,
+    decays,
+    torch_optimizer,
+    weight_options,
+)
 
 
 @pytest.fixture
@@ -103,6 +113,56 @@ def test_moments_are_what_torch_keeps(description: Optimizer) -> None:
         tensors = {name for name, value in state.items() if value is not None and name != "step"}
         assert tensors == set(description.moments)
         assert all(state[name].shape == parameter.shape for name in tensors)
+
+
+def test_groups_have_their_own_rate_and_decay() -> None:
+    groups = (
+        WeightGroup("0.*", lr=0.1),
+        WeightGroup("*.bias", weight_decay=0.7),
+        WeightGroup("0.bias", lr=0.0),
+    )
+    description = AdamW(lr=0.05, weight_decay=0.5, groups=groups)
+    found = {
+        name: (options.weight_decay, options.lr_scale)
+        for name, ndim in (("0.weight", 2), ("0.bias", 1), ("1.bias", 1), ("1.weight", 1), ("2.weight", 2))
+        for options in [weight_options(description, name, ndim)]
+    }
+    assert found == {
+        "0.weight": (0.5, 2.0),
+        "0.bias": (0.0, 2.0),  # the first group that matches
+        "1.bias": (0.7, 1.0),
+        "1.weight": (0.0, 1.0),
+        "2.weight": (0.5, 1.0),
+    }
+    assert weight_options(replace(description, groups=groups[2:]), "0.bias", 1).lr_scale == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "tensors", "message"),
+    [
+        ([WeightGroup("*.q.*")], [["a.k.weight"]], "optimizer.groups.0..match: .* a name is like a.k.weight"),
+        ([WeightGroup("*.q.*", 1.0)], [["a.q.weight", "a.k.weight"]], "use one group for both"),
+    ],
+)
+def test_patterns_are_checked(groups: Any, tensors: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_matches(groups, tensors)
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        (lambda: AdamW(groups=(WeightGroup("*", lr=-1.0),)), "optimizer.groups.0..lr: must be"),
+        (
+            lambda: SGD(groups=(WeightGroup("*", weight_decay=-1.0),)),
+            "optimizer.groups.0..weight_decay: must",
+        ),
+        (lambda: AdamW(lr=0.0, groups=(WeightGroup("*", lr=1.0),)), "set optimizer.lr above 0"),
+    ],
+)
+def test_numbers_of_groups_are_checked(description: Callable[[], Optimizer], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        description()
 
 
 def test_frozen_parameters_are_left_out() -> None:

@@ -79,13 +79,22 @@ def test_numbers_and_other_tensors_are_found() -> None:
 )
 def test_equals_the_class_with_decay_on_matrices_only(kind: Any, options: dict[str, Any]) -> None:
     model, plain = network(), network()
-    ours = train(model, torch_optimizer(TorchClass(kind, 0.05, 0.5, None, options), model.named_parameters()))
+    ours = train(
+        model, torch_optimizer(TorchClass(kind, 0.05, 0.5, options=options), model.named_parameters())
+    )
     groups = [
         {"params": [plain[0].weight, plain[2].weight], "weight_decay": 0.5},
         {"params": [plain[0].bias, plain[1].weight, plain[1].bias], "weight_decay": 0.0},
     ]
     expected = train(plain, kind(groups, lr=0.05, **options))
     assert all(torch.equal(ours[name], value) for name, value in expected.items())
+
+
+def test_no_decay_is_not_the_default_of_the_class() -> None:
+    model = network()
+    optimizer = torch_optimizer(TorchClass(torch.optim.AdamW, 0.05), model.named_parameters())
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0}
+    assert torch.optim.AdamW(model.parameters()).defaults["weight_decay"] > 0
 
 
 def test_the_arguments_of_the_class_are_keys() -> None:

@@ -42,10 +42,11 @@ class OwnOptimizer:
     """Annotates what ``__init__`` sets."""
 
     lr: float
+    kind: str
     moments: tuple[str, ...]
 
     def __init__(self) -> None:
-        self.lr, self.moments = 1e-3, ()
+        self.lr, self.kind, self.moments = 1e-3, "own", ()
 
 
 def own_scheduler() -> OwnScheduler:
@@ -86,7 +87,7 @@ REFUSED = [
     ("stage", "shutil.rmtree", "is not a class, nor a function with the annotation"),
     ("stage", "subprocess.Popen", "lacks __call__, counts, kind"),
     ("stage", "components.contracts.loss.Loss", "is an interface"),
-    ("stage", "components.optimizers.AdamW", "lacks __call__, counts, kind"),
+    ("stage", "components.optimizers.AdamW", "lacks __call__, counts"),
     ("stage", f"{HERE}.unannotated", "nor a function with the annotation"),
     ("stage", f"{HERE}.nothing", "returns NoneType, which lacks"),
     ("stage", f"{HERE}.mapping", "returns Mapping, which is not a class"),
@@ -97,7 +98,7 @@ REFUSED = [
     ("stage", "components.adapters.none", "returns .*, which is not a class"),
     ("adapter", "asyncio.run", "nor a function"),
     ("scheduler", f"{HERE}.Half", "is an interface"),
-    ("optimizer", "torch.optim.AdamW", "lacks lr, moments"),
+    ("optimizer", "torch.optim.lr_scheduler.StepLR", "lacks kind, lr, moments"),
     ("logger.mine", "logging.Logger", "lacks check, open"),
     ("model", "transformers.LlamaConfig", "lacks"),
     ("data", "builtins.open", "is not a class"),
