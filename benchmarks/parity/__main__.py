@@ -22,11 +22,12 @@ from rich.table import Table as Printed
 
 from benchmarks.parity.parity_cells import BOUND, Bench, Cell
 from benchmarks.parity.parity_experts import EXPERTS, LATENT
+from benchmarks.parity.parity_muon import MUON
 from benchmarks.parity.parity_rows import CONTROL_COLUMN, DENSE, REFERENCE, Column, Row, Table
 
 RESULTS = Path(__file__).parents[1] / "results"
-FILES = {"dense": "parity.json", "experts": "parity_experts.json", "deepseek": "parity_deepseek.json"}
-TABLES = {table.name: table for table in (DENSE, EXPERTS, LATENT)}
+TABLES = {table.name: table for table in (DENSE, EXPERTS, LATENT, MUON)}
+FILES = {"dense": "parity.json"} | {name: f"parity_{name}.json" for name in ("experts", "deepseek", "muon")}
 PACKAGES = ("torch", "megatron-core", "transformers")
 
 
