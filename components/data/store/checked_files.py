@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from threading import Lock
 from typing import IO, Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from components.contracts.json_types import Json
 
 _DIGEST = 8
 """Bytes of the checksum at the end of an array's file."""
+_HEADERS = Lock()
+"""Held while numpy parses a header: Python 3.11's parser fails in two threads at once (CPython 106905)."""
 
 
 class DamagedFile(Exception):
@@ -73,7 +76,8 @@ def load_array(path: Path) -> npt.NDArray[Any]:
         body, written = content[:-_DIGEST], content[-_DIGEST:].tobytes()
         if xxhash.xxh3_64(body.data).digest() != written:
             raise DamagedFile(f"{path}: is damaged, its checksum differs")
-        return np.asarray(np.load(path, mmap_mode="r"))
+        with _HEADERS:
+            return np.asarray(np.load(path, mmap_mode="r"))
     except (OSError, ValueError) as error:
         raise DamagedFile(f"{path}: is damaged ({error})") from error
 
