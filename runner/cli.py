@@ -261,12 +261,13 @@ def short_message(error: Exception) -> str:
     text = str(error)
     if option := re.search(r"Could not (?:find|load) '((?:hydra/)?[^'/]+)/([^']+)'", text):
         return unknown_option(*option.groups())
-    if key := re.search(r"Could not override '(logger)\.(\w+)\.", text):
+    if key := re.search(r"Could not override '(logger|hook)\.(\w+)\.", text):
         group, name = key.groups()
         if name in group_options(group) and not any(
             leaf.startswith(f"{group}.{name}.") for leaf in known_keys()
         ):
-            return f"{group}.{name} (the command line): is not chosen; choose it: {group}=[jsonl,{name}]."
+            first = "jsonl," if group == "logger" else ""
+            return f"{group}.{name} (the command line): is not chosen; choose it: {group}=[{first}{name}]."
     if key := re.search(r"(?:Could not override|Key) '([^']+)'", text):
         group = key[1].partition(".")[0]
         own = (f"{group}._target_=", "optimizer=torch") if group == "optimizer" else (f"{group}._target_=",)

@@ -23,8 +23,7 @@ class FlatChunk:
 class FlatShard(Tensor):
     """A one-dimensional tensor that contains the ``boxes`` of a tensor of shape ``whole``.
 
-    ``torch.distributed.checkpoint`` calls its methods to save them. Reading is not supported: it needs the
-    shape of the whole.
+    ``torch.distributed.checkpoint`` calls its methods to save and to read them.
     """
 
     whole: torch.Size
@@ -43,19 +42,26 @@ class FlatShard(Tensor):
         """Return a shard of the same positions with the values of ``flat``."""
         return FlatShard.of(flat, self.whole, self.chunks)
 
+    def size(self) -> torch.Size:  # type: ignore[override]
+        """Return the shape of the whole, which the planner compares with the stored one."""
+        return self.whole
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.sizes)) for box in self.chunks]
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.offset)),
+                index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.sizes)),
+                    chunk=chunk,
                     properties=properties,
                     size=self.whole,
                 ),
             )
-            for box in self.chunks
+            for chunk in self.__create_chunk_list__()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -49,9 +49,12 @@ class CheckpointManager:
     in_background: bool = False
     current: Path | None = None
     """The checkpoint that was written last or resumed from. None means that there is none yet."""
+    on_saved: Callable[[Path], object] | None = None
+    """Called on every rank with a checkpoint once it is complete on all of them."""
     background: AsyncSaver = field(init=False)
 
     def __post_init__(self) -> None:
+        self._announced = self.current
         if self.in_background:
             self.background = AsyncSaver()
 
@@ -68,8 +71,8 @@ class CheckpointManager:
             # An error that the run reports itself; the save in flight may be its last good checkpoint.
             self._attend(self._finish, stop=False)
 
-    def save(self, engine: Engine, state: State) -> None:
-        """Save ``engine`` and ``state``, unless ``current`` is already the checkpoint of this step.
+    def save(self, engine: Engine, state: State, others: Mapping[str, Tensor] = {}) -> None:
+        """Save ``engine``, ``state`` and ``others``, unless ``current`` is the checkpoint of this step.
 
         With ``in_background`` it waits for the previous save and returns once a copy is made.
 
@@ -81,7 +84,7 @@ class CheckpointManager:
         if target == self.current:
             return
         meta = CheckpointMeta(vars(state).copy(), asdict(self.identity), self.model_only, {})
-        tensors = engine.tensors(model_only=self.model_only)
+        tensors = {**engine.tensors(model_only=self.model_only), **others}
         if self.in_background:
             write = partial(self._write, target, meta, self.background.group)
             self.background.start(write, tensors)
@@ -129,6 +132,11 @@ class CheckpointManager:
             if self.on_error == "stop" if stop is None else stop:
                 raise TrainingError(message) from error
             log.warning("%s", message)
+        # No save is in flight here, so all ranks have the same.
+        if self.current is not None and self.current != self._announced:
+            self._announced = self.current
+            if self.on_saved is not None:
+                self.on_saved(self.current)
 
     def _write(
         self,

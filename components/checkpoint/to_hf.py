@@ -29,6 +29,8 @@ class CheckpointModel:
     """The run's folder."""
     seed: int
     init_from: str | None
+    kind: str = "model"
+    """Beginning of the keys of the weights in the checkpoint, such as ``hook/ema``."""
 
     def export_model(self, target: Path, dtype: torch.dtype) -> Path:
         """Write a model that was trained, fully or in part, to ``target``."""
@@ -38,7 +40,7 @@ class CheckpointModel:
         moving = router_biases(meta)  # no gradient, but training updates them, and checkpoints contain them
         named = meta.named_parameters()
         wanted = {name: shapes[name] for name, p in named if p.requires_grad or name in moving}
-        trained = checkpoint_weights(self.checkpoint, wanted, OPTION)
+        trained = checkpoint_weights(self.checkpoint, wanted, OPTION, kind=self.kind)
         frozen = self._initial() if len(wanted) < len(shapes) else trained
 
         def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
@@ -53,8 +55,10 @@ class CheckpointModel:
         merged = merged_weights(self.adapter, meta, self._initial(), self._adapter_weights())
         return self._stream(named_shapes(meta), merged, target, dtype)
 
-    def export_adapter(self, target: Path, dtype: torch.dtype) -> Path:
+    def export_adapter(self, target: Path, dtype: torch.dtype, *, writes: bool = True) -> Path:
         """Write the adapter to its own folder ``target``.
+
+        In a process group every rank calls this, and one of them ``writes``.
 
         Its config names the base model in the run's folder if that was exported there. Otherwise the base
         model is written to ``target/base`` in ``dtype``, unless it comes from a path that peft can load.
@@ -63,7 +67,9 @@ class CheckpointModel:
         own = self._adapter_weights()
         names = self.adapter.shapes(self.model.build(self.model.config()))
         spec = self._started()
-        export_adapter(self.adapter, spec, ((name, own(name)) for name in names), target)
+        export_adapter(self.adapter, spec, ((name, own(name)) for name in names if writes), target)
+        if not writes:
+            return target
         base = self.run / "base"
         if (base / CONFIG_NAME).is_file():
             spec.load_tokenizer().save_pretrained(target)
@@ -82,7 +88,7 @@ class CheckpointModel:
     def _adapter_weights(self) -> WeightSource:
         assert self.adapter is not None
         shapes = self.adapter.shapes(self.model.build(self.model.config()))
-        return checkpoint_weights(self.checkpoint, shapes, OPTION)
+        return checkpoint_weights(self.checkpoint, shapes, OPTION, kind=self.kind)
 
     def _started(self) -> ModelSpec:
         if self.init_from is None:

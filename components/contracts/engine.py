@@ -1,7 +1,7 @@
 """The engine, which holds the model and the optimizer."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,11 +65,24 @@ class Engine(LossEngine, Protocol):
         backward pass.
         """
 
-    def finish_train_step(self, lr: float, *, max_loss: float = math.inf) -> StepResult:
+    def finish_train_step(
+        self,
+        lr: float,
+        *,
+        max_loss: float = math.inf,
+        before_update: Callable[[], object] | None = None,
+    ) -> StepResult:
         """Divide the gradients by the main count, clip them, and update.
 
         Every rank skips the update if the loss or a gradient is not finite, or if the loss is above
-        ``max_loss``, which is the same on every rank.
+        ``max_loss``, which is the same on every rank. ``before_update`` is called once the gradients are
+        divided.
+        """
+
+    def layer_norms(self) -> dict[str, float]:
+        """Return the L2 norm of the gradients of each layer, and of each weight outside of layers.
+
+        Only for ``before_update``.
         """
 
     def abort_train_step(self) -> None:

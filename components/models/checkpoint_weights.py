@@ -31,24 +31,26 @@ def checkpoint_weights(
     shapes: Mapping[str, torch.Size],
     option: str,
     *,
+    kind: str = "model",
     without_further: PreTrainedModel | None = None,
 ) -> WeightSource:
     """Return a source of the tensors ``shapes`` from the checkpoint ``folder``, which may hold no others.
 
-    Only layers for multi-token prediction that the model ``without_further`` lacks are ignored.
+    Their keys begin with ``kind``. Only layers for multi-token prediction that the model ``without_further``
+    lacks are ignored.
 
     Raises:
         ConfigError: (naming ``option``) if a tensor is missing, superfluous or of another shape.
     """
     tensors = StoredTensors(folder)
-    stored = tensors.shapes("model")
+    stored = tensors.shapes(kind)
     if without_further is not None:
         kept = set(unused_names(stored, without_further))
         stored = {name: shape for name, shape in stored.items() if name in shapes or name in kept}
     check_shapes(folder, stored, shapes, option)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        return tensors.read(f"model/{name}", index)
+        return tensors.read(f"{kind}/{name}", index)
 
     return read
 

@@ -2,8 +2,10 @@
 
 import json
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -69,6 +71,41 @@ def generate(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remo
         answer = model.to(device).eval().generate(ids, max_new_tokens=max_new_tokens, do_sample=False)
     continuation: list[int] = answer[0, len(prompt) :].tolist()
     return continuation
+
+
+def complete(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    **options: Any,
+) -> list[dict[str, str]]:
+    """Return the ``completion`` of each prompt (token ids), and why it ends: ``stop`` or ``length``.
+
+    The prompts are padded at their beginnings, which attention leaves out. ``options`` are those of
+    transformers' ``generate``.
+    """
+    width = max(map(len, prompts))
+    pad = tokenizer.pad_token_id or 0
+    ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    with torch.no_grad():
+        whole = model.generate(
+            ids.to(model.device), attention_mask=mask.to(model.device), pad_token_id=pad, **options
+        )
+    found = []
+    stops = stop_ids(model)
+    for row in whole[:, width:].tolist():
+        end = next((place for place, token in enumerate(row) if token in stops), None)
+        text = tokenizer.decode(row[:end], skip_special_tokens=True)
+        found.append({"completion": text, "finish": "length" if end is None else "stop"})
+    return found
+
+
+def stop_ids(model: PreTrainedModel) -> set[int]:
+    """Return the tokens that end a text of this model."""
+    config = model.generation_config
+    named = None if config is None else config.eos_token_id
+    return set(named) if isinstance(named, list) else set() if named is None else {named}
 
 
 def load_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:

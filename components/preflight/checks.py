@@ -1,6 +1,6 @@
 """Checks in the parent process, before ranks are spawned."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -168,8 +168,10 @@ def check_evaluation(key: str, wanted: float, has_eval: bool) -> None:
         )
 
 
-def check_evaluate_only(has_eval: bool) -> None:
-    """Raise ConfigError if a run that only evaluates has no data for it."""
+def check_evaluate_only(has_eval: bool, hooks: Iterable[str]) -> None:
+    """Raise ConfigError if a run that only evaluates has hooks, or has no data for it."""
+    if hooks := sorted(hooks):
+        raise ConfigError(f"hook.{hooks[0]}: run.evaluate_only trains nothing to observe; leave it out.")
     if not has_eval:
         raise ConfigError(
             "run.evaluate_only: there is no evaluation data; set data.eval or data.eval_fraction."

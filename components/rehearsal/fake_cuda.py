@@ -138,6 +138,8 @@ def install(gpu: Gpu, mode: RehearsalMode) -> None:
     torch.version.cuda = "12.8"
     fake_tensor.init_gpu_context = lambda *_: None  # type: ignore[assignment]
     torch._C._set_only_lift_cpu_tensors(True)
+    # The CPU build lacks it, and bitsandbytes, which peft imports if it is installed, looks for it.
+    torch._C._cuda_getCurrentRawStream = lambda _: 0  # type: ignore[assignment]
 
 
 def properties(gpu: Gpu) -> SimpleNamespace:

@@ -21,7 +21,7 @@ from runner import cli
 from runner.commands.arguments import first_line
 from runner.launch.run_record import RunRecord
 
-_LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "sweep")
+_LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "sweep", "hook")
 """Groups of options that the run had for its training."""
 ADAPTER_CONFIG = "adapter_config.json"
 _TRAINING = (

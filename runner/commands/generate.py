@@ -24,8 +24,6 @@ from runner.commands.arguments import Keys, first_line, parse_pairs, whole_numbe
 from runner.commands.sampling import Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
     from components.data.tokenize.prompts import Prompt
 
 KEYS: Keys = {
@@ -48,6 +46,7 @@ def generate(arguments: Sequence[str]) -> None:
     options = Sampling.read(given)
     batch_size = whole_number(given, "batch_size", 8, least=1)
     from components.data.tokenize.prompts import read_prompts
+    from components.models.generate import complete
     from runner.commands.trained_model import open_model
 
     records = read_prompts(given["prompts"], chat=given.get("strings") == "chat")
@@ -62,7 +61,7 @@ def generate(arguments: Sequence[str]) -> None:
         except OSError as error:
             raise ConfigError(f"output: cannot be written ({error.strerror}); name another file.") from error
         for start in range(0, len(prompts), batch_size):
-            found = complete(model, tokenizer, prompts[start : start + batch_size], options)
+            found = complete(model, tokenizer, prompts[start : start + batch_size], **options.options())
             for number, completion in enumerate(found, start):
                 row = {**records[number].record, **completion}
                 if answers:
@@ -80,42 +79,6 @@ def right_answer(prompt: "Prompt", field: str) -> str:
         has = "no such field" if value is None else f"no text in it, but {value!r}"
         raise ConfigError(f"answer={field}: {prompt.origin} has {has}; name a field with text.")
     return value.strip()
-
-
-def complete(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[Sequence[int]],
-    options: Sampling,
-) -> list[dict[str, str]]:
-    """Return the ``completion`` of each prompt (token ids), and why it ends: ``stop`` or ``length``.
-
-    The prompts are padded at their beginnings, which attention leaves out.
-    """
-    import torch
-
-    width = max(map(len, prompts))
-    pad = tokenizer.pad_token_id or 0
-    ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    with torch.no_grad():
-        whole = model.generate(
-            ids.to(model.device), attention_mask=mask.to(model.device), pad_token_id=pad, **options.options()
-        )
-    found = []
-    stops = stop_ids(model)
-    for row in whole[:, width:].tolist():
-        end = next((place for place, token in enumerate(row) if token in stops), None)
-        text = tokenizer.decode(row[:end], skip_special_tokens=True)
-        found.append({"completion": text, "finish": "length" if end is None else "stop"})
-    return found
-
-
-def stop_ids(model: "PreTrainedModel") -> set[int]:
-    """Return the tokens that end a text of this model."""
-    config = model.generation_config
-    named = None if config is None else config.eos_token_id
-    return set(named) if isinstance(named, list) else set() if named is None else {named}
 
 
 def main() -> NoReturn:

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 from hydra.utils import get_object
 from pydantic import TypeAdapter, ValidationError
+from typing_extensions import is_protocol
 
 from components.checkpoint import resolve_checkpoint
 from components.contracts.configs import AdapterConfig, DataConfig, ModelConfig, OptimizerConfig
 from components.contracts.errors import ConfigError
+from components.contracts.hook import Hook
 from components.contracts.json_types import Config, Json
 from components.contracts.loss import Loss
 from components.contracts.parallelism import ParallelismSpec
@@ -53,6 +55,11 @@ NODES: Mapping[str, type] = {
 }
 """Top-level nodes that are not groups, and the classes that check them."""
 
+NAMED: Mapping[str, type] = {"hook": Hook, "logger": LoggerSpec}
+"""Groups with any number of components, each under a name, and the contracts that these serve."""
+EXAMPLES = {"hook": "ema.decay", "logger": "wandb.mode"}
+"""A key of each of these groups."""
+
 OURS = ("components", "torch.optim")
 """Modules whose classes a configuration read from a folder may name."""
 
@@ -76,6 +83,8 @@ class Experiment:
     data: DataConfig
     logger: Mapping[str, LoggerSpec]
     """Any number of loggers, by name."""
+    hook: Mapping[str, Hook]
+    """Any number of hooks, by name, in the order of their calls."""
 
 
 def build_experiment(config: Config, where: ConfigSources) -> Experiment:
@@ -95,7 +104,7 @@ def build_experiment(config: Config, where: ConfigSources) -> Experiment:
         name = "model.initial_checkpoint"
         raise ConfigError(f"{name} ({where.of(name)}): is set from checkpoint.init_from; use that key.")
     parts: Json = {group: build_component(group, config[group], where) for group in GROUPS}
-    parts["logger"] = build_loggers(config["logger"], where)
+    parts |= {group: build_named(group, config.get(group, {}), where) for group in NAMED}
     nodes: Json = {name: construct(kind, name, config[name], where) for name, kind in NODES.items()}
     experiment = Experiment(**nodes, **parts)
     check_restart_source(experiment.run, experiment.checkpoint)
@@ -110,19 +119,22 @@ def build_experiment(config: Config, where: ConfigSources) -> Experiment:
     )
 
 
-def build_loggers(nodes: object, where: ConfigSources) -> dict[str, LoggerSpec]:
-    """Build each logger from its node ``logger.NAME``."""
+def build_named(group: str, nodes: object, where: ConfigSources) -> dict[str, Any]:
+    """Build each component of a group from its node ``GROUP.NAME``."""
     if not isinstance(nodes, Mapping):
+        example, _, _ = EXAMPLES[group].partition(".")
         raise ConfigError(
-            f"logger ({where.of('logger')}): must be a mapping of loggers, got {nodes!r}; use logger=[jsonl]."
+            f"{group} ({where.of(group)}): must be a mapping of {group}s, got {nodes!r}; use "
+            f"{group}=[{example}]."
         )
     for name, node in nodes.items():
         if not isinstance(node, Mapping):
             raise ConfigError(
-                f"logger.{name} ({where.of(f'logger.{name}')}): must be a logger of that name, with _target_ "
-                f"and its keys, got {node!r}; its options have names such as logger.wandb.mode."
+                f"{group}.{name} ({where.of(f'{group}.{name}')}): must be a {group} of that name, with "
+                f"_target_ and its keys, got {node!r}; its options have names such as "
+                f"{group}.{EXAMPLES[group]}."
             )
-    return {name: build_component(f"logger.{name}", node, where) for name, node in nodes.items()}
+    return {name: build_component(f"{group}.{name}", node, where) for name, node in nodes.items()}
 
 
 def build_component(group: str, node: Config, where: ConfigSources) -> Any:
@@ -143,10 +155,11 @@ def build_component(group: str, node: Config, where: ConfigSources) -> Any:
         raise ConfigError(
             f"{name} ({where.of(name)}): cannot import {path}; name an installed class."
         ) from error
-    target, contract = described(found), GROUPS.get(group, LoggerSpec)
+    target, contract = described(found), {**GROUPS, **NAMED}[group.partition(".")[0]]
     if (reason := objection(target, contract)) is not None:
+        wanted = "class with all members" if is_protocol(contract) else "subclass"
         raise ConfigError(
-            f"{name} ({where.of(name)}): {path} {reason}; name a class with all members of "
+            f"{name} ({where.of(name)}): {path} {reason}; name a {wanted} of "
             f"{contract.__module__}.{contract.__name__}."
         )
     check_trusted(name, path, origin(target), where)

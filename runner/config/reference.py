@@ -19,9 +19,9 @@ import yaml
 
 from components.contracts.json_types import Json
 from components.targets import described
-from runner.config.instantiate import GROUPS, NODES
+from runner.config.instantiate import GROUPS, NAMED, NODES
 
-OPTION_GROUPS = (*GROUPS, "logger", "debug", "experiment", "sweep", "hydra/launcher", "hydra/sweeper")
+OPTION_GROUPS = (*GROUPS, *NAMED, "debug", "experiment", "sweep", "hydra/launcher", "hydra/sweeper")
 LINE = re.compile(r"( *)(?:(\w+):(?: +(?!#)\S.*?)?)?(?:(?:^| *)# (.*))?")
 """Indentation, key and comment of a line. The value between them contains no " # "."""
 READERS = {"hydra_plugins.runner_sweeps.slurm.SlurmLauncher": "runner.sweeps.slurm.sbatch.SbatchOptions"}
@@ -136,10 +136,10 @@ def option_section(path: Path, group: str, name: str) -> Iterator[str]:
     """Yield the heading and the table of an option. It has only the keys of its own file."""
     option = read_option(path)
     yield from ("", f"### `{group}={name}`", "", option.header)
-    if group == "logger":
+    if group in NAMED:
         ((name, node),) = option.own.items()
         comments = {key.removeprefix(f"{name}."): words for key, words in option.comments.items()}
-        yield from table(f"logger.{name}", node, pkgutil.resolve_name(node["_target_"]), comments)
+        yield from table(f"{group}.{name}", node, pkgutil.resolve_name(node["_target_"]), comments)
     elif option.target is None:
         yield from ("", "```yaml", re.sub(r"\A(#.*\n)+", "", path.read_text()) + "```")
     else:

@@ -40,10 +40,13 @@ def objection_to_result(hints: Mapping[str, object], contract: type) -> str | No
 
 
 def lacking(kind: type, contract: type) -> str | None:
-    """Name the members of ``contract`` that ``kind`` neither defines nor annotates. None means: nothing.
+    """Name what ``kind`` lacks: members of the protocol ``contract``, or ``contract`` as its base class.
 
-    Attributes that only ``__init__`` sets cannot be seen before the class is called.
+    None means that it lacks nothing. Attributes that only ``__init__`` sets cannot be seen before the class
+    is called.
     """
+    if not is_protocol(contract):
+        return None if issubclass(kind, contract) else f"is not a {contract.__name__}"
     has = {name for base in kind.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", {}))}
     lacks = sorted(get_protocol_members(contract) - has)
     return f"lacks {', '.join(lacks[:3])}{' ...' if lacks[3:] else ''}" if lacks else None

@@ -90,6 +90,8 @@ class RunPreparation:
         preflight.check_mtp_stage(experiment.model.mtp.num_layers, experiment.stage.kind)
         for logger in experiment.logger.values():
             logger.check()
+        for hook in experiment.hook.values():
+            hook.check()
         model = experiment.model.meta_model
         preflight.check_adapter(
             experiment.adapter,
@@ -156,7 +158,7 @@ class RunPreparation:
         if checkpoint.resume != "auto":  # "auto" uses init_from if there is no checkpoint to resume from
             preflight.check_start(self.config["checkpoint"]["init_from"], resume)
         if run.evaluate_only:
-            preflight.check_evaluate_only(bool(data.eval))
+            preflight.check_evaluate_only(bool(data.eval), experiment.hook)
             return resume
         for key, metric in watched_metrics(experiment).items():
             preflight.check_watched_set(metric, data.eval, key)

@@ -6,6 +6,8 @@ for every global batch:
     engine.train_microbatches(microbatches, loss, last=True)
     engine.finish_train_step(lr)
     log, evaluate and save if due; leave the loop if a stop was requested
+
+Hooks observe each of these, and may ask for an evaluation, a checkpoint or the end.
 """
 
 import logging
@@ -13,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -20,11 +23,11 @@ from components.checkpoint import CheckpointManager
 from components.contracts.batch import Batch
 from components.contracts.data import DataLoader
 from components.contracts.engine import Engine
-from components.contracts.errors import NonRetryableError
 from components.contracts.loss import Loss
 from components.engines.shared.oom import naming_step
-from runner.config.run_config import CheckpointConfig, EarlyStoppingConfig, RunConfig, watched_metric
+from runner.config.run_config import CheckpointConfig, RunConfig
 from runner.launch.run_record import Stopped
+from runner.training.hooks import Hooks
 from runner.training.metrics import MetricsReporter
 from runner.training.profiler import Profiler
 from runner.training.state import TrainState
@@ -50,7 +53,7 @@ class TrainContext:
     state: TrainState
     run: RunConfig
     checkpoint: CheckpointConfig
-    early_stopping: EarlyStoppingConfig
+    hooks: Hooks
     stop: StopPolicy
     watchdog: Watchdog
 
@@ -69,10 +72,6 @@ def train(t: TrainContext) -> None:
         take_steps(t)
     finally:  # also after a failure, which the profile may explain
         t.profiler.finish(t.state.step)
-    if patience_exhausted(t):
-        since = "the start" if t.state.best_step is None else f"step {t.state.best_step}"
-        watched = t.early_stopping.metric
-        log.info("stopped early at step %d: %s has not improved since %s", t.state.step, watched, since)
 
 
 def take_steps(t: TrainContext) -> None:
@@ -82,7 +81,7 @@ def take_steps(t: TrainContext) -> None:
         evaluate(t)
     if t.run.eval_on_start and t.state.step == 0:
         evaluate_first(t)
-    while t.state.step < last and t.stop.reason is None and not patience_exhausted(t):
+    while t.state.step < last and t.stop.reason is None and not t.hooks.stop:
         step = t.state.step + 1
         t.watchdog.beat(f"in step {step}")
         with t.profiler.step(step), naming_step(f"step {step}"):
@@ -91,14 +90,14 @@ def take_steps(t: TrainContext) -> None:
         t.stop.expect_save(t.checkpoints.last_write_s)
         t.stop.poll()  # sets t.stop.reason, the same on all ranks
 
-        improved = False
-        t.state.owes_evaluation = bool(t.eval_data) and evaluation_due(t, step)
+        due = t.hooks.take("evaluate") or evaluation_due(t, step)
+        t.state.owes_evaluation = bool(t.eval_data) and due
         if t.state.owes_evaluation and t.stop.reason is None:
-            improved = evaluate(t)
+            evaluate(t)
 
-        ends_here = step == last or t.stop.reason is not None or patience_exhausted(t)
+        ends_here = step == last or t.stop.reason is not None or t.hooks.stop
         due = is_due(t, step, t.checkpoint.save_every, t.checkpoint.save_every_epochs)
-        if ends_here or due or (improved and t.checkpoint.keep_best is not None):
+        if t.hooks.take("save") or ends_here or due:
             save_checkpoint(t)
 
 
@@ -141,7 +140,8 @@ def train_step(t: TrainContext) -> None:
     t.engine.begin_train_step(microbatches, t.loss)
     t.engine.train_microbatches(microbatches, t.loss, last=True)
     max_loss = t.state.max_loss(t.run.loss_spike_factor)
-    result = t.engine.finish_train_step(t.lr(step), max_loss=max_loss)
+    observe = partial(t.hooks.call, "before_update")
+    result = t.engine.finish_train_step(t.lr(step), max_loss=max_loss, before_update=observe)
     stats = t.train_data.stats(step)
     t.state.advance(
         num_samples=stats.num_samples, num_tokens=stats.num_tokens, skipped=result.skipped, loss=result.loss
@@ -153,35 +153,24 @@ def train_step(t: TrainContext) -> None:
         t.state.begin_interval()
     if result.skipped:
         t.reporter.skipped(t.state.step, result, max_loss, t.train_data.sample_ids(step))
-    if t.state.skipped_in_a_row >= t.run.max_consecutive_skips:
-        raise NonRetryableError(
-            f"step {t.state.step}: the update was skipped {t.state.skipped_in_a_row} steps in a row "
-            "(run.max_consecutive_skips), as the log says; lower optimizer.lr, or look at the samples that "
-            "it names."
-        )
+    t.hooks.call("after_step", result, stats)
 
 
-def evaluate(t: TrainContext) -> bool:
-    """Evaluate on all evaluation sets; return whether the watched metric is better than ever before.
-
-    If a stop interrupts the evaluation, nothing is recorded.
-    """
+def evaluate(t: TrainContext) -> None:
+    """Evaluate on all evaluation sets. If a stop interrupts the evaluation, nothing is recorded."""
     if not t.eval_data:
-        return False
+        return
     with naming_step(f"evaluation at step {t.state.step}"):
         means = eval_means(t)
     if t.stop.reason is not None:
-        return False
+        return
     t.state.owes_evaluation = False
     t.reporter.evaluation(t.state, means)
     if t.state.step < t.train_data.num_steps:
         t.stop.check_prune(t.state.step, means["eval/loss"])
-    watched = watched_metric(t.run, t.checkpoint, t.early_stopping)
-    if watched is None:
-        return False
     # Data-parallel groups sum separately: a difference in the last bit must not change a decision.
     agreed = {name: t.engine.max_over_ranks(value) for name, value in means.items()}
-    return t.state.evaluated(agreed, watched.name, watched.mode)
+    t.hooks.call("after_evaluation", agreed)
 
 
 def evaluate_first(t: TrainContext) -> None:
@@ -217,16 +206,10 @@ def eval_batches(t: TrainContext, data: DataLoader) -> Iterator[Sequence[Batch]]
             return
 
 
-def patience_exhausted(t: TrainContext) -> bool:
-    """Return whether ``early_stopping.patience`` is exhausted; the same on every rank."""
-    watched = f"{t.early_stopping.mode} {t.early_stopping.metric}"
-    return t.state.best_of == watched and t.state.evals_since_best >= t.early_stopping.patience
-
-
 def save_checkpoint(t: TrainContext) -> None:
     t.watchdog.beat(f"saving step {t.state.step}")
     with t.stop.expects_save():
-        t.checkpoints.save(t.engine, t.state)
+        t.checkpoints.save(t.engine, t.state, t.hooks.tensors())
     t.stop.poll()  # a stop requested during the save: no further step begins
 
 

@@ -117,9 +117,14 @@ class MetricsReporter:
         numbers = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in means.items())
         self._write(row, f"step {state.step}  eval: {numbers}")
 
-    def _write(self, row: Row, line: str) -> None:
+    def of_hook(self, state: TrainState, metrics: Mapping[str, float]) -> None:
+        """Write metrics of a hook to the loggers, without a line on the terminal."""
+        self._write({"step": state.step, **metrics})
+
+    def _write(self, row: Row, line: str | None = None) -> None:
         if self.loggers is not None:
-            log.info(line)
+            if line is not None:
+                log.info(line)
             self.results.add(row)
             self.loggers.log(row)
 

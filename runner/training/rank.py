@@ -17,6 +17,7 @@ from components.checkpoint import CheckpointManager, RunIdentity
 from components.contracts.data import BatchShard, BatchStats, DataLoader
 from components.contracts.engine import Engine, EngineOptions
 from components.contracts.errors import NonRetryableError, TrainingError
+from components.contracts.hook import Hook, HookRun
 from components.contracts.json_types import Config
 from components.loggers import CompositeLogger, RunInfo
 from components.loggers.console import Terminal, terminal
@@ -26,7 +27,7 @@ from components.rank_info import RankInfo
 from components.reference.precompute import precompute
 from components.reference.source import resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
-from runner.config.run_config import seconds
+from runner.config.run_config import seconds, watched_metric
 from runner.config.sources import ConfigSources
 from runner.launch.failures import naming_file
 from runner.launch.run_dir import read_run_config
@@ -35,8 +36,10 @@ from runner.launch.signals import SignalHandler, announce, handling
 from runner.logging_setup import log_to
 from runner.sweeps.pruner import pruner_of
 from runner.training.determinism import deterministic
+from runner.training.hooks import Hooks
 from runner.training.loop import TrainContext, stop_record, train
 from runner.training.metrics import MetricsReporter
+from runner.training.own_hooks import BestMetric, SkipLimit
 from runner.training.prefetch import Prefetched
 from runner.training.profiler import Profiler
 from runner.training.state import TrainState
@@ -99,6 +102,7 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
                     if run.export:
                         with naming_file(folder / "export"):
                             engine.export(folder / "export")
+                training.hooks.call("end", completed=report.stopped is None)
 
 
 def check_weights(engine: Engine, state: TrainState) -> None:
@@ -232,6 +236,8 @@ def build_loop(
     train_data = Prefetched(loader, pin=engine.device.type == "cuda")
     report.start(state, train_data.num_steps)
     deadline = math.inf if run.max_time is None else record.began + seconds(run.max_time)
+    hooks = build_hooks(experiment, engine, folder, report, state, train_data.num_steps)
+    hooks.begin(point)
     return TrainContext(
         engine=engine,
         loss=experiment.stage,
@@ -248,13 +254,14 @@ def build_loop(
             in_background=saving.async_save,
             first_of_node=place.local_rank == 0,
             current=point,
+            on_saved=partial(hooks.call, "after_save"),
         ),
         reporter=report,
         profiler=Profiler(experiment.profiler, folder / "profile", place.rank, engine.device),
         state=state,
         run=run,
         checkpoint=saving,
-        early_stopping=experiment.early_stopping,
+        hooks=hooks,
         stop=StopPolicy(
             engine.max_over_ranks,
             requested,
@@ -264,6 +271,42 @@ def build_loop(
         ),
         watchdog=watchdog,
     )
+
+
+def build_hooks(
+    experiment: Experiment,
+    engine: Engine,
+    folder: Path,
+    report: MetricsReporter,
+    state: TrainState,
+    num_steps: int,
+) -> Hooks:
+    """Build the hooks of the run. An evaluation without training has none."""
+    run, stopping = experiment.run, experiment.early_stopping
+    observed = HookRun(
+        folder=folder,
+        is_main=RankInfo.read().rank == 0,
+        engine=engine,
+        model=experiment.model,
+        adapter=experiment.adapter,
+        dtype=DTYPES[run.dtype],
+        seed=run.seed,
+        state=state,
+        num_steps=num_steps,
+        log=partial(report.of_hook, state),
+    )
+    if run.evaluate_only:
+        return Hooks(observed, {}, {})
+    own: dict[str, Hook] = {"skip_limit": SkipLimit(state=state, limit=run.max_consecutive_skips)}
+    watched = watched_metric(run, experiment.checkpoint, stopping)
+    if watched is not None:
+        own["best_metric"] = BestMetric(
+            state=state,
+            watched=watched,
+            saves=experiment.checkpoint.keep_best is not None,
+            patience=None if stopping.metric is None else stopping.patience,
+        )
+    return Hooks(observed, own, experiment.hook)
 
 
 def open_stream(

@@ -18,7 +18,7 @@ from components.contracts.errors import ConfigError
 from components.preflight.search.layout_search import DEFAULTS
 from runner.cli import config_dir
 from runner.config.command_line import single_job_overrides
-from runner.config.instantiate import build_component, build_loggers
+from runner.config.instantiate import NAMED, build_component, build_named
 from runner.config.sources import ConfigSources
 from tests.e2e.commands import call_here
 
@@ -40,6 +40,7 @@ LLAMAFACTORY = Path(__file__).parent / "dataset_info.json"
 NEEDED = {
     ("model", "hf"): ["model.path=x"],
     ("data", "files"): ["data.train=x"],
+    ("hook", "samples"): ["hook.samples.prompts=x"],
     ("data", "llamafactory"): [f"data.dataset_info={LLAMAFACTORY}", "data.dataset=chats"],
 }
 
@@ -56,8 +57,8 @@ def test_an_option_composes_and_every_key_is_read(group: str, option: str) -> No
         config = compose("config", [f"{group}={option}", *NEEDED.get((group, option), [])])
     node = OmegaConf.to_container(config[group], resolve=True)
     assert isinstance(node, dict)
-    if group == "logger":
-        assert list(build_loggers(node, ConfigSources())) == [option]
+    if group in NAMED:
+        assert list(build_named(group, node, ConfigSources())) == [option]
     else:
         build_component(group, node, ConfigSources())
 

@@ -31,6 +31,7 @@ LAYERS = (
     "components.loggers components.checkpoint components.report",
     "components.adapters components.reference components.targets",
     "components.checkpoint.to_hf",
+    "components.hooks",
     "components.engines.shared",
     "components.engines",
     "components.preflight",

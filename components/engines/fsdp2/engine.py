@@ -130,6 +130,11 @@ class FSDP2Engine(TrainStepEngine):
     def grad_norm(self) -> float:
         return global_norm(self._counted(), self.world, self.device).item()
 
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.weights.items():
+            if parameter.grad is not None and is_primary_replica(parameter.grad):
+                yield name, local_shard(parameter.grad)
+
     def count_zeros(self) -> int:
         zeros = sum((g == 0).sum() for g in self._counted())
         total = torch.as_tensor(zeros, dtype=torch.int64, device=self.device)
@@ -270,4 +275,4 @@ class FSDP2Engine(TrainStepEngine):
 
     def _counted(self) -> list[Tensor]:
         """Return the gradient shards for sums over ranks, each of them on one rank only."""
-        return [local_shard(g) for g in self._gradients() if is_primary_replica(g)]
+        return [gradient for _, gradient in self.named_gradients()]

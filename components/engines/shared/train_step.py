@@ -1,13 +1,17 @@
 """Train steps and evaluations for every engine. Sums and gradients are divided once, at the end."""
 
 import math
+import re
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from components.checkpoint.dcp import all_gather_objects
 from components.contracts.batch import Batch
 from components.contracts.engine import Engine, EngineOptions, StepResult
 from components.contracts.loss import Loss
@@ -56,6 +60,10 @@ class TrainStepEngine(Engine):
         """Return the L2 norm of the gradients over all ranks."""
 
     @abstractmethod
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's parts of the gradients by names on disk; no two ranks yield the same part."""
+
+    @abstractmethod
     def count_zeros(self) -> int:
         """Count the zero entries of the gradients of all ranks."""
 
@@ -92,13 +100,21 @@ class TrainStepEngine(Engine):
         if self.routing is not None:
             self.routing.begin(counts)
 
-    def finish_train_step(self, lr: float, *, max_loss: float = math.inf) -> StepResult:
+    def finish_train_step(
+        self,
+        lr: float,
+        *,
+        max_loss: float = math.inf,
+        before_update: Callable[[], object] | None = None,
+    ) -> StepResult:
         assert self.sums is not None, "finish_train_step without begin_train_step"
         means, n_main = self.reduce_sums(self.sums)
         self.reduce_gradients()
         self.divide_gradients(max(n_main, 1))  # the only division of a step
         grad_norm, loss = self.grad_norm(), means.pop("loss")
         zeros = self.count_zeros() if self.options.count_zeros else None
+        if before_update is not None:
+            before_update()
         if self.routing is not None:
             loss, added = self.routing.finish(loss)
             means |= added
@@ -120,6 +136,15 @@ class TrainStepEngine(Engine):
         self.cancel_backward()
         self.zero_grad()
 
+    def layer_norms(self) -> dict[str, float]:
+        squares = defaultdict[str, float](float)
+        for name, part in self.named_gradients():
+            squares[layer_of(name)] += torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2
+        total = Counter[str]()  # a pipeline stage has only some of the layers
+        for of_rank in all_gather_objects(dict(squares), None):
+            total.update(of_rank)
+        return {layer: math.sqrt(square) for layer, square in sorted(total.items())}
+
     # ---- without gradient
 
     @torch.no_grad()
@@ -140,3 +165,9 @@ class TrainStepEngine(Engine):
 
     def barrier(self) -> None:
         dist.barrier()
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a weight, such as ``model.layers.3``, or else its name without ``.weight``."""
+    layer = re.match(r".*?\.\d+(?=\.)", name)
+    return layer[0] if layer else name.removesuffix(".weight")

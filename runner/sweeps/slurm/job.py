@@ -61,6 +61,8 @@ class SlurmJob:
         preflight.check_shared_prompt(experiment.data.share_prompt, layout)
         for logger in experiment.logger.values():
             logger.check()
+        for hook in experiment.hook.values():
+            hook.check()
         model = experiment.model.meta_model
         if experiment.adapter is not None:
             experiment.adapter.check(model)

@@ -145,6 +145,11 @@ class MegatronEngine(TrainStepEngine):
     def grad_norm(self) -> float:
         return self.update.prepare().item()
 
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for parameter, members in self.blocks.items():
+            if (part := self.update.gradient(parameter)) is not None:
+                yield members[0].name, part
+
     def count_zeros(self) -> int:
         """Count zero gradients, except those of vocabulary padding, which are always zero and not weights."""
         rows = padded_vocab_size(self.hf.vocab_size, self.config) - self.hf.vocab_size

@@ -12,6 +12,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
 from components.engines.megatron.layout import Layout
@@ -209,6 +211,14 @@ class MegatronOptimizers:
     def zero_grad(self) -> None:
         for member in self.members.values():
             member.optimizer.zero_grad()
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return this rank's part of the gradient. None means that other ranks have it all."""
+        member = self.of(parameter)
+        found = member.shard(parameter)
+        is_copy = not member.distributed and member.replicas.rank() != 0
+        counted = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+        return None if found is None or is_copy or not counted else found[0].grad
 
     # ---- the state of a parameter
 

@@ -1,0 +1,95 @@
+"""The ``hook`` group: components that observe a run and may ask it to evaluate, to save or to stop."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from components.contracts.configs import AdapterConfig, ModelConfig
+from components.contracts.data import BatchStats
+from components.contracts.engine import Engine, StepResult
+
+Request = Literal["evaluate", "save", "stop"]
+
+
+class RunState(Protocol):
+    """Counters of a run since its first step, the same on every rank."""
+
+    step: int
+    """Completed optimizer steps, including skipped ones."""
+    num_samples: int
+    num_tokens: int
+    skipped: int
+
+
+@dataclass(frozen=True)
+class HookRun:
+    """The run that a hook observes."""
+
+    folder: Path
+    """The run folder."""
+    is_main: bool
+    """Whether this is rank 0, which writes files."""
+    engine: Engine
+    """The engine. All ranks call its methods together."""
+    model: ModelConfig
+    adapter: AdapterConfig | None
+    dtype: torch.dtype
+    seed: int
+    state: RunState
+    num_steps: int
+    """Number of optimizer steps of the whole run."""
+    log: Callable[[Mapping[str, float]], None]
+    """Writes metrics of the current step to the trackers; it does nothing except on rank 0."""
+    requests: set[Request] = field(default_factory=set)
+
+    def ask(self, request: Request) -> None:
+        """Ask for an evaluation, a checkpoint or the end of the training, which then is complete.
+
+        The run does it after the current step if any rank asks.
+        """
+        self.requests.add(request)
+
+
+@dataclass(kw_only=True)
+class Hook:
+    """Base class of hooks. Every rank calls every method, in the order in which the hooks are configured.
+
+    With ``on_error=warn``, a hook that raises an error on some rank is left out from there on, on all ranks;
+    otherwise the error ends the run.
+    """
+
+    on_error: Literal["stop", "warn"] = "stop"
+
+    def check(self) -> None:
+        """Raise ConfigError if a requirement is missing; called before any rank starts."""
+
+    def begin(self, run: HookRun) -> None:
+        """Prepare for the first step, after a checkpoint to resume from has been loaded."""
+
+    def before_update(self, run: HookRun) -> None:
+        """Observe the gradients of the global batch, before they are clipped and the weights updated.
+
+        ``run.engine.layer_norms()`` returns their norms.
+        """
+
+    def after_step(self, run: HookRun, result: StepResult, stats: BatchStats) -> None: ...
+
+    def after_evaluation(self, run: HookRun, metrics: Mapping[str, float]) -> None:
+        """Observe the metrics of an evaluation, such as ``eval/loss``, the same on every rank."""
+
+    def after_save(self, run: HookRun, checkpoint: Path) -> None:
+        """Observe a complete checkpoint."""
+
+    def end(self, run: HookRun, *, completed: bool) -> None:
+        """Conclude the run, after its export if it has ``completed``. Otherwise it was stopped to resume."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return this rank's tensors for each checkpoint, by names without regard to the layout.
+
+        On resume they are read in place after ``begin``. A DTensor specifies its shard.
+        """
+        return {}

@@ -1,0 +1,81 @@
+"""An exponential moving average of the weights."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from components.adapters import LoRA
+from components.checkpoint.async_save import placed_like
+from components.checkpoint.to_hf import CheckpointModel
+from components.contracts.engine import Engine, StepResult
+from components.contracts.errors import ConfigError
+from components.contracts.hook import Hook, HookRun
+from components.models import ModelSpec
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class EMA(Hook):
+    """Averages the trained weights over the steps, and exports the average at the end of the run.
+
+    The average begins as the first weights. After a step it is ``decay`` times itself plus ``1 - decay``
+    times the weights, in fp32. Every rank averages its own shards. Checkpoints hold them, and any layout
+    resumes from them.
+    """
+
+    decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ConfigError(f"hook.ema.decay: must be at least 0 and below 1, got {self.decay}.")
+
+    def begin(self, run: HookRun) -> None:
+        if not isinstance(run.adapter, LoRA | None):
+            raise ConfigError("hook.ema: cannot export the average of an adapter of your own; leave it out.")
+        self.saved: Path | None = None
+        self.average = {
+            name: placed_like(weight, local(weight).clone()) for name, weight in weights(run.engine).items()
+        }
+
+    @torch.no_grad()
+    def after_step(self, run: HookRun, result: StepResult, *_: object) -> None:
+        if not result.skipped:
+            for name, weight in weights(run.engine).items():
+                local(self.average[name]).lerp_(local(weight), 1 - self.decay)
+
+    def after_save(self, run: HookRun, checkpoint: Path) -> None:  # noqa: ARG002
+        self.saved = checkpoint
+
+    def end(self, run: HookRun, *, completed: bool) -> None:
+        """Write the average in the last checkpoint to the folder ``ema``, as Hugging Face weights."""
+        if not completed or self.saved is None:
+            return
+        assert isinstance(run.model, ModelSpec)
+        assert isinstance(run.adapter, LoRA | None)
+        folder, kind = run.folder / "ema", "hook/ema"
+        trained = CheckpointModel(run.model, run.adapter, self.saved, run.folder, run.seed, None, kind)
+        if run.adapter is not None:
+            trained.export_adapter(folder, run.dtype, writes=run.is_main)
+        elif run.is_main:
+            trained.export_model(folder, run.dtype)
+        run.engine.barrier()
+        log.info("step %d  exported the average to %s", run.state.step, folder)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.average
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    """Return this rank's shards of the trained weights, by name."""
+    tensors = engine.tensors(model_only=True)
+    return {key.removeprefix("model/"): tensor for key, tensor in tensors.items() if key.startswith("model/")}
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.as_subclass(Tensor)

@@ -1,0 +1,64 @@
+"""Completions of prompts while a model is trained."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from transformers.utils import logging
+
+from components.atomic_write import write_atomic
+from components.contracts.errors import ConfigError
+from components.contracts.hook import Hook, HookRun
+from components.data.tokenize.prompts import read_prompts
+from components.models.generate import complete, fits_gpu, load_model
+
+
+@dataclass(kw_only=True)
+class Samples(Hook):
+    """Completes prompts greedily after every evaluation, into ``completions/step_XXXXXXXX.jsonl``.
+
+    The model is exported to a temporary folder, and rank 0 generates with transformers, on the GPU if there
+    is room for a copy. So it works in every layout, at the cost of an export.
+    """
+
+    prompts: str
+    """Files of records with ``messages``, ``prompt`` or ``text``."""
+    max_new_tokens: int = 64
+    strings: Literal["plain", "chat"] = "plain"
+
+    def check(self) -> None:
+        """Raise ConfigError if the prompts cannot be read."""
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"hook.samples.max_new_tokens: must be at least 1, got {self.max_new_tokens}.")
+        read_prompts(self.prompts, chat=self.strings == "chat")
+
+    def after_evaluation(self, run: HookRun, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
+        scratch = run.folder / "completions" / "export"
+        run.engine.export(scratch)
+        if run.is_main:
+            self._write(run, scratch)
+        run.engine.barrier()
+
+    def _write(self, run: HookRun, export: Path) -> None:
+        """Complete the prompts with the model in ``export``, and remove it."""
+        if run.adapter is None:
+            tokenizer = run.model.add_tokenizer(export)
+        else:
+            tokenizer = run.adapter.finish_export(run.model, export, export / "base", run.seed, run.dtype)
+        logging.disable_progress_bar()
+        model = load_model(export, run.model.trust_remote_code).eval()
+        records = read_prompts(self.prompts, chat=self.strings == "chat")
+        found = complete(
+            model.to("cuda" if fits_gpu(model) else "cpu"),
+            tokenizer,
+            [prompt.token_ids(tokenizer) for prompt in records],
+            max_new_tokens=self.max_new_tokens,
+            do_sample=False,
+        )
+        rows = ({**prompt.record, **completion} for prompt, completion in zip(records, found, strict=True))
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        write_atomic(export.parent / f"step_{run.state.step:08}.jsonl", "".join(lines))
+        shutil.rmtree(export)

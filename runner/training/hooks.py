@@ -1,0 +1,86 @@
+"""Calling the hooks of a run. What one rank's hook asks for, and the failure of a hook, hold on all ranks."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from torch import Tensor
+
+from components.checkpoint.dcp import load_tensors, saved_keys
+from components.contracts.errors import ConfigError, TrainingError
+from components.contracts.hook import Hook, HookRun, Request
+
+log = logging.getLogger("runner")
+
+
+class Hooks:
+    """The hooks of a run, called in their order on every rank.
+
+    Args:
+        own: hooks of the program itself, which ask for the same on every rank.
+        chosen: the hooks of the configuration, by name.
+    """
+
+    def __init__(self, run: HookRun, own: Mapping[str, Hook], chosen: Mapping[str, Hook]) -> None:
+        self.run, self.chosen, self.hooks = run, dict(chosen), {**own, **chosen}
+        self.stop = False
+        """Whether a hook has asked for the end of the training."""
+
+    def begin(self, checkpoint: Path | None) -> None:
+        """Prepare the hooks, and read their tensors from the checkpoint that the run resumes from."""
+        self.call("begin")
+        if checkpoint is None:
+            return
+        saved = saved_keys(checkpoint)
+        for name in self.chosen:
+            found = self._tensors(name)
+            if found and not saved & found.keys():
+                log.info("hook.%s: %s was saved without it, so it begins here", name, checkpoint)
+            elif found:
+                load_tensors(checkpoint, found, together=False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of all hooks, by key of a checkpoint."""
+        return {key: tensor for name in self.chosen for key, tensor in self._tensors(name).items()}
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        return {f"hook/{name}/{key}": tensor for key, tensor in self.chosen[name].tensors().items()}
+
+    def call(self, event: str, *arguments: Any, **options: Any) -> None:
+        """Call the method ``event`` of every hook, then agree on what they ask for."""
+        for name, hook in list(self.hooks.items()):
+            failure: Exception | None = None
+            try:
+                getattr(hook, event)(self.run, *arguments, **options)
+            except (ConfigError, TrainingError):
+                raise  # written for the user
+            except Exception as error:  # noqa: BLE001  a hook may raise anything
+                failure = error
+            self._handle(name, hook, event, failure)
+        if self.chosen:
+            self._agree()
+        self.stop |= "stop" in self.run.requests
+
+    def take(self, request: Request) -> bool:
+        """Return whether a hook has asked for it since the last call."""
+        asked = request in self.run.requests
+        self.run.requests.discard(request)
+        return asked
+
+    def _handle(self, name: str, hook: Hook, event: str, failure: Exception | None) -> None:
+        reason = f"hook.{name}: {event} failed at step {self.run.state.step}"
+        if failure is not None:
+            reason = f"{reason}: {type(failure).__name__}: {failure}"
+            if hook.on_error == "stop":
+                raise TrainingError(reason) from failure
+        if hook.on_error == "warn" and self.run.engine.max_over_ranks(float(failure is not None)):
+            log.warning("%s; it is left out from here on", reason if failure else f"{reason} on another rank")
+            del self.hooks[name], self.chosen[name]
+
+    def _agree(self) -> None:
+        """Let all ranks ask for what any rank asks for."""
+        agree = self.run.engine.max_over_ranks
+        if agree(float(bool(self.run.requests))):
+            asked = {request for request in get_args(Request) if agree(float(request in self.run.requests))}
+            self.run.requests.update(asked)

@@ -1,0 +1,62 @@
+"""Hooks of the program itself: the best value of the watched metric, and the limit of skipped steps."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from components.contracts.data import BatchStats
+from components.contracts.engine import StepResult
+from components.contracts.errors import NonRetryableError
+from components.contracts.hook import Hook, HookRun
+from runner.config.run_config import WatchedMetric
+from runner.training.state import TrainState
+
+log = logging.getLogger("runner")
+
+
+@dataclass(kw_only=True)
+class BestMetric(Hook):
+    """Records the best value of a metric, saves it, and stops if it has not improved for too long."""
+
+    state: TrainState
+    watched: WatchedMetric
+    saves: bool
+    """Whether every checkpoint with the best value so far is saved."""
+    patience: int | None
+    """Evaluations without a better value after which the run ends. None means that it does not."""
+
+    def begin(self, run: HookRun) -> None:
+        self._stop_if_exhausted(run)
+
+    def after_evaluation(self, run: HookRun, metrics: Mapping[str, float]) -> None:
+        improved = self.state.evaluated(metrics, self.watched.name, self.watched.mode)
+        if improved and self.saves:
+            run.ask("save")
+        self._stop_if_exhausted(run)
+
+    def _stop_if_exhausted(self, run: HookRun) -> None:
+        state, of = self.state, f"{self.watched.mode} {self.watched.name}"
+        if self.patience is None or state.best_of != of or state.evals_since_best < self.patience:
+            return
+        since = "the start" if state.best_step is None else f"step {state.best_step}"
+        log.info(
+            "stopped early at step %d: %s has not improved since %s", state.step, self.watched.name, since
+        )
+        run.ask("stop")
+
+
+@dataclass(kw_only=True)
+class SkipLimit(Hook):
+    """Ends a run whose steps are skipped one after another."""
+
+    state: TrainState
+    limit: int
+
+    def after_step(self, run: HookRun, result: StepResult, stats: BatchStats) -> None:  # noqa: ARG002
+        """Raise NonRetryableError if ``limit`` steps in a row were skipped."""
+        if self.state.skipped_in_a_row >= self.limit:
+            raise NonRetryableError(
+                f"step {self.state.step}: the update was skipped {self.state.skipped_in_a_row} steps in a "
+                "row (run.max_consecutive_skips), as the log says; lower optimizer.lr, or look at the "
+                "samples that it names."
+            )

@@ -1,0 +1,138 @@
+"""Hooks of the ``hook`` group in whole runs, on both engines."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from components.checkpoint.reader import StoredTensors
+from tests.e2e.commands import SMALL, call_here, curve, rows, run_here
+
+RUN = (*SMALL, "run.micro_batch_size=1", "run.export=false", "scheduler=constant", "optimizer.lr=1e-2")
+EVERY = ("checkpoint.save_every=1", "checkpoint.keep_last=0")
+HOOK_OF_ONES_OWN = '''
+from dataclasses import dataclass
+
+from components.contracts.hook import Hook
+
+
+@dataclass(kw_only=True)
+class StopAtLoss(Hook):
+    """Ends the training when the loss is low enough, and evaluates and saves then."""
+
+    loss: float
+
+    def after_step(self, run, result, stats):
+        if result.loss < self.loss:
+            for request in ("evaluate", "save", "stop"):
+                run.ask(request)
+'''
+
+
+def averages(run: Path, decay: float) -> dict[str, Tensor]:
+    """Average the weights of the checkpoints of ``run`` from step 1 on with torch's function."""
+    update, average = get_ema_multi_avg_fn(decay), list[Tensor]()
+    for folder in sorted((run / "checkpoints").iterdir()):
+        stored = StoredTensors(folder)
+        names = sorted(stored.shapes("model"))
+        weights = [stored.read(f"model/{name}") for name in names]
+        if average:
+            update(average, weights, 0)
+        else:  # a hook that begins here: the average after the first step
+            average = [stored.read(f"hook/ema/{name}") for name in names]
+    return dict(zip(names, average, strict=True))
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+def test_an_average_of_weights_continues_on_other_layouts(tmp_path: Path, adapted: bool) -> None:
+    """A run on one rank, resumed with Megatron's distributed optimizer, then with tensor parallelism."""
+    decay, adapter = 0.6, ("adapter=lora", "adapter.r=4") if adapted else ()
+    options = (*RUN, *EVERY, *adapter, "hook=[ema]", f"hook.ema.decay={decay}")
+    straight = run_here(tmp_path / "straight", *options, "run.max_steps=6")
+    expected = averages(straight, decay)
+    found = load_file(straight / "ema" / ("adapter_model.safetensors" if adapted else "model.safetensors"))
+    if not adapted:
+        assert found.keys() >= expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+    parts = run_here(tmp_path / "parts", *options, "run.max_steps=2")
+    for layout, steps in (
+        (("parallelism=megatron_dp2", "parallelism.distributed_optimizer=true"), 4),
+        (("parallelism=fsdp2_tp2",), 6),
+    ):
+        last = max((parts / "checkpoints").iterdir())
+        parts = run_here(
+            tmp_path / str(steps), *options, *layout, f"run.max_steps={steps}", f"checkpoint.resume={last}"
+        )
+    resumed = load_file(parts / "ema" / ("adapter_model.safetensors" if adapted else "model.safetensors"))
+    assert resumed.keys() == found.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(resumed[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_gradient_norms_by_layer_add_up(tmp_path: Path) -> None:
+    options = (*RUN, "hook=[gradient_stats]", "optimizer.max_grad_norm=0.1", "run.max_steps=2")
+    one = run_here(tmp_path / "one", *options)
+    expected = rows(one, "grad_norm/model.layers.1")
+    for row, step in zip(expected, rows(one, "train/grad_norm"), strict=True):
+        squares = [value**2 for key, value in row.items() if key.startswith("grad_norm/")]
+        assert sum(squares) ** 0.5 == pytest.approx(step["train/grad_norm"], rel=1e-9)
+    assert set(expected[0]) == {
+        *("step", "grad_norm/model.embed_tokens", "grad_norm/model.norm"),
+        *(f"grad_norm/model.layers.{number}" for number in range(2)),
+    }
+    for number, layout in enumerate(
+        ("tp2pp2", "fsdp2_tp2", "megatron_dp2", "megatron_dp2 parallelism.distributed_optimizer=true")
+    ):
+        other = run_here(tmp_path / str(number), *options, *f"parallelism={layout}".split())
+        for found, row in zip(rows(other, "grad_norm/model.norm"), expected, strict=True):
+            assert found == pytest.approx(row, rel=1e-5)
+
+
+def test_completions_after_every_evaluation(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Return", "id": 1}\n{"prompt": "The"}\n')
+    hook = ("hook=[samples]", f"hook.samples.prompts={prompts}", "hook.samples.max_new_tokens=3")
+    for name, options in {"full": (), "lora": ("adapter=lora", "parallelism=tp2")}.items():
+        run = run_here(tmp_path / name, *RUN, *hook, *options, "run.eval_every=2")
+        written = sorted((run / "completions").iterdir())
+        assert [path.name for path in written] == ["step_00000002.jsonl", "step_00000004.jsonl"]
+        first, second = map(json.loads, written[0].read_text().splitlines())
+        assert (first["prompt"], first["id"], first["finish"]) == ("Return", 1, "length")
+        assert set(second) == {"prompt", "completion", "finish"}
+
+
+def test_a_hook_from_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_hooks.py").write_text(HOOK_OF_ONES_OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    mine = ("+hook.mine._target_=my_hooks.StopAtLoss", "run.max_steps=20")
+    whole = run_here(tmp_path / "whole", *RUN, "run.max_steps=20")
+    low = rows(whole, "train/loss")[3]["train/loss"] + 1e-6
+    run = run_here(
+        tmp_path / "mine", *RUN, *mine, f"+hook.mine.loss={low}", "parallelism=fsdp2", "parallelism.dp=2"
+    )
+    assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows(run, "eval/loss")] == [4]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000004"]
+    capsys.readouterr()
+    own = (f"run.output_dir={tmp_path}/refused", *RUN, *mine)
+    assert call_here(*own) == 2
+    assert re.search(r"hook\.mine\.loss.* missing", capsys.readouterr().err)
+    assert call_here(*own, "+hook.mine.loss=1", "hook.mine._target_=builtins.dict") == 2
+    assert "is not a Hook; name a subclass of components.contracts.hook.Hook" in capsys.readouterr().err
+    assert call_here(*own, "+hook.mine.loss=1", "run.evaluate_only=true") == 2
+    assert "hook.mine: run.evaluate_only trains nothing to observe; leave it out" in capsys.readouterr().err
+
+
+def test_a_hook_does_not_change_the_curve(tmp_path: Path) -> None:
+    plain = curve(run_here(tmp_path / "plain", *RUN))
+    observed = run_here(tmp_path / "observed", *RUN, "hook=[ema,gradient_stats]")
+    assert [row for row in curve(observed) if "train/loss" in row or "eval/loss" in row] == plain
