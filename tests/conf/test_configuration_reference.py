@@ -55,7 +55,9 @@ def test_every_key_of_an_option_is_in_its_section(group: str, option: str) -> No
 
 def test_every_key_of_the_main_file_is_in_the_page() -> None:
     config = yaml.safe_load((CONF / "config.yaml").read_text())
-    nodes = {name: node for name, node in config.items() if name not in ("defaults", "hydra", "logger", "hook")}
+    nodes = {
+        name: node for name, node in config.items() if name not in ("defaults", "hydra", "logger", "hook")
+    }
     shown = {name for name, *_ in ROW.findall(PAGE.read_text())}
     assert {key for name, node in nodes.items() for key in leaves(name, node)} - shown == set()
 

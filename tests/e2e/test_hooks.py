@@ -11,27 +11,11 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from components.checkpoint.reader import StoredTensors
-from tests.e2e.commands import SMALL, call_here, curve, rows, run_here
+from tests.e2e.commands import ROOT, SMALL, call_here, curve, rows, run_here
 
 RUN = (*SMALL, "run.micro_batch_size=1", "run.export=false", "scheduler=constant", "optimizer.lr=1e-2")
 EVERY = ("checkpoint.save_every=1", "checkpoint.keep_last=0")
-HOOK_OF_ONES_OWN = '''
-from dataclasses import dataclass
-
-from components.contracts.hook import Hook
-
-
-@dataclass(kw_only=True)
-class StopAtLoss(Hook):
-    """Ends the training when the loss is low enough, and evaluates and saves then."""
-
-    loss: float
-
-    def after_step(self, run, result, stats):
-        if result.loss < self.loss:
-            for request in ("evaluate", "save", "stop"):
-                run.ask(request)
-'''
+DOCS = (ROOT / "docs" / "hooks.md").read_text()
 
 
 def averages(run: Path, decay: float) -> dict[str, Tensor]:
@@ -110,7 +94,9 @@ def test_completions_after_every_evaluation(tmp_path: Path) -> None:
 def test_a_hook_from_outside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "my_hooks.py").write_text(HOOK_OF_ONES_OWN)
+    """The example of docs/hooks.md, on one and on two ranks."""
+    (source,) = re.findall(r"```python\n(.*?)```", DOCS, flags=re.DOTALL)
+    (tmp_path / "my_hooks.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     mine = ("+hook.mine._target_=my_hooks.StopAtLoss", "run.max_steps=20")
@@ -122,6 +108,13 @@ def test_a_hook_from_outside(
     assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3, 4]
     assert [row["step"] for row in rows(run, "eval/loss")] == [4]
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000004"]
+    command = re.findall(r"^python -m runner (.*my_hooks.*)$", DOCS, flags=re.MULTILINE)[0].split()
+    documented = run_here(tmp_path / "documented", *RUN, "run.max_steps=20", *command)
+    assert (
+        rows(documented, "train/loss")[-1]["train/loss"]
+        < 8.9
+        < rows(documented, "train/loss")[-2]["train/loss"]
+    )
     capsys.readouterr()
     own = (f"run.output_dir={tmp_path}/refused", *RUN, *mine)
     assert call_here(*own) == 2
