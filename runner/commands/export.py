@@ -4,6 +4,7 @@ checkpoint=DIR  a checkpoint folder, or a run folder, whose newest complete chec
                 trains an adapter, the output is an adapter folder, or with merge=true the merged model
 adapter=DIR     instead of checkpoint, with merge=true: an adapter folder, which is merged into its base model
 base=DIR        only with adapter: the base model, if it is not at the path recorded in the adapter
+hook=ema        only with checkpoint: the average of the weights that the run's hook of this name keeps
 dtype=fp32      or bf16: dtype of the written weights; default: that of checkpoint's run, fp32 with adapter
 trust=[MODULE]  only with checkpoint: further modules whose classes the run's config.yaml may name
 trust_remote_code=true  only with checkpoint: run the code that the run's model brings with it
@@ -11,6 +12,7 @@ trust_remote_code=true  only with checkpoint: run the code that the run's model 
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +26,7 @@ KEYS = {
     "output": None,
     "merge": ("true", "false"),
     "base": None,
+    "hook": None,
     "dtype": ("fp32", "bf16"),
     "trust": None,
     "trust_remote_code": ("true", "false"),
@@ -49,9 +52,9 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
         )
     if "base" in given and "adapter" not in given:
         raise ConfigError("base: is not read with checkpoint, whose run determines the model; leave it out.")
-    for key in ("trust", "trust_remote_code"):
+    for key in ("trust", "trust_remote_code", "hook"):
         if key in given and "adapter" in given:
-            raise ConfigError(f"{key}: is not read with adapter, which names no code; leave it out.")
+            raise ConfigError(f"{key}: is only read with checkpoint; leave it out.")
     return given
 
 
@@ -75,6 +78,8 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
 
     merge, target = given.get("merge") == "true", new_folder(given["output"])
     trained, stored = read_checkpoint(given)
+    if "hook" in given:
+        trained = replace(trained, kind=f"hook/{given['hook']}")
     dtype = DTYPES[given["dtype"]] if "dtype" in given else None
     if trained.adapter is None:
         if merge:

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from components.checkpoint.reader import StoredTensors
+from runner.commands import export
 from tests.e2e.commands import ROOT, SMALL, call_here, curve, rows, run_here
 
 RUN = (*SMALL, "run.micro_batch_size=1", "run.export=false", "scheduler=constant", "optimizer.lr=1e-2")
@@ -32,6 +34,10 @@ def averages(run: Path, decay: float) -> dict[str, Tensor]:
     return dict(zip(names, average, strict=True))
 
 
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 def test_an_average_of_weights_continues_on_other_layouts(tmp_path: Path, adapted: bool) -> None:
     """A run on one rank, resumed with Megatron's distributed optimizer, then with tensor parallelism."""
@@ -39,11 +45,17 @@ def test_an_average_of_weights_continues_on_other_layouts(tmp_path: Path, adapte
     options = (*RUN, *EVERY, *adapter, "hook=[ema]", f"hook.ema.decay={decay}")
     straight = run_here(tmp_path / "straight", *options, "run.max_steps=6")
     expected = averages(straight, decay)
-    found = load_file(straight / "ema" / ("adapter_model.safetensors" if adapted else "model.safetensors"))
+    weights = "adapter_model.safetensors" if adapted else "model.safetensors"
+    found = load_file(straight / "ema" / weights)
     if not adapted:
         assert found.keys() >= expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+    earlier = tmp_path / "earlier"
+    words = (f"checkpoint={straight}/checkpoints/step_00000006", "hook=ema", f"output={earlier}")
+    with mock.patch("sys.argv", ["runner.export", *words]), pytest.raises(SystemExit, match="0"):
+        export.main()
+    assert equal(load_file(earlier / weights), found)
     parts = run_here(tmp_path / "parts", *options, "run.max_steps=2")
     for layout, steps in (
         (("parallelism=megatron_dp2", "parallelism.distributed_optimizer=true"), 4),
@@ -53,7 +65,7 @@ def test_an_average_of_weights_continues_on_other_layouts(tmp_path: Path, adapte
         parts = run_here(
             tmp_path / str(steps), *options, *layout, f"run.max_steps={steps}", f"checkpoint.resume={last}"
         )
-    resumed = load_file(parts / "ema" / ("adapter_model.safetensors" if adapted else "model.safetensors"))
+    resumed = load_file(parts / "ema" / weights)
     assert resumed.keys() == found.keys()
     for name, value in found.items():
         torch.testing.assert_close(resumed[name], value, rtol=1e-4, atol=1e-6)
