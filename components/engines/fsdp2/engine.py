@@ -31,13 +31,14 @@ from components.engines.fsdp2.mesh import (
 )
 from components.engines.fsdp2.parallelize import LogProbModel, build_model
 from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
-from components.engines.fsdp2.whole_weights import WholeWeightOptimizer
+from components.engines.fsdp2.whole_weights import whole_weights
 from components.engines.shared import microbatch_merging, process_group
 from components.engines.shared.loss_accumulator import LossAccumulator, global_norm
 from components.engines.shared.mtp import add_mtp_losses
 from components.engines.shared.oom import naming_microbatch
 from components.engines.shared.torch_private import clear_dtensor_caches
 from components.engines.shared.train_step import TrainStepEngine
+from components.engines.shared.whole_weights import WholeWeightOptimizer
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
 from components.optimizers import Optimizer
@@ -86,7 +87,7 @@ class FSDP2Engine(TrainStepEngine):
         # With an adapter, the router biases of the model do not change.
         self.biases = bias_buffers(self.scorer.lm) if adapter is None else {}
         self.optimizer = (
-            WholeWeightOptimizer(optimizer, self.trained)
+            WholeWeightOptimizer(optimizer, whole_weights(self.trained))
             if optimizer.scope == "matrix"
             else ShardedOptimizer(optimizer, self.weights, self.trained)
         )

@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor, nn
 
 from components.engines.megatron.layout import Layout
-from components.engines.megatron.runtime.hf_weights import is_expert
+from components.engines.megatron.runtime.hf_weights import HFTensorSlices, is_expert
 from components.engines.shared.loss_accumulator import global_norm
 from components.optimizers import SGD, AdamW, Optimizer, WeightOptions, make_moments, weight_options
 
@@ -171,14 +171,12 @@ class MegatronOptimizers:
         chunks: Sequence[DistributedDataParallel],
         layout: Layout,
         dtype: torch.dtype,
-        names: Mapping[nn.Parameter, str],
+        blocks: HFTensorSlices,
     ) -> "MegatronOptimizers":
-        """Build the optimizers of this rank; collective over all ranks.
-
-        ``names`` are names on disk of the trained parameters, of fused ones any: all have the same options.
-        """
+        """Build the optimizers of this rank, of the parameters ``blocks``; collective over all ranks."""
         config = optimizer_config(description, layout, dtype)
-        overrides = group_overrides(description, names)
+        # The names of a fused parameter have the same options.
+        overrides = group_overrides(description, {p: members[0].name for p, members in blocks.items()})
         chained = get_megatron_optimizer(config, list(chunks), overrides, use_gloo_process_groups=False)
         groups = {False: chunks[0].dp_cp_group, True: chunks[0].expt_dp_group}
         members: dict[bool, DenseOrExpertOptimizer] = {}
