@@ -1,10 +1,12 @@
-"""The parity table of ``optimizer=muon``: layouts of both engines, and controls that orthogonalise shards.
+"""The parity tables of ``optimizer=muon``: layouts of both engines, and controls that orthogonalise shards.
 
 Newton-Schulz iterations are in float32 here, see ``parity_ranks.without_rounding``.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.parity.parity_experts import EP2, QWEN3_MOE
 from benchmarks.parity.parity_rows import DENSE, EXPERIMENT, SEQUENCE, Row, Table
 
 RECOMPUTED = "parallelism.activation_checkpointing=full"
@@ -70,10 +72,23 @@ CONTROLS = (
     replace(megatron("control: tensor-parallel shards orthogonalised", tp=2), fault="own_part"),
 )
 
-MUON = Table(
-    "muon",
-    tuple("optimizer=muon" if override == "optimizer=adamw" else override for override in EXPERIMENT),
-    ROWS,
-    tuple(column for column in DENSE.columns if column.name in {"sft packed", "dpo packed"}),
-    CONTROLS,
+ETP2 = "parallelism.etp=2"
+
+EXPERT_ROWS = (
+    fsdp2("dp2 ep2", EP2, shard=2),
+    fsdp2("tp2 ep2", EP2, shard=2, tp=2),
+    megatron("megatron dp2 ep2", EP2, dp=2),
+    megatron("megatron dp4 ep2, sharded", EP2, SHARDED, dp=4),
+    megatron("megatron tp2 dp2 ep2 etp2, sharded", SEQUENCE, EP2, ETP2, SHARDED, tp=2, dp=2),
+    megatron("megatron pp2 dp2 ep2", EP2, pp=2, dp=2),
+    megatron("megatron cp2 ep2, sharded", EP2, SHARDED, cp=2),
 )
+
+
+def with_muon(experiment: Sequence[str]) -> tuple[str, ...]:
+    return tuple("optimizer=muon" if override == "optimizer=adamw" else override for override in experiment)
+
+
+COLUMNS = tuple(column for column in DENSE.columns if column.name in {"sft packed", "dpo packed"})
+MUON = Table("muon", with_muon(EXPERIMENT), ROWS, COLUMNS, CONTROLS)
+MUON_EXPERTS = Table("muon_experts", with_muon(QWEN3_MOE), EXPERT_ROWS, COLUMNS, CONTROLS[:1])

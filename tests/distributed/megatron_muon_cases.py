@@ -31,9 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 Curve = list[tuple[float, float, int | None]]
 
 
-def trained(
-    on: FSDP2 | Megatron, family: str, kind: str, folder: Path, resume: Path | None = None
-) -> Curve:
+def trained(on: FSDP2 | Megatron, family: str, kind: str, folder: Path, resume: Path | None = None) -> Curve:
     """Return loss, gradient norm and number of zeros of four steps, or of the last two from ``resume``.
 
     The state before the third step is saved in ``folder``. Newton-Schulz iterations are in float32, because

@@ -18,6 +18,11 @@ def all_reduce_bytes(num_bytes: float, ranks: int) -> float:
     return 2 * all_gather_bytes(num_bytes, ranks)
 
 
+def broadcast_bytes(num_bytes: float, ranks: int) -> float:
+    """Return the bytes that a rank passes on in a broadcast, all except the last rank of a ring."""
+    return (ranks - 1) / ranks * num_bytes
+
+
 def tp_volume(
     size: ModelSize, tp: int, num_bytes: float, *, ends: float, repeated: int, reference: bool
 ) -> CommVolume:

@@ -1,6 +1,7 @@
 """The parameters of a model and their sizes on one rank, for the estimates of both engines."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -8,7 +9,9 @@ from math import prod
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
+from components.engines.shared.whole_weights import owners
 from components.models.experts import EXPERT_PARAM
+from components.optimizers import Muon, Optimizer
 
 CUT = re.compile(r"\.([qkvo]|q_b|kv_b|gate|up|down|eh)_proj\.|^model\.embed_tokens\.|^lm_head\.")
 """Names on disk of parameters that tensor parallelism splits. Others are replicated."""
@@ -80,3 +83,44 @@ def parameters(model: PreTrainedModel, cuts: Cuts, adapter: LoRA | None = None) 
         return replace(p, numel=-(-p.numel // cuts.tp)) if p.cut else p
 
     return tuple(cut(p) for p in census(model, adapter))
+
+
+@dataclass(frozen=True)
+class OwnedState:
+    """Elements on the rank that has the most state of an optimizer of whole weights."""
+
+    weights: int
+    """Those of the weights that it owns."""
+    moments: int
+    """Those of the moments of these weights."""
+    largest: int
+    """Those of the largest weight of all."""
+
+    @property
+    def buffers(self) -> int:
+        """Bytes while the largest is orthogonalised: its update in fp32, and three iterates in bf16."""
+        return 10 * self.largest
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, found: Sequence[Parameter], plain: int, experts: int) -> "OwnedState":
+        """Distribute whole weights as the engines do.
+
+        Args:
+            optimizer: its description.
+            found: parameters that tensor parallelism does not cut, with the experts of one rank.
+            plain: number of ranks that share a weight.
+            experts: number of ranks that share the weight of an expert.
+        """
+        each = [
+            (experts if p.of_experts else plain, p.numel // max(p.number, 1), p.name)
+            for p in found
+            if p.trained
+            for _ in range(max(p.number, 1))
+        ]
+        held: dict[int, tuple[int, int]] = {}
+        for (_, numel, name), owner in zip(each, owners((n, size) for n, size, _ in each), strict=True):
+            alone = isinstance(optimizer, Muon) and optimizer.orthogonalises(name, 2)
+            weights, moments = held.get(owner, (0, 0))
+            held[owner] = weights + numel, moments + numel * (1 if alone else len(optimizer.moments))
+        most = max(held.values(), key=sum, default=(0, 0))
+        return cls(*most, largest=max((numel for _, numel, _ in each), default=0))
