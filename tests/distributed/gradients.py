@@ -38,7 +38,7 @@ def gradients(engine: Any) -> dict[str, Tensor]:
 
 
 def megatron_gradient(update: Any, parameter: Any) -> Tensor:
-    if not hasattr(update, "of"):  # an optimizer of whole weights, for which every rank has the whole sum
+    if hasattr(update, "parts"):  # an optimizer of whole weights, for which every rank has the whole sum
         return parameter.main_grad
     values, of = torch.zeros_like(parameter, dtype=torch.float32), update.of(parameter)
     if (found := of.shard(parameter)) is not None:

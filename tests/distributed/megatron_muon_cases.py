@@ -61,7 +61,7 @@ def in_half(on: Megatron) -> tuple[int, int, int, bool]:
     """
     engine = make_engine("odd", on=on, dtype=torch.bfloat16, optimizer=MUON)
     step(engine, share(engine, "packed", 2), next_token())
-    masters = [weight.parameter.detach() for weight in engine.update.optimizer.owned]
+    masters = [weight.parameter.detach() for weight in engine.update.owned]
     rounded = sum(int((master != master.bfloat16()).sum()) for master in masters)
     held = all(torch.equal(p, engine.update.read(p, "model").to(p.dtype)) for p in engine.blocks)
     numel = sum(parameter.numel() for parameter in engine.meta.parameters())

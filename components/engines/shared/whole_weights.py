@@ -27,7 +27,6 @@ class OwnedWeight(ABC):
     """A weight that is updated whole on its owner. All ranks that share it make every call together."""
 
     has_gradient: bool = True
-    """Whether the step updates it."""
     writes: bool = True
     """Whether this rank, if it is the owner, writes the state to checkpoints."""
     owner: int

@@ -32,7 +32,7 @@ from components.preflight.estimates.model_shape import (
     norms_heads,
     norms_of_hidden,
 )
-from components.preflight.estimates.parameter_counts import Cuts, OwnedState, Parameter, parameters
+from components.preflight.estimates.parameter_counts import Cuts, Parameter, owned_state, parameters
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 
 
@@ -100,9 +100,9 @@ def memory(
     if optimizer.scope == "matrix":
         ranks = step.world_size
         whole = parameters(model, Cuts(ep=layout.ep), step.adapter)
-        owned = OwnedState.of(optimizer, whole, ranks, ranks // layout.ep)
-        resting["moments"] = owned.moments * FP32
-        gathered = 2 * owned.weights * FP32 if ranks > 1 else 0
+        owned = owned_state(optimizer, whole, ranks, ranks // layout.ep)
+        resting["moments"] = owned.moments
+        gathered = 2 * owned.weights if ranks > 1 else 0
         shards = held.weights.unsharded_trained * FP32 // held.shards
         asked.append({"gradients": shards, "gathered": gathered, "buffers": owned.buffers})
     if step.reference == "frozen":

@@ -31,7 +31,7 @@ from components.preflight.estimates.model_shape import (
     norms_heads,
     norms_of_hidden,
 )
-from components.preflight.estimates.parameter_counts import Cuts, OwnedState, Parameter, parameters
+from components.preflight.estimates.parameter_counts import Cuts, Parameter, owned_state, parameters
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 
 
@@ -67,9 +67,9 @@ def memory(
         if whole:
             cuts = Cuts(ep=layout.ep)
             inner, ends = stage_parameters(model, cuts, "".join(chunks), layers[number], step.adapter)
-            owned = OwnedState.of(optimizer, [*inner, *ends], *sharing)
-            resting |= {"masters": owned.weights * FP32, "moments": owned.moments * FP32}
-            gathered = owned.weights * FP32 if layout.tp > 1 else 0
+            owned = owned_state(optimizer, [*inner, *ends], *sharing)
+            resting |= {"masters": owned.weights, "moments": owned.moments}
+            gathered = owned.weights if layout.tp > 1 else 0
             asked.append({"gathered": gathered, "buffers": owned.buffers})
         host: Bytes = {}
         if layout.optimizer_cpu_offload:

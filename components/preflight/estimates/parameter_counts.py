@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -85,42 +86,29 @@ def parameters(model: PreTrainedModel, cuts: Cuts, adapter: LoRA | None = None) 
     return tuple(cut(p) for p in census(model, adapter))
 
 
-@dataclass(frozen=True)
-class OwnedState:
-    """Elements on the rank that has the most state of an optimizer of whole weights."""
+class OwnedState(NamedTuple):
+    """Bytes of an optimizer of whole weights on the rank that has the most."""
 
     weights: int
-    """Those of the weights that it owns."""
     moments: int
-    """Those of the moments of these weights."""
-    largest: int
-    """Those of the largest weight of all."""
+    buffers: int
+    """While the largest weight is updated: two copies."""
 
-    @property
-    def buffers(self) -> int:
-        """Bytes while the largest is orthogonalised: its update in fp32, and three iterates in bf16."""
-        return 10 * self.largest
 
-    @classmethod
-    def of(cls, optimizer: Optimizer, found: Sequence[Parameter], plain: int, experts: int) -> "OwnedState":
-        """Distribute whole weights as the engines do.
+def owned_state(optimizer: Optimizer, found: Sequence[Parameter], plain: int, experts: int) -> OwnedState:
+    """Distribute the weights of ``found``, whole and with the experts of one rank, as the engines do.
 
-        Args:
-            optimizer: its description.
-            found: parameters that tensor parallelism does not cut, with the experts of one rank.
-            plain: number of ranks that share a weight.
-            experts: number of ranks that share the weight of an expert.
-        """
-        each = [
-            (experts if p.of_experts else plain, p.numel // max(p.number, 1), p.name)
-            for p in found
-            if p.trained
-            for _ in range(max(p.number, 1))
-        ]
-        held: dict[int, tuple[int, int]] = {}
-        for (_, numel, name), owner in zip(each, owners((n, size) for n, size, _ in each), strict=True):
-            alone = isinstance(optimizer, Muon) and optimizer.orthogonalises(name, 2)
-            weights, moments = held.get(owner, (0, 0))
-            held[owner] = weights + numel, moments + numel * (1 if alone else len(optimizer.moments))
-        most = max(held.values(), key=sum, default=(0, 0))
-        return cls(*most, largest=max((numel for _, numel, _ in each), default=0))
+    ``plain`` ranks share a weight, and ``experts`` ranks that of an expert.
+    """
+    each = [
+        (experts if p.of_experts else plain, 4 * p.numel // max(p.number, 1), p.name)
+        for p in found
+        if p.trained
+        for _ in range(max(p.number, 1))
+    ]
+    held = {0: (0, 0)}
+    for (_, size, name), owner in zip(each, owners((ranks, size) for ranks, size, _ in each), strict=True):
+        alone = isinstance(optimizer, Muon) and optimizer.orthogonalises(name, 2)
+        weights, moments = held.get(owner, (0, 0))
+        held[owner] = weights + size, moments + size * (1 if alone else len(optimizer.moments))
+    return OwnedState(*max(held.values(), key=sum), 2 * max((size for _, size, _ in each), default=0))

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from math import gcd
-from operator import attrgetter
 
 import torch
 
@@ -13,7 +12,6 @@ from components.preflight.estimates.communication import (
     FP32,
     all_gather_bytes,
     all_reduce_bytes,
-    broadcast_bytes,
     passes_through_blocks,
     token_dispatch_volume,
     tp_volume,
@@ -81,7 +79,7 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
         span = layout.ep * layout.tp
         sent.append(token_dispatch_volume(size, layout.ep, tokens, itemsize, passes=passes, span=span))
     if step.whole_weights:
-        sent += filter(attrgetter("num_bytes"), whole_updates(layout, size, shards))
+        sent += (v for v in whole_updates(layout, size, shards) if v.num_bytes)
     if layout.cpu_offload:
         shard = (gathers * held * itemsize + reductions * trained * FP32) / shards
         sent.append(CommVolume("host", shard, when="overlapped"))
@@ -99,7 +97,7 @@ def whole_updates(layout: FSDP2Layout, size: ModelSize, shards: int) -> Iterator
         ranks = over * tp * layout.dp_replicate
         yield CommVolume("dp_shard", 2 * FP32 * all_gather_bytes(whole / tp, over), when="at_end")
         yield CommVolume("tp", 2 * FP32 * all_gather_bytes(whole, tp), when="at_end")
-        sent = FP32 * broadcast_bytes(whole, ranks)
+        sent = FP32 * all_gather_bytes(whole, ranks)
         yield CommVolume(joint[0] if len(joint) == 1 else "all", sent, when="at_end", span=ranks)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from math import gcd
-from operator import attrgetter
 
 import torch
 
@@ -13,7 +12,6 @@ from components.preflight.estimates.communication import (
     FP32,
     all_gather_bytes,
     all_reduce_bytes,
-    broadcast_bytes,
     key_value_volume,
     passes_through_blocks,
     token_dispatch_volume,
@@ -50,7 +48,7 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     itemsize = step.dtype.itemsize
     sent = [gradients(layout, size, dp * cp, step)]
     if step.whole_weights:
-        sent += filter(attrgetter("num_bytes"), whole_updates(layout, size, dp * cp, itemsize))
+        sent += (v for v in whole_updates(layout, size, dp * cp, itemsize) if v.num_bytes)
     own, recomputed = step.tokens / cp, layout.activation_checkpointing
     passes = passes_through_blocks(recomputed, reference=step.reference)
     layers = {"layers": size.layers / pp, "num_moe_layers": size.num_moe_layers / pp}
@@ -112,9 +110,9 @@ def whole_updates(layout: Layout, size: ModelSize, ranks: int, itemsize: int) ->
         (size.trained_experts / (layout.ep * layout.pp), layout.etp, ranks * tp // dealt),
     ):
         over = copies if layout.distributed_optimizer else 1
-        parts = all_gather_bytes(whole, split) * FP32 + broadcast_bytes(whole, split) * itemsize
+        parts = all_gather_bytes(whole, split) * FP32 + all_gather_bytes(whole, split) * itemsize
         yield CommVolume("tp", parts / over, when="at_end")
-        yield CommVolume("dp", broadcast_bytes(whole / split, over) * itemsize, when="at_end")
+        yield CommVolume("dp", all_gather_bytes(whole / split, over) * itemsize, when="at_end")
 
 
 def memory_savers(layout: Layout, world_size: int) -> list[Json]:

@@ -104,7 +104,7 @@ class MegatronEngine(TrainStepEngine):
             for number, chunk in enumerate(parts.chunks)
         ]
         self.update = (
-            WholeWeightUpdate(optimizer, self.blocks, self.meshes, device, divided=sharded)
+            WholeWeightUpdate(optimizer, self.blocks, self.meshes, divided=sharded)
             if whole
             else MegatronOptimizers.build(optimizer, self.chunks, layout, options.dtype, self.blocks)
         )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime.hf_weights import HFTensorSlices, is_expert
-from components.engines.shared.loss_accumulator import global_norm
+from components.engines.shared.loss_accumulator import count_zeros, global_norm
 from components.optimizers import SGD, AdamW, Optimizer, WeightOptions, make_moments, weight_options
 
 
@@ -98,12 +98,8 @@ class DenseOrExpertOptimizer:
         self.optimizer.step_with_ready_grads()
 
     def count_zeros(self) -> int:
-        device = torch.cuda.current_device()
-        zeros = torch.zeros((), dtype=torch.int64, device=device)
-        for gradient in self.counted():
-            zeros += (gradient == 0).sum()
-        dist.all_reduce(zeros, group=self.optimizer.get_grad_stats_parallel_group())
-        return int(zeros.item())
+        group = self.optimizer.get_grad_stats_parallel_group()
+        return count_zeros(self.counted(), group, torch.device(torch.cuda.current_device()))
 
     def shard(self, parameter: nn.Parameter) -> tuple[Tensor, slice] | None:
         """Return the master weights that this rank updates (fp32), and their slice of the flat parameter."""

@@ -46,7 +46,7 @@ def saved_tensors(
     ``biases`` belong to no optimizer.
     """
     if isinstance(update, WholeWeightUpdate):
-        tensors = update.tensors(model_only=model_only)
+        tensors = update.masters(written=True) | ({} if model_only else update.tensors())
     else:
         tensors = optimizer_tensors(blocks, update, model_only=model_only)
     if not model_only:
