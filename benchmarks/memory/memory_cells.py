@@ -72,6 +72,8 @@ EXPERTS = ("single", "fsdp2", "fsdp2 ep2", "megatron", "ep2")
 
 SOME = ("single", "fsdp2", "fsdp2 tp2", "fsdp2 cp2", "megatron", "dp2 sharded", "tp2", "pp2")
 
+ALL_MUON = (*SOME, "hsdp", "tp2pp2", "dp2")
+
 WORKS: dict[str, Work] = {
     "tiny": Work(("stage=pt",), MicrobatchShape(rows=1, length=1024, labels=1024, num_microbatches=2)),
     "small": Work(("stage=pt", *SMALL), MicrobatchShape(rows=1, length=512, labels=512, num_microbatches=2)),
@@ -81,6 +83,8 @@ WORKS: dict[str, Work] = {
     "dpo": Work(("stage=dpo",), MicrobatchShape(1, 1024, 512, 2), SOME),
     "lora": Work(("stage=sft", "adapter=lora"), MicrobatchShape(1, 1024, 512, 2), SOME),
     "dora": Work(("stage=sft", "adapter=dora"), MicrobatchShape(1, 1024, 512, 2), ("single", "fsdp2")),
+    "muon": Work(("stage=pt", "optimizer=muon"), MicrobatchShape(1, 64, 64, 1), ALL_MUON),
+    "muon bf16": Work(("stage=pt", "optimizer=muon", "run.dtype=bf16"), MicrobatchShape(1, 64, 64, 1), SOME),
     "experts": Work(("stage=pt", "model=moe_tiny"), MicrobatchShape(1, 1024, 1024, 2), EXPERTS),
 }
 

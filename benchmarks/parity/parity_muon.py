@@ -1,9 +1,13 @@
-"""The parity table of ``optimizer=muon``: every layout of FSDP2, and a control that orthogonalises shards.
+"""The parity tables of ``optimizer=muon``: layouts of both engines, and controls that orthogonalise shards.
 
 Newton-Schulz iterations are in float32 here, see ``parity_ranks.without_rounding``.
 """
 
-from benchmarks.parity.parity_rows import DENSE, EXPERIMENT, Row, Table
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.parity.parity_experts import EP2, QWEN3_MOE
+from benchmarks.parity.parity_rows import DENSE, EXPERIMENT, SEQUENCE, Row, Table
 
 RECOMPUTED = "parallelism.activation_checkpointing=full"
 
@@ -18,6 +22,13 @@ def fsdp2(name: str, *overrides: str, replicate: int = 1, shard: int = 1, cp: in
     )
     return Row(name, chosen, engine="fsdp2", dims={key: size for key, size in sizes.items() if size > 1})
 
+
+def megatron(name: str, *overrides: str, chunks: int = 1, **sizes: int) -> Row:
+    chosen = ("parallelism=megatron", *(f"parallelism.{key}={size}" for key, size in sizes.items()))
+    return Row(name, (*chosen, *overrides), dims=sizes, chunks=chunks)
+
+
+SHARDED = "parallelism.distributed_optimizer=true"
 
 ROWS = (
     fsdp2("dp2", shard=2),
@@ -36,6 +47,18 @@ ROWS = (
     fsdp2("tp2 cp2", cp=2, tp=2),
     fsdp2("tp2 cp2 dp2", shard=2, cp=2, tp=2),
     fsdp2("tp2 cp2, recomputed", RECOMPUTED, cp=2, tp=2),
+    megatron("megatron"),
+    megatron("megatron tp2", tp=2),
+    megatron("megatron tp2, sequence parallel", SEQUENCE, tp=2),
+    megatron("megatron pp2", pp=2),
+    megatron("megatron pp2, interleaved", "parallelism.vpp=2", pp=2, chunks=2),
+    megatron("megatron dp2", dp=2),
+    megatron("megatron dp2, sharded", SHARDED, "parallelism.overlap_grad_reduce=true", dp=2),
+    megatron("megatron cp2", cp=2),
+    megatron("megatron cp2, sharded", SHARDED, cp=2),
+    megatron("megatron tp2 pp2", tp=2, pp=2),
+    megatron("megatron tp2 dp2, sharded", SHARDED, tp=2, dp=2),
+    megatron("megatron tp2 pp2 dp2, sharded", SEQUENCE, SHARDED, tp=2, pp=2, dp=2),
 )
 
 CONTROLS = (
@@ -46,12 +69,26 @@ CONTROLS = (
         dims={"dp_shard": 2},
         fault="own_shard",
     ),
+    replace(megatron("control: tensor-parallel shards orthogonalised", tp=2), fault="own_part"),
 )
 
-MUON = Table(
-    "muon",
-    tuple("optimizer=muon" if override == "optimizer=adamw" else override for override in EXPERIMENT),
-    ROWS,
-    tuple(column for column in DENSE.columns if column.name in {"sft packed", "dpo packed"}),
-    CONTROLS,
+ETP2 = "parallelism.etp=2"
+
+EXPERT_ROWS = (
+    fsdp2("dp2 ep2", EP2, shard=2),
+    fsdp2("tp2 ep2", EP2, shard=2, tp=2),
+    megatron("megatron dp2 ep2", EP2, dp=2),
+    megatron("megatron dp4 ep2, sharded", EP2, SHARDED, dp=4),
+    megatron("megatron tp2 dp2 ep2 etp2, sharded", SEQUENCE, EP2, ETP2, SHARDED, tp=2, dp=2),
+    megatron("megatron pp2 dp2 ep2", EP2, pp=2, dp=2),
+    megatron("megatron cp2 ep2, sharded", EP2, SHARDED, cp=2),
 )
+
+
+def with_muon(experiment: Sequence[str]) -> tuple[str, ...]:
+    return tuple("optimizer=muon" if override == "optimizer=adamw" else override for override in experiment)
+
+
+COLUMNS = tuple(column for column in DENSE.columns if column.name in {"sft packed", "dpo packed"})
+MUON = Table("muon", with_muon(EXPERIMENT), ROWS, COLUMNS, CONTROLS)
+MUON_EXPERTS = Table("muon_experts", with_muon(QWEN3_MOE), EXPERT_ROWS, COLUMNS, CONTROLS[:1])

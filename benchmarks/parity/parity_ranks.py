@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -116,9 +117,28 @@ def own_shard() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def own_part() -> Iterator[None]:
+    """Let each tensor-parallel rank orthogonalise its own part of a matrix, as if it were a whole one."""
+    from components.engines.megatron.runtime import whole_weights
+
+    def alone(self: Any, *args: Any, **options: Any) -> None:
+        initialise(self, *args, **options)
+        shape = torch.Size([part.stop - part.start for part in self.member.index])
+        whole = tuple(slice(0, size) for size in shape)
+        self.member = replace(self.member, shape=shape, index=whole, dim=None)
+        self.shape, self.mesh = shape, SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0)
+        self.place, self.sharers = 0, 1
+
+    initialise = whole_weights.MegatronWeight.__init__
+    with mock.patch.object(whole_weights.MegatronWeight, "__init__", alone):
+        yield
+
+
 FAULTS: Mapping[Fault, Callable[[], Any]] = {
     "norms_not_summed": norms_not_summed,
     "own_count": own_count,
     "own_load": own_load,
     "own_shard": own_shard,
+    "own_part": own_part,
 }

@@ -39,7 +39,7 @@ class StateKinds:
 
 @dataclass(frozen=True)
 class TorchClass:
-    """A subclass of ``torch.optim.Optimizer`` and its arguments, for FSDP2 layouts.
+    """A subclass of ``torch.optim.Optimizer`` and its arguments.
 
     Raises:
         ConfigError: if the class has no ``lr``, or cannot update a matrix and a vector with these arguments.

@@ -99,15 +99,18 @@ def traffic_rows(case: Candidate, found: Sequence[Json]) -> list[Config]:
 def communication_rows(case: Candidate, traffic: Sequence[Config]) -> list[Config]:
     """Return the bytes that a rank sends in a step, and the estimate, by dimension of the mesh."""
     sizes = {label: len(members[0]) for label, members in groups(case.layout, case.world_size).items()}
+    work = step_work(case)
+    volumes = comm_cost(case.layout, work.size, comm_inputs(case, work)).volumes
+    if any(volume.dimension == "all" for volume in volumes):
+        sizes["all"] = case.world_size
     sent: Counter[str] = Counter()
     for row in traffic:
         if row["group"] in sizes and row["collective"] != "recv":
             ranks = 1 if row["collective"] == "send" else sizes[row["group"]]
             factor = 2 if row["collective"].startswith(("allreduce", "all_reduce")) else 1
             sent[row["group"]] += round(row["bytes"] * (factor * (ranks - 1) / ranks if ranks > 1 else 1))
-    work = step_work(case)
     estimated: Counter[str] = Counter()
-    for volume in comm_cost(case.layout, work.size, comm_inputs(case, work)).volumes:
+    for volume in volumes:
         estimated[volume.dimension] += round(volume.num_bytes)
     names = dict.fromkeys([*sent, *estimated])
     return [

@@ -47,6 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     # An odd vocabulary size, and a padding token, whose embedding has no gradient.
     "uneven": {"model_type": "qwen3", "vocab_size": VOCABULARY + 1, "pad_token_id": 5, "head_dim": 8},
+    "odd": {"model_type": "qwen3", "vocab_size": VOCABULARY + 1, "head_dim": 8, "tie_word_embeddings": True},
     # Only the first layer has a sliding window, and its rotary frequencies differ.
     "gemma": {
         "model_type": "gemma3_text",

@@ -37,17 +37,24 @@ def gradients(engine: Any) -> dict[str, Tensor]:
     return {name: value for rank in everywhere for name, value in rank.items()}
 
 
+def megatron_gradient(update: Any, parameter: Any) -> Tensor:
+    if hasattr(update, "parts"):  # an optimizer of whole weights, for which every rank has the whole sum
+        return parameter.main_grad
+    values, of = torch.zeros_like(parameter, dtype=torch.float32), update.of(parameter)
+    if (found := of.shard(parameter)) is not None:
+        main, where = found
+        values.view(-1)[where] = main.grad.reshape(-1)
+    if of.distributed:
+        dist.all_reduce(values, group=of.replicas)
+    return values
+
+
 def megatron_gradients(engine: Any) -> dict[str, Tensor]:
     from components.engines.megatron.runtime.hf_weights import full_hf_tensor
 
     here: dict[str, Tensor] = {}
     for parameter, members in engine.blocks.items():
-        values, of = torch.zeros_like(parameter, dtype=torch.float32), engine.update.of(parameter)
-        if (found := of.shard(parameter)) is not None:
-            main, where = found
-            values.view(-1)[where] = main.grad.reshape(-1)
-        if of.distributed:
-            dist.all_reduce(values, group=of.replicas)
+        values = megatron_gradient(engine.update, parameter)
         for member in members:
             if member.primary:
                 here[member.name] = full_hf_tensor(

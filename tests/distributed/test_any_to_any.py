@@ -33,6 +33,10 @@ PAIRS = [
     ("experts", "dp4ep2 sharded", "fsdp2 tp2ep2"),
     ("deepseek", "pp2ep2", "fsdp2 cp2ep2"),
     ("deepseek", "fsdp2 tp2ep2", "dp4ep2 sharded"),
+    ("muon", "fsdp2 tp2", "tp2dp2 whole"),
+    ("muon", "tp2dp2 whole", "hsdp"),
+    ("muon", "pp2vpp2cp2", "fsdp2"),
+    ("muon", "fsdp2 cp2", "pp2vpp2"),
 ]
 SAME = [
     ("full", "hsdp"),
@@ -42,6 +46,7 @@ SAME = [
     ("lora dropout", "dp2 sharded"),
     ("dpo", "tp2"),
     ("deepseek", "dp4ep2 sharded"),
+    ("muon", "tp2dp2 whole"),
 ]
 CHAIN = ("tp2pp2", "fsdp2", "single", "pp2vpp2")
 

@@ -44,6 +44,12 @@ TENSOR_PARALLEL = {
     "fsdp2 recomputed": [*FSDP2, RECOMPUTED],
     "fsdp2 lora": [*FSDP2, "adapter=lora", "adapter.r=1"],
 }
+MUON = {
+    "fsdp2": ("all", ["parallelism=fsdp2_tp2", "parallelism.dp=2"]),
+    "fsdp2 tp2": ("tp", FSDP2),
+    "megatron tp2": ("tp", ["parallelism=tp2"]),
+    "megatron dp2": ("dp", ["parallelism=megatron_dp2", "parallelism.distributed_optimizer=true"]),
+}
 WITHIN = 0.03
 FURTHER = {"8b lora": 0.04, "8b tp8": 0.04}
 """Rows whose estimate is further from the peak."""
@@ -63,3 +69,12 @@ def test_the_traffic_of_tensor_parallelism(name: str, tmp_path: Path) -> None:
     (row,) = (row for row in found.sections["communication"] if row["dimension"] == "tp")
     within = 0.05 if "lora" in name else WITHIN
     assert row["estimated_bytes"] == pytest.approx(row["sent_bytes"], rel=within)
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_the_traffic_of_owners(name: str, tmp_path: Path) -> None:
+    """Gradients that are gathered and weights that are sent; without them the estimate is 25% or more off."""
+    dimension, layout = MUON[name]
+    found = rehearsed(tmp_path, "run.dtype=bf16", "preflight.steps=1", "optimizer=muon", *layout)
+    (row,) = (row for row in found.sections["communication"] if row["dimension"] == dimension)
+    assert row["estimated_bytes"] == pytest.approx(row["sent_bytes"], rel=WITHIN)

@@ -31,13 +31,14 @@ from components.engines.fsdp2.mesh import (
 )
 from components.engines.fsdp2.parallelize import LogProbModel, build_model
 from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
-from components.engines.fsdp2.whole_weights import WholeWeightOptimizer
+from components.engines.fsdp2.whole_weights import whole_weights
 from components.engines.shared import microbatch_merging, process_group
-from components.engines.shared.loss_accumulator import LossAccumulator, global_norm
+from components.engines.shared.loss_accumulator import LossAccumulator, clip, count_zeros, global_norm
 from components.engines.shared.mtp import add_mtp_losses
 from components.engines.shared.oom import naming_microbatch
 from components.engines.shared.torch_private import clear_dtensor_caches
 from components.engines.shared.train_step import TrainStepEngine
+from components.engines.shared.whole_weights import WholeWeightOptimizer
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
 from components.optimizers import Optimizer
@@ -86,7 +87,7 @@ class FSDP2Engine(TrainStepEngine):
         # With an adapter, the router biases of the model do not change.
         self.biases = bias_buffers(self.scorer.lm) if adapter is None else {}
         self.optimizer = (
-            WholeWeightOptimizer(optimizer, self.trained)
+            WholeWeightOptimizer(optimizer, whole_weights(self.trained))
             if optimizer.scope == "matrix"
             else ShardedOptimizer(optimizer, self.weights, self.trained)
         )
@@ -136,16 +137,11 @@ class FSDP2Engine(TrainStepEngine):
                 yield name, local_shard(parameter.grad)
 
     def count_zeros(self) -> int:
-        zeros = sum((g == 0).sum() for g in self._counted())
-        total = torch.as_tensor(zeros, dtype=torch.int64, device=self.device)
-        dist.all_reduce(total, group=self.world)
-        return int(total.item())
+        return count_zeros(self._counted(), self.world, self.device)
 
     def apply_update(self, lr: float, grad_norm: float) -> None:
-        grads = [local_shard(g) for g in self._gradients()]
-        if self.max_grad_norm and grads:
-            # Not with torch's own function, because experts may be on a different mesh than other parameters.
-            torch._foreach_mul_(grads, min(self.max_grad_norm / (grad_norm + 1e-6), 1.0))
+        # Not with torch's own function, because experts may be on a different mesh than other parameters.
+        clip([local_shard(g) for g in self._gradients()], grad_norm, self.max_grad_norm)
         self.optimizer.step(lr)
 
     def zero_grad(self) -> None:

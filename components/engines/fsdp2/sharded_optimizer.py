@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from components.engines.fsdp2.class_state import UPDATES, ClassState, create_state
 from components.engines.fsdp2.mesh import local_shard, placed_like
 from components.engines.fsdp2.param_views import ParamView
+from components.engines.shared.class_state import UPDATES, ClassState, create_state
 from components.optimizers import Optimizer, TorchClass, make_moments, torch_optimizer
 
 STEP = "step"

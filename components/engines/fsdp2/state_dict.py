@@ -9,7 +9,7 @@ from torch import Tensor
 from components.checkpoint.dcp import load_tensors, saved_keys
 from components.engines.fsdp2.param_views import ParamView
 from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
-from components.engines.fsdp2.whole_weights import WholeWeightOptimizer
+from components.engines.shared.whole_weights import WholeWeightOptimizer
 
 WeightOptimizer = ShardedOptimizer | WholeWeightOptimizer
 Weights = Sequence[ParamView]

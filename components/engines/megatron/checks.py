@@ -127,7 +127,10 @@ def check_run(
     check_mtp(layout, model.config)
     check_frozen(model)
     if optimizer.groups:
-        check_matches(optimizer.groups, tensors(model, options.adapter))
+        together = tensors(model, options.adapter)
+        if optimizer.scope == "matrix":  # query, key and value are separate weights
+            together = [[name] for names in together for name in names]
+        check_matches(optimizer.groups, together)
     if options.adapter is not None:
         check_lora(options.adapter, model, layout.etp)
     reason = why_no_transformer_engine(model.config, layout, options.dtype, options.device, options.adapter)
@@ -173,10 +176,18 @@ def check_optimizer(layout: Layout, optimizer: Optimizer) -> None:
             "parallelism.optimizer_cpu_offload: is part of Megatron's distributed optimizer; "
             "set parallelism.distributed_optimizer=true, or leave it out."
         )
+    if optimizer.scope == "matrix":
+        for key in ("overlap_param_gather", "optimizer_cpu_offload"):
+            if getattr(layout, key):
+                raise ConfigError(
+                    f"parallelism.{key}: is an option of Megatron's own optimizers, and {optimizer.kind} "
+                    "updates whole weights on their owners instead; leave it out."
+                )
+        return
     if not isinstance(optimizer, AdamW | SGD):
         raise ConfigError(
-            f"optimizer: the Megatron engine trains with adamw and sgd only, not with {optimizer.kind}; "
-            "use one of them, or parallelism=fsdp2."
+            "optimizer: the Megatron engine trains with adamw, sgd, muon and classes that update a matrix "
+            f"at a time, not with {optimizer.kind}; use one of them, or parallelism=fsdp2."
         )
     if not isinstance(optimizer, SGD):
         return

@@ -98,7 +98,7 @@ class LossAccumulator:
         return {"loss": loss, **means}, round(term_counts[main])
 
 
-def global_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
+def global_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
     """Return the L2 norm over the shards of all ranks of ``group``, a float64 scalar; collective.
 
     In float64, because a float32 sum of 500,000 squares is accurate to 5e-5 only. On a GPU, one kernel reads
@@ -109,3 +109,18 @@ def global_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup, device: t
         total += torch.stack(torch._foreach_norm(filled, 2, dtype=torch.float64)).square().sum()
     dist.all_reduce(total, group=group)
     return total.sqrt()
+
+
+def count_zeros(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> int:
+    """Count the zeros in the shards of all ranks of ``group``; collective."""
+    zeros = torch.zeros((), dtype=torch.int64, device=device)
+    for gradient in gradients:
+        zeros += (gradient == 0).sum()
+    dist.all_reduce(zeros, group=group)
+    return int(zeros.item())
+
+
+def clip(gradients: list[Tensor], norm: float, max_norm: float | None) -> None:
+    """Scale gradients whose global norm is ``norm`` down to ``max_norm``, in place. None or 0 means never."""
+    if max_norm and gradients:
+        torch._foreach_mul_(gradients, min(max_norm / (norm + 1e-6), 1.0))

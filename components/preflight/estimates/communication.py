@@ -1,7 +1,7 @@
 """Communication volume of a step in bytes sent per rank, for both engines.
 
 For a tensor of ``n`` bytes over ``p`` ranks, a ring all-reduce sends ``2 (p - 1) / p * n``, and an
-all-gather, a reduce-scatter and a pairwise all-to-all send half of that (Thakur et al., 2005).
+all-gather, a reduce-scatter, a broadcast and a pairwise all-to-all send half of that (Thakur et al., 2005).
 """
 
 from components.preflight.estimates.quantities import CommVolume, ModelSize
@@ -10,7 +10,7 @@ FP32 = 4
 
 
 def all_gather_bytes(num_bytes: float, ranks: int) -> float:
-    """Return the bytes that a rank sends in an all-gather or reduce-scatter of ``num_bytes`` in total."""
+    """Return the bytes that a rank sends to gather, scatter or broadcast ``num_bytes`` in total."""
     return (ranks - 1) / ranks * num_bytes
 
 

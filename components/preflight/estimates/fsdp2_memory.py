@@ -32,7 +32,7 @@ from components.preflight.estimates.model_shape import (
     norms_heads,
     norms_of_hidden,
 )
-from components.preflight.estimates.parameter_counts import Cuts, Parameter, parameters
+from components.preflight.estimates.parameter_counts import Cuts, Parameter, owned_state, parameters
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 
 
@@ -97,6 +97,14 @@ def memory(
     )
     resting = held.between_steps(len(optimizer.moments))
     asked = list(held.moments())
+    if optimizer.scope == "matrix":
+        ranks = step.world_size
+        whole = parameters(model, Cuts(ep=layout.ep), step.adapter)
+        owned = owned_state(optimizer, whole, ranks, ranks // layout.ep)
+        resting["moments"] = owned.moments
+        gathered = 2 * owned.weights if ranks > 1 else 0
+        shards = held.weights.unsharded_trained * FP32 // held.shards
+        asked.append({"gradients": shards, "gathered": gathered, "buffers": owned.buffers})
     if step.reference == "frozen":
         other = count_parameters(step.reference_model or model, layout)
         resting["reference"] = (other.unsharded_trained + other.unsharded_frozen) * run.size // held.shards

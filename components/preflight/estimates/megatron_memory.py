@@ -31,7 +31,7 @@ from components.preflight.estimates.model_shape import (
     norms_heads,
     norms_of_hidden,
 )
-from components.preflight.estimates.parameter_counts import Cuts, Parameter, parameters
+from components.preflight.estimates.parameter_counts import Cuts, Parameter, owned_state, parameters
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 
 
@@ -41,7 +41,10 @@ def memory(
     """Estimate the peak memory of a rank of each pipeline stage."""
     run = RunShape(step.dtype, step.device, layout.activation_checkpointing)
     blocks = block_activations(model, layout, run, step.microbatch, step.adapter)
-    shards = OptimizerShards.of(layout, step.world_size)
+    shards, whole = OptimizerShards.of(layout, step.world_size), optimizer.scope == "matrix"
+    sharing = shards.plain * layout.tp, shards.experts * layout.etp
+    if whole:  # without Megatron's distributed optimizer
+        layout, shards = replace(layout, distributed_optimizer=False), OptimizerShards(1, 1)
     asks = step.reference != "none" or step.loss.kind == "unpaired"
     found = []
     layers = stage_layers(layout, model)
@@ -61,6 +64,13 @@ def memory(
             reference = {"reference": (weighed.trained + weighed.frozen) * run.size}
             resting, built = resting | reference, [moment | reference for moment in built]
         asked = [*stage.moments(), *([stage.during_reference()] if asks else [])]
+        if whole:
+            cuts = Cuts(ep=layout.ep)
+            inner, ends = stage_parameters(model, cuts, "".join(chunks), layers[number], step.adapter)
+            owned = owned_state(optimizer, [*inner, *ends], *sharing)
+            resting |= {"masters": owned.weights, "moments": owned.moments}
+            gathered = owned.weights if layout.tp > 1 else 0
+            asked.append({"gathered": gathered, "buffers": owned.buffers})
         host: Bytes = {}
         if layout.optimizer_cpu_offload:
             host = stage.offloaded(resting.pop("moments"))
@@ -275,22 +285,29 @@ def count_parameters(
     model: PreTrainedModel, layout: Layout, chunks: str, layers: Sequence[int], adapter: LoRA | None
 ) -> RankParameters:
     """Count the parameters of a rank with ``chunks``, which contain these ``layers``."""
-    found = list(parameters(model, Cuts(layout.tp, layout.ep, layout.etp), adapter))
-    tied = model.config.tie_word_embeddings
-    ends = {"E": ("model.embed_tokens.",), "L": ("model.norm.", "lm_head.")}
-    if tied and "E" not in chunks:
-        ends["L"] += ends["E"]
-    names = tuple(name for what, names in ends.items() if what in chunks for name in names)
-    share = [p for p in found if p.name.startswith(names)]
-    layer = [p for p in found if p.name.startswith(tuple(f"model.layers.{n}." for n in layers))]
+    cuts = Cuts(layout.tp, layout.ep, layout.etp)
+    layer, share = stage_parameters(model, cuts, chunks, layers, adapter)
     return RankParameters(
         trained=count([*layer, *share], trained=True),
         trained_experts=count([p for p in layer if p.of_experts], trained=True),
         frozen=count([*layer, *share], trained=False),
         embedding=max((p.numel for p in share if p.trained), default=0),
         matrix=max((p.numel // max(p.number, 1) for p in layer if p.trained), default=0),
-        tied=tied,
+        tied=model.config.tie_word_embeddings,
     )
+
+
+def stage_parameters(
+    model: PreTrainedModel, cuts: Cuts, chunks: str, layers: Sequence[int], adapter: LoRA | None
+) -> tuple[list[Parameter], list[Parameter]]:
+    """Return the parameters of the layers of a rank, and those of its embedding, last norm and head."""
+    found = parameters(model, cuts, adapter)
+    ends = {"E": ("model.embed_tokens.",), "L": ("model.norm.", "lm_head.")}
+    if model.config.tie_word_embeddings and "E" not in chunks:
+        ends["L"] += ends["E"]
+    names = tuple(name for what, names in ends.items() if what in chunks for name in names)
+    share = [p for p in found if p.name.startswith(names)]
+    return [p for p in found if p.name.startswith(tuple(f"model.layers.{n}." for n in layers))], share
 
 
 def count(parameters: Sequence[Parameter], *, trained: bool) -> int:

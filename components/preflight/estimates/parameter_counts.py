@@ -1,14 +1,18 @@
 """The parameters of a model and their sizes on one rank, for the estimates of both engines."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
+from components.engines.shared.whole_weights import owners
 from components.models.experts import EXPERT_PARAM
+from components.optimizers import Muon, Optimizer
 
 CUT = re.compile(r"\.([qkvo]|q_b|kv_b|gate|up|down|eh)_proj\.|^model\.embed_tokens\.|^lm_head\.")
 """Names on disk of parameters that tensor parallelism splits. Others are replicated."""
@@ -80,3 +84,31 @@ def parameters(model: PreTrainedModel, cuts: Cuts, adapter: LoRA | None = None) 
         return replace(p, numel=-(-p.numel // cuts.tp)) if p.cut else p
 
     return tuple(cut(p) for p in census(model, adapter))
+
+
+class OwnedState(NamedTuple):
+    """Bytes of an optimizer of whole weights on the rank that has the most."""
+
+    weights: int
+    moments: int
+    buffers: int
+    """While the largest weight is updated: two copies."""
+
+
+def owned_state(optimizer: Optimizer, found: Sequence[Parameter], plain: int, experts: int) -> OwnedState:
+    """Distribute the weights of ``found``, whole and with the experts of one rank, as the engines do.
+
+    ``plain`` ranks share a weight, and ``experts`` ranks that of an expert.
+    """
+    each = [
+        (experts if p.of_experts else plain, 4 * p.numel // max(p.number, 1), p.name)
+        for p in found
+        if p.trained
+        for _ in range(max(p.number, 1))
+    ]
+    held = {0: (0, 0)}
+    for (_, size, name), owner in zip(each, owners((ranks, size) for ranks, size, _ in each), strict=True):
+        alone = isinstance(optimizer, Muon) and optimizer.orthogonalises(name, 2)
+        weights, moments = held.get(owner, (0, 0))
+        held[owner] = weights + size, moments + size * (1 if alone else len(optimizer.moments))
+    return OwnedState(*max(held.values(), key=sum), 2 * max((size for _, size, _ in each), default=0))

@@ -50,6 +50,8 @@ class CommInputs:
     num_microbatches: int
     reference: bool
     """Whether every step also has a forward pass of the reference."""
+    whole_weights: bool = False
+    """Whether the optimizer updates whole weights on their owners."""
 
 
 @dataclass(frozen=True)

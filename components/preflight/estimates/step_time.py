@@ -119,6 +119,7 @@ def comm_inputs(case: Candidate, work: StepWork) -> CommInputs:
         work.computed / case.dp_size,
         case.microbatch.num_microbatches,
         reference=case.reference != "none",
+        whole_weights=case.optimizer.scope == "matrix",
     )
 
 

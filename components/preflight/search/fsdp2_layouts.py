@@ -78,10 +78,27 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     if layout.ep > 1:
         span = layout.ep * layout.tp
         sent.append(token_dispatch_volume(size, layout.ep, tokens, itemsize, passes=passes, span=span))
+    if step.whole_weights:
+        sent += (v for v in whole_updates(layout, size, shards) if v.num_bytes)
     if layout.cpu_offload:
         shard = (gathers * held * itemsize + reductions * trained * FP32) / shards
         sent.append(CommVolume("host", shard, when="overlapped"))
     return StepCost(sent, bubble=0.0, recomputed=recomputed)
+
+
+def whole_updates(layout: FSDP2Layout, size: ModelSize, shards: int) -> Iterator[CommVolume]:
+    """Estimate the bytes of gathering gradients and values, and of broadcasting the updated weights."""
+    experts, tp = size.trained_experts / layout.ep, layout.tp
+    for whole, over in ((size.trained - size.trained_experts, shards), (experts, shards // layout.ep)):
+        if not whole:
+            continue
+        copies = {"dp_shard": over, "tp": tp, "dp_replicate": layout.dp_replicate}
+        joint = [name for name, ranks in copies.items() if ranks > 1]
+        ranks = over * tp * layout.dp_replicate
+        yield CommVolume("dp_shard", 2 * FP32 * all_gather_bytes(whole / tp, over), when="at_end")
+        yield CommVolume("tp", 2 * FP32 * all_gather_bytes(whole, tp), when="at_end")
+        sent = FP32 * all_gather_bytes(whole, ranks)
+        yield CommVolume(joint[0] if len(joint) == 1 else "all", sent, when="at_end", span=ranks)
 
 
 def memory_savers(layout: FSDP2Layout, world_size: int) -> list[Json]:

@@ -46,7 +46,9 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     """
     tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, step.world_size // layout.model_ranks
     itemsize = step.dtype.itemsize
-    sent = [gradients(layout, size, dp * cp, step.dtype)]
+    sent = [gradients(layout, size, dp * cp, step)]
+    if step.whole_weights:
+        sent += (v for v in whole_updates(layout, size, dp * cp, itemsize) if v.num_bytes)
     own, recomputed = step.tokens / cp, layout.activation_checkpointing
     passes = passes_through_blocks(recomputed, reference=step.reference)
     layers = {"layers": size.layers / pp, "num_moe_layers": size.num_moe_layers / pp}
@@ -75,11 +77,11 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     return StepCost(sent, bubble=(pp - 1) / turns, recomputed=recomputed)
 
 
-def gradients(layout: Layout, size: ModelSize, ranks: int, dtype: torch.dtype) -> CommVolume:
+def gradients(layout: Layout, size: ModelSize, ranks: int, step: CommInputs) -> CommVolume:
     """Estimate the bytes of gradients in fp32, reduced once per step over ``ranks``.
 
     Expert gradients are reduced over the ranks with the same experts. The distributed optimizer uses a
-    reduce-scatter and gathers the updated weights.
+    reduce-scatter and gathers the updated weights, except for an optimizer of whole weights.
     """
     alike = ranks * layout.tp // (layout.ep * layout.etp)
     split, dealt = layout.tp * layout.pp, layout.ep * layout.etp * layout.pp
@@ -88,13 +90,29 @@ def gradients(layout: Layout, size: ModelSize, ranks: int, dtype: torch.dtype) -
         return how((whole - experts) / split, ranks) + how(experts / dealt, alike)
 
     trained = size.trained, size.trained_experts
-    if layout.distributed_optimizer:
-        weights = sent(size.parameters, size.experts, all_gather_bytes) * dtype.itemsize
+    if layout.distributed_optimizer and not step.whole_weights:
+        weights = sent(size.parameters, size.experts, all_gather_bytes) * step.dtype.itemsize
         num_bytes = sent(*trained, all_gather_bytes) * FP32 + weights
     else:
         num_bytes = sent(*trained, all_reduce_bytes) * FP32
     overlaps = layout.overlap_grad_reduce and layout.pp == 1
     return CommVolume("dp", num_bytes, when="overlapped" if overlaps else "at_end")
+
+
+def whole_updates(layout: Layout, size: ModelSize, ranks: int, itemsize: int) -> Iterator[CommVolume]:
+    """Estimate the bytes with which owners gather gradients in fp32 and send the updated weights.
+
+    Those between the parts of an expert count as tensor parallelism.
+    """
+    tp, dealt = layout.tp, layout.ep * layout.etp
+    for whole, split, copies in (
+        ((size.trained - size.trained_experts) / layout.pp, tp, ranks),
+        (size.trained_experts / (layout.ep * layout.pp), layout.etp, ranks * tp // dealt),
+    ):
+        over = copies if layout.distributed_optimizer else 1
+        parts = all_gather_bytes(whole, split) * FP32 + all_gather_bytes(whole, split) * itemsize
+        yield CommVolume("tp", parts / over, when="at_end")
+        yield CommVolume("dp", all_gather_bytes(whole / split, over) * itemsize, when="at_end")
 
 
 def memory_savers(layout: Layout, world_size: int) -> list[Json]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
-from components.optimizers import Muon, TorchClass, torch_optimizer
+from components.optimizers import AdamW, Muon, TorchClass, WeightGroup, torch_optimizer
 from components.targets import described
 from tests.distributed.cases import fsdp2, megatron, spec
 from tests.distributed.optimizer_class_cases import Lion
@@ -139,7 +139,11 @@ def test_refuses_a_class_without_a_learning_rate() -> None:
         ),
         (fsdp2(1, tp=2), TorchClass(NormedTogether, 1e-2), "use parallelism=single"),
         (fsdp2(2, cpu_offload=True), Muon(), "parallelism.cpu_offload: .*set parallelism.cpu_offload=false"),
-        (megatron(dp=2), Muon(), "the Megatron engine trains with adamw and sgd only, not with muon"),
+        (
+            megatron(dp=2, distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
+            Muon(),
+            "parallelism.overlap_param_gather: is an option of Megatron's own optimizers, and muon",
+        ),
         (
             megatron(dp=2),
             TorchClass(torch.optim.RAdam, 1e-2),
@@ -151,6 +155,15 @@ def test_layouts_that_an_optimizer_cannot_train_in(layout: Any, description: Any
     options = EngineOptions(dtype=torch.float32, device="cpu")
     with pytest.raises(ConfigError, match=message):
         layout.check(spec("qwen3").meta_model, description, options, world_size=2)
+
+
+def test_query_and_key_may_be_in_different_groups_with_muon() -> None:
+    """Megatron keeps them in one tensor, and its own optimizers update that as a whole."""
+    options = EngineOptions(dtype=torch.float32, device="cpu")
+    apart = (WeightGroup("*.q_proj.*", lr=1e-2),)
+    megatron(dp=2).check(spec("qwen3").meta_model, Muon(groups=apart), options, world_size=2)
+    with pytest.raises(ConfigError, match="are in one tensor in this layout"):
+        megatron(dp=2).check(spec("qwen3").meta_model, AdamW(groups=apart), options, world_size=2)
 
 
 def test_one_rank_trains_with_any_class() -> None:

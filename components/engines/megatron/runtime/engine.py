@@ -47,6 +47,7 @@ from components.engines.megatron.runtime.parallel_state import (
     random_stream,
 )
 from components.engines.megatron.runtime.transformer_config import transformer_config
+from components.engines.megatron.runtime.whole_weights import WholeWeightUpdate
 from components.engines.shared import process_group
 from components.engines.shared.loss_accumulator import LossAccumulator
 from components.engines.shared.mtp import TokenStatsWithMTP, add_mtp_losses
@@ -96,14 +97,21 @@ class MegatronEngine(TrainStepEngine):
         load_weights(self.frozen | self.bias_blocks, source)
         drops = layout.capacity_factor is not None
         self.routing = MegatronRouterState.build(model.moe, self.meta, parts.routers, device, drops=drops)
-        self.chunks = [wrap_ddp(self.config, chunk, layout, n) for n, chunk in enumerate(parts.chunks)]
-        names = {parameter: members[0].name for parameter, members in self.blocks.items()}
-        self.update = MegatronOptimizers.build(optimizer, self.chunks, layout, options.dtype, names)
-        for parameter, members in self.blocks.items():
-            whole = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
-            fill_parameter(whole, members, source)
-            self.update.write(parameter, "model", whole)
         self.meshes = TPMeshes.of_rank(device.type)
+        whole, sharded = optimizer.scope == "matrix", layout.distributed_optimizer
+        self.chunks = [
+            wrap_ddp(self.config, chunk, layout, number, scattered=sharded and not whole)
+            for number, chunk in enumerate(parts.chunks)
+        ]
+        self.update = (
+            WholeWeightUpdate(optimizer, self.blocks, self.meshes, divided=sharded)
+            if whole
+            else MegatronOptimizers.build(optimizer, self.chunks, layout, options.dtype, self.blocks)
+        )
+        for parameter, members in self.blocks.items():
+            values = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+            fill_parameter(values, members, source)
+            self.update.write(parameter, "model", values)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 

@@ -80,12 +80,15 @@ def initial_weights(spec: ModelSpec, meta: PreTrainedModel, options: EngineOptio
 
 
 def wrap_ddp(
-    config: TransformerConfig, chunk: nn.Module, layout: Layout, number: int
+    config: TransformerConfig, chunk: nn.Module, layout: Layout, number: int, *, scattered: bool
 ) -> DistributedDataParallel:
-    """Wrap a chunk for data parallelism, with gradients accumulated and reduced in fp32."""
+    """Wrap a chunk for data parallelism, with gradients accumulated and reduced in fp32.
+
+    ``scattered`` means that every rank needs only its range of the sums, for the distributed optimizer.
+    """
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=layout.distributed_optimizer,
+        use_distributed_optimizer=scattered,
         overlap_grad_reduce=layout.overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather,
         bucket_size=layout.bucket_size,

@@ -17,8 +17,8 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
 from components.engines.megatron.layout import Layout
-from components.engines.megatron.runtime.hf_weights import is_expert
-from components.engines.shared.loss_accumulator import global_norm
+from components.engines.megatron.runtime.hf_weights import HFTensorSlices, is_expert
+from components.engines.shared.loss_accumulator import count_zeros, global_norm
 from components.optimizers import SGD, AdamW, Optimizer, WeightOptions, make_moments, weight_options
 
 
@@ -100,12 +100,8 @@ class DenseOrExpertOptimizer:
         self.optimizer.step_with_ready_grads()
 
     def count_zeros(self) -> int:
-        device = torch.cuda.current_device()
-        zeros = torch.zeros((), dtype=torch.int64, device=device)
-        for gradient in self.counted():
-            zeros += (gradient == 0).sum()
-        dist.all_reduce(zeros, group=self.optimizer.get_grad_stats_parallel_group())
-        return int(zeros.item())
+        group = self.optimizer.get_grad_stats_parallel_group()
+        return count_zeros(self.counted(), group, torch.device(torch.cuda.current_device()))
 
     def shard(self, parameter: nn.Parameter) -> tuple[Tensor, slice] | None:
         """Return the master weights that this rank updates (fp32), and their slice of the flat parameter."""
@@ -173,14 +169,12 @@ class MegatronOptimizers:
         chunks: Sequence[DistributedDataParallel],
         layout: Layout,
         dtype: torch.dtype,
-        names: Mapping[nn.Parameter, str],
+        blocks: HFTensorSlices,
     ) -> "MegatronOptimizers":
-        """Build the optimizers of this rank; collective over all ranks.
-
-        ``names`` are names on disk of the trained parameters, of fused ones any: all have the same options.
-        """
+        """Build the optimizers of this rank, of the parameters ``blocks``; collective over all ranks."""
         config = optimizer_config(description, layout, dtype)
-        overrides = group_overrides(description, names)
+        # The names of a fused parameter have the same options.
+        overrides = group_overrides(description, {p: members[0].name for p, members in blocks.items()})
         chained = get_megatron_optimizer(config, list(chunks), overrides, use_gloo_process_groups=False)
         groups = {False: chunks[0].dp_cp_group, True: chunks[0].expt_dp_group}
         members: dict[bool, DenseOrExpertOptimizer] = {}

@@ -18,6 +18,7 @@ from components.engines.megatron.runtime.hf_weights import (
     replicas,
 )
 from components.engines.megatron.runtime.optimizer import DenseOrExpertOptimizer, MegatronOptimizers
+from components.engines.megatron.runtime.whole_weights import WholeWeightUpdate
 
 STEP = "optimizer_step"
 """Key of the number of updates, which AdamW's bias correction needs; skipped steps do not count."""
@@ -35,22 +36,40 @@ Piece = tuple[nn.Parameter, str]
 def saved_tensors(
     blocks: HFTensorSlices,
     biases: HFTensorSlices,
-    update: MegatronOptimizers,
+    update: MegatronOptimizers | WholeWeightUpdate,
     device: torch.device,
     *,
     model_only: bool,
 ) -> dict[str, Tensor]:
     """Return the tensors that this rank writes, only weights if ``model_only``, without communication.
 
+    ``biases`` belong to no optimizer.
+    """
+    if isinstance(update, WholeWeightUpdate):
+        tensors = update.masters(written=True) | ({} if model_only else update.tensors())
+    else:
+        tensors = optimizer_tensors(blocks, update, model_only=model_only)
+    if not model_only:
+        tensors |= random_states(device)
+    for parameter, (member,) in biases.items():
+        if replicas(parameter).rank() == 0:
+            tensors[f"model/{member.name}"] = parameter.detach().cpu()
+    return tensors
+
+
+def optimizer_tensors(
+    blocks: HFTensorSlices, update: MegatronOptimizers, *, model_only: bool
+) -> dict[str, Tensor]:
+    """Return the weights and moments that this rank writes.
+
     With the distributed optimizer, each of the ranks that hold the same parameters writes its own range.
     Without it, these ranks write whole parameters in turn (from host memory), so that together they write one
-    copy. ``biases`` belong to no optimizer.
+    copy.
     """
     meshes, kinds, tensors = TPMeshes.of_rank("cpu"), ["model"], dict[str, Tensor]()
     if not model_only:
         update.make_moments()
         kinds += update.moments
-        tensors |= random_states(device)
         if blocks:  # a pipeline stage may have no trained parameter, and so no count
             tensors[STEP] = torch.tensor([update.step], dtype=torch.float32)
     for number, (parameter, members) in enumerate(blocks.items()):
@@ -64,9 +83,6 @@ def saved_tensors(
                     if member.primary:
                         part = member.read(values).contiguous().cpu()
                         tensors[f"{kind}/{member.name}"] = as_dtensor(member, part, meshes.of(member))
-    for parameter, (member,) in biases.items():
-        if replicas(parameter).rank() == 0:
-            tensors[f"model/{member.name}"] = parameter.detach().cpu()
     return tensors
 
 
@@ -96,28 +112,37 @@ def load(
     path: Path,
     blocks: HFTensorSlices,
     biases: HFTensorSlices,
-    update: MegatronOptimizers,
+    update: MegatronOptimizers | WholeWeightUpdate,
     device: torch.device,
 ) -> None:
     """Restore a checkpoint that any engine wrote on any number of ranks.
 
     A rank whose number did not exist when the checkpoint was written keeps its own random states.
     """
-    update.make_moments()
     keys = saved_keys(path)
-    step = torch.zeros(1)
     streams = {name: value for name, value in random_states(device).items() if name in keys}
     kept_apart = {f"model/{member.name}": torch.empty(member.shape) for (member,) in biases.values()}
-    load_tensors(path, {STEP: step, **streams, **kept_apart})
+    load_tensors(path, {**streams, **kept_apart})
     for parameter, (member,) in biases.items():
         parameter.data.copy_(kept_apart[f"model/{member.name}"])
+    if isinstance(update, WholeWeightUpdate):
+        with update.loading() as tensors:
+            load_tensors(path, tensors)
+    else:
+        load_optimizer(path, blocks, update)
+    restore_rng(streams, device)
+
+
+def load_optimizer(path: Path, blocks: HFTensorSlices, update: MegatronOptimizers) -> None:
+    update.make_moments()
+    step = torch.zeros(1)
+    load_tensors(path, {STEP: step})
     kinds = ("model", *update.moments)
     kept = 4 * len(kinds) * sum(parameter.numel() for parameter in blocks)
     sharded_over = update.shards
     for some in load_batches(blocks, kinds, min(LOAD_BYTES, LOAD_SHARE * kept / sharded_over)):
         load_pieces(path, blocks, some, update)
     update.set_step(int(step.item()))
-    restore_rng(streams, device)
 
 
 def load_batches(blocks: HFTensorSlices, kinds: Sequence[str], limit: float) -> Iterator[list[Piece]]:

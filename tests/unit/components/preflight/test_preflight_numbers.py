@@ -1,6 +1,7 @@
 """Preflight's sizes, FLOPs and times equal hand calculations."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -125,13 +126,33 @@ def test_the_arithmetic_of_a_step(folder: Path) -> None:
 # ---- communication of layouts
 
 
-def sent(layout: FSDP2 | Megatron, world_size: int) -> dict[str, float]:
-    cost = comm_cost(
-        layout,
-        SIZE,
-        CommInputs(world_size, torch.bfloat16, tokens=512.0, num_microbatches=3, reference=False),
-    )
-    return {each.dimension: each.num_bytes for each in cost.volumes}
+def sent(layout: FSDP2 | Megatron, world_size: int, *, whole: bool = False) -> dict[str, float]:
+    step = CommInputs(world_size, torch.bfloat16, 512.0, 3, reference=False, whole_weights=whole)
+    volumes = comm_cost(layout, SIZE, step).volumes
+    total: Counter[str] = Counter()
+    for volume in volumes:
+        total[volume.dimension] += volume.num_bytes  # type: ignore[assignment]
+    return dict(total)
+
+
+def added_by_owners(layout: FSDP2 | Megatron, world_size: int) -> dict[str, float]:
+    """Return the bytes that an optimizer of whole weights adds, by dimension."""
+    plain, whole = sent(layout, world_size), sent(layout, world_size, whole=True)
+    return {name: added for name in whole if (added := whole[name] - plain.get(name, 0.0))}
+
+
+def test_what_owners_of_whole_weights_send() -> None:
+    # Gradients and values are gathered over shards, then over tp; the result is broadcast to all of them.
+    assert added_by_owners(fsdp2(4), 4) == {"dp_shard": 2 * 0.75 * 800 * 4 + 0.75 * 800 * 4}
+    both = added_by_owners(fsdp2(2, tp=2), 4)
+    assert both == {"dp_shard": 2 * 0.5 * 400 * 4, "tp": 2 * 0.5 * 800 * 4, "all": 0.75 * 800 * 4}
+    # Megatron's owners gather the gradients of their weights, and send the weights in bf16.
+    assert added_by_owners(megatron(tp=2, pp=2), 4) == {"tp": 0.5 * 400 * (4 + 2)}
+    assert added_by_owners(megatron(dp=4), 4) == {}
+    divided = added_by_owners(megatron(tp=2, dp=2, distributed_optimizer=True), 4)
+    # All gradients are summed on all ranks; the reduce-scatter and the all-gather of AdamW are gone.
+    summed, adamw = 0.5 * 400 * 4 * 2, 0.5 * 400 * 4 + 0.5 * 500 * 2
+    assert divided == {"dp": summed - adamw + 0.5 * 400 * 2, "tp": 0.5 * 800 * (4 + 2) / 2}
 
 
 def test_what_fsdp2_sends() -> None:

@@ -1,0 +1,137 @@
+"""The update by an optimizer of whole weights, such as Muon, in place of Megatron's own optimizers.
+
+Gradients are summed over data ranks as for them. The owner of a Hugging Face tensor keeps its master weights
+and its state, and gathers its gradient over tensor-parallel ranks. With the distributed optimizer, data ranks
+divide the weights among them; without it, each of them updates all weights.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from components.engines.megatron.runtime.hf_weights import (
+    HFTensorSlice,
+    HFTensorSlices,
+    TPMeshes,
+    full_hf_tensor,
+    replicas,
+)
+from components.engines.shared.loss_accumulator import clip, count_zeros, global_norm
+from components.engines.shared.whole_weights import OwnedWeight, WholeWeightOptimizer
+from components.optimizers import Optimizer
+
+
+class MegatronWeight(OwnedWeight):
+    """A Hugging Face tensor, of which this rank has ``member``. Its owner keeps the master weights."""
+
+    def __init__(
+        self, slot: nn.Parameter, member: HFTensorSlice, mesh: DeviceMesh, *, divided: bool, number: int
+    ) -> None:
+        copies, place, sharers = replicas(slot), mesh.get_local_rank(), mesh.size()
+        self.slot, self.member, self.mesh, self.copies = slot, member, mesh, copies if divided else None
+        if divided:
+            place, sharers = place + sharers * copies.rank(), sharers * copies.size()
+        super().__init__(member.name, member.shape, slot.device, place=place, sharers=sharers)
+        self.writes = member.primary and (divided or number % copies.size() == copies.rank())
+
+    def gather(self) -> None:
+        self.parameter.grad = self.gathered(self.slot.main_grad)  # type: ignore[attr-defined]
+
+    def gathered(self, tensor: Tensor) -> Tensor | None:
+        """Return the Hugging Face tensor on the owner, gathered over its tensor-parallel ranks."""
+        if self.copies is not None and self.copies.rank() != self.owner // self.mesh.size():
+            return None
+        whole = full_hf_tensor(self.member, self.member.read(tensor.detach()), self.mesh)
+        return whole if self.is_mine else None
+
+    def distribute(self) -> None:
+        self.spread(self.slot)
+
+    @torch.no_grad()
+    def spread(self, target: Tensor) -> None:
+        """Copy the owner's value into the block of ``target``, shaped as the parameter, in its dtype."""
+        holder, first = divmod(self.owner, self.mesh.size())
+        if self.copies is None or self.copies.rank() == holder:
+            mine = self.parameter.detach() if self.is_mine else target.new_empty(self.shape)
+            whole = mine.to(target.dtype)
+            if self.mesh.size() > 1:
+                dist.broadcast(whole, group=self.mesh.get_group(), group_src=first)
+            part = whole[self.member.index].contiguous()
+        else:
+            part = self.member.read(target).clone(memory_format=torch.contiguous_format)
+        if self.copies is not None and self.copies.size() > 1:
+            dist.broadcast(part, group=self.copies, group_src=holder)
+        self.member.write(target, part)
+
+
+class WholeWeightUpdate(WholeWeightOptimizer):
+    """What ``MegatronOptimizers`` is for Megatron's optimizers. All ranks make every call together."""
+
+    def __init__(
+        self, description: Optimizer, blocks: HFTensorSlices, meshes: TPMeshes, *, divided: bool
+    ) -> None:
+        self.parts = {
+            slot: [MegatronWeight(slot, m, meshes.of(m), divided=divided, number=number) for m in members]
+            for number, (slot, members) in enumerate(blocks.items())
+        }
+        super().__init__(description, [weight for weights in self.parts.values() for weight in weights])
+        self.device = torch.device(torch.cuda.current_device())
+        # For sums over ranks, each gradient on one rank only, tied ones once.
+        self.counted = {
+            slot: None
+            for slot, (first, *_) in blocks.items()
+            if first.primary and replicas(slot).rank() == 0 and (first.dim is not None or meshes.first(first))
+        }
+
+    def prepare(self) -> Tensor:
+        """Return the L2 norm of the reduced gradients over all ranks, a float64 scalar."""
+        return global_norm(gradients(self.counted), None, self.device)
+
+    def count_zeros(self) -> int:
+        return count_zeros(gradients(self.counted), None, self.device)
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient of ``parameter``. None means that another rank counts it."""
+        return parameter.main_grad if parameter in self.counted else None  # type: ignore[return-value]
+
+    def apply(self, lr: float, grad_norm: float, max_grad_norm: float | None) -> None:
+        clip(gradients(self.parts), grad_norm, max_grad_norm)
+        self.step(lr)
+
+    def zero_grad(self) -> None:
+        """Do nothing: gradients are only in the buffers of Megatron's data parallelism."""
+
+    def read(self, parameter: nn.Parameter, _: str) -> Tensor:
+        """Return the master weights of the parameter, in its shape, on every rank that holds it."""
+        whole = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+        for weight in self.parts[parameter]:
+            weight.spread(whole)
+        return whole
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, _: str, whole: Tensor) -> None:
+        """Set the parameter, and the master weights of the owners."""
+        parameter.copy_(whole)
+        for weight in self.parts[parameter]:
+            if (gathered := weight.gathered(whole)) is not None:
+                weight.parameter.data = gathered.clone(memory_format=torch.contiguous_format)
+
+    def masters(self, *, written: bool) -> dict[str, Tensor]:
+        """Return the master weights of this rank, all or those that it writes, by key of a checkpoint."""
+        weights = [weight for weight in self.owned if weight.writes or not written]
+        return {f"model/{weight.name}": weight.parameter.detach() for weight in weights}
+
+    @contextmanager
+    def loading(self) -> Iterator[dict[str, Tensor]]:
+        with super().loading() as state:
+            yield state | self.masters(written=False)
+        for weight in self.weights:
+            weight.distribute()
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [parameter.main_grad for parameter in parameters]  # type: ignore[attr-defined]

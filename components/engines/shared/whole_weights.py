@@ -1,0 +1,159 @@
+"""The optimizer of an update that needs whole weights, such as an orthogonalised matrix.
+
+Every weight has an owner among the ranks that share it. In a step, its gradient is gathered there, the owner
+updates it with the optimizer's own class, and every rank receives its part of the result. So the work and the
+state, which is never sharded, are divided by weights.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from components.engines.shared.class_state import (
+    UPDATES,
+    create_state,
+    group_numbers,
+    number,
+    set_group_numbers,
+)
+from components.optimizers import Optimizer, TorchClass, kind_of_state, torch_optimizer
+
+
+class OwnedWeight(ABC):
+    """A weight that is updated whole on its owner. All ranks that share it make every call together."""
+
+    has_gradient: bool = True
+    writes: bool = True
+    """Whether this rank, if it is the owner, writes the state to checkpoints."""
+    owner: int
+    """Number of the owner among the ranks that share the weight; ``WholeWeightOptimizer`` chooses it."""
+
+    def __init__(
+        self, name: str, shape: torch.Size, device: torch.device, *, place: int, sharers: int
+    ) -> None:
+        self.name, self.shape = name, shape
+        self.place, self.sharers = place, sharers
+        self.parameter = nn.Parameter(torch.empty((0,) * len(shape), device=device))
+        """The whole weight in fp32 on the owner, at least during the update; else empty."""
+
+    @property
+    def is_mine(self) -> bool:
+        return self.place == self.owner
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Set the gradient of ``parameter`` on the owner, and its value if it does not keep that."""
+
+    @abstractmethod
+    def distribute(self) -> None:
+        """Copy the owner's value into the parts of all ranks."""
+
+
+class WholeWeightOptimizer:
+    """A torch optimizer over the whole weights that this rank owns. All ranks make every call together."""
+
+    def __init__(self, description: Optimizer, weights: Sequence[OwnedWeight]) -> None:
+        self.weights = weights
+        for weight, owner in zip(weights, owners((w.sharers, w.shape.numel()) for w in weights), strict=True):
+            weight.owner = owner
+        self.owned = [weight for weight in weights if weight.is_mine]
+        named = [(weight.name, weight.parameter) for weight in self.owned]
+        self.optimizer = torch_optimizer(description, named) if named else None
+        self.group_kinds = description.state.group_scalars if isinstance(description, TorchClass) else ()
+        self.updates = 0
+
+    def step(self, lr: float) -> None:
+        """Update the weights in place from their gradients; weights without one are left as they are."""
+        updated = [weight for weight in self.weights if weight.has_gradient]
+        for weight in updated:
+            weight.gather()
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * group["lr_scale"]
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        for weight in updated:
+            weight.distribute()
+        self.updates += 1
+
+    @contextmanager
+    def evaluating(self) -> Iterator[bool]:
+        """Do nothing: an optimizer with other weights for evaluation is not given whole weights."""
+        yield False
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state that this rank writes, by key of a checkpoint."""
+        created = self._create()
+        tensors = self._state(weight for weight in self.owned if weight.writes)
+        for weight in created:
+            del self._of(weight)[weight.parameter]
+        return tensors
+
+    @contextmanager
+    def loading(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the tensors to read from a checkpoint, and take over their values at the end."""
+        self._create()
+        tensors = self._state(self.owned)
+        yield tensors
+        self.updates = int(tensors[UPDATES].item())
+        if self.optimizer is not None:
+            set_group_numbers(self.optimizer, self.group_kinds, tensors)
+        for weight in self.owned:
+            state = self._of(weight)[weight.parameter]
+            for kind, value in state.items():
+                if isinstance(value, int | float):
+                    state[kind] = type(value)(tensors[f"optimizer_state/{kind}/{weight.name}"].item())
+            if not self.updates:  # saved before the first update, which creates the state
+                del self._of(weight)[weight.parameter]
+
+    def _state(self, weights: Iterable[OwnedWeight]) -> dict[str, Tensor]:
+        tensors = {UPDATES: number(self.updates)}
+        if self.optimizer is not None:
+            tensors |= group_numbers(self.optimizer, self.group_kinds)
+        for weight in weights:
+            for kind, value in self._of(weight)[weight.parameter].items():
+                if kind_of_state(weight.shape, value) == "moment":
+                    tensors[f"{kind}/{weight.name}"] = value
+                elif isinstance(value, Tensor):
+                    tensors[f"optimizer_state/{kind}/{weight.name}"] = value
+                elif value is not None:
+                    tensors[f"optimizer_state/{kind}/{weight.name}"] = number(value)
+        return tensors
+
+    def _create(self) -> list[OwnedWeight]:
+        """Let the optimizer create the state of weights without one, by an update of zeros."""
+        new = [weight for weight in self.owned if not self._of(weight).get(weight.parameter)]
+        kept = [weight.parameter.data for weight in new]
+        for weight in new:
+            weight.parameter.data = torch.zeros(weight.shape, device=weight.parameter.device)
+        if self.optimizer is not None:
+            create_state(self.optimizer, [weight.parameter for weight in new])
+        for weight, before in zip(new, kept, strict=True):
+            weight.parameter.data = before
+        return new
+
+    def _of(self, weight: OwnedWeight) -> dict[Tensor, dict[str, Any]]:
+        assert self.optimizer is not None, f"{weight.name} is owned without an optimizer"
+        return self.optimizer.state
+
+
+def owners(weights: Iterable[tuple[int, int]]) -> list[int]:
+    """Give every weight to the rank with the fewest elements so far, of those that share the weight.
+
+    Args:
+        weights: numbers of the ranks that share a weight, and of its elements.
+
+    Returns:
+        The number of the owner of every weight, which is the same on all ranks that share it.
+    """
+    loads: dict[int, list[int]] = {}
+    found = []
+    for sharers, numel in weights:
+        load = loads.setdefault(sharers, [0] * sharers)
+        found.append(load.index(min(load)))
+        load[found[-1]] += numel
+    return found

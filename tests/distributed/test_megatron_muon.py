@@ -1,0 +1,101 @@
+"""Muon on Megatron: the curve of one FSDP2 process in every layout, and resumes between the engines."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import megatron_muon_cases as cases
+from tests.distributed.any_to_any_cases import assert_equal, read
+from tests.distributed.cases import fsdp2, megatron
+from tests.ranks import Ranks
+
+LAYOUTS = {
+    "tp2 sp": megatron(tp=2, sequence_parallel=True),
+    "tp2dp2 sharded": megatron(tp=2, dp=2, distributed_optimizer=True),
+    "tp2dp2": megatron(tp=2, dp=2),
+    "pp2vpp2": megatron(pp=2, vpp=2),
+    "pp2dp2 sharded": megatron(pp=2, dp=2, distributed_optimizer=True, overlap_grad_reduce=True),
+    "cp2 sharded": megatron(cp=2, distributed_optimizer=True),
+    "dp4ep2 sharded": megatron(dp=4, ep=2, distributed_optimizer=True),
+    "tp2ep2etp2 sharded": megatron(
+        tp=2, dp=2, sequence_parallel=True, ep=2, etp=2, distributed_optimizer=True
+    ),
+    "pp2ep2": megatron(pp=2, dp=2, ep=2),
+    "dp2": megatron(dp=2),
+}
+
+
+@pytest.fixture(scope="module")
+def four() -> Ranks:
+    return Ranks(4, megatron=True)
+
+
+def size(layout: str) -> int:
+    on = LAYOUTS[layout]
+    return on.model_ranks * (on.dp or 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "kind"),
+    [
+        ("tp2dp2 sharded", "odd", "full"),
+        ("pp2dp2 sharded", "qwen2_four", "full"),
+        ("tp2ep2etp2 sharded", "qwen3_moe", "full"),
+        ("tp2 sp", "qwen3", "lora"),
+        ("tp2dp2", "qwen3", "groups"),
+        ("pp2vpp2", "qwen2_four", "full"),
+        ("cp2 sharded", "llama", "full"),
+        ("dp4ep2 sharded", "qwen3_moe", "full"),
+        ("dp4ep2 sharded", "qwen3_moe", "lora"),
+        ("pp2ep2", "qwen3_moe", "full"),
+        ("dp4ep2 sharded", "deepseek", "full"),
+        ("tp2 sp", "latent", "full"),
+        ("tp2 sp", "qwen3", "frozen"),
+        ("tp2dp2 sharded", "llama", "mtp"),
+        ("dp2", "llama", "class"),
+        ("tp2dp2 sharded", "odd", "class"),
+    ],
+)
+def test_a_layout_trains_the_curve_of_one_process(
+    four: Ranks, layout: str, family: str, kind: str, tmp_path: Path
+) -> None:
+    """Gradients are close in the first steps; a checkpoint of either engine continues on the other."""
+    on, ranks = LAYOUTS[layout], size(layout)
+    one, here, back, loaded = (tmp_path / name for name in ("one", "here", "back", "loaded"))
+    expected = torch.tensor(cases.trained(fsdp2(), family, kind, one))
+    for rank in four.run(cases.trained, on, family, kind, here, size=ranks):
+        torch.testing.assert_close(torch.tensor(rank), expected, rtol=1e-5, atol=0)
+    for rank in four.run(cases.trained, on, family, kind, loaded, one, size=ranks):
+        torch.testing.assert_close(torch.tensor(rank), expected[2:], rtol=1e-5, atol=0)
+    assert_equal(read(loaded), read(one))
+    rest = torch.tensor(cases.trained(fsdp2(), family, kind, back, here))
+    torch.testing.assert_close(rest, expected[2:], rtol=1e-5, atol=0)
+    assert_equal(read(back), read(here))
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [("tp2dp2 sharded", "odd"), ("pp2vpp2", "qwen2_four"), ("tp2ep2etp2 sharded", "qwen3_moe")],
+)
+def test_a_resume_is_bitwise(four: Ranks, layout: str, family: str, tmp_path: Path) -> None:
+    on, ranks = LAYOUTS[layout], size(layout)
+    straight = four.run(cases.trained, on, family, "full", tmp_path / "straight", size=ranks)[0]
+    at = tmp_path / "straight"
+    assert four.run(cases.trained, on, family, "full", tmp_path / "again", at, size=ranks)[0] == straight[2:]
+    assert_equal(read(tmp_path / "again", streams=True), read(at, streams=True))
+
+
+@pytest.mark.parametrize("layout", ["tp2dp2 sharded", "tp2dp2"])
+def test_owners_keep_the_master_weights(four: Ranks, layout: str) -> None:
+    """In bf16; of every weight there is one copy, or one in every data-parallel replica."""
+    found = four.run(cases.in_half, LAYOUTS[layout], size=4)
+    copies = 1 if "sharded" in layout else 2
+    assert sum(mine for mine, _, _, _ in found) == copies * found[0][2]
+    assert all(mine < found[0][2] for mine, _, _, _ in found)
+    assert all(held for *_, held in found)
+    assert sum(rounded for _, rounded, _, _ in found) > 0.9 * copies * found[0][2]
+
+
+def test_a_skipped_step_changes_nothing(four: Ranks) -> None:
+    assert all(four.run(cases.skipped_step, LAYOUTS["tp2dp2 sharded"]))
