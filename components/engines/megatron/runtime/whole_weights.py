@@ -96,7 +96,7 @@ class WholeWeightUpdate(WholeWeightOptimizer):
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of ``parameter``. None means that another rank counts it."""
-        return parameter.main_grad if parameter in self.counted else None  # type: ignore[return-value]
+        return parameter.main_grad if parameter in self.counted else None  # type: ignore[attr-defined]
 
     def apply(self, lr: float, grad_norm: float, max_grad_norm: float | None) -> None:
         clip(gradients(self.parts), grad_norm, max_grad_norm)
