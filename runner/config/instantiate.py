@@ -177,10 +177,17 @@ def construct(target: Callable[..., T], group: str, values: Config, where: Confi
         if key not in parameters and not open_ended:
             name = f"{group}.{key}"
             raise unknown_key(name, where.of(name), (f"{group}.{p}" for p in parameters))
-    for key, parameter in parameters.items():
-        required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-        if required and key not in values:
-            raise ConfigError(f"{group}.{key} ({where.of(group)}): is missing; set {group}.{key}=VALUE.")
+    missing = [
+        f"{group}.{key}"
+        for key, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind is not parameter.VAR_KEYWORD
+        and key not in values
+    ]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        remedy = " ".join(f"+{name}=VALUE" for name in missing)  # without "+" Hydra accepts no new key
+        raise ConfigError(f"{', '.join(missing)} ({where.of(group)}): {verb} missing; give {remedy}.")
     return target(**{k: coerce(f"{group}.{k}", v, hints.get(k, object), where) for k, v in values.items()})
 
 

@@ -85,6 +85,13 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["stage._target_=os.system", "+stage.command=touch {tmp}/ran"],
         ["stage._target_ (the command line): os.system is not a class;", "contracts.loss.Loss"],
     ),
+    "keys without a value": (
+        ["stage._target_=tests.e2e.losses.Demanding"],
+        [
+            "stage.strength, stage.floor (conf/stage/",
+            "): are missing; give +stage.strength=VALUE +stage.floor=VALUE.",
+        ],
+    ),
     "class of something else": (["~stage", "+stage._target_=builtins.dict"], ["stage._target_", "lacks"]),
     "logger": (["logger=[jsonl,wadb]"], ["logger=wadb", "did you mean 'wandb'"]),
     "key of a logger": (["logger=[wandb]", "logger.wandb.moed=x"], ["did you mean 'logger.wandb.mode'"]),

@@ -18,10 +18,7 @@ from components.preflight.search.candidate import Candidate
 from components.preflight.search.fsdp2_layouts import enumerate_layouts as fsdp2_layouts
 from components.preflight.search.megatron_layouts import enumerate_layouts as megatron_layouts
 
-DEFAULTS: Mapping[str, EngineLayout] = {
-    "fsdp2": FSDP2(dp=None, default_dp=2, reshard_after_forward=True),
-    "megatron": Megatron(),
-}
+DEFAULTS: Mapping[str, EngineLayout] = {"fsdp2": FSDP2(), "megatron": Megatron()}
 """Layout of ``parallelism=NAME`` without further keys, which the search varies and overrides omit."""
 
 SHOWN = 6
