@@ -17,6 +17,7 @@ from components.contracts.json_types import Config, Json
 from components.contracts.loss import Loss
 from components.contracts.parallelism import ParallelismSpec
 from components.contracts.scheduler import SchedulerSpec
+from components.json_text import one_line
 from components.loggers import LoggerSpec
 from components.targets import described
 from runner.config.run_config import (
@@ -140,8 +141,12 @@ def build_component(group: str, node: Config, where: ConfigSources) -> Any:
     try:
         found = get_object(path)
     except (ImportError, AttributeError, ValueError) as error:
+        cause = error.__cause__ or error
+        lacking = cause.name if isinstance(cause, ModuleNotFoundError) and not where.chosen(name) else None
+        remedy = "name an installed class" if lacking is None else f"pip install {lacking}"
         raise ConfigError(
-            f"{name} ({where.of(name)}): cannot import {path}; name an installed class."
+            f"{name} ({where.of(name)}): cannot import {path} ({type(cause).__name__}: {one_line(cause)}); "
+            f"{remedy}."
         ) from error
     target, contract = described(found), GROUPS.get(group, LoggerSpec)
     if (reason := objection(target, contract)) is not None:

@@ -80,7 +80,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["optimizer.warmup", "experiment/typo2.yaml"],
     ),
     "key of another choice": (["optimizer=sgd", "+optimizer.betas=[0.9,0.9]"], ["optimizer.betas"]),
-    "class": (["stage._target_=nowhere.Loss"], ["stage._target_", "nowhere.Loss"]),
+    "class": (
+        ["stage._target_=nowhere.Loss"],
+        ["stage._target_", "nowhere.Loss (Module", "name an installed class"],
+    ),
+    "package that is not installed": (
+        ["--config-dir={tmp}/conf", "optimizer=absent"],
+        ["optimizer/absent.yaml): cannot import", "; pip install no_such_package."],
+    ),
     "function as a class": (
         ["stage._target_=os.system", "+stage.command=touch {tmp}/ran"],
         ["stage._target_ (the command line): os.system is not a class;", "contracts.loss.Loss"],
@@ -536,6 +543,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, raw in odd.items():
         (tmp / f"conf/experiment/{name}.yaml").write_bytes(header.encode() + raw)
+    (tmp / "conf/optimizer").mkdir()
+    (tmp / "conf/optimizer/absent.yaml").write_text("_target_: no_such_package.Sophia\nlr: 1e-3\n")
     (tmp / "conf/experiment/tab.yaml").write_text("run:\n\tmax_steps: 3\n")
     return tmp
 
