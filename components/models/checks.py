@@ -138,11 +138,15 @@ def check_chosen(config: PreTrainedConfig) -> None:
         )
 
 
-def check_moe_losses(model: PreTrainedModel, terms: MoELossConfig, freeze: Sequence[str] = ()) -> None:
+def check_moe_losses(
+    model: PreTrainedModel,
+    terms: MoELossConfig,
+    freeze: Sequence[str] = (),
+    train_only: Sequence[str] = (),
+) -> None:
     """Raise ConfigError if the router losses or the bias updates would have no effect on ``model``.
 
-    A loss needs routers and a coefficient. ``bias_update_rate`` needs router biases that no pattern of
-    ``freeze`` matches.
+    A loss needs routers and a coefficient. ``bias_update_rate`` needs router biases that are not frozen.
     """
     kind = model.config.model_type
     asked = {
@@ -167,10 +171,13 @@ def check_moe_losses(model: PreTrainedModel, terms: MoELossConfig, freeze: Seque
             f"model.moe.bias_update_rate: the routers of {kind} have no bias; use model.moe.aux_loss, or "
             "model.moe.bias_update_rate=0."
         )
-    if terms.bias_update_rate and (fixed := [p for p in freeze if fnmatch.filter(router_biases(model), p)]):
+    biases = set(router_biases(model))
+    named = {name for p in (*freeze, *train_only) for name in fnmatch.filter(biases, p)}
+    if terms.bias_update_rate and named != (biases if train_only else set()):
         raise ConfigError(
-            f"model.moe.bias_update_rate: is {terms.bias_update_rate}, and {fixed[0]!r} of model.freeze "
-            "matches the biases that it would change; use model.moe.bias_update_rate=0, or another pattern."
+            f"model.moe.bias_update_rate: is {terms.bias_update_rate}, and the patterns of model.freeze or "
+            "model.train_only leave out biases that it would change; use model.moe.bias_update_rate=0, or "
+            "other patterns."
         )
 
 

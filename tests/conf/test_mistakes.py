@@ -459,6 +459,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["adapter.dropout", "parallelism.tp=1"],
     ),
     "freeze": (["model.freeze=[embed]"], ["model.freeze", "'embed'", "model.embed_tokens.weight"]),
+    "train_only": (
+        ["model.train_only=[embed]"],
+        ["model.train_only", "'embed'", "model.embed_tokens.weight"],
+    ),
+    "train_only and freeze": (
+        ["model.train_only=['*mlp*']", "model.freeze=['*norm*']"],
+        ["model.train_only", "model.freeze is given too"],
+    ),
     "freeze and adapter": (["adapter=lora", "model.freeze=['*mlp*']"], ["model.freeze", "adapter=none"]),
     # ---- resume and device
     "resume path": (["checkpoint.resume={tmp}/nowhere"], ["checkpoint.resume", "nowhere"]),

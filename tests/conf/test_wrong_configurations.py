@@ -524,6 +524,11 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "model.moe.bias_update_rate",
         "model.moe.bias_update_rate=0",
     ),
+    "trained layers without their biases": (
+        (ON + "fsdp2", "model=deepseek_tiny", "model.train_only=['*.experts.*']"),
+        "model.moe.bias_update_rate",
+        "model.moe.bias_update_rate=0",
+    ),
     # ---- preflight's own keys
     "mode": (("preflight.mode=dry",), "preflight.mode", "'only'"),
     "devices of a run": (("preflight.devices=8",), "preflight.devices", "preflight.mode=plan"),
