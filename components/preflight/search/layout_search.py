@@ -114,7 +114,8 @@ def by_step_time(timed: tuple[StepTime, int, Candidate]) -> float:
 def as_overrides(engine: str, case: Candidate) -> tuple[str, ...]:
     """Return the command-line overrides that select ``case``."""
     usual, keys = vars(DEFAULTS[engine]), vars(case.layout)
-    changed = [f"parallelism.{key}={str(keys[key]).lower()}" for key in keys if keys[key] != usual[key]]
+    given = {key: str(value).lower().replace("'", "") for key, value in keys.items() if value != usual[key]}
+    changed = [f"parallelism.{key}={value}" for key, value in given.items()]
     return (f"parallelism={engine}", *changed, f"run.micro_batch_size={case.micro_batch_size}")
 
 
