@@ -7,8 +7,8 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import hydra
@@ -181,8 +181,50 @@ def check_encoding(words: Sequence[str]) -> None:
             raise ConfigError(f"{shown}: is not UTF-8; correct it, or name another path.") from None
 
 
+@contextmanager
+def as_command(words: Sequence[str]) -> Iterator[list[str]]:
+    """Make ``words`` the command line of the body, whose mistakes raise what a command would print."""
+    before, sys.argv = sys.argv, ["runner", *map(with_home, words)]
+    try:
+        check_long_options(words)
+        yield sys.argv
+    except Exception as error:
+        mistake = as_mistake(error)
+        if mistake is error:
+            raise
+        raise mistake from error
+    finally:
+        sys.argv = before
+
+
+def compose_command() -> tuple[Json, ConfigSources]:
+    """Compose the experiment of the command line, without Hydra's application around it."""
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        config = compose("config", sys.argv[1:], return_hydra_config=True)
+    state = HydraConfig.instance()
+    before = state.cfg
+    state.set_config(config)
+    try:
+        where = provenance()
+        return resolved(
+            OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]), where
+        ), where
+    finally:
+        state.cfg = before
+
+
 def explained(error: Exception) -> int:
     """Print one or two lines for a user's mistake, a traceback for any other error; return the exit code."""
+    error = as_mistake(error)
+    if not isinstance(error, ConfigError | TrainingError):
+        traceback.print_exception(error)
+        return FAILED
+    print(f"error: {error}", file=sys.stderr)
+    return MISTAKE if isinstance(error, ConfigError) else FAILED
+
+
+def as_mistake(error: Exception) -> Exception:
+    """Return the ConfigError for a user's mistake that another library has found, else ``error``."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         error = ConfigError(f"{mark.name}:{mark.line + 1}: malformed YAML: {error.problem}; correct it.")
@@ -199,11 +241,7 @@ def explained(error: Exception) -> int:
     if isinstance(error, OSError) and error.filename and (error.errno in WRONG or EXECUTION not in files):
         path = str(error.filename)[:200]
         error = ConfigError(f"{path}: {error.strerror}; name another path, or move what is there.")
-    if not isinstance(error, ConfigError | TrainingError):
-        traceback.print_exception(error)
-        return FAILED
-    print(f"error: {error}", file=sys.stderr)
-    return MISTAKE if isinstance(error, ConfigError) else FAILED
+    return error
 
 
 def provenance() -> ConfigSources:
