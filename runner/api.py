@@ -1,6 +1,7 @@
 """The program as a library, for scripts and notebooks."""
 
-import time
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -8,70 +9,55 @@ from pathlib import Path
 
 from components.contracts.errors import ConfigError
 from components.contracts.status import RunStatus
-from runner.cli import as_command, compose_command
+from runner.cli import application, as_mistake, execute, with_home
 from runner.commands.import_config import hydra_value
 from runner.config.command_line import is_sweep
+from runner.config.unknown_keys import check_long_options
 from runner.launch.cuda_env import set_cuda_defaults
+from runner.launch.run_record import RunRecord
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run has left."""
-
     folder: Path
     status: RunStatus
-    """``completed``, or ``interrupted`` if a signal or ``run.max_time`` stopped it."""
+    """``completed``, or ``interrupted`` if a signal or ``run.max_time`` stopped the run."""
     metrics: Mapping[str, float]
-    """The last logged value of every metric; ``step`` is that of the last training row."""
-    checkpoint: Path | None
-    """The newest checkpoint."""
+    """The last logged value of every metric."""
     export: Path | None
-    """The Hugging Face folder, or that of the adapter."""
+    """The Hugging Face folder, if the run has written it."""
 
 
 def train(experiment: Sequence[str] | Mapping[str, object] = ()) -> TrainResult:
-    """Run one experiment as ``python -m runner`` does, and return what it has left.
+    """Run one experiment as ``python -m runner`` does.
 
-    One rank runs in this process, which must be its main thread; several are started as processes. A script
-    calls this below ``if __name__ == "__main__":``, because it is imported by processes that tokenise.
+    One rank runs in this process, in its main thread; several are started as processes.
 
     Args:
-        experiment: words of the command line, or keys and their values, also one mapping for each group.
+        experiment: words of the command line, or values of keys: ``{"stage": "dpo", "run.max_steps": 5}``.
 
     Raises:
         ConfigError: if the config is wrong, before any rank starts.
         TrainingError: if a rank failed.
     """
-    words = as_words(experiment) if isinstance(experiment, Mapping) else list(experiment)
-    set_cuda_defaults()
     folders: list[Path] = []
-    with as_command(words) as command:
-        if is_sweep(command):
-            raise ConfigError("runner.api.train: starts one run; leave out the sweep, and call it in a loop.")
-        config, where = compose_command()
-        if config["preflight"]["mode"] != "check":
-            raise ConfigError("preflight.mode: runner.api.train trains; leave it out.")
-        from runner.launch.final_report import newest_checkpoint  # imports torch
-        from runner.launch.run import run
-        from runner.launch.run_record import RunRecord
-
+    keys = experiment.items() if isinstance(experiment, Mapping) else ()
+    words = [f"{key}={hydra_value(value)}" for key, value in keys] or [*experiment]
+    before, sys.argv = sys.argv, ["runner", *map(with_home, words)]
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra would print errors and exit
+    set_cuda_defaults()
+    try:
+        check_long_options(words)
         with suppress(SystemExit):  # a signal has stopped the run, as its record says
-            run(config, where, command, time.time(), folders.append)
+            if not is_sweep(sys.argv):
+                application(lambda config: execute(config, folders.append))()
+    except Exception as error:  # noqa: BLE001  raised again
+        mistake = as_mistake(error)
+        raise mistake from (None if mistake is error else error)
+    finally:
+        sys.argv = before
+    if not folders:
+        raise ConfigError(f"runner.api.train: {' '.join(words)} is not one run to train; leave out the rest.")
     record, export = RunRecord.read(folders[0]), folders[0] / "export"
     assert record.ended is not None
-    return TrainResult(
-        folder=folders[0],
-        status=record.ended,
-        metrics=record.results.last,
-        checkpoint=newest_checkpoint(folders[0], record),
-        export=export if export.is_dir() else None,
-    )
-
-
-def as_words(keys: Mapping[str, object]) -> list[str]:
-    """Return ``keys``, or groups of keys, as words of the command line."""
-    words = []
-    for name, node in keys.items():
-        inner = {f"{name}.{key}": value for key, value in node.items()} if isinstance(node, Mapping) else None
-        words += [f"{key}={hydra_value(value)}" for key, value in (inner or {name: node}).items()]
-    return words
+    return TrainResult(folders[0], record.ended, record.results.last, export if export.is_dir() else None)

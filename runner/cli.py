@@ -7,8 +7,8 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import hydra
@@ -64,17 +64,18 @@ def run_job(config: DictConfig) -> float:
     return losses[0] if losses else math.nan  # a signal stopped the run
 
 
-job = hydra.main(version_base="1.3", config_path=config_dir(), config_name="config")(run_job)
+application = hydra.main(version_base="1.3", config_path=config_dir(), config_name="config")
+job = application(run_job)
 
 
-def execute(config: DictConfig) -> float:
+def execute(config: DictConfig, on_folder: Callable[[Path], object] = str) -> float:
     began, where = time.time(), provenance()
     plain = resolved(config, where)
     if sys.stderr.isatty() and "torch" not in sys.modules:
         print("loading torch ...", file=sys.stderr)
     from runner.launch.run import run
 
-    return run(plain, where, sys.argv, began)
+    return run(plain, where, sys.argv, began, on_folder)
 
 
 def sweep_point() -> SweepJob:
@@ -179,38 +180,6 @@ def check_encoding(words: Sequence[str]) -> None:
         except UnicodeEncodeError:
             shown = word.encode("utf-8", "backslashreplace").decode()
             raise ConfigError(f"{shown}: is not UTF-8; correct it, or name another path.") from None
-
-
-@contextmanager
-def as_command(words: Sequence[str]) -> Iterator[list[str]]:
-    """Make ``words`` the command line of the body, whose mistakes raise what a command would print."""
-    before, sys.argv = sys.argv, ["runner", *map(with_home, words)]
-    try:
-        check_long_options(words)
-        yield sys.argv
-    except Exception as error:
-        mistake = as_mistake(error)
-        if mistake is error:
-            raise
-        raise mistake from error
-    finally:
-        sys.argv = before
-
-
-def compose_command() -> tuple[Json, ConfigSources]:
-    """Compose the experiment of the command line, without Hydra's application around it."""
-    with initialize_config_dir(config_dir(), version_base="1.3"):
-        config = compose("config", sys.argv[1:], return_hydra_config=True)
-    state = HydraConfig.instance()
-    before = state.cfg
-    state.set_config(config)
-    try:
-        where = provenance()
-        return resolved(
-            OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]), where
-        ), where
-    finally:
-        state.cfg = before
 
 
 def explained(error: Exception) -> int:

@@ -197,8 +197,7 @@ class ModelSpec:
         append_mtp_layers(model)
         unfuse_experts(model)
         check_model(model)
-        check_moe_losses(model, self.moe, self.freeze, self.train_only)
-        freeze(model, self.freeze, self.train_only)
+        check_moe_losses(model, self.moe, freeze(model, self.freeze, self.train_only))
         return model
 
     @property

@@ -8,10 +8,11 @@ from transformers import PreTrainedModel
 from components.contracts.errors import ConfigError
 
 
-def freeze(model: PreTrainedModel, frozen: Sequence[str], train_only: Sequence[str] = ()) -> None:
+def freeze(model: PreTrainedModel, frozen: Sequence[str], train_only: Sequence[str] = ()) -> set[str]:
     """Freeze the parameters that a pattern of ``frozen`` matches, or those that none of ``train_only`` does.
 
-    At most one of the two is given. Tied parameters match by any of their names.
+    At most one of the two is given. Tied parameters match by any of their names. Return the names of those
+    that are frozen.
 
     Raises:
         ConfigError: if a pattern matches nothing, or nothing is left to train.
@@ -27,8 +28,9 @@ def freeze(model: PreTrainedModel, frozen: Sequence[str], train_only: Sequence[s
                 "and a pattern like 'model.layers.0.*'."
             )
         matched.update(id(parameters[name]) for name in found)
-    for parameter in parameters.values():
-        if (id(parameter) in matched) != bool(train_only):
-            parameter.requires_grad_(False)
+    left = {name for name, value in parameters.items() if (id(value) in matched) != bool(train_only)}
+    for name in left:
+        parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(f"model.{option}: {list(patterns)} leaves nothing to train; change a pattern.")
+    return left

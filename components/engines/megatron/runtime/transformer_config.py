@@ -44,11 +44,8 @@ RENAMED_OF_EXPERTS = {
 OURS = {theirs: f"parallelism.{ours}" for ours, theirs in (RENAMED | RENAMED_OF_EXPERTS).items()} | {
     "virtual_pipeline_model_parallel_size": "parallelism.vpp",
     "pipeline_model_parallel_layout": "parallelism.pipeline_layout",
-    "deterministic_mode": "run.deterministic",
-    "moe_aux_loss_coeff": "model.moe.aux_loss_coef",
-    "moe_z_loss_coeff": "model.moe.z_loss_coef",
-    "moe_router_bias_update_rate": "model.moe.bias_update_rate",
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "run.dtype"),
+    **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"), "model.moe"),
 }
 """Fields of Megatron and the keys here that determine them."""
 
