@@ -64,17 +64,18 @@ def run_job(config: DictConfig) -> float:
     return losses[0] if losses else math.nan  # a signal stopped the run
 
 
-job = hydra.main(version_base="1.3", config_path=config_dir(), config_name="config")(run_job)
+application = hydra.main(version_base="1.3", config_path=config_dir(), config_name="config")
+job = application(run_job)
 
 
-def execute(config: DictConfig) -> float:
+def execute(config: DictConfig, on_folder: Callable[[Path], object] = str) -> float:
     began, where = time.time(), provenance()
     plain = resolved(config, where)
     if sys.stderr.isatty() and "torch" not in sys.modules:
         print("loading torch ...", file=sys.stderr)
     from runner.launch.run import run
 
-    return run(plain, where, sys.argv, began)
+    return run(plain, where, sys.argv, began, on_folder)
 
 
 def sweep_point() -> SweepJob:
@@ -183,6 +184,16 @@ def check_encoding(words: Sequence[str]) -> None:
 
 def explained(error: Exception) -> int:
     """Print one or two lines for a user's mistake, a traceback for any other error; return the exit code."""
+    error = as_mistake(error)
+    if not isinstance(error, ConfigError | TrainingError):
+        traceback.print_exception(error)
+        return FAILED
+    print(f"error: {error}", file=sys.stderr)
+    return MISTAKE if isinstance(error, ConfigError) else FAILED
+
+
+def as_mistake(error: Exception) -> Exception:
+    """Return the ConfigError for a user's mistake that another library has found, else ``error``."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         error = ConfigError(f"{mark.name}:{mark.line + 1}: malformed YAML: {error.problem}; correct it.")
@@ -199,11 +210,7 @@ def explained(error: Exception) -> int:
     if isinstance(error, OSError) and error.filename and (error.errno in WRONG or EXECUTION not in files):
         path = str(error.filename)[:200]
         error = ConfigError(f"{path}: {error.strerror}; name another path, or move what is there.")
-    if not isinstance(error, ConfigError | TrainingError):
-        traceback.print_exception(error)
-        return FAILED
-    print(f"error: {error}", file=sys.stderr)
-    return MISTAKE if isinstance(error, ConfigError) else FAILED
+    return error
 
 
 def provenance() -> ConfigSources:

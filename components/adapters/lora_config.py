@@ -78,7 +78,8 @@ class LoRA:
         fixed = router_biases(model).values()  # these never require a gradient
         if any(not p.requires_grad and all(p is not bias for bias in fixed) for p in model.parameters()):
             raise ConfigError(
-                "model.freeze: an adapter freezes the whole model; leave it out, or use adapter=none."
+                "model.freeze, model.train_only: an adapter freezes the whole model; leave them out, or use "
+                "adapter=none."
             )
         if mtp_layers(model):
             raise ConfigError(

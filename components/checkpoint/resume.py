@@ -45,7 +45,7 @@ REMEDIES = {
     "optimizer": "set optimizer={theirs}",
     "reference": "the reference model was {theirs}; set checkpoint.init_from, model.init, model.path, "
     "model.revision and stage.reference_path to it",
-    "trained": "adapter, model.freeze: other parameters were trained; use those of its run",
+    "trained": "adapter, model.freeze, model.train_only: other parameters were trained; use those of its run",
     "base": "model: the frozen weights are not those of its run (model.path has changed); use the same",
     "seed": "set run.seed={theirs}",
     "global_batch_size": "set run.global_batch_size={theirs}",

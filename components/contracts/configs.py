@@ -69,6 +69,10 @@ class ModelConfig(Protocol):
         """Shell patterns for the names of parameters that are not trained."""
 
     @property
+    def train_only(self) -> tuple[str, ...]:
+        """Shell patterns for the names of the only parameters that are trained."""
+
+    @property
     def moe(self) -> "MoESettings": ...
 
     @property

@@ -15,7 +15,7 @@ from components.losses.preference_base import Pairs, PairwiseLoss, check_label_s
 from components.losses.preference_formulas import hinge, ipo, sigmoid
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CPO(PairwiseLoss):
     """Contrastive preference optimisation (Xu et al. 2024, equations 3 and 5) and SimPO.
 
@@ -23,8 +23,8 @@ class CPO(PairwiseLoss):
     ``ipo`` also takes log-probabilities per token, as in TRL's CPOTrainer.
     """
 
-    loss: Literal["sigmoid", "hinge", "ipo", "simpo"]
-    cpo_alpha: float
+    loss: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
+    cpo_alpha: float = 1.0
     """Weight of the chosen answer's negative log-likelihood."""
     simpo_gamma: float | None = None
     """Target difference of the rewards with ``loss=simpo``. None means 0.5."""
@@ -70,7 +70,7 @@ class CPO(PairwiseLoss):
         return sigmoid(chosen, rejected, beta=beta, label_smoothing=self.label_smoothing)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ORPO(PairwiseLoss):
     """Odds-ratio preference optimisation (Hong et al. 2024, equations 4 to 7); beta is its lambda.
 

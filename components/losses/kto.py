@@ -14,7 +14,7 @@ from components.contracts.loss import LossEngine, LossOutput, ReferenceChoice, T
 from components.losses.preference_base import attach_reference, log_ratios
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KTO:
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, equations 7 and 8).
 
@@ -25,10 +25,10 @@ class KTO:
     ``apo_zero_unpaired`` sets z = 0 (D'Oosterlinck et al. 2024, equation 7, one answer at a time).
     """
 
-    beta: float
-    loss: Literal["kto", "apo_zero_unpaired"]
-    desirable_weight: float
-    undesirable_weight: float
+    beta: float = 0.1
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
     reference: ReferenceChoice = "auto"
     reference_path: str | None = None
 

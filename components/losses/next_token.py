@@ -13,7 +13,7 @@ from components.contracts.errors import ConfigError
 from components.contracts.loss import LossEngine, LossOutput, ReferenceChoice, TokenStats
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NextToken:
     """``(1 - eps) * -logp + eps * -mean_logp + z_loss * logsumexp ** 2`` at every labelled token.
 
@@ -21,11 +21,11 @@ class NextToken:
     PaLM (2022).
     """
 
-    kind: Literal["text", "chat"]
-    normalize: Literal["token", "sequence"]
+    kind: Literal["text", "chat"] = "text"
+    normalize: Literal["token", "sequence"] = "token"
     """Unit of equal weight: each labelled token, or each sequence (by its mean over labelled tokens)."""
-    label_smoothing: float
-    z_loss: float
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
     reference: ClassVar[ReferenceChoice] = "none"
 

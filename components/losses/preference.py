@@ -36,14 +36,14 @@ DPOKind = Literal[
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DPO(ReferencedLoss):
     """DPO and its variants, with the formulas in ``preference_formulas``.
 
     A reward is beta times an answer's log-ratio to the reference model.
     """
 
-    label_smoothing: float
+    label_smoothing: float = 0.0
     loss: DPOKind = "sigmoid"
     rpo_alpha: float = 0.0
     """RPO (Pang et al. 2024): weight of the chosen answers' negative log-likelihood, a mean over tokens."""

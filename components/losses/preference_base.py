@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -32,7 +32,7 @@ class Pairs:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PairwiseLoss(ABC):
     """A sum of ``pair_loss`` over pairs and, if ``nll_weight`` is not 0, a second term.
 
@@ -41,7 +41,7 @@ class PairwiseLoss(ABC):
     the margin between rewards, and the share of pairs with a margin above 0.
     """
 
-    beta: float
+    beta: float = 0.1
 
     kind: ClassVar[Literal["preference"]] = "preference"
     requires: ClassVar[frozenset[str]] = frozenset()
@@ -116,12 +116,12 @@ def check_label_smoothing(share: float) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReferencedLoss(PairwiseLoss):
     """A loss of log-ratios to a reference model. ``reference=none`` sets its log-probabilities to 0."""
 
-    reference: ReferenceChoice = field(default="auto", kw_only=True)
-    reference_path: str | None = field(default=None, kw_only=True)
+    reference: ReferenceChoice = "auto"
+    reference_path: str | None = None
     """Hugging Face folder of a reference model that is not the model before training."""
 
     def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:

@@ -1,7 +1,6 @@
 """Checks that reject models which the engines would train incorrectly."""
 
-import fnmatch
-from collections.abc import Sequence
+from collections.abc import Set
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
@@ -138,11 +137,10 @@ def check_chosen(config: PreTrainedConfig) -> None:
         )
 
 
-def check_moe_losses(model: PreTrainedModel, terms: MoELossConfig, freeze: Sequence[str] = ()) -> None:
+def check_moe_losses(model: PreTrainedModel, terms: MoELossConfig, frozen: Set[str] = frozenset()) -> None:
     """Raise ConfigError if the router losses or the bias updates would have no effect on ``model``.
 
-    A loss needs routers and a coefficient. ``bias_update_rate`` needs router biases that no pattern of
-    ``freeze`` matches.
+    A loss needs routers and a coefficient. ``bias_update_rate`` needs router biases that are not ``frozen``.
     """
     kind = model.config.model_type
     asked = {
@@ -167,10 +165,10 @@ def check_moe_losses(model: PreTrainedModel, terms: MoELossConfig, freeze: Seque
             f"model.moe.bias_update_rate: the routers of {kind} have no bias; use model.moe.aux_loss, or "
             "model.moe.bias_update_rate=0."
         )
-    if terms.bias_update_rate and (fixed := [p for p in freeze if fnmatch.filter(router_biases(model), p)]):
+    if terms.bias_update_rate and (fixed := sorted(frozen & router_biases(model).keys())):
         raise ConfigError(
-            f"model.moe.bias_update_rate: is {terms.bias_update_rate}, and {fixed[0]!r} of model.freeze "
-            "matches the biases that it would change; use model.moe.bias_update_rate=0, or another pattern."
+            f"model.moe.bias_update_rate: is {terms.bias_update_rate}, and model.freeze or model.train_only "
+            f"freezes {fixed[0]}; use model.moe.bias_update_rate=0, or other patterns."
         )
 
 

@@ -66,6 +66,8 @@ class ModelSpec:
     True those that ``chat_template`` writes."""
     freeze: tuple[str, ...] = ()
     """Shell patterns of the names of parameters that are not trained."""
+    train_only: tuple[str, ...] = ()
+    """Instead of ``freeze``: shell patterns of the names of the only parameters that are trained."""
     moe: MoELossConfig = field(default_factory=MoELossConfig)
     """Router losses and bias updates, for MoE models."""
     mtp: MTPConfig = field(default_factory=MTPConfig)
@@ -97,6 +99,10 @@ class ModelSpec:
                 "embedded tokenizer; leave it out."
             )
 
+        if self.freeze and self.train_only:
+            raise ConfigError(
+                "model.train_only: model.freeze is given too, and each decides what is trained; drop one."
+            )
         if self.add_tokens is True and self.chat_template not in TEMPLATE_TOKENS:
             raise ConfigError(
                 "model.add_tokens: is true, which adds the tokens of a model.chat_template that the program "
@@ -162,12 +168,12 @@ class ModelSpec:
     def build(self, config: PreTrainedConfig, *, attention: str = "eager") -> PreTrainedModel:
         """Return the model on the meta device in float32, with tied weights.
 
-        ``attention`` is an ``attn_implementation`` of transformers. Parameters that match ``freeze`` require
-        no gradient.
+        ``attention`` is an ``attn_implementation`` of transformers. Parameters that are frozen require no
+        gradient.
 
         Raises:
             ConfigError: if transformers cannot build the model, our engines cannot train it
-                (``check_model``), a pattern of ``freeze`` matches no parameter, or all parameters are frozen.
+                (``check_model``), a pattern matches no parameter, or all parameters are frozen.
         """
 
         def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
@@ -191,8 +197,7 @@ class ModelSpec:
         append_mtp_layers(model)
         unfuse_experts(model)
         check_model(model)
-        check_moe_losses(model, self.moe, self.freeze)
-        freeze(model, self.freeze)
+        check_moe_losses(model, self.moe, freeze(model, self.freeze, self.train_only))
         return model
 
     @property

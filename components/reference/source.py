@@ -52,7 +52,7 @@ class ReferenceSource:
         Engines require a trainable parameter, so 1-D parameters stay trainable. If there are none, nothing is
         frozen.
         """
-        model = replace(self.model, freeze=())
+        model = replace(self.model, freeze=(), train_only=())
         shapes = named_shapes(model.meta_model)
         matrices = tuple(name for name, shape in shapes.items() if len(shape) > 1)
         return replace(model, freeze=matrices if len(matrices) < len(shapes) else ())

@@ -19,6 +19,7 @@ from components.contracts.json_types import Config, Json
 from components.contracts.loss import Loss
 from components.contracts.parallelism import ParallelismSpec
 from components.contracts.scheduler import SchedulerSpec
+from components.json_text import one_line
 from components.loggers import LoggerSpec
 from components.targets import described
 from runner.config.run_config import (
@@ -152,8 +153,12 @@ def build_component(group: str, node: Config, where: ConfigSources) -> Any:
     try:
         found = get_object(path)
     except (ImportError, AttributeError, ValueError) as error:
+        cause = error.__cause__ or error
+        lacking = cause.name if isinstance(cause, ModuleNotFoundError) and not where.chosen(name) else None
+        remedy = "name an installed class" if lacking is None else f"pip install {lacking}"
         raise ConfigError(
-            f"{name} ({where.of(name)}): cannot import {path}; name an installed class."
+            f"{name} ({where.of(name)}): cannot import {path} ({type(cause).__name__}: {one_line(cause)}); "
+            f"{remedy}."
         ) from error
     target, contract = described(found), {**GROUPS, **NAMED}[group.partition(".")[0]]
     if (reason := objection(target, contract)) is not None:
@@ -190,10 +195,17 @@ def construct(target: Callable[..., T], group: str, values: Config, where: Confi
         if key not in parameters and not open_ended:
             name = f"{group}.{key}"
             raise unknown_key(name, where.of(name), (f"{group}.{p}" for p in parameters))
-    for key, parameter in parameters.items():
-        required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-        if required and key not in values:
-            raise ConfigError(f"{group}.{key} ({where.of(group)}): is missing; set {group}.{key}=VALUE.")
+    missing = [
+        f"{group}.{key}"
+        for key, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind is not parameter.VAR_KEYWORD
+        and key not in values
+    ]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        remedy = " ".join(f"+{name}=VALUE" for name in missing)  # without "+" Hydra accepts no new key
+        raise ConfigError(f"{', '.join(missing)} ({where.of(group)}): {verb} missing; give {remedy}.")
     return target(**{k: coerce(f"{group}.{k}", v, hints.get(k, object), where) for k, v in values.items()})
 
 

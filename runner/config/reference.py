@@ -115,12 +115,13 @@ def rows(prefix: str, node: Json, reader: Any, comments: Mapping[str, str]) -> I
         key = f"{prefix}.{name}"
         if name == "_target_":
             continue
-        if is_dataclass(hints[name]):
-            yield from rows(key, value, hints[name], comments)
+        hint = hints.get(name, object)  # arguments of a torch optimizer class have no checked type
+        if is_dataclass(hint):
+            yield from rows(key, value, hint, comments)
             continue
         default = "below" if name == "architecture" and value else shown(value)
         words = comments.get(key, "").replace("|", r"\|")
-        yield f"| `{key}` | {default} | {type_words(hints[name])} | {words} |"
+        yield f"| `{key}` | {default} | {type_words(hint)} | {words} |"
 
 
 def table(prefix: str, node: Json, reader: Any, comments: Mapping[str, str]) -> Iterator[str]:

@@ -135,7 +135,7 @@ class RunPreparation:
         experiment = self.experiment
         if experiment.adapter is not None:
             trained = experiment.adapter.shape_hash(model)
-        elif experiment.model.freeze:
+        elif experiment.model.freeze or experiment.model.train_only:
             trained = experiment.model.trained_shape_hash(model)
         else:
             return {}

@@ -1,7 +1,7 @@
 """Third part of a launch: the ranks, and how the run is concluded."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,13 +23,20 @@ from runner.training.stop import PRUNED
 from runner.training.watchdog import end_process
 
 
-def run(config: Config, where: ConfigSources, command: Sequence[str], began: float) -> float:
+def run(
+    config: Config,
+    where: ConfigSources,
+    command: Sequence[str],
+    began: float,
+    on_folder: Callable[[Path], object] = str,
+) -> float:
     """Run an experiment from start to end; return its final loss: eval, else train, NaN if none was logged.
 
     Unless ``preflight.mode`` is ``check``, only print the forecast and return NaN.
 
     Args:
         began: seconds since the epoch; ``run.max_time`` counts from there.
+        on_folder: called with the run folder, before any rank starts.
 
     Raises:
         ConfigError: if the config is wrong, before any rank starts.
@@ -46,9 +53,10 @@ def run(config: Config, where: ConfigSources, command: Sequence[str], began: flo
         return print_forecast(found, launch.config, launch.experiment, where.sweep_job)
     if place.launched:
         with launch.resources:
-            return run_launched(launch, place)
+            return run_launched(launch, place, on_folder)
     with launch.resources:
         folder, restarts = prepare(launch), launch.experiment.run.max_restarts
+        on_folder(folder)
         with recording_end(folder), naming_file(folder):
             if launch.world_size > 1 or restarts:
                 run_with_restarts(folder, launch.world_size, restarts)
@@ -57,10 +65,11 @@ def run(config: Config, where: ConfigSources, command: Sequence[str], began: flo
             return finish(launch, folder)
 
 
-def run_launched(launch: RunPreparation, place: RankInfo) -> float:
+def run_launched(launch: RunPreparation, place: RankInfo, on_folder: Callable[[Path], object]) -> float:
     """Run one rank under torchrun or srun; rank 0 also does the work of the parent process."""
     store = rendezvous.connect(os.environ)
     folder = rendezvous.agree_on_folder(store, os.environ, partial(prepare, launch), launch.prepare_data)
+    on_folder(folder)
 
     def give_up(error: TrainingError) -> None:
         report_failure(folder, error, stalled=True)

@@ -79,10 +79,35 @@ def test_the_adapter_that_preflight_offers_is_the_usual_one() -> None:
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_a_layout_without_keys_is_its_file(name: str) -> None:
+def test_the_layout_that_preflight_varies_is_its_file(name: str) -> None:
     keys = yaml.safe_load((CONF / "parallelism" / f"{name}.yaml").read_text()).keys() - {"_target_"}
     assert layout_of(name) == DEFAULTS[name]
     assert keys == {field.name for field in fields(DEFAULTS[name])}
+
+
+VARIANTS = {("stage", "sft"), ("stage", "simpo"), ("parallelism", "single"), ("data", "stdlib")}
+"""Options that set other values for the class of another option."""
+DEFAULTED = [
+    (group, option)
+    for group, option in OPTIONS
+    if (group, option) not in VARIANTS
+    and group not in ("model", "adapter", "logger")
+    and "_target_" in (CONF / group / f"{option}.yaml").read_text()
+    and "defaults:" not in (CONF / group / f"{option}.yaml").read_text()
+]
+
+
+@pytest.mark.parametrize(("group", "option"), DEFAULTED)
+def test_a_component_without_keys_is_its_file(group: str, option: str) -> None:
+    """So a file of one's own for a subclass names only the keys that differ."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("config", [f"{group}={option}", *NEEDED.get((group, option), [])])
+    node = OmegaConf.to_container(config[group], resolve=True)
+    assert isinstance(node, dict)
+    given = {key.split(".")[1].split("=")[0] for key in NEEDED.get((group, option), [])}
+    bare = {key: node[key] for key in ("_target_", *given)}
+    whole = build_component(group, node, ConfigSources())
+    assert build_component(group, bare, ConfigSources()) == whole
 
 
 LAYOUTS = [option for group, option in OPTIONS if group == "parallelism" and option[-1].isdigit()]

@@ -80,10 +80,24 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["optimizer.warmup", "experiment/typo2.yaml"],
     ),
     "key of another choice": (["optimizer=sgd", "+optimizer.betas=[0.9,0.9]"], ["optimizer.betas"]),
-    "class": (["stage._target_=nowhere.Loss"], ["stage._target_", "nowhere.Loss"]),
+    "class": (
+        ["stage._target_=nowhere.Loss"],
+        ["stage._target_", "nowhere.Loss (Module", "name an installed class"],
+    ),
+    "package that is not installed": (
+        ["--config-dir={tmp}/conf", "optimizer=absent"],
+        ["optimizer/absent.yaml): cannot import", "; pip install no_such_package."],
+    ),
     "function as a class": (
         ["stage._target_=os.system", "+stage.command=touch {tmp}/ran"],
         ["stage._target_ (the command line): os.system is not a class;", "contracts.loss.Loss"],
+    ),
+    "keys without a value": (
+        ["stage._target_=tests.e2e.losses.Demanding"],
+        [
+            "stage.strength, stage.floor (conf/stage/",
+            "): are missing; give +stage.strength=VALUE +stage.floor=VALUE.",
+        ],
     ),
     "class of something else": (["~stage", "+stage._target_=builtins.dict"], ["stage._target_", "lacks"]),
     "logger": (["logger=[jsonl,wadb]"], ["logger=wadb", "did you mean 'wandb'"]),
@@ -452,6 +466,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["adapter.dropout", "parallelism.tp=1"],
     ),
     "freeze": (["model.freeze=[embed]"], ["model.freeze", "'embed'", "model.embed_tokens.weight"]),
+    "train_only": (
+        ["model.train_only=[embed]"],
+        ["model.train_only", "'embed'", "model.embed_tokens.weight"],
+    ),
+    "train_only and freeze": (
+        ["model.train_only=['*mlp*']", "model.freeze=['*norm*']"],
+        ["model.train_only", "model.freeze is given too"],
+    ),
     "freeze and adapter": (["adapter=lora", "model.freeze=['*mlp*']"], ["model.freeze", "adapter=none"]),
     # ---- resume and device
     "resume path": (["checkpoint.resume={tmp}/nowhere"], ["checkpoint.resume", "nowhere"]),
@@ -536,6 +558,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, raw in odd.items():
         (tmp / f"conf/experiment/{name}.yaml").write_bytes(header.encode() + raw)
+    (tmp / "conf/optimizer").mkdir()
+    (tmp / "conf/optimizer/absent.yaml").write_text("_target_: no_such_package.Sophia\nlr: 1e-3\n")
     (tmp / "conf/experiment/tab.yaml").write_text("run:\n\tmax_steps: 3\n")
     return tmp
 

@@ -524,6 +524,16 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "model.moe.bias_update_rate",
         "model.moe.bias_update_rate=0",
     ),
+    "trained layers without their biases": (
+        (ON + "fsdp2", "model=deepseek_tiny", "model.train_only=['*.experts.*']"),
+        "model.moe.bias_update_rate",
+        "model.moe.bias_update_rate=0",
+    ),
+    "a field of Megatron that does not exist": (
+        (ON + "tp2pp2", "parallelism.transformer_config={moe_permute_fusio: true}"),
+        "parallelism.transformer_config.moe_permute_fusio",
+        "did you mean 'moe_permute_fusion'?",
+    ),
     # ---- preflight's own keys
     "mode": (("preflight.mode=dry",), "preflight.mode", "'only'"),
     "devices of a run": (("preflight.devices=8",), "preflight.devices", "preflight.mode=plan"),

@@ -216,11 +216,12 @@ def make_engine(
     compiled: bool = False,
     adapter: LoRA | None = None,
     freeze: tuple[str, ...] = (),
+    train_only: tuple[str, ...] = (),
     mtp_layers: int = 0,
 ) -> Any:
     """Build the engine of this rank, by default FSDP2 on one rank."""
     return (on or fsdp2()).build(
-        replace(spec(family), freeze=freeze, mtp=MTPConfig(mtp_layers)),
+        replace(spec(family), freeze=freeze, train_only=train_only, mtp=MTPConfig(mtp_layers)),
         optimizer or AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=max_grad_norm),
         EngineOptions(
             dtype=dtype,

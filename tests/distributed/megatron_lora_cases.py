@@ -165,8 +165,10 @@ def with_dropout(on: Megatron, adapter: LoRA) -> tuple[dict[str, tuple[Any, Tens
     return held, [*losses, *found]
 
 
-def train_frozen(on: Megatron, family: str, patterns: tuple[str, ...]) -> Run:
-    engine = make_engine(family, on=on, freeze=patterns, count_zeros=True)
+def train_frozen(
+    on: Megatron, family: str, patterns: tuple[str, ...], train_only: tuple[str, ...] = ()
+) -> Run:
+    engine = make_engine(family, on=on, freeze=patterns, train_only=train_only, count_zeros=True)
     made = run_on(engine, next_token(), 3)
     engine.close()
     return made

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bitsandbytes.optim import AdamW8bit
 from schedulefree import AdamWScheduleFree
 from torch import Tensor
 
@@ -43,6 +44,7 @@ DESCRIPTIONS: dict[str, Optimizer] = {
     "adafactor": TorchClass(torch.optim.Adafactor, 1e-2, 0.1),
     "schedule-free": TorchClass(AdamWScheduleFree, 1e-2, 0.1, options={"warmup_steps": 3}),
     "lion": TorchClass(Lion, 1e-3, 0.1),
+    "adamw 8 bit": TorchClass(AdamW8bit, 1e-2, 0.1, options={"min_8bit_size": 512}),
 }
 
 

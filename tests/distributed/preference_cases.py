@@ -19,13 +19,13 @@ from tests.distributed.gradients import capture
 SMOOTHED = {"exo_pair": 1e-3, "robust": 0.1}
 KTO_OPTIONS: dict[str, Any] = {"beta": 0.1, "desirable_weight": 0.7, "undesirable_weight": 1.2}
 LOSSES: dict[str, Loss] = {
-    **{kind: DPO(0.1, SMOOTHED.get(kind, 0.0), loss=kind) for kind in PAIR_LOSSES},  # type: ignore[arg-type]
-    "rpo, ld": DPO(0.1, 0.2, rpo_alpha=0.6, ld_alpha=0.3),
-    "js": DPO(0.1, 0.0, f_divergence="js_divergence"),
-    "no reference": DPO(0.1, 0.0, reference="none"),
-    "cpo": CPO(0.1, "sigmoid", 1.0),
-    "simpo": CPO(2.0, "simpo", 0.0),
-    "orpo": ORPO(0.3),
+    **{kind: DPO(beta=0.1, label_smoothing=SMOOTHED.get(kind, 0.0), loss=kind) for kind in PAIR_LOSSES},  # type: ignore[arg-type]
+    "rpo, ld": DPO(beta=0.1, label_smoothing=0.2, rpo_alpha=0.6, ld_alpha=0.3),
+    "js": DPO(beta=0.1, f_divergence="js_divergence"),
+    "no reference": DPO(beta=0.1, reference="none"),
+    "cpo": CPO(beta=0.1, loss="sigmoid", cpo_alpha=1.0),
+    "simpo": CPO(beta=2.0, loss="simpo", cpo_alpha=0.0),
+    "orpo": ORPO(beta=0.3),
     "kto": KTO(loss="kto", **KTO_OPTIONS),
     "apo_zero_unpaired": KTO(loss="apo_zero_unpaired", **KTO_OPTIONS),
 }

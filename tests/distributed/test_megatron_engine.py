@@ -248,3 +248,12 @@ def test_where_memory_ends_is_named(run: Run, name: str) -> None:
             assert len(said) == 2
             for words in said:
                 assert words.startswith(f"out of memory in micro-batch {number} of {total} (1 row, ")
+
+
+def test_a_further_field_changes_the_model_in_the_same_way_in_every_layout(run: Run) -> None:
+    """``glu_linear_offset`` is added to a factor of each MLP."""
+    field = {"transformer_config": {"glu_linear_offset": 0.5}}
+    (plain, _), (one, _) = (run(cases.two_steps, megatron(dp=1, **options))[0] for options in ({}, field))
+    assert abs(one.loss / plain.loss - 1) > 1e-4
+    for result, _ in run(cases.two_steps, megatron(tp=2, dp=1, **field)):
+        assert result.loss == pytest.approx(one.loss, rel=1e-5)

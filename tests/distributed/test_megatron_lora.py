@@ -163,3 +163,15 @@ def test_a_part_of_a_model_is_trained(four: Ranks, name: str, family: str, patte
     for run in four.run(cases.train_frozen, LAYOUTS[name], family, patterns):
         assert_same(run, expected)
         assert run.zeros[0] == expected.zeros[0]
+
+
+def test_the_only_trained_part_is_the_rest_of_a_frozen_one(four: Ranks) -> None:
+    """The names of ``train_only`` are those that the patterns of ``freeze`` leave, so both runs are equal."""
+    only = ("model.layers.[13].*", "model.norm.*")
+    frozen = ("model.layers.[02].*", "model.embed_tokens.*", "lm_head.*")
+    expected, found = (
+        four.run(cases.train_frozen, LAYOUTS["pp2"], "llama_four", *patterns)
+        for patterns in ((frozen,), ((), only))
+    )
+    assert [run.curve for run in found] == [run.curve for run in expected]
+    assert [run.grads.keys() for run in found] == [run.grads.keys() for run in expected]

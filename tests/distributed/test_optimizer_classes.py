@@ -16,12 +16,19 @@ LAYOUTS = {
     "cp2": fsdp2(1, cp=2),
     "ep2": fsdp2(2, ep=2),
     "dp2 copies": fsdp2(2, dp_replicate=2),
+    "dp2 tp2": fsdp2(2, tp=2),
 }
+PROMISED = ("muon", "radam", "lion", "schedule-free", "adamw 8 bit")
 
 
 @pytest.fixture(scope="module")
 def two() -> Ranks:
     return Ranks(2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Ranks:
+    return Ranks(4)
 
 
 @pytest.mark.parametrize("name", sorted(cases.DESCRIPTIONS))
@@ -39,14 +46,25 @@ def test_a_resume_is_bitwise(name: str, tmp_path: Path) -> None:
         ("muon", "dp2 copies"),
         ("schedule-free", "tp2"),
         ("lion", "cp2"),
+        ("adamw 8 bit", "tp2"),
         ("adafactor", "tp2"),
     ],
 )
 def test_a_layout_trains_the_curve_of_one_rank(two: Ranks, name: str, layout: str, tmp_path: Path) -> None:
+    compare(two, name, layout, tmp_path)
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_four_ranks_train_the_curve_of_one(four: Ranks, name: str, tmp_path: Path) -> None:
+    compare(four, name, "dp2 tp2", tmp_path)
+
+
+def compare(ranks: Ranks, name: str, layout: str, tmp_path: Path) -> None:
+    """Compare the curve of a layout with that of one rank, and runs that resume in the other one."""
     expected = torch.tensor(cases.trained(fsdp2(), name, tmp_path / "one"))
-    for rank in two.run(cases.trained, LAYOUTS[layout], name, tmp_path / "two"):
+    for rank in ranks.run(cases.trained, LAYOUTS[layout], name, tmp_path / "two"):
         torch.testing.assert_close(torch.tensor(rank), expected, rtol=1e-5, atol=0)
-    for rank in two.run(cases.resumed, LAYOUTS[layout], name, tmp_path / "one", 2):
+    for rank in ranks.run(cases.resumed, LAYOUTS[layout], name, tmp_path / "one", 2):
         torch.testing.assert_close(torch.tensor(rank), expected[2:], rtol=1e-5, atol=0)
     back = torch.tensor(cases.resumed(fsdp2(), name, tmp_path / "two", 2))
     torch.testing.assert_close(back, expected[2:], rtol=1e-5, atol=0)

@@ -109,3 +109,11 @@ class Scaled(NextToken):
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
         return LossOutput({"loss": super().__call__(stats, batch).terms["loss"] * self.factor})
+
+
+@dataclass(frozen=True)
+class Demanding(NextToken):
+    """A loss with two keys that have no default."""
+
+    strength: float
+    floor: float

@@ -72,8 +72,8 @@ def test_it_resumes_and_only_on_its_base(
     assert curve(rest) == curve(run)[2:]
     for change, words in (
         ("model.architecture.initializer_range=0.03", "the frozen weights are not those of its run"),
-        ("adapter.alpha=16", "adapter, model.freeze: other parameters were trained"),
-        ("adapter=none", "adapter, model.freeze: other parameters were trained"),
+        ("adapter.alpha=16", "adapter, model.freeze, model.train_only: other parameters were trained"),
+        ("adapter=none", "adapter, model.freeze, model.train_only: other parameters were trained"),
     ):
         options = [one for one in LORA if "none" not in change or not one.startswith("adapter")]
         code = call_here(
@@ -111,3 +111,17 @@ def test_the_content_of_a_folder_is_every_byte(run: Path, tmp_path: Path) -> Non
     stored[-1] ^= 1
     copy.write_bytes(stored)
     assert content_hash(tmp_path) != content_hash(run / "base")
+
+
+def test_the_only_trained_part_is_the_rest_of_a_frozen_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run with ``train_only`` is that with ``freeze`` to the last bit, and continues its checkpoints."""
+    saved = (*SMALL, "checkpoint.save_every=2")
+    frozen = run_here(tmp_path, *saved, "model.freeze=[model.layers.0.*, '*embed_tokens*']")
+    only = "model.train_only=[model.layers.1.*, model.norm.*]"
+    assert curve(run_here(tmp_path, *saved, only)) == curve(frozen)
+    half = f"checkpoint.resume={frozen / 'checkpoints' / 'step_00000002'}"
+    assert curve(run_here(tmp_path, *saved, only, half)) == curve(frozen)[2:]
+    assert call_here(f"run.output_dir={tmp_path}", *saved, "model.train_only=[model.layers.1.*]", half) == 2
+    assert "other parameters were trained" in capsys.readouterr().err

@@ -151,7 +151,7 @@ def test_an_optimizer_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "my_optimizers.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     commands = re.findall(r"^python -m runner (.*)$", OPTIMIZERS, flags=re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 8
     for number, command_line in enumerate(commands):
         words = [word for word in shlex.split(command_line) if not word.startswith("parallelism=")]
         assert call_here(*words, *SMALL, f"run.output_dir={tmp_path}/{number}") == 0

@@ -42,8 +42,8 @@ LAYERS = (
     "runner.training runner.sweeps.pruner",
     "runner.launch",
     "runner.sweeps runner.cli",
-    "runner.commands runner.chat runner.evaluate runner.export runner.generate runner.import_config "
-    "runner.report "
+    "runner.api runner.commands runner.chat runner.evaluate runner.export runner.generate "
+    "runner.import_config runner.report "
     "runner.__main__ hydra_plugins",
 )
 """Modules may import from their own line and the lines above; the longest matching name decides the line."""

@@ -12,12 +12,12 @@ class FSDP2Layout:
     (hybrid sharding) a parameter is sharded over ``dp / dp_replicate`` ranks.
     """
 
-    dp: int | None
+    dp: int | None = None
     """Number of data-parallel ranks. None means ``dp_shard * dp_replicate`` if ``dp_shard`` is given, else
     that it fills WORLD_SIZE, else the visible GPUs, else ``default_dp``."""
-    default_dp: int
+    default_dp: int = 2
     """Default of ``dp``, rounded up to a multiple of ``dp_replicate``."""
-    reshard_after_forward: bool
+    reshard_after_forward: bool = True
     """Whether the gathered weights of a block are freed between its forward and its backward."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recomputation in the backward: nothing, every block, or attention only."""

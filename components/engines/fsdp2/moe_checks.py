@@ -98,6 +98,7 @@ def check_trained(model: PreTrainedModel) -> None:
             wanted = {getattr(e, leaf).weight.requires_grad for e in experts for leaf in leaves}
             if len(wanted) > 1:
                 raise ConfigError(
-                    f"model.freeze: matches some of {name}.experts.*.{leaves[0]} and the like, and "
-                    'parallelism=fsdp2 trains all of a layer or none; use a pattern like "*.mlp.experts.*".'
+                    f"model.freeze, model.train_only: matches some of {name}.experts.*.{leaves[0]} and "
+                    "the like, and parallelism=fsdp2 trains all of a layer or none; use a pattern like "
+                    '"*.mlp.experts.*".'
                 )

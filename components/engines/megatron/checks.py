@@ -251,7 +251,7 @@ def tensors(model: PreTrainedModel, adapter: LoRA | None) -> list[list[str]]:
 
 
 def check_frozen(model: PreTrainedModel) -> None:
-    """Check ``model.freeze`` against fused tensors and against the biases of frozen layers."""
+    """Check the frozen parameters against fused tensors and against the biases of frozen layers."""
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     parts = hf_names.fused(trained)
     for names in parts:
@@ -259,15 +259,16 @@ def check_frozen(model: PreTrainedModel) -> None:
         if frozen and len(frozen) < len(names):
             left = [name for name in names if trained[name]]
             raise ConfigError(
-                f"model.freeze: {frozen[0]} is frozen and {left[0]} is not, but Megatron keeps them in one "
-                "tensor; freeze both or neither, or use parallelism=fsdp2."
+                f"model.freeze, model.train_only: {frozen[0]} is frozen and {left[0]} is not, but Megatron "
+                "keeps them in one tensor; freeze both or neither, or use parallelism=fsdp2."
             )
     for name, is_trained in trained.items():
         weight = f"{name.removesuffix('.bias')}.weight"
         if name.endswith(".bias") and is_trained and not trained[weight]:
             raise ConfigError(
-                f"model.freeze: {weight} is frozen and {name} is not, but Megatron computes no gradient for "
-                "the bias of a frozen layer; freeze both or neither, or use parallelism=fsdp2."
+                f"model.freeze, model.train_only: {weight} is frozen and {name} is not, but Megatron "
+                "computes no gradient for the bias of a frozen layer; freeze both or neither, or use "
+                "parallelism=fsdp2."
             )
 
 

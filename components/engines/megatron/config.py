@@ -62,6 +62,10 @@ class Megatron(Layout):
                 "run.kernels: Megatron's are those of parallelism.transformer_impl; use run.kernels=auto."
             )
         check_run(self, model, optimizer, options, world_size=world_size)
+        if self.transformer_config:  # else the parent process imports no megatron
+            from components.engines.megatron.runtime.transformer_config import transformer_config
+
+            transformer_config(model.config, self, options)
 
     def build(self, model: ModelSpec, optimizer: Optimizer, options: EngineOptions) -> "MegatronEngine":
         """Join the process group and build this rank's engine; every rank must call it."""

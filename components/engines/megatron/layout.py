@@ -1,7 +1,8 @@
 """The sizes of ``parallelism=megatron``, which split the model and the data over ranks."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Layout:
     """Whether every expert's input is padded to its capacity."""
     shared_expert_overlap: bool = False
     """Whether shared experts are computed during the token exchange."""
+    transformer_config: Mapping[str, Any] | None = field(default=None, hash=False)
+    """Further fields of Megatron's ``TransformerConfig``, which no other key sets."""
 
     @property
     def model_ranks(self) -> int:

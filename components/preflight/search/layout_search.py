@@ -18,10 +18,7 @@ from components.preflight.search.candidate import Candidate
 from components.preflight.search.fsdp2_layouts import enumerate_layouts as fsdp2_layouts
 from components.preflight.search.megatron_layouts import enumerate_layouts as megatron_layouts
 
-DEFAULTS: Mapping[str, EngineLayout] = {
-    "fsdp2": FSDP2(dp=None, default_dp=2, reshard_after_forward=True),
-    "megatron": Megatron(),
-}
+DEFAULTS: Mapping[str, EngineLayout] = {"fsdp2": FSDP2(), "megatron": Megatron()}
 """Layout of ``parallelism=NAME`` without further keys, which the search varies and overrides omit."""
 
 SHOWN = 6
@@ -117,7 +114,8 @@ def by_step_time(timed: tuple[StepTime, int, Candidate]) -> float:
 def as_overrides(engine: str, case: Candidate) -> tuple[str, ...]:
     """Return the command-line overrides that select ``case``."""
     usual, keys = vars(DEFAULTS[engine]), vars(case.layout)
-    changed = [f"parallelism.{key}={str(keys[key]).lower()}" for key in keys if keys[key] != usual[key]]
+    given = {key: str(value).lower().replace("'", "") for key, value in keys.items() if value != usual[key]}
+    changed = [f"parallelism.{key}={value}" for key, value in given.items()]
     return (f"parallelism={engine}", *changed, f"run.micro_batch_size={case.micro_batch_size}")
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.optim import AdamW8bit
+from bitsandbytes.optim import Lion as bitsandbytes_lion
 from schedulefree import AdamWScheduleFree
 from torch import nn
 
@@ -46,6 +48,8 @@ class NormedTogether(torch.optim.SGD):
         (torch.optim.Adafactor, "matrix", ()),
         (AdamWScheduleFree, "element", ("exp_avg_sq", "z")),
         (Lion, "element", ("exp_avg",)),
+        (AdamW8bit, "matrix", ()),
+        (bitsandbytes_lion, "element", ("state1",)),
         (Normed, "matrix", ()),
         (NormedTogether, "model", ()),
     ],

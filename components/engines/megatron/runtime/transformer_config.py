@@ -1,30 +1,68 @@
 """Conversion of a transformers configuration and a layout to Megatron's ``TransformerConfig``."""
 
+import difflib
+import json
+import typing
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from transformers import PreTrainedConfig
 
 from components.contracts.engine import EngineOptions
-from components.contracts.json_types import Json
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Config, Json
 from components.engines.megatron.checks import has_latents, uses_transformer_engine
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.moe_config import read_moe_config
 from components.engines.megatron.pipeline_split import add_mtp_layers
+from components.json_text import one_line
 from components.models.mtp import num_mtp_layers
+
+FURTHER = "parallelism.transformer_config"
+RENAMED = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "sequence_parallel": "sequence_parallel",
+    "cp_comm_type": "cp_comm_type",
+    "first_stage_layers": "num_layers_in_first_pipeline_stage",
+    "last_stage_layers": "num_layers_in_last_pipeline_stage",
+}
+"""Keys of the layout and the fields of Megatron that have their values."""
+RENAMED_OF_EXPERTS = {
+    "shared_expert_overlap": "moe_shared_expert_overlap",
+    "moe_token_dispatcher": "moe_token_dispatcher_type",
+    "capacity_factor": "moe_expert_capacity_factor",
+    "moe_token_drop_policy": "moe_token_drop_policy",
+    "moe_pad_to_capacity": "moe_pad_expert_input_to_capacity",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+OURS = {theirs: f"parallelism.{ours}" for ours, theirs in (RENAMED | RENAMED_OF_EXPERTS).items()} | {
+    "virtual_pipeline_model_parallel_size": "parallelism.vpp",
+    "pipeline_model_parallel_layout": "parallelism.pipeline_layout",
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "run.dtype"),
+    **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"), "model.moe"),
+}
+"""Fields of Megatron and the keys here that determine them."""
 
 
 def transformer_config(hf: PreTrainedConfig, layout: Layout, options: EngineOptions) -> TransformerConfig:
     """Return the configuration of the same model as in transformers, split according to ``layout``.
 
     Losses are summed, never averaged (``calculate_per_token_loss``), and parameters start uninitialised.
+
+    Raises:
+        ConfigError: if a field of ``layout.transformer_config`` is ours, unknown or of another type, or
+            Megatron refuses it.
     """
     dtype, adapter = options.dtype, options.adapter
     uses_te = uses_transformer_engine(hf, layout, dtype, options.device, adapter)
     kind = MLATransformerConfig if has_latents(hf) else TransformerConfig
-    config = kind(
+    ours = dict(
         **architecture(hf),
         **mla_arguments(hf),
         **moe_arguments(hf, layout),
@@ -49,10 +87,41 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, options: EngineOpti
         # them on the host, four times in each layer.
         apply_rope_fusion=uses_te,
     )
+    given = layout.transformer_config or {}
+    check_further_fields(kind, given, ours)
+    try:
+        config = kind(**ours, **given)
+    except Exception as error:
+        if not given:
+            raise
+        raise ConfigError(
+            f"{FURTHER}: Megatron refuses {list(given)} here ({type(error).__name__}: {one_line(error)}); "
+            "change or remove a field."
+        ) from error
     config.transformer_engine = uses_te
     config.windows, config.rotary = windows(hf), rotary(hf)
     config.experts = read_moe_config(hf)
     return config
+
+
+def check_further_fields(kind: type[TransformerConfig], given: Config, ours: Config) -> None:
+    """Raise ConfigError if a field of ``parallelism.transformer_config`` may not be set, or not so."""
+    hints = typing.get_type_hints(kind)
+    for name, value in given.items():
+        key = "parallelism.activation_checkpointing" if name.startswith("recompute_") else OURS.get(name)
+        if key is not None or name in ours:
+            why = f"use {key}" if key else "the model or this engine gives its value"
+            raise ConfigError(f"{FURTHER}.{name}: may not be set here; {why}.")
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1, cutoff=0)
+            raise ConfigError(
+                f"{FURTHER}.{name}: is not a field of Megatron's {kind.__name__}; did you mean {near[0]!r}?"
+            )
+        try:
+            adapter = TypeAdapter(hints[name], config=ConfigDict(arbitrary_types_allowed=True))
+            adapter.validate_json(json.dumps(value), strict=True)
+        except ValidationError as error:
+            raise ConfigError(f"{FURTHER}.{name}: got {value!r}; {error.errors()[0]['msg']}.") from error
 
 
 def leave_empty(_: torch.Tensor) -> None:
@@ -91,16 +160,10 @@ def moe_arguments(hf: PreTrainedConfig, layout: Layout) -> Json:
         "moe_layer_freq": [int(routed) for routed in found.layers],
         "moe_ffn_hidden_size": found.intermediate,
         "moe_shared_expert_intermediate_size": found.shared or None,
-        "moe_shared_expert_overlap": layout.shared_expert_overlap,
         "moe_router_topk": found.top_k,
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": True,  # unused, but Megatron refuses top-1 routing without it
-        "moe_token_dispatcher_type": layout.moe_token_dispatcher,
-        "moe_expert_capacity_factor": layout.capacity_factor,
-        "moe_token_drop_policy": layout.moe_token_drop_policy,
-        "moe_pad_expert_input_to_capacity": layout.moe_pad_to_capacity,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
+        **{theirs: getattr(layout, ours) for ours, theirs in RENAMED_OF_EXPERTS.items()},
     }
 
 
@@ -108,15 +171,9 @@ def parallelism(layout: Layout, mtp: int = 0) -> Json:
     """Return the parallelism options; ``mtp`` MTP layers are on the last pipeline stage."""
     interleaved = layout.vpp > 1
     return {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
+        **{theirs: getattr(layout, ours) for ours, theirs in RENAMED.items()},
         "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
-        "context_parallel_size": layout.cp,
-        "sequence_parallel": layout.sequence_parallel,
-        "cp_comm_type": layout.cp_comm_type,
         "pipeline_model_parallel_layout": add_mtp_layers(layout.pipeline_layout, mtp),
-        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
         "deallocate_pipeline_outputs": True,
         # Batched transfers are unordered between the two directions. With two stages, each is both the
         # previous and the next one of the other, so chunks could silently receive each other's tensors.

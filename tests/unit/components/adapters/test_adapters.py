@@ -233,15 +233,25 @@ def test_a_setting_of_another_type_is_named(folder: Path, tmp_path: Path, key: s
 
 
 def test_frozen_parameters_want_no_gradient() -> None:
-    frozen = ModelSpec(architecture=spec("qwen3").architecture, freeze=("lm_head.*", "*.layers.0.mlp.*"))
+    architecture = spec("qwen3").architecture
+    frozen = ModelSpec(architecture=architecture, freeze=("lm_head.*", "*.layers.0.mlp.*"))
     model = frozen.build(frozen.config())
     still = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     mlp = {f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
     assert still == mlp | {"model.embed_tokens.weight"}  # tied
     assert frozen.trained_shape_hash(model) != frozen.shape_hash(model) == spec("qwen3").shape_hash(model)
-    for patterns, message in (("x.*",), "'x.*' matches no parameter"), (("*",), "leaves nothing to train"):
-        bad = ModelSpec(architecture=spec("qwen3").architecture, freeze=patterns)
+    others = ModelSpec(architecture=architecture, train_only=("lm_head.*", "*.layers.0.mlp.*"))
+    trained = {name for name, p in others.build(others.config()).named_parameters() if p.requires_grad}
+    assert trained == still
+    for keys, message in (
+        ({"freeze": ("x.*",)}, "freeze: 'x.*' matches no parameter"),
+        ({"freeze": ("*",)}, "freeze.* leaves nothing to train"),
+        ({"train_only": ("*.layers.0.*", "x.*")}, "train_only: 'x.*' matches no parameter"),
+    ):
+        bad = ModelSpec(architecture=architecture, **keys)
         with pytest.raises(ConfigError, match=message):
             bad.build(bad.config())
-    with pytest.raises(ConfigError, match=r"model\.freeze: an adapter freezes the whole model"):
+    with pytest.raises(
+        ConfigError, match=r"model\.freeze, model\.train_only: an adapter freezes the whole model"
+    ):
         described().check(model)

@@ -21,7 +21,7 @@ LABELLED = (3, 1, 9, 0)
 def loss_of(
     normalize: str = "token", label_smoothing: float = 0.0, z_loss: float = 0.0, kind: str = "chat"
 ) -> NextToken:
-    return NextToken(kind, normalize, label_smoothing, z_loss)  # type: ignore[arg-type]
+    return NextToken(kind=kind, normalize=normalize, label_smoothing=label_smoothing, z_loss=z_loss)  # type: ignore[arg-type]
 
 
 def label_rows() -> list[Tensor]:

@@ -104,7 +104,7 @@ def test_loss_gradient_and_metrics_equal_the_formula(
     layout: str, order: str, beta: float, eps: float
 ) -> None:
     pair_index = ORDERS[order]
-    loss, (batch, logps) = DPO(beta, eps), make(layout, pair_index)
+    loss, (batch, logps) = DPO(beta=beta, label_smoothing=eps), make(layout, pair_index)
     output = loss(TokenStats(logps), batch)
     expected, grads, metrics = oracle(pair_index, beta, eps)
     pairs = sum(index >= 0 for index in pair_index) // 2
@@ -131,20 +131,20 @@ def test_log_ratios_do_not_drown_in_long_sums() -> None:
     batch = Batch(
         labels, labels, labels, torch.tensor([length, length]), pair_index=torch.tensor([0, 1]), ref_logps=ref
     )
-    margin, _ = DPO(1.0, 0.0)(TokenStats(logps), batch).metrics["rewards/margins"]
+    margin, _ = DPO(beta=1.0)(TokenStats(logps), batch).metrics["rewards/margins"]
     assert margin.item() == pytest.approx(64 * 2**-12, rel=1e-6)
 
 
 def test_equal_answers_are_not_accurate() -> None:
     batch, _ = make("packed", PAIRS)
     assert batch.ref_logps is not None
-    output = DPO(0.1, 0.0)(TokenStats(batch.ref_logps.clone()), batch)
+    output = DPO(beta=0.1)(TokenStats(batch.ref_logps.clone()), batch)
     assert output.terms["loss"].item() == pytest.approx(3 * torch.tensor(2.0).log().item())
     assert output.metrics["rewards/accuracies"] == (0, 3)
 
 
 def test_an_empty_microbatch_adds_nothing() -> None:
-    loss, batch = DPO(0.1, 0.0), empty()
+    loss, batch = DPO(beta=0.1), empty()
     logps = torch.zeros(1, 1, requires_grad=True)
     output = loss(TokenStats(logps * 1), batch)
     output.terms["loss"].backward()
@@ -161,7 +161,7 @@ def test_an_empty_microbatch_adds_nothing() -> None:
 def test_half_a_pair_is_an_error(pair_index: list[int]) -> None:
     batch, logps = make("packed", pair_index)
     with pytest.raises(AssertionError, match="split"):
-        DPO(0.1, 0.0)(TokenStats(logps), batch)
+        DPO(beta=0.1)(TokenStats(logps), batch)
 
 
 class FakeEngine:
@@ -178,17 +178,17 @@ class FakeEngine:
 def test_prepare_attaches_the_reference() -> None:
     batches = [replace(make("packed", PAIRS)[0], ref_logps=None), replace(empty(), ref_logps=None)]
     engine = FakeEngine(lambda batch: torch.full(batch.labels.shape, -2.0))
-    prepared = DPO(0.1, 0.0).prepare(batches, engine)  # type: ignore[arg-type]
+    prepared = DPO(beta=0.1).prepare(batches, engine)  # type: ignore[arg-type]
     assert [bool((b.ref_logps == -2).all()) for b in prepared] == [True, True]
     assert all(batch.ref_logps is None for batch in batches)
-    elsewhere = DPO(0.1, 0.0).prepare(batches, FakeEngine(None))  # type: ignore[arg-type]
+    elsewhere = DPO(beta=0.1).prepare(batches, FakeEngine(None))  # type: ignore[arg-type]
     assert all(batch.ref_logps is None for batch in elsewhere)
 
 
 def test_without_prepare_there_is_no_loss() -> None:
     batch, logps = make("packed", PAIRS)
     with pytest.raises(AssertionError, match="prepare"):
-        DPO(0.1, 0.0)(TokenStats(logps), replace(batch, ref_logps=None))
+        DPO(beta=0.1)(TokenStats(logps), replace(batch, ref_logps=None))
 
 
 REFUSED = [
@@ -203,4 +203,4 @@ REFUSED = [
 @pytest.mark.parametrize(("option", "beta", "eps"), REFUSED)
 def test_values_that_make_no_sense_are_refused(option: str, beta: float, eps: float) -> None:
     with pytest.raises(ConfigError, match=option):
-        DPO(beta, eps)
+        DPO(beta=beta, label_smoothing=eps)

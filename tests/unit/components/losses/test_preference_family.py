@@ -18,14 +18,14 @@ from tests.unit.components.losses.test_preference import LENGTHS, SHUFFLED, empt
 
 SMOOTHED = {"exo_pair": 1e-3, "robust": 0.1}
 LOSSES: dict[str, PairwiseLoss] = {
-    **{kind: DPO(0.3, SMOOTHED.get(kind, 0.0), loss=kind) for kind in PAIR_LOSSES},  # type: ignore[arg-type]
-    "rpo": DPO(0.3, 0.0, rpo_alpha=0.7),
-    "ld": DPO(0.3, 0.0, ld_alpha=0.4),
-    "js": DPO(0.3, 0.0, f_divergence="js_divergence"),
-    "no reference": DPO(0.3, 0.0, reference="none"),
-    "cpo": CPO(0.3, "sigmoid", 1.0),
-    "simpo": CPO(2.0, "simpo", 0.0, simpo_gamma=0.8),
-    "orpo": ORPO(0.3),
+    **{kind: DPO(beta=0.3, label_smoothing=SMOOTHED.get(kind, 0.0), loss=kind) for kind in PAIR_LOSSES},  # type: ignore[arg-type]
+    "rpo": DPO(beta=0.3, rpo_alpha=0.7),
+    "ld": DPO(beta=0.3, ld_alpha=0.4),
+    "js": DPO(beta=0.3, f_divergence="js_divergence"),
+    "no reference": DPO(beta=0.3, reference="none"),
+    "cpo": CPO(beta=0.3, loss="sigmoid", cpo_alpha=1.0),
+    "simpo": CPO(beta=2.0, loss="simpo", cpo_alpha=0.0, simpo_gamma=0.8),
+    "orpo": ORPO(beta=0.3),
 }
 EVERY = pytest.mark.parametrize("name", LOSSES)
 
@@ -76,7 +76,7 @@ def test_a_longer_answer_counts_up_to_the_length_of_the_other() -> None:
     """Given 3 and 6 labels, the last three of the longer answer have the weight ``ld_alpha``."""
     batch, logps = make("packed", [0, 1, -1, -1, -1, -1])
     assert batch.ref_logps is not None
-    output = DPO(1.0, 0.0, ld_alpha=0.4)(TokenStats(logps), batch)
+    output = DPO(beta=1.0, ld_alpha=0.4)(TokenStats(logps), batch)
     ratio = (logps - batch.ref_logps).detach()[0].double()
     weights = torch.tensor([1.0] * 3 + [0.4] * 3, dtype=torch.float64)
     expected = ratio[2:5].sum(), (weights * ratio[7:13]).sum()
@@ -100,15 +100,15 @@ def test_labels_are_counted_in_integers(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_batches_that_carry_a_reference_keep_it() -> None:
     batches = [make("packed", SHUFFLED)[0], empty()]
-    assert DPO(0.1, 0.0, reference="precomputed").prepare(batches, None) is batches  # type: ignore[arg-type]
+    assert DPO(beta=0.1, reference="precomputed").prepare(batches, None) is batches  # type: ignore[arg-type]
 
 
 def test_without_a_reference_nobody_is_asked() -> None:
     batch, logps = make("packed", SHUFFLED)
     bare = replace(batch, ref_logps=None)
-    loss = DPO(0.3, 0.0, reference="none")
+    loss = DPO(beta=0.3, reference="none")
     assert loss.prepare([bare], None) == [bare]  # type: ignore[arg-type]
-    zeros = DPO(0.3, 0.0)(TokenStats(logps), replace(batch, ref_logps=torch.zeros_like(logps)))
+    zeros = DPO(beta=0.3)(TokenStats(logps), replace(batch, ref_logps=torch.zeros_like(logps)))
     assert loss(TokenStats(logps), bare).terms["loss"] == zeros.terms["loss"]
 
 

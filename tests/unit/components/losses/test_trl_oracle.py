@@ -130,7 +130,7 @@ DIVERGENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_every_kind_of_dpo(dpo: OfTRL, kind: Any) -> None:
     eps = SMOOTHED.get(kind, 0.0)
     expected = dpo.steps(loss_types=[kind], label_smoothing=eps)
-    assert_same(steps(DPO(0.1, eps, loss=kind), dpo.pairs), expected)
+    assert_same(steps(DPO(beta=0.1, label_smoothing=eps, loss=kind), dpo.pairs), expected)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -162,7 +162,7 @@ def test_the_trainer_takes_the_steps_that_are_compared(dpo: OfTRL, tmp_path: Pat
         train_dataset=datasets.Dataset.from_list(ROWS),
         processing_class=tokenizer,
     ).train()
-    got = steps(DPO(0.1, 0.0, loss="ipo"), dpo.pairs)
+    got = steps(DPO(beta=0.1, loss="ipo"), dpo.pairs)
     assert [row["loss"] for row in got] == pytest.approx(losses, rel=1e-4)
 
 

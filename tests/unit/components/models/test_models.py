@@ -5,6 +5,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,8 @@ def test_yaml_files_list_every_key_of_their_class(group: str) -> None:
         module, _, name = values.pop("_target_").rpartition(".")
         kind = getattr(importlib.import_module(module), name)
         if issubclass(kind, torch.optim.Optimizer):
+            shared = {"lr", "weight_decay"}
+            values = {k: v for k, v in values.items() if k in shared or k not in signature(kind).parameters}
             kind = TorchClass
         # checkpoint.init_from sets the first; the others are the class and its own arguments.
         elsewhere = {"initial_checkpoint", "optimizer", "options"}

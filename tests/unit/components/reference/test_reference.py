@@ -96,7 +96,7 @@ class OnText(NextToken):
         (dpo(reference="adapter_off", reference_path="/x"), Adapter(), ["stage.reference_path"]),
         (dpo(reference="none", reference_path="/x"), None, ["stage.reference_path", "not read"]),
         (dpo(), Adapter(path="/adapter"), ["stage.reference", "adapter.path", "adapter_off"]),
-        (OnText("text", "token", 0.0, 0.0), None, ["precomputed", "cut across rows"]),
+        (OnText(), None, ["precomputed", "cut across rows"]),
     ],
 )
 def test_what_is_refused(stage: Any, adapter: Any, words: list[str]) -> None:

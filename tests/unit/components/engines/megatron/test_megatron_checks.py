@@ -386,7 +386,7 @@ def test_a_part_of_a_tensor_is_not_frozen_alone(pattern: str, frozen: str, left:
     with pytest.raises(ConfigError) as refused:
         check({"model_type": "qwen2"}, freeze=(pattern,))
     words = str(refused.value)
-    assert words.startswith("model.freeze: ")
+    assert words.startswith("model.freeze, model.train_only: ")
     assert re.search(rf"{re.escape(frozen)}\S* is frozen and \S*{re.escape(left)}\S* is not", words), words
 
 

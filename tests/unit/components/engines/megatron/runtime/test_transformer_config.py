@@ -1,10 +1,13 @@
-"""Options of Megatron for which the host would wait are off."""
+"""Options for which the host would wait are off, and further fields are checked and handed over."""
+
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
 from components.contracts.engine import EngineOptions
+from components.contracts.errors import ConfigError
 from components.engines.megatron.runtime import transformer_config as module
 from components.engines.megatron.runtime.transformer_config import transformer_config
 from tests.distributed.cases import megatron, spec
@@ -27,3 +30,30 @@ def test_the_rotary_embedding_is_fused_with_transformer_engine(
     options = EngineOptions(torch.bfloat16, "cpu")
     config = transformer_config(spec("llama").config(), megatron(), options)
     assert config.apply_rope_fusion is config.transformer_engine is uses_te
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, r"tensor_model_parallel_size: .*; use parallelism\.tp\.$"),
+        ({"moe_token_dispatcher_type": "flex"}, r"; use parallelism\.moe_token_dispatcher\.$"),
+        ({"recompute_num_layers": 2}, r"; use parallelism\.activation_checkpointing\.$"),
+        ({"hidden_size": 128}, "hidden_size: may not be set here; the model or this engine gives"),
+        ({"glu_linear_ofset": 0.5}, "glu_linear_ofset: is not a field .*; did you mean 'glu_linear_offset'"),
+        ({"glu_linear_offset": "much"}, "glu_linear_offset: got 'much'; Input should be a valid number"),
+        ({"timers": "all"}, "timers: got 'all'; Input should be callable"),
+        ({"window_size": [1, "x"]}, "window_size: got"),
+        ({"cpu_offloading": True}, r"^parallelism\.transformer_config: Megatron refuses \['cpu_off"),
+    ],
+)
+def test_a_field_that_may_not_be_set_is_refused(given: dict[str, Any], message: str) -> None:
+    options, layout = EngineOptions(torch.float32, "cpu"), megatron(pp=2, transformer_config=given)
+    with pytest.raises(ConfigError, match=message) as refused:
+        transformer_config(spec("llama").config(), layout, options)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_further_fields_reach_megatron() -> None:
+    layout = megatron(transformer_config={"glu_linear_offset": 0.5, "attention_softmax_in_fp32": False})
+    config = transformer_config(spec("llama").config(), layout, EngineOptions(torch.float32, "cpu"))
+    assert (config.glu_linear_offset, config.attention_softmax_in_fp32) == (0.5, False)

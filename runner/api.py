@@ -1,0 +1,63 @@
+"""The program as a library, for scripts and notebooks."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from components.contracts.errors import ConfigError
+from components.contracts.status import RunStatus
+from runner.cli import application, as_mistake, execute, with_home
+from runner.commands.import_config import hydra_value
+from runner.config.command_line import is_sweep
+from runner.config.unknown_keys import check_long_options
+from runner.launch.cuda_env import set_cuda_defaults
+from runner.launch.run_record import RunRecord
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    folder: Path
+    status: RunStatus
+    """``completed``, or ``interrupted`` if a signal or ``run.max_time`` stopped the run."""
+    metrics: Mapping[str, float]
+    """The last logged value of every metric."""
+    export: Path | None
+    """The Hugging Face folder, if the run has written it."""
+
+
+def train(experiment: Sequence[str] | Mapping[str, object] = ()) -> TrainResult:
+    """Run one experiment as ``python -m runner`` does.
+
+    One rank runs in this process, in its main thread; several are started as processes.
+
+    Args:
+        experiment: words of the command line, or values of keys: ``{"stage": "dpo", "run.max_steps": 5}``.
+
+    Raises:
+        ConfigError: if the config is wrong, before any rank starts.
+        TrainingError: if a rank failed.
+    """
+    folders: list[Path] = []
+    keys = experiment.items() if isinstance(experiment, Mapping) else ()
+    words = [f"{key}={hydra_value(value)}" for key, value in keys] or [*experiment]
+    before, sys.argv = sys.argv, ["runner", *map(with_home, words)]
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra would print errors and exit
+    set_cuda_defaults()
+    try:
+        check_long_options(words)
+        with suppress(SystemExit):  # a signal has stopped the run, as its record says
+            if not is_sweep(sys.argv):
+                application(lambda config: execute(config, folders.append))()
+    except Exception as error:  # noqa: BLE001  raised again
+        mistake = as_mistake(error)
+        raise mistake from (None if mistake is error else error)
+    finally:
+        sys.argv = before
+    if not folders:
+        raise ConfigError(f"runner.api.train: {' '.join(words)} is not one run to train; leave out the rest.")
+    record, export = RunRecord.read(folders[0]), folders[0] / "export"
+    assert record.ended is not None
+    return TrainResult(folders[0], record.ended, record.results.last, export if export.is_dir() else None)
