@@ -34,7 +34,7 @@ def train(experiment: Sequence[str] | Mapping[str, object] = ()) -> TrainResult:
     One rank runs in this process, in its main thread; several are started as processes.
 
     Args:
-        experiment: words of the command line, or values of keys: ``{"stage": "dpo", "run.max_steps": 5}``.
+        experiment: words of the command line, or values of keys: ``{"stage": "pt", "run.max_steps": 5}``.
 
     Raises:
         ConfigError: if the config is wrong, before any rank starts.

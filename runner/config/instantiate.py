@@ -195,13 +195,8 @@ def construct(target: Callable[..., T], group: str, values: Config, where: Confi
         if key not in parameters and not open_ended:
             name = f"{group}.{key}"
             raise unknown_key(name, where.of(name), (f"{group}.{p}" for p in parameters))
-    missing = [
-        f"{group}.{key}"
-        for key, parameter in parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind is not parameter.VAR_KEYWORD
-        and key not in values
-    ]
+    required = [k for k, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    missing = [f"{group}.{key}" for key in required if key not in values]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         remedy = " ".join(f"+{name}=VALUE" for name in missing)  # without "+" Hydra accepts no new key
