@@ -1,6 +1,6 @@
 """Runs with Muon on both engines, on the ranks of a layout."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,21 +52,32 @@ def trained(on: FSDP2 | Megatron, family: str, kind: str, folder: Path, resume: 
     return curve
 
 
-def in_half(on: Megatron) -> tuple[int, int, int, bool]:
-    """Train a step in bf16.
+@dataclass(frozen=True)
+class Half:
+    """The weights of a rank in a bf16 run."""
 
-    Returns:
-        Numbers of master weights on this rank, of those that bf16 rounds, and of all; and whether the
-        parameters are the rounded master weights.
-    """
+    mine: int
+    """Number of master weights."""
+    rounded: int
+    """Number of those that bf16 would round, before the first step."""
+    written: int
+    """Number of those in the tensors of a checkpoint."""
+    total: int
+    """Number of all weights of the model."""
+    held: bool
+    """Whether the parameters are the rounded master weights after a step."""
+
+
+def in_half(on: Megatron) -> Half:
     engine = make_engine("odd", on=on, dtype=torch.bfloat16, optimizer=MUON)
-    step(engine, share(engine, "packed", 2), next_token())
     masters = [weight.parameter.detach() for weight in engine.update.owned]
     rounded = sum(int((master != master.bfloat16()).sum()) for master in masters)
+    step(engine, share(engine, "packed", 2), next_token())
     held = all(torch.equal(p, engine.update.read(p, "model").to(p.dtype)) for p in engine.blocks)
-    numel = sum(parameter.numel() for parameter in engine.meta.parameters())
+    written = sum(t.numel() for name, t in engine.tensors().items() if name.startswith("model/"))
+    total = sum(parameter.numel() for parameter in engine.meta.parameters())
     engine.close()
-    return sum(master.numel() for master in masters), rounded, numel, held
+    return Half(sum(master.numel() for master in masters), rounded, written, total, held)
 
 
 def skipped_step(on: Megatron) -> bool:

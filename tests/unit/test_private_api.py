@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 KEPT = {
     "components/checkpoint/async_save.py": {"_spec"},  # torch's, outside of the engines
     "components/checkpoint/flat_shard.py": {"_C", "_disabled_torch_function_impl"},
-    "components/engines/fsdp2/engine.py": {"_flatten", "_foreach_div_", "_foreach_mul_"},
-    "components/engines/shared/loss_accumulator.py": {"_foreach_norm"},
+    "components/engines/fsdp2/engine.py": {"_flatten", "_foreach_div_"},
+    "components/engines/shared/loss_accumulator.py": {"_foreach_mul_", "_foreach_norm"},
     "components/engines/megatron/runtime/optimizer.py": {"_get_model_param_range_map"},  # Megatron's
     "components/data/records/hub_records.py": {"_fingerprint"},  # of datasets, which has no public one
     "components/data/store/reference_logps.py": {"_values"},  # our own

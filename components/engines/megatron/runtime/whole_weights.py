@@ -69,7 +69,7 @@ class MegatronWeight(OwnedWeight):
 
 
 class WholeWeightUpdate(WholeWeightOptimizer):
-    """What ``MegatronOptimizers`` is for Megatron's optimizers. All ranks make every call together."""
+    """The update with the methods of ``MegatronOptimizers``. All ranks make every call together."""
 
     def __init__(
         self, description: Optimizer, blocks: HFTensorSlices, meshes: TPMeshes, *, divided: bool
