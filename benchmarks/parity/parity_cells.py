@@ -19,15 +19,13 @@ from components.adapters import export_adapter
 from components.contracts.data import SampleKind
 from components.data.demo import stdlib_records
 from components.data.records.samples import ChatSample, PreferenceSample, Sample, TextSample, UnpairedSample
+from components.proof.verdict import BOUND, curve_error, relative_error
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
 from runner.launch.prepare import prepare
 from runner.launch.run_record import RunRecord
 from tests.ranks import Ranks
-
-BOUND = 1e-5
-"""Largest relative error: of a gradient, by its reference's norm; of a curve, by its largest value."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def check_mesh(row: Row, facts: dict[str, Any]) -> dict[str, int]:
 def compare(found: Measured, reference: Measured) -> Cell:
     assert found.gradients.keys() == reference.gradients.keys()
     names = list(reference.gradients)
-    errors = torch.stack([relative(found.gradients[name], reference.gradients[name]) for name in names])
+    errors = torch.stack([relative_error(found.gradients[name], reference.gradients[name]) for name in names])
     worst = int(errors.argmax())
     return Cell(
         gradient=errors[worst].item(),
@@ -137,21 +135,6 @@ def compare(found: Measured, reference: Measured) -> Cell:
         grad_norm=curve_error(found.grad_norms, reference.grad_norms),
         seconds=found.seconds,
     )
-
-
-def relative(found: Tensor, reference: Tensor) -> Tensor:
-    """Return the relative error, which is infinite if only the reference is 0.
-
-    The gradient of an expert without tokens is 0.
-    """
-    error = (found.double() - reference.double()).norm()
-    return error / reference.double().norm() if error else error
-
-
-def curve_error(found: Tensor, reference: Tensor) -> float:
-    """Return the largest error relative to the largest value of the reference."""
-    assert found.shape == reference.shape, f"{len(found)} steps, not {len(reference)}"
-    return ((found - reference).abs().max() / reference.abs().max()).item()
 
 
 # ---- data

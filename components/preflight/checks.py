@@ -26,14 +26,14 @@ def check_modes(mode: str, devices: int | None, device_name: str | None, *, join
             f"preflight.devices: is {devices}, which only preflight.mode=plan reads; set that, or leave it "
             "out (parallelism says how many ranks there are)."
         )
-    if device_name is not None and mode == "check":
+    if device_name is not None and mode in ("check", "prove"):
         raise ConfigError(
             f"preflight.device_name: is {device_name}, but this run uses the device of this machine; leave "
             "it out, or set preflight.mode=only, plan or rehearse."
         )
     if joined and mode != "check":
         raise ConfigError(
-            f"preflight.mode: is {mode}, which starts no rank, but a launcher has started this one; leave "
+            f"preflight.mode: is {mode}, which needs no launcher, but one has started this rank; leave "
             "the launcher out, or use preflight.mode=check."
         )
 
@@ -49,7 +49,7 @@ def check_rehearsed_rank(rank: int | None, world_size: int) -> None:
 
 def check_forecast(mode: str, layout: ParallelismSpec) -> None:
     """Raise ConfigError if only a forecast is wanted but the layout has none."""
-    if mode != "check" and not isinstance(layout, EngineLayout):
+    if mode not in ("check", "prove") and not isinstance(layout, EngineLayout):
         raise ConfigError(
             f"preflight.mode: is {mode}, but only layouts of FSDP2 and Megatron have a forecast, and "
             f"parallelism is a {type(layout).__name__}; use preflight.mode=check, or another parallelism."

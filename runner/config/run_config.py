@@ -10,6 +10,7 @@ from typing import Literal
 
 from components.contracts.engine import Kernels
 from components.contracts.errors import ConfigError
+from components.proof.small_model import Limits
 
 MOST_DEVICES = 2**20
 """Layouts of more devices are not searched."""
@@ -153,17 +154,24 @@ class ProfilerConfig:
 class PreflightConfig:
     """``preflight.*``."""
 
-    mode: Literal["check", "only", "plan", "rehearse"]
+    mode: Literal["check", "only", "plan", "rehearse", "prove"]
     devices: int | None
     device_memory: float | str | None
     device_name: str | None
     rank: int | None
-    steps: int
+    steps: int | None
+    shrink: Limits
 
     def __post_init__(self) -> None:
         check_at_least_1("preflight", self, "devices", "steps")
+        check_at_least_1("preflight.shrink", self.shrink, "layers", "hidden", "vocabulary")
         if self.devices is not None and self.devices > MOST_DEVICES:
             raise ConfigError(f"preflight.devices: must be at most {MOST_DEVICES}, got {self.devices}.")
+
+    @property
+    def num_steps(self) -> int:
+        """``steps``, or its default: the loss after two updates shows the state of the optimizer, too."""
+        return self.steps or (3 if self.mode == "prove" else 2)
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,8 @@ def check_launch(
     place = RankInfo.read()
     preflight.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=place.launched)
     preflight.check_forecast(ahead.mode, experiment.parallelism)
-    device = preflight.resolve_device(run.device, ahead.device_name)
+    proves = ahead.mode == "prove"
+    device = "cpu" if proves else preflight.resolve_device(run.device, ahead.device_name)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     world_size = experiment.parallelism.world_size(os.environ, gpus)
     local_ranks = place.local_world_size if place.launched else world_size

@@ -1,4 +1,4 @@
-"""One rank of a run: ``python -m runner.launch.rank_main FOLDER``."""
+"""One rank of a run, or of a proof: ``python -m runner.launch.rank_main FOLDER``."""
 
 import ctypes
 import os
@@ -49,8 +49,10 @@ def main() -> None:
             exit_process(FAILED)
 
     try:
-        from runner.training.rank import run_rank
-
+        if (folder / "proof.json").exists():
+            from runner.training.prove import prove_rank as run_rank
+        else:
+            from runner.training.rank import run_rank
         run_rank(folder, give_up)
     except BaseException as error:  # noqa: BLE001  the parent prints it; nothing is swallowed
         code = FAILED

@@ -40,12 +40,12 @@ def print_rehearsal(launch: RunPreparation, found: PreparedRun) -> float:
     request = {
         "rank": rank,
         "world_size": case.world_size,
-        "steps": ahead.steps,
+        "steps": ahead.num_steps,
         "gpu": {"name": case.device.name, "memory": case.device.memory},
         "data": found.data.to_json(),
     }
     record = run_rehearsal(folder, library, request)
-    told = report(case, stage[rank], record, ahead.steps)
+    told = report(case, stage[rank], record, ahead.num_steps)
     forecast = preflight.survey(case, launch.config)
     (folder / "preflight.json").write_text(
         preflight.Report({**forecast.sections, **told.sections}, {}).to_json()

@@ -15,6 +15,7 @@ from runner.launch.failures import naming_file, report_failure, reporting_failur
 from runner.launch.final_report import check_saved, newest_checkpoint, print_stopped, print_summary
 from runner.launch.plan import print_forecast
 from runner.launch.prepare import prepare
+from runner.launch.prove import print_proof
 from runner.launch.rehearse import print_rehearsal
 from runner.launch.restart import run_with_restarts
 from runner.launch.run_record import RunRecord, recording_end
@@ -32,7 +33,7 @@ def run(
 ) -> float:
     """Run an experiment from start to end; return its final loss: eval, else train, NaN if none was logged.
 
-    Unless ``preflight.mode`` is ``check``, only print the forecast and return NaN.
+    Unless ``preflight.mode`` is ``check``, only print the forecast or the proof and return NaN.
 
     Args:
         began: seconds since the epoch; ``run.max_time`` counts from there.
@@ -47,6 +48,8 @@ def run(
     if launch.experiment.preflight.mode != "check":
         for note in launch.notes:
             launch.console.print(note, highlight=False)
+        if launch.experiment.preflight.mode == "prove":
+            return print_proof(launch)
         launch, found = inspect(launch)
         if launch.experiment.preflight.mode == "rehearse":
             return print_rehearsal(launch, found)

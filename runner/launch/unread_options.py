@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
@@ -36,9 +38,24 @@ READ_IF: tuple[tuple[tuple[str, ...], Callable[[Experiment], object], str], ...]
         "early_stopping.metric=eval/loss",
     ),
     (
-        ("preflight.rank", "preflight.steps"),
+        ("preflight.rank",),
         lambda e: e.preflight.mode == "rehearse",
         "preflight.mode=rehearse",
+    ),
+    (
+        ("preflight.steps",),
+        lambda e: e.preflight.mode in ("rehearse", "prove"),
+        "preflight.mode=rehearse or prove",
+    ),
+    (
+        tuple(f"preflight.shrink.{key}" for key in ("layers", "hidden", "vocabulary", "max_length")),
+        lambda e: e.preflight.mode == "prove",
+        "preflight.mode=prove",
+    ),
+    (
+        ("preflight.device_memory",),
+        lambda e: e.preflight.mode != "prove",
+        "preflight.mode=check",
     ),
     (
         ("parallelism.default_dp",),
@@ -53,8 +70,9 @@ def check_unread_options(experiment: Experiment, config: Config, where: ConfigSo
     """Raise ConfigError if the command line or an experiment sets an option that nothing reads."""
     for keys, is_read, remedy in READ_IF:
         for key in keys:
-            group, name = key.split(".")
-            if where.chosen(key) and config[group].get(name) not in (None, False) and not is_read(experiment):
+            *nodes, name = key.split(".")
+            value = reduce(getitem, nodes, config).get(name)
+            if where.chosen(key) and value not in (None, False) and not is_read(experiment):
                 raise ConfigError(
                     f"{key} ({where.of(key)}): nothing reads it in this run; set {remedy}, or leave it out."
                 )

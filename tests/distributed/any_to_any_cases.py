@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.compose import composed
-from benchmarks.parity.parity_cells import curve_error, write_adapter, write_samples
+from benchmarks.parity.parity_cells import write_adapter, write_samples
 from benchmarks.parity.parity_experts import DEEPSEEK, QWEN3_MOE
 from benchmarks.parity.parity_muon import MUON
 from benchmarks.parity.parity_ranks import silence, without_rounding
@@ -25,6 +25,7 @@ from components.contracts.batch import Batch
 from components.contracts.data import BatchShard
 from components.contracts.loss import LossOutput, TokenStats
 from components.losses import NextToken
+from components.proof.verdict import curve_error
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.checks import RunPreparation, check_launch

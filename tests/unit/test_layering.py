@@ -35,7 +35,7 @@ LAYERS = (
     "components.engines.shared",
     "components.engines",
     "components.preflight",
-    "components.rehearsal",
+    "components.rehearsal components.proof",
     "runner.config runner.logging_setup runner.sweeps.job_record runner.launch.run_dir "
     "runner.launch.failures runner.launch.run_lock runner.launch.run_record runner.launch.slurm_env "
     "runner.launch.signals runner.training.run_summary",

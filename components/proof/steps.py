@@ -1,0 +1,102 @@
+"""The steps of a proof on one rank: gradients of the first step, without and with a fault, and a curve."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from components.checkpoint.dcp import save_tensors
+from components.contracts.batch import IGNORE, Batch
+from components.contracts.configs import OptimizerConfig, Prepared
+from components.contracts.data import BatchShard
+from components.contracts.engine import Engine
+from components.contracts.loss import Loss, LossOutput, TokenStats
+from components.contracts.scheduler import SchedulerSpec
+from components.engines.fsdp2 import FSDP2
+from components.optimizers import AdamW
+from components.rank_info import RankInfo
+
+ONE_PROCESS = FSDP2(dp=1, default_dp=1, reshard_after_forward=False)
+CHANGE = 0.01
+"""Relative change of the loss by an update. At a high rate, the rounding of gradients near 0, which changes
+the sign of an update of Adam, exceeds the bound of a curve; a low rate would hide a wrong optimizer."""
+SCALE = 2.0**30
+FIRST_STEP = AdamW(lr=SCALE**2, betas=(0.0, 0.0), eps=SCALE, weight_decay=0.0, max_grad_norm=None)
+"""Its first update is ``-SCALE * gradient``, up to the rounding of fp32, on every engine."""
+
+
+class PerMicrobatch:
+    """The control: a loss that divides by the labels of its micro-batch, and so depends on its size."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss, self.kind, self.requires, self.reference = loss, loss.kind, loss.requires, loss.reference
+        self.counts, self.prepare = loss.counts, loss.prepare
+
+    def weights(self, batch: Batch) -> None:
+        """Return None, so that the engine calls the loss."""
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        labels = max(int((batch.labels != IGNORE).sum()), 1)
+        return LossOutput({name: term / labels for name, term in self.loss(stats, batch).terms.items()})
+
+
+@dataclass(frozen=True)
+class ProofRun:
+    """The components and the data that a rank builds and trains."""
+
+    build: Callable[[OptimizerConfig], Engine]
+    optimizer: OptimizerConfig
+    scheduler: SchedulerSpec
+    loss: Loss
+    data: Prepared
+    micro_batch_size: int
+    steps: int
+    vocabulary: int
+
+    def peak_lr(self) -> float:
+        """Return the rate with which the first update changes the loss of its batch by about ``CHANGE``."""
+        engine, lr = self.build(self.optimizer), self.optimizer.lr
+        (before, _), (after, _) = (self.step(engine, self.loss, 0, lr) for _ in range(2))
+        engine.close()
+        change = abs(after / before - 1) if before else 0.0
+        return lr * min(max(CHANGE / change, 1e-3), 1e3) if 0 < change < math.inf else lr
+
+    def take(self, folder: Path, peak: float) -> None:
+        """Write the weights before and after the first step, the same with the control, and the curve.
+
+        ``peak`` is the learning rate of the curve.
+        """
+        self.first_step(self.loss, folder / "gradients")
+        self.first_step(PerMicrobatch(self.loss), folder / "control")
+        total = self.data.num_steps
+        # From the whole schedule, because the first rates of a warmup would leave the weights as they are.
+        places = [int((step + 0.5) / self.steps * total) for step in range(self.steps)]
+        rates = [self.scheduler.lr(place, peak=peak, total_steps=total) for place in places]
+        engine = self.build(self.optimizer)
+        curve = [self.step(engine, self.loss, number, lr) for number, lr in enumerate(rates)]
+        if RankInfo.read().rank == 0:
+            (folder / "curve.json").write_text(json.dumps(curve))
+        engine.close()
+
+    def first_step(self, loss: Loss, folder: Path) -> None:
+        engine = self.build(FIRST_STEP)
+        save_tensors(folder / "before", engine.tensors(model_only=True))
+        self.step(engine, loss, 0, FIRST_STEP.lr)
+        save_tensors(folder / "after", engine.tensors(model_only=True))
+        engine.close()
+
+    def step(self, engine: Engine, loss: Loss, number: int, lr: float) -> tuple[float, float]:
+        """Take a step on global batch ``number``; return its loss and gradient norm."""
+        shard = BatchShard(self.data.global_batch_size, self.micro_batch_size, engine.dp_rank, engine.dp_size)
+        batches = [self.small(batch) for batch in self.data.train_loader(shard).microbatches(number)]
+        given: Sequence[Batch] = loss.prepare(batches, engine)
+        engine.begin_train_step(given, loss)
+        engine.train_microbatches(given, loss, last=True)
+        result = engine.finish_train_step(lr)
+        return result.loss, result.grad_norm
+
+    def small(self, batch: Batch) -> Batch:
+        """Return ``batch`` with token ids modulo the vocabulary of the small model."""
+        labels = batch.labels.where(batch.labels == IGNORE, batch.labels % self.vocabulary)
+        return replace(batch, input_ids=batch.input_ids % self.vocabulary, labels=labels)

@@ -1,0 +1,163 @@
+"""``preflight.mode=prove``: a small version of an experiment, in its layout and in one process."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+
+import torch
+
+from components.contracts.errors import ConfigError, TrainingError
+from components.contracts.json_types import Config, Json
+from components.contracts.parallelism import ParallelismSpec
+from components.preflight.forecast_report import tabulate
+from components.proof.small_experiment import small_adapter, small_data, small_model
+from components.proof.small_layout import SIZES, STAGES, resized, size_names, small_layouts
+from components.proof.steps import ONE_PROCESS
+from components.proof.verdict import BOUND, Errors, compare
+from components.reference.source import resolve_reference
+from runner.config.instantiate import build_experiment
+from runner.launch.checks import RunPreparation
+from runner.launch.run_dir import create_run_folder, write_config
+from runner.launch.spawn import run_workers
+from runner.logging_setup import log_to
+from runner.training.prove import proof_run
+
+MOST_ROWS = 4
+"""Largest micro-batch of a proof."""
+NOT_SHOWN = ("model.path", "model.architecture", "model.tokenizer", "model.chat_template", "run.device")
+
+
+def print_proof(launch: RunPreparation) -> float:
+    """Compare the layout with one process, print and save the errors, and return NaN, as there is no loss.
+
+    Raises:
+        ConfigError: if the experiment is wrong, or no small version of it can be trained on CPU ranks.
+        TrainingError: if a rank fails, an error is above the bound, or the control is not found out.
+    """
+    launch.check_layout(launch.experiment.model.meta_model, launch.experiment.adapter)
+    small, changed = shrink(launch)
+    run, rows = small.experiment.run, small.experiment.run.rows_per_microbatch
+    other = 2 if rows == 1 else 1
+    composed = replace(small.experiment, model=launch.experiment.model)  # the small one has no tokenizer
+    with log_to(None, launch.console):
+        data = replace(small, experiment=composed).prepare_data().to_json()
+    folder = create_run_folder(run.output_dir, "preflight")
+    if launch.where.sweep_job is not None:
+        launch.where.sweep_job.mark_running(folder)
+    write_config(folder, small.config)
+    one = replace(small.experiment, parallelism=ONE_PROCESS)
+    runs = [proof_run(replace(one, run=replace(run, micro_batch_size=size)), data) for size in (other, rows)]
+    reference, same_rows = folder / f"rows_{other}", folder / f"rows_{rows}"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several are slower on a small model
+    try:
+        lr = runs[0].peak_lr()
+        runs[0].take(reference, lr)
+        runs[1].take(same_rows, lr)
+    finally:
+        torch.set_num_threads(threads)
+    changed.append(
+        {"key": "optimizer.lr", "composed": f"{small.experiment.optimizer.lr:.1e}", "proof": f"{lr:.1e}"}
+    )
+    (folder / "proof.json").write_text(json.dumps({"data": data, "lr": lr}))
+    run_workers(folder, small.world_size)
+    ranks = f"{small.world_size} rank" + "s" * (small.world_size > 1)
+    name = " ".join([*size_names(small.experiment.parallelism), ranks])
+    found = [
+        compare(f"one process, {rows} rows", same_rows, reference),
+        compare(name, folder / "layout", reference),
+        compare("control: must differ", folder / "layout", reference, control=True),
+    ]
+    report = {"changed": changed, "bound": BOUND, "proof": [asdict(errors) for errors in found]}
+    (folder / "preflight.json").write_text(json.dumps(report, indent=2) + "\n")
+    table = [errors.row() for errors in found]
+    launch.console.print(tabulate("changed for the proof", changed), tabulate("proof", table), sep="\n")
+    launch.console.print(f"preflight folder: {folder}", soft_wrap=True, highlight=False)
+    conclude(found, rows, other)
+    launch.console.print(
+        f"The gradients and curves of this layout are those of one process, to {BOUND:.0e} of their size."
+    )
+    return math.nan
+
+
+def conclude(found: Sequence[Errors], rows: int, other: int) -> None:
+    """Raise TrainingError unless all runs but the last, the control, are equal to one process."""
+    one_process, layout, control = found
+    if control.equal:
+        raise TrainingError(
+            "preflight.mode=prove: the control, which divides the loss by the labels of each micro-batch, "
+            "has the same gradients, so that this proof shows nothing; use data with more rows."
+        )
+    if not one_process.equal:
+        raise TrainingError(
+            f"preflight.mode=prove: {other} and {rows} rows in a micro-batch differ in one process already, "
+            f"{one_process.worst} (bound {BOUND:.0e}); the loss must return sums, which the engine divides "
+            "by its counts."
+        )
+    if not layout.equal:
+        raise TrainingError(
+            f"preflight.mode=prove: this layout differs from one process, {layout.worst} (bound {BOUND:.0e})."
+        )
+
+
+def shrink(launch: RunPreparation) -> tuple[RunPreparation, list[Json]]:
+    """Return a small version of the run that passes all checks, and what it changes."""
+    refusals: list[ConfigError] = []
+    for layout in small_layouts(launch.experiment.parallelism):
+        try:
+            return with_layout(launch, layout)
+        except ConfigError as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def with_layout(launch: RunPreparation, layout: ParallelismSpec) -> tuple[RunPreparation, list[Json]]:
+    """Return ``launch`` with ``layout`` and a small model, checked, and a row for each changed key."""
+    experiment, config, limits = launch.experiment, launch.config, launch.experiment.preflight.shrink
+    cache, run, stage = experiment.data.cache(), config["run"], config["stage"]
+    model, old, new = small_model(experiment.model, config["model"], limits, layout, cache)
+    if new.get("num_hidden_layers") != old.get("num_hidden_layers"):
+        layout = resized(layout, {}) or layout
+    rows = 2 if run["micro_batch_size"] == "auto" else min(run["micro_batch_size"], MOST_ROWS)
+    ranks = layout.world_size({}, 0)
+    others = experiment.stage.reference == "precomputed" or stage.get("reference_path")
+    frozen: Json = {"reference": "frozen", "reference_path": None} if others else {}
+    names = [] if layout == experiment.parallelism else [*SIZES, *STAGES, "dp_shard"]
+    nodes: Mapping[str, Json] = {
+        "model": model,
+        "parallelism": {name: getattr(layout, name) for name in names if hasattr(layout, name)},
+        "adapter": small_adapter(experiment.adapter, config["adapter"]),
+        "data": small_data(experiment.data, config["data"], limits),
+        "stage": {key: value for key, value in frozen.items() if key in stage},
+        "checkpoint": {"init_from": None},
+        "run": {
+            "device": "cpu",
+            "dtype": "fp32",
+            "compile": False,
+            "kernels": "auto",
+            "micro_batch_size": rows,
+            "global_batch_size": 2 * rows * layout.dp_size(ranks),
+        },
+    }
+    before = {**config, "parallelism": vars(experiment.parallelism)}
+    changed = [*differences("model.architecture", old, new)]
+    changed += [row for node, keys in nodes.items() for row in differences(node, before[node], keys)]
+    small = {**config, **{node: {**config[node], **keys} for node, keys in nodes.items()}}
+    proved = build_experiment(small, launch.where)
+    reference = resolve_reference(proved.stage, proved.model, proved.adapter)
+    found = replace(launch, config=small, experiment=proved, reference=reference, world_size=ranks)
+    found.check_components()
+    replace(found, experiment=replace(proved, parallelism=ONE_PROCESS), world_size=1).check_components()
+    return found, changed
+
+
+def differences(name: str, old: Config, new: Json) -> Iterator[Json]:
+    """Yield a row for each key of ``new`` that is not as in ``old``. Lists follow from other keys."""
+    for key, value in new.items():
+        known, before = f"{name}.{key}", old.get(key)
+        if isinstance(value, dict):
+            yield from differences(known, before if isinstance(before, Mapping) else {}, value)
+        elif before != value and not isinstance(value, list) and known not in NOT_SHOWN:
+            told = [v if isinstance(v, str) else json.dumps(v, default=str) for v in (before, value)]
+            yield {"key": known, "composed": told[0], "proof": told[1]}

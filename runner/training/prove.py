@@ -1,0 +1,39 @@
+"""The steps of a proof (``preflight.mode=prove``) on one rank."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from components.contracts.errors import TrainingError
+from components.contracts.json_types import Json
+from components.proof.steps import ProofRun
+from components.rank_info import RankInfo
+from runner.config.instantiate import Experiment, build_experiment
+from runner.config.sources import ConfigSources
+from runner.launch.run_dir import read_run_config
+from runner.training.rank import build_engine
+from runner.training.watchdog import Watchdog, end_process
+
+
+def prove_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_process) -> None:
+    """Take the steps of the layout in ``folder``; every rank calls it."""
+    experiment = build_experiment(read_run_config(folder), ConfigSources())
+    rank, timeout = RankInfo.read().rank, experiment.run.hang_timeout_s
+    with Watchdog(folder / "logs", rank, timeout, give_up, on_request=True):
+        request = json.loads((folder / "proof.json").read_text())
+        proof_run(experiment, request["data"]).take(folder / "layout", request["lr"])
+
+
+def proof_run(experiment: Experiment, data: Json) -> ProofRun:
+    """Return the components of ``experiment``, with prepared ``data``."""
+    return ProofRun(
+        build=lambda optimizer: build_engine(replace(experiment, optimizer=optimizer), "cpu"),
+        optimizer=experiment.optimizer,
+        scheduler=experiment.scheduler,
+        loss=experiment.stage,
+        data=experiment.data.restore(data),
+        micro_batch_size=experiment.run.rows_per_microbatch,
+        steps=experiment.preflight.num_steps,
+        vocabulary=experiment.model.config().get_text_config().vocab_size,
+    )

@@ -1,0 +1,113 @@
+"""``preflight.mode=prove`` of a loss and an optimizer from outside of the package."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from components.contracts.errors import DONE, FAILED, MISTAKE
+from tests.e2e.commands import ROOT, SMALL, call_here, run_forked
+
+FOCAL = ("stage._target_=my_losses.Focal", "+stage.gamma=2")
+LION = ("optimizer=torch", "optimizer._target_=my_optimizers.Lion", "optimizer.lr=1e-3")
+LARGE = (
+    "model=llama3_70b",
+    "parallelism=megatron",
+    "parallelism.tp=8",
+    "parallelism.pp=4",
+    "parallelism.dp=16",
+    "run.dtype=bf16",
+)
+MEAN = """
+
+@dataclass(frozen=True)
+class Mean(NextToken):
+    def weights(self, batch: Batch) -> None: ...
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        return LossOutput({"loss": -stats.logps.sum() / max(len(batch.labelled()), 1)})
+"""
+HEADS = ("model.architecture.num_attention_heads=6", "model.architecture.num_key_value_heads=3")
+ON_TWO = ("parallelism=fsdp2", "parallelism.dp=2")
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write the files of docs/losses.md and docs/optimizers.md, and a loss that divides by micro-batch."""
+    for page in ("losses", "optimizers"):
+        text = (ROOT / "docs" / f"{page}.md").read_text()
+        source, *_ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+        (tmp_path / f"my_{page}.py").write_text(source + MEAN * (page == "losses"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        ((*SMALL, *FOCAL, *LION, *ON_TWO), "dp2 2 ranks"),
+        ((*SMALL, *FOCAL, *LION, "parallelism=fsdp2_tp2cp2"), "tp2 cp2 dp2 8 ranks"),
+        ((*SMALL, *FOCAL, "parallelism=tp2pp2"), "tp2 pp2 4 ranks"),
+        ((*FOCAL, *LARGE), "tp2 pp2 dp2 8 ranks"),
+        (("model=moe_tiny", "stage=dpo", "parallelism=ep2"), "ep2 dp2 2 ranks"),
+        ((*SMALL, "~parallelism", "+parallelism._target_=tests.e2e.own_layout.OneRank"), "1 rank"),
+        (("adapter=lora", "adapter.dropout=0.1", *SMALL, *ON_TWO), "dp2 2 ranks"),
+    ],
+    ids=["two", "fsdp2_tp2cp2", "tp2pp2", "large", "experts", "layout", "adapter"],
+)
+def test_a_proof(
+    own: Path, overrides: tuple[str, ...], ranks: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A loss and an optimizer of one's own have the gradients and the curve of one process."""
+    assert call_here(*overrides, "preflight.mode=prove", f"run.output_dir={own}") == DONE
+    (folder,) = (own / "preflight").iterdir()
+    told = json.loads((folder / "preflight.json").read_text())
+    one, layout, control = told["proof"]
+    assert layout["run"] == ranks
+    for errors in (one, layout):
+        assert 0 < max(errors[key] for key in ("gradient", "loss", "grad_norm")) <= 1e-5
+    assert control["gradient"] > 1e-2
+    assert len(json.loads((folder / "layout" / "curve.json").read_text())) == 3
+    if "model=llama3_70b" in overrides:
+        changed = {row["key"]: (row["composed"], row["proof"]) for row in told["changed"]}
+        assert changed["parallelism.tp"] == ("8", "2")
+        assert changed["model.architecture.num_hidden_layers"] == ("80", "4")
+    shown = "".join(capfd.readouterr())
+    assert "The gradients and curves of this layout are those of one process" in " ".join(shown.split())
+    assert max(len(line) for line in shown.splitlines() if line[:1] in "│┃") <= 80
+
+
+def test_a_loss_that_divides_by_its_micro_batch(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    loss = "stage._target_=my_losses.Mean"
+    assert call_here(*SMALL, loss, *ON_TWO, "preflight.mode=prove", f"run.output_dir={own}") == FAILED
+    said = " ".join("".join(capfd.readouterr()).split())
+    assert "1 and 2 rows in a micro-batch differ in one process already, the gradient of model." in said
+
+
+def test_a_failing_rank_is_told_with_its_traceback(tmp_path: Path) -> None:
+    chosen = ["stage._target_=tests.e2e.losses.Fails", "+stage.how=raise", "preflight.mode=prove"]
+    answer = run_forked(*SMALL, *chosen, *ON_TWO, f"run.output_dir={tmp_path}", cwd=ROOT)
+    assert answer.returncode == FAILED
+    for words in ("rank 1 failed", "RuntimeError: the third call is a bad one", "losses.py"):
+        assert words in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["preflight.device_name=H100"], "preflight.device_name"),
+        (["preflight.device_memory=1GiB"], "preflight.device_memory"),
+        # The small model would have two key-value heads.
+        (["parallelism=tp2", *HEADS], "parallelism.tp"),
+        (["preflight.shrink.layers=0"], "preflight.shrink.layers"),
+    ],
+)
+def test_refused(
+    overrides: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code = call_here(*SMALL, "preflight.mode=prove", *overrides, f"run.output_dir={tmp_path}")
+    assert code == MISTAKE
+    assert capsys.readouterr().err.startswith(f"error: {words}")
+    assert not (tmp_path / "preflight").exists()
