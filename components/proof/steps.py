@@ -9,8 +9,9 @@ from pathlib import Path
 from components.checkpoint.dcp import save_tensors
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.configs import OptimizerConfig, Prepared
-from components.contracts.data import BatchShard
-from components.contracts.engine import Engine
+from components.contracts.data import BatchShard, DataLoader
+from components.contracts.engine import Engine, StepResult
+from components.contracts.hook import Hook, HookRun, RunState
 from components.contracts.loss import Loss, LossOutput, TokenStats
 from components.contracts.scheduler import SchedulerSpec
 from components.engines.fsdp2 import FSDP2
@@ -41,6 +42,16 @@ class PerMicrobatch:
         return LossOutput({name: term / labels for name, term in self.loss(stats, batch).terms.items()})
 
 
+@dataclass
+class Counters:
+    """See ``RunState``."""
+
+    step: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    skipped: int = 0
+
+
 @dataclass(frozen=True)
 class ProofRun:
     """The components and the data that a rank builds and trains."""
@@ -51,13 +62,16 @@ class ProofRun:
     loss: Loss
     data: Prepared
     micro_batch_size: int
+    hooks: Sequence[Hook]
+    observed: Callable[[Engine, RunState], HookRun]
+    """Returns the run that the hooks see."""
     steps: int
     vocabulary: int
 
     def peak_lr(self) -> float:
         """Return the rate with which the first update changes the loss of its batch by about ``CHANGE``."""
         engine, lr = self.build(self.optimizer), self.optimizer.lr
-        (before, _), (after, _) = (self.step(engine, self.loss, 0, lr) for _ in range(2))
+        before, after = (self.step(engine, self.loss, 0, lr).loss for _ in range(2))
         engine.close()
         change = abs(after / before - 1) if before else 0.0
         return lr * min(max(CHANGE / change, 1e-3), 1e3) if 0 < change < math.inf else lr
@@ -73,11 +87,29 @@ class ProofRun:
         # From the whole schedule, because the first rates of a warmup would leave the weights as they are.
         places = [int((step + 0.5) / self.steps * total) for step in range(self.steps)]
         rates = [self.scheduler.lr(place, peak=peak, total_steps=total) for place in places]
-        engine = self.build(self.optimizer)
-        curve = [self.step(engine, self.loss, number, lr) for number, lr in enumerate(rates)]
+        curve = self.curve(rates)
         if RankInfo.read().rank == 0:
             (folder / "curve.json").write_text(json.dumps(curve))
+
+    def curve(self, rates: Sequence[float]) -> list[tuple[float, float]]:
+        """Train with one learning rate a step while the hooks observe; return losses and gradient norms."""
+        engine, state = self.build(self.optimizer), Counters()
+        run = self.observed(engine, state)
+        for hook in self.hooks:
+            hook.begin(run)
+        found = []
+        for number, lr in enumerate(rates):
+            result = self.step(engine, self.loss, number, lr, run)
+            stats = self.loader(engine).stats(number)
+            state.step += 1
+            state.num_samples += stats.num_samples
+            state.num_tokens += stats.num_tokens
+            state.skipped += result.skipped
+            for hook in self.hooks:
+                hook.after_step(run, result, stats)
+            found.append((result.loss, result.grad_norm))
         engine.close()
+        return found
 
     def first_step(self, loss: Loss, folder: Path) -> None:
         engine = self.build(FIRST_STEP)
@@ -86,15 +118,25 @@ class ProofRun:
         save_tensors(folder / "after", engine.tensors(model_only=True))
         engine.close()
 
-    def step(self, engine: Engine, loss: Loss, number: int, lr: float) -> tuple[float, float]:
-        """Take a step on global batch ``number``; return its loss and gradient norm."""
+    def loader(self, engine: Engine) -> DataLoader:
         shard = BatchShard(self.data.global_batch_size, self.micro_batch_size, engine.dp_rank, engine.dp_size)
-        batches = [self.small(batch) for batch in self.data.train_loader(shard).microbatches(number)]
+        return self.data.train_loader(shard)
+
+    def step(
+        self, engine: Engine, loss: Loss, number: int, lr: float, run: HookRun | None = None
+    ) -> StepResult:
+        """Take a step on global batch ``number``, whose gradients the hooks observe if ``run`` is given."""
+        batches = [self.small(batch) for batch in self.loader(engine).microbatches(number)]
         given: Sequence[Batch] = loss.prepare(batches, engine)
         engine.begin_train_step(given, loss)
         engine.train_microbatches(given, loss, last=True)
-        result = engine.finish_train_step(lr)
-        return result.loss, result.grad_norm
+
+        def observe() -> None:
+            if run is not None:
+                for hook in self.hooks:
+                    hook.before_update(run)
+
+        return engine.finish_train_step(lr, before_update=observe)
 
     def small(self, batch: Batch) -> Batch:
         """Return ``batch`` with token ids modulo the vocabulary of the small model."""

@@ -47,7 +47,8 @@ def print_proof(launch: RunPreparation) -> float:
         launch.where.sweep_job.mark_running(folder)
     write_config(folder, small.config)
     one = replace(small.experiment, parallelism=ONE_PROCESS)
-    runs = [proof_run(replace(one, run=replace(run, micro_batch_size=size)), data) for size in (other, rows)]
+    of_size = (replace(one, run=replace(run, micro_batch_size=size)) for size in (other, rows))
+    runs = [proof_run(experiment, folder, data) for experiment in of_size]
     reference, same_rows = folder / f"rows_{other}", folder / f"rows_{rows}"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several are slower on a small model

@@ -5,14 +5,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from components.contracts.engine import Engine
 from components.contracts.errors import TrainingError
+from components.contracts.hook import HookRun, RunState
 from components.contracts.json_types import Json
 from components.proof.steps import ProofRun
 from components.rank_info import RankInfo
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.run_dir import read_run_config
-from runner.training.rank import build_engine
+from runner.training.rank import DTYPES, build_engine
 from runner.training.watchdog import Watchdog, end_process
 
 
@@ -22,11 +24,26 @@ def prove_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_pr
     rank, timeout = RankInfo.read().rank, experiment.run.hang_timeout_s
     with Watchdog(folder / "logs", rank, timeout, give_up, on_request=True):
         request = json.loads((folder / "proof.json").read_text())
-        proof_run(experiment, request["data"]).take(folder / "layout", request["lr"])
+        proof_run(experiment, folder, request["data"]).take(folder / "layout", request["lr"])
 
 
-def proof_run(experiment: Experiment, data: Json) -> ProofRun:
-    """Return the components of ``experiment``, with prepared ``data``."""
+def proof_run(experiment: Experiment, folder: Path, data: Json) -> ProofRun:
+    """Return the components of ``experiment``, with prepared ``data``; hooks write to ``folder``."""
+
+    def observed(engine: Engine, state: RunState) -> HookRun:
+        return HookRun(
+            folder=folder,
+            is_main=RankInfo.read().rank == 0,
+            engine=engine,
+            model=experiment.model,
+            adapter=experiment.adapter,
+            dtype=DTYPES[experiment.run.dtype],
+            seed=experiment.run.seed,
+            state=state,
+            num_steps=experiment.preflight.num_steps,
+            log=lambda _: None,
+        )
+
     return ProofRun(
         build=lambda optimizer: build_engine(replace(experiment, optimizer=optimizer), "cpu"),
         optimizer=experiment.optimizer,
@@ -34,6 +51,8 @@ def proof_run(experiment: Experiment, data: Json) -> ProofRun:
         loss=experiment.stage,
         data=experiment.data.restore(data),
         micro_batch_size=experiment.run.rows_per_microbatch,
+        hooks=list(experiment.hook.values()),
+        observed=observed,
         steps=experiment.preflight.num_steps,
         vocabulary=experiment.model.config().get_text_config().vocab_size,
     )

@@ -11,6 +11,7 @@ from tests.e2e.commands import ROOT, SMALL, call_here, run_forked
 
 FOCAL = ("stage._target_=my_losses.Focal", "+stage.gamma=2")
 LION = ("optimizer=torch", "optimizer._target_=my_optimizers.Lion", "optimizer.lr=1e-3")
+HOOKS = ("hook=[ema,gradient_stats]", "+hook.mine._target_=my_hooks.StopAtLoss", "+hook.mine.loss=0.1")
 LARGE = (
     "model=llama3_70b",
     "parallelism=megatron",
@@ -35,7 +36,7 @@ ON_TWO = ("parallelism=fsdp2", "parallelism.dp=2")
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write the files of docs/losses.md and docs/optimizers.md, and a loss that divides by micro-batch."""
-    for page in ("losses", "optimizers"):
+    for page in ("losses", "optimizers", "hooks"):
         text = (ROOT / "docs" / f"{page}.md").read_text()
         source, *_ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
         (tmp_path / f"my_{page}.py").write_text(source + MEAN * (page == "losses"))
@@ -47,7 +48,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
     [
-        ((*SMALL, *FOCAL, *LION, *ON_TWO), "dp2 2 ranks"),
+        ((*SMALL, *FOCAL, *LION, *ON_TWO, *HOOKS), "dp2 2 ranks"),
         ((*SMALL, *FOCAL, *LION, "parallelism=fsdp2_tp2cp2"), "tp2 cp2 dp2 8 ranks"),
         ((*SMALL, *FOCAL, "parallelism=tp2pp2"), "tp2 pp2 4 ranks"),
         ((*FOCAL, *LARGE), "tp2 pp2 dp2 8 ranks"),
