@@ -91,7 +91,7 @@ DEFAULTED = [
     (group, option)
     for group, option in OPTIONS
     if (group, option) not in VARIANTS
-    and group not in ("model", "adapter", "logger")
+    and group not in ("model", "adapter", *NAMED)
     and "_target_" in (CONF / group / f"{option}.yaml").read_text()
     and "defaults:" not in (CONF / group / f"{option}.yaml").read_text()
 ]

@@ -85,8 +85,8 @@ class NotFinite(NextToken):
         return LossOutput({"loss": output.terms["loss"] * math.nan})
 
 
-def failing(kind: type[NextToken], *values: Any) -> NextToken:
-    return kind("chat", "token", 0.0, 0.0, *values)
+def failing(of: type[NextToken], **values: Any) -> NextToken:
+    return of(kind="chat", **values)
 
 
 def two_steps(on: Layout) -> tuple[StepResult, dict[str, Tensor]]:
@@ -110,12 +110,12 @@ def words_where_memory_ends(on: Layout, calls: int) -> tuple[list[str], int]:
     """Return the errors of a train step and an evaluation out of memory, and the number of micro-batches."""
     engine, said = make_engine(on=on), []
     batches = share(engine, "packed", 1)
-    evaluation = failing(OutOfMemory, calls)
+    evaluation = failing(OutOfMemory, calls=calls)
     for train in (True, False):
         try:
             if train:
                 engine.begin_train_step()
-                engine.train_microbatches(batches, failing(OutOfMemory, calls), last=True)
+                engine.train_microbatches(batches, failing(OutOfMemory, calls=calls), last=True)
             else:
                 engine.evaluate([batches], evaluation)
         except TrainingError as error:

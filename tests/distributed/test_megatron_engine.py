@@ -151,6 +151,15 @@ def test_recomputed_activations_change_nothing(run: Run, recompute: str) -> None
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+def test_the_embedding_of_the_padding_token_has_no_gradient(run: Run, name: str) -> None:
+    """The token also occurs between others, as an end of text often does."""
+    plain = plain_step("uneven", "token")
+    assert not plain.grads["model.embed_tokens.weight"][5].any()
+    for ours in run(megatron_cases.engine_step, LAYOUTS[name], "uneven", "packed", 2):
+        assert_same(ours, plain)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_zeros_are_counted_once(run: Run, name: str) -> None:
     grads = plain_step("llama", "token").grads
     expected = sum(int((g == 0).sum()) for g in grads.values())

@@ -3,10 +3,13 @@
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
@@ -41,6 +44,10 @@ def build_model_chunks(
     """
     dtype, adapter = options.dtype, options.adapter
     bare = build_chunks(meta.config, config)
+    if (padding := meta.get_input_embeddings().padding_idx) is not None:
+        for chunk in bare:
+            if hasattr(chunk, "embedding"):
+                chunk.embedding.word_embeddings.register_forward_hook(partial(stop_gradient, padding))
     moving = set() if adapter else set(router_biases(meta))
     frozen_names = {n for n, p in meta.named_parameters() if adapter or not p.requires_grad}
     found, recomputed = hf_slices(bare, named_shapes(meta)), layout.activation_checkpointing == "full"
@@ -128,6 +135,20 @@ def freeze_parameters(
         if recomputed and chunk.pre_process and len(chunk.decoder.layers):
             chunk.embedding.register_forward_hook(ask_for_gradient)
     return {p: members for p, members in found.items() if p not in kept}, kept
+
+
+def stop_gradient(
+    padding: int, embedding: VocabParallelEmbedding, inputs: tuple[Tensor], embedded: Tensor
+) -> Tensor:
+    """Let no gradient reach the embedding of the padding token, as in transformers, whose value is 0.
+
+    ``embedded`` is [B, T, H] for input ids [B, T], or with sequence parallelism this rank's [T / tp, B, H].
+    """
+    is_padding = inputs[0] == padding
+    if embedding.reduce_scatter_embeddings:
+        of_rank = is_padding.t().chunk(parallel_state.get_tensor_model_parallel_world_size())
+        is_padding = of_rank[parallel_state.get_tensor_model_parallel_rank()]
+    return torch.where(is_padding.unsqueeze(-1), embedded.detach(), embedded)
 
 
 def ask_for_gradient(_module: object, _inputs: object, embedded: Tensor) -> None:
