@@ -11,6 +11,9 @@ from torch import nn
 from components.optimizers.adamw_sgd import AdamW, Scope, check_at_least_zero
 from components.optimizers.weight_groups import WeightGroup
 
+HEADS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+"""Ends of the names of matrices whose rows are heads."""
+
 
 @dataclass(frozen=True)
 class Muon:
@@ -26,6 +29,9 @@ class Muon:
     """Peak learning rate of AdamW, with the schedule of ``lr``. None means ``lr``."""
     adamw_for: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "lm_head*")
     """Patterns of the names of matrices that AdamW updates, with all vectors."""
+    head_dim: int | None = None
+    """Rows of a head of the query, key and value matrices, each orthogonalised by itself. None means whole
+    matrices."""
     weight_decay: float = 0.1
     momentum: float = 0.95
     nesterov: bool = True
@@ -68,8 +74,9 @@ class Muon:
         parts: list[torch.optim.Optimizer] = []
         if chosen[True]:
             parts.append(
-                torch.optim.Muon(
+                MuonByHead(
                     chosen[True],
+                    self.head_dim,
                     lr=self.lr,
                     momentum=self.momentum,
                     nesterov=self.nesterov,
@@ -80,6 +87,43 @@ class Muon:
         if chosen[False]:
             parts.append(torch.optim.AdamW(chosen[False], lr=self.lr, betas=self.betas, eps=self.eps))
         return Chained(parts)
+
+
+class MuonByHead(torch.optim.Muon):
+    """``torch.optim.Muon`` that takes each head of query, key and value matrices for a matrix."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], head_dim: int | None, **options: Any) -> None:
+        named = [pair for group in groups for pair in group["params"]]
+        self.split = {p for name, p in named if head_dim is not None and name.endswith(HEADS)}
+        self.head_dim = head_dim
+        super().__init__(groups, **options)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Update all parameters; those of ``split`` head by head."""
+        wholes = [group["params"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["params"] = [part for whole in group["params"] for part in self._parts(whole)]
+        super().step()
+        for group, params in zip(self.param_groups, wholes, strict=True):
+            for part in set(group["params"]) - set(params):
+                del self.state[part]
+            group["params"] = params
+
+    def _parts(self, whole: nn.Parameter) -> list[nn.Parameter]:
+        """Return the heads of ``whole`` as parameters that share its value, gradient and momentum."""
+        if whole not in self.split or whole.grad is None:
+            return [whole]
+        assert self.head_dim is not None
+        state = self.state[whole]
+        momentum = state.setdefault("momentum_buffer", torch.zeros_like(whole.grad))
+        parts = [nn.Parameter(rows) for rows in whole.detach().split(self.head_dim)]
+        for part, gradient, buffer in zip(
+            parts, whole.grad.split(self.head_dim), momentum.split(self.head_dim), strict=True
+        ):
+            part.grad = gradient
+            self.state[part] = {"momentum_buffer": buffer}
+        return parts
 
 
 class Chained(torch.optim.Optimizer):

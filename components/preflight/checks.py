@@ -11,6 +11,8 @@ from components.checkpoint import read_meta
 from components.contracts.configs import AdapterConfig
 from components.contracts.errors import ConfigError
 from components.contracts.parallelism import ParallelismSpec
+from components.models.attention_shape import attention_shape
+from components.optimizers.muon import HEADS, Muon
 from components.preflight.engine_layouts import EngineLayout
 from components.preflight.estimates.device_specs import PROGRAM, machine_memory
 from components.yaml_text import parse_yaml
@@ -165,6 +167,23 @@ def check_evaluation(key: str, wanted: float, has_eval: bool) -> None:
         raise ConfigError(
             f"run.{key}: is {wanted}, but there is no evaluation data; set data.eval or "
             f"data.eval_fraction, or remove run.{key}."
+        )
+
+
+def check_head_dim(optimizer: object, model: PreTrainedModel, *, adapted: bool) -> None:
+    """Raise ConfigError if Muon's ``optimizer.head_dim`` is not the number of rows of a head of ``model``."""
+    if not isinstance(optimizer, Muon) or optimizer.head_dim is None:
+        return
+    shape = attention_shape(model.config)
+    named = any(name.endswith(HEADS) for name, _ in model.named_parameters())
+    if adapted or shape.latent or not named:
+        raise ConfigError(
+            f"optimizer.head_dim: no trained matrix has heads as its rows ({', '.join(HEADS)}); use null."
+        )
+    if optimizer.head_dim != shape.key:
+        raise ConfigError(
+            f"optimizer.head_dim: is {optimizer.head_dim}, and a head of this model has {shape.key} rows; "
+            f"use {shape.key}."
         )
 
 

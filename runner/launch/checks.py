@@ -99,6 +99,7 @@ class RunPreparation:
             experiment.model.moe.bias_update_rate,
             bool(experiment.model.add_tokens),
         )
+        preflight.check_head_dim(experiment.optimizer, model, adapted=experiment.adapter is not None)
         self.check_layout(model, experiment.adapter)
         if (init_from := experiment.checkpoint.init_from) is not None and experiment.checkpoint.verify:
             verify_checkpoint(Path(init_from), checksums=True, option="checkpoint.init_from")

@@ -109,6 +109,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "value of a logger": (["logger=wandb", "logger.wandb.mode=off"], ["logger.wandb.mode", "'offline'"]),
     "logger that is not chosen": (["logger.wandb.mode=offline"], ["logger.wandb", "logger=[jsonl,wandb]"]),
     "logger without a name": (["+logger.mode=offline"], ["logger.mode", "logger.wandb.mode"]),
+    "rows of a head": (["optimizer=muon", "optimizer.head_dim=7"], ["optimizer.head_dim", "use 32"]),
+    "rows of a head of an adapter": (
+        ["optimizer=muon", "optimizer.head_dim=64", "adapter=lora"],
+        ["optimizer.head_dim", "use null"],
+    ),
     "hook": (["hook=[emma]"], ["hook=emma", "did you mean 'ema'"]),
     "hook that is not chosen": (["hook.ema.decay=0.9"], ["hook.ema", "choose it: hook=[ema]"]),
     "value of a hook": (["hook=[ema]", "hook.ema.decay=2"], ["hook.ema.decay", "below 1"]),

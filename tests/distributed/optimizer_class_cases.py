@@ -37,6 +37,7 @@ class Lion(torch.optim.Optimizer):
 
 DESCRIPTIONS: dict[str, Optimizer] = {
     "muon": Muon(lr=1e-2, adamw_lr=2e-3),
+    "muon by head": Muon(lr=1e-2, adamw_lr=2e-3, head_dim=8),
     "original muon": Muon(lr=1e-2, adjust_lr="original", nesterov=False, weight_decay=0.0),
     "radam": TorchClass(torch.optim.RAdam, 1e-2, 0.1, options={"betas": [0.9, 0.95]}),
     "nadam": TorchClass(torch.optim.NAdam, 1e-2),

@@ -193,3 +193,29 @@ def test_muon_leaves_embeddings_and_vectors_to_adamw() -> None:
     for name, ndim in (("model.embed_tokens.weight", 2), ("lm_head.weight", 2), ("model.norm.weight", 1)):
         assert not Muon().orthogonalises(name, ndim)
     assert not Muon(adamw_for=("*router*",)).orthogonalises("model.layers.0.router.weight", 2)
+
+
+def test_heads_are_orthogonalised_by_themselves() -> None:
+    """The oracle is torch.optim.Muon on the heads as parameters of their own, and on another matrix."""
+    torch.manual_seed(0)
+    shapes = {"self_attn.q_proj.weight": (24, 16), "self_attn.o_proj.weight": (16, 24)}
+    ours = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    query, output = (p.detach().clone() for p in ours.values())
+    heads = [torch.nn.Parameter(rows.clone()) for rows in query.split(8)]
+    theirs = [*heads, torch.nn.Parameter(output)]
+    oracle = torch.optim.Muon(theirs, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    optimizer = torch_optimizer(Muon(lr=1e-2, weight_decay=0.1, head_dim=8), ours.items())
+    for _ in range(3):
+        gradients = [torch.randn_like(p) for p in ours.values()]
+        for parameter, gradient in zip(ours.values(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+        for parameter, gradient in zip(theirs, [*gradients[0].split(8), gradients[1]], strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+        oracle.step()
+    first, second = ours.values()
+    assert torch.equal(first, torch.cat(heads))
+    assert torch.equal(second, theirs[-1])
+    assert [state["momentum_buffer"].shape for state in optimizer.state.values()] == [
+        *map(torch.Size, shapes.values())
+    ]
