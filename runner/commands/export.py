@@ -52,9 +52,11 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
         )
     if "base" in given and "adapter" not in given:
         raise ConfigError("base: is not read with checkpoint, whose run determines the model; leave it out.")
-    for key in ("trust", "trust_remote_code", "hook"):
+    for key in ("trust", "trust_remote_code"):
         if key in given and "adapter" in given:
-            raise ConfigError(f"{key}: is only read with checkpoint; leave it out.")
+            raise ConfigError(f"{key}: is not read with adapter, which names no code; leave it out.")
+    if "hook" in given and "adapter" in given:
+        raise ConfigError("hook: is not read with adapter, which holds no average; leave it out.")
     return given
 
 

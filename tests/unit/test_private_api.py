@@ -34,7 +34,7 @@ KEPT = {
     # torch's: a rehearsal stands in for CUDA.
     "components/rehearsal/arithmetic.py": {"_overloadpacket", "_schema"},
     "components/rehearsal/call_site.py": {"_getframe"},
-    "components/rehearsal/fake_cuda.py": {"_C", "_set_only_lift_cpu_tensors"},
+    "components/rehearsal/fake_cuda.py": {"_C", "_cuda_getCurrentRawStream", "_set_only_lift_cpu_tensors"},
     "components/rehearsal/fake_groups.py": {"_set_pg_timeout"},
     "components/rehearsal/host_values.py": {"_cdata", "_schema", "_to_copy"},
     "components/rehearsal/host_waits.py": {"_schema"},
