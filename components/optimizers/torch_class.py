@@ -103,6 +103,14 @@ class TorchClass:
             whole=tuple(name for name in names if kinds[name] not in ({"moment"}, {"scalar"})),
         )
 
+    def check_divisible(self) -> None:
+        """Raise ConfigError if an update needs all weights at once, so that ranks cannot divide it."""
+        if self.scope == "model":
+            raise ConfigError(
+                f"optimizer._target_: {self.name} updates a weight by what it knows of others, which are on "
+                "other ranks; use parallelism=single, or another optimizer."
+            )
+
     @cached_property
     def scope(self) -> Scope:
         """Largest part of the model that an update needs at once, as a trial shows."""

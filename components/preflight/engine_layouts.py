@@ -10,6 +10,7 @@ from components.contracts.json_types import Config, Json
 from components.contracts.parallelism import ParallelismSpec
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
+from components.engines.megatron.checks import updates_whole_weights
 from components.optimizers import Optimizer
 from components.preflight.estimates import fsdp2_memory, megatron_memory
 from components.preflight.estimates.quantities import (
@@ -62,6 +63,13 @@ def comm_cost(layout: EngineLayout, size: ModelSize, step: CommInputs) -> StepCo
     if isinstance(layout, FSDP2):
         return fsdp2_layouts.comm_cost(layout, size, step)
     return megatron_layouts.comm_cost(layout, size, step)
+
+
+def has_owners(layout: EngineLayout, optimizer: Optimizer) -> bool:
+    """Return whether weights are updated whole on their owners."""
+    if isinstance(layout, FSDP2):
+        return optimizer.scope == "matrix"
+    return updates_whole_weights(optimizer)
 
 
 def memory_savers(layout: EngineLayout, world_size: int) -> Sequence[Config]:

@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "groups": {"optimizer": GROUPED},
     "class": {"optimizer": ADAFACTOR},
+    "elements": {"optimizer": TorchClass(torch.optim.RAdam, 1e-2, 0.1)},
     "lora": {"adapter": ADAPTER},
     "frozen": {"freeze": ("*embed_tokens*", "*layers.0.*")},
     "mtp": {"mtp_layers": 1},

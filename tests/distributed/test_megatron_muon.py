@@ -55,6 +55,7 @@ def size(layout: str) -> int:
         ("tp2dp2 sharded", "llama", "mtp"),
         ("dp2", "llama", "class"),
         ("tp2dp2 sharded", "odd", "class"),
+        ("tp2dp2 sharded", "odd", "elements"),
     ],
 )
 def test_a_layout_trains_the_curve_of_one_process(

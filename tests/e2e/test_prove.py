@@ -50,7 +50,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ((*SMALL, *FOCAL, *LION, *ON_TWO, *HOOKS), "dp2 2 ranks"),
         ((*SMALL, *FOCAL, *LION, "parallelism=fsdp2_tp2cp2"), "tp2 cp2 dp2 8 ranks"),
-        ((*SMALL, *FOCAL, "parallelism=tp2pp2"), "tp2 pp2 4 ranks"),
+        ((*SMALL, *FOCAL, *LION, "parallelism=tp2pp2"), "tp2 pp2 4 ranks"),
         ((*FOCAL, *LARGE), "tp2 pp2 dp2 8 ranks"),
         (("model=moe_tiny", "stage=dpo", "parallelism=ep2"), "ep2 dp2 2 ranks"),
         ((*SMALL, "~parallelism", "+parallelism._target_=tests.e2e.own_layout.OneRank"), "1 rank"),

@@ -92,11 +92,8 @@ class FSDP2(FSDP2Layout):
 
 def check_optimizer(optimizer: Optimizer, world_size: int, *, offloads: bool) -> None:
     """Raise ConfigError if ranks cannot divide the work of ``optimizer``."""
-    if isinstance(optimizer, TorchClass) and optimizer.scope == "model" and world_size > 1:
-        raise ConfigError(
-            f"optimizer._target_: {optimizer.name} updates a weight by what it knows of others, which are on "
-            "other ranks; use parallelism=single, or another optimizer."
-        )
+    if isinstance(optimizer, TorchClass) and world_size > 1:
+        optimizer.check_divisible()
     if optimizer.scope == "matrix" and offloads:
         raise ConfigError(
             "parallelism.cpu_offload: this optimizer gathers whole weights, which are not in host memory; "

@@ -17,7 +17,7 @@ from components.engines.megatron.te_install import has_packed_kernel, has_transf
 from components.engines.shared.parallel_dims import check_cp, check_tp
 from components.models.experts import unstack_experts
 from components.models.mtp import num_mtp_layers
-from components.optimizers import SGD, AdamW, Optimizer, check_matches
+from components.optimizers import SGD, AdamW, Optimizer, TorchClass, check_matches
 
 COUNTS = (
     "tp",
@@ -128,7 +128,7 @@ def check_run(
     check_frozen(model)
     if optimizer.groups:
         together = tensors(model, options.adapter)
-        if optimizer.scope == "matrix":  # query, key and value are separate weights
+        if updates_whole_weights(optimizer):  # query, key and value are separate weights
             together = [[name] for names in together for name in names]
         check_matches(optimizer.groups, together)
     if options.adapter is not None:
@@ -170,25 +170,31 @@ def check_device(layout: Layout, device: Literal["cpu", "cuda"]) -> None:
         )
 
 
+def updates_whole_weights(optimizer: Optimizer) -> bool:
+    """Return whether owners update whole weights, in place of Megatron's own optimizers."""
+    return not isinstance(optimizer, AdamW | SGD)
+
+
 def check_optimizer(layout: Layout, optimizer: Optimizer) -> None:
     if layout.optimizer_cpu_offload and not layout.distributed_optimizer:
         raise ConfigError(
             "parallelism.optimizer_cpu_offload: is part of Megatron's distributed optimizer; "
             "set parallelism.distributed_optimizer=true, or leave it out."
         )
-    if optimizer.scope == "matrix":
+    if isinstance(optimizer, TorchClass):
+        optimizer.check_divisible()
+        if hasattr(optimizer.optimizer, "eval"):
+            raise ConfigError(
+                f"optimizer._target_: {optimizer.name} has other weights for evaluations, and Megatron's "
+                "ranks exchange weights in updates only; use parallelism=fsdp2."
+            )
+    if updates_whole_weights(optimizer):
         for key in ("overlap_param_gather", "optimizer_cpu_offload"):
             if getattr(layout, key):
                 raise ConfigError(
                     f"parallelism.{key}: is an option of Megatron's own optimizers, and {optimizer.kind} "
                     "updates whole weights on their owners instead; leave it out."
                 )
-        return
-    if not isinstance(optimizer, AdamW | SGD):
-        raise ConfigError(
-            "optimizer: the Megatron engine trains with adamw, sgd, muon and classes that update a matrix "
-            f"at a time, not with {optimizer.kind}; use one of them, or parallelism=fsdp2."
-        )
     if not isinstance(optimizer, SGD):
         return
     if layout.distributed_optimizer:

@@ -33,11 +33,7 @@ class ClassState:
             self.optimizer.state.clear()
         for state in self.optimizer.state.values():
             for name in self.kinds.scalars:
-                value = numbers[f"optimizer_state/{name}"].item()
-                if isinstance(state[name], Tensor):
-                    state[name].fill_(value)
-                else:
-                    state[name] = type(state[name])(value)
+                set_number(state, name, numbers[f"optimizer_state/{name}"])
         set_group_numbers(self.optimizer, self.kinds.group_scalars, numbers)
 
 
@@ -72,6 +68,14 @@ def set_group_numbers(
     for group in optimizer.param_groups:
         for name in names:
             group[name] = type(group[name])(numbers[f"optimizer_group/{name}"].item())
+
+
+def set_number(state: dict[str, Any], name: str, value: Tensor) -> None:
+    """Set a number of a parameter's state, which may be a tensor, to what ``number`` returned."""
+    if isinstance(state[name], Tensor):
+        state[name].fill_(value.item())
+    else:
+        state[name] = type(state[name])(value.item())
 
 
 def number(value: Any) -> Tensor:

@@ -19,6 +19,7 @@ from components.engines.shared.class_state import (
     group_numbers,
     number,
     set_group_numbers,
+    set_number,
 )
 from components.optimizers import Optimizer, TorchClass, kind_of_state, torch_optimizer
 
@@ -63,7 +64,10 @@ class WholeWeightOptimizer:
         self.owned = [weight for weight in weights if weight.is_mine]
         named = [(weight.name, weight.parameter) for weight in self.owned]
         self.optimizer = torch_optimizer(description, named) if named else None
-        self.group_kinds = description.state.group_scalars if isinstance(description, TorchClass) else ()
+        of_class = description if isinstance(description, TorchClass) else None
+        self.group_kinds = of_class.state.group_scalars if of_class else ()
+        self.shared = of_class.state.scalars if of_class and of_class.scope == "element" else ()
+        """Numbers that all weights have alike, saved once, as by an optimizer of shards."""
         self.updates = 0
 
     def step(self, lr: float) -> None:
@@ -105,8 +109,8 @@ class WholeWeightOptimizer:
         for weight in self.owned:
             state = self._of(weight)[weight.parameter]
             for kind, value in state.items():
-                if isinstance(value, int | float):
-                    state[kind] = type(value)(tensors[f"optimizer_state/{kind}/{weight.name}"].item())
+                if kind in self.shared or isinstance(value, int | float):
+                    set_number(state, kind, tensors[self._key(kind, weight)])
             if not self.updates:  # saved before the first update, which creates the state
                 del self._of(weight)[weight.parameter]
 
@@ -118,11 +122,14 @@ class WholeWeightOptimizer:
             for kind, value in self._of(weight)[weight.parameter].items():
                 if kind_of_state(weight.shape, value) == "moment":
                     tensors[f"{kind}/{weight.name}"] = value
-                elif isinstance(value, Tensor):
-                    tensors[f"optimizer_state/{kind}/{weight.name}"] = value
+                elif isinstance(value, Tensor) and kind not in self.shared:
+                    tensors[self._key(kind, weight)] = value
                 elif value is not None:
-                    tensors[f"optimizer_state/{kind}/{weight.name}"] = number(value)
+                    tensors[self._key(kind, weight)] = number(value)
         return tensors
+
+    def _key(self, kind: str, weight: OwnedWeight) -> str:
+        return f"optimizer_state/{kind}" + f"/{weight.name}" * (kind not in self.shared)
 
     def _create(self) -> list[OwnedWeight]:
         """Let the optimizer create the state of weights without one, by an update of zeros."""

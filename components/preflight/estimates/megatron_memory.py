@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.engines.megatron import pipeline_split
+from components.engines.megatron.checks import updates_whole_weights
 from components.engines.megatron.layout import Layout
 from components.models import mtp
 from components.models.attention_shape import attention_shape
@@ -41,7 +42,7 @@ def memory(
     """Estimate the peak memory of a rank of each pipeline stage."""
     run = RunShape(step.dtype, step.device, layout.activation_checkpointing)
     blocks = block_activations(model, layout, run, step.microbatch, step.adapter)
-    shards, whole = OptimizerShards.of(layout, step.world_size), optimizer.scope == "matrix"
+    shards, whole = OptimizerShards.of(layout, step.world_size), updates_whole_weights(optimizer)
     sharing = shards.plain * layout.tp, shards.experts * layout.etp
     if whole:  # without Megatron's distributed optimizer
         layout, shards = replace(layout, distributed_optimizer=False), OptimizerShards(1, 1)

@@ -8,7 +8,7 @@ from components.contracts.data import BatchStats
 from components.models.attention_shape import attention_shape
 from components.models.experts import moe_blocks, share_of_experts
 from components.models.mtp import num_mtp_layers
-from components.preflight.engine_layouts import comm_cost, mesh_info
+from components.preflight.engine_layouts import comm_cost, has_owners, mesh_info
 from components.preflight.estimates.device_specs import HOST, Device
 from components.preflight.estimates.flops import MatmulSizes, matmul_sizes, train_flops
 from components.preflight.estimates.parameter_counts import census
@@ -119,7 +119,7 @@ def comm_inputs(case: Candidate, work: StepWork) -> CommInputs:
         work.computed / case.dp_size,
         case.microbatch.num_microbatches,
         reference=case.reference != "none",
-        whole_weights=case.optimizer.scope == "matrix",
+        whole_weights=has_owners(case.layout, case.optimizer),
     )
 
 

@@ -150,8 +150,8 @@ def test_refuses_a_class_without_a_learning_rate() -> None:
         ),
         (
             megatron(dp=2),
-            TorchClass(torch.optim.RAdam, 1e-2),
-            "not with torch optimizer._target_=torch.optim",
+            TorchClass(AdamWScheduleFree, 1e-2),
+            "AdamWScheduleFree has other weights for evaluations",
         ),
     ],
 )

@@ -22,6 +22,7 @@ from components.contracts.batch import Batch
 from components.contracts.engine import EngineOptions
 from components.contracts.json_types import Json
 from components.contracts.loss import Loss
+from components.engines.megatron.checks import updates_whole_weights
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime import schedule, state_dict
 from components.engines.megatron.runtime.hf_weights import (
@@ -98,7 +99,7 @@ class MegatronEngine(TrainStepEngine):
         drops = layout.capacity_factor is not None
         self.routing = MegatronRouterState.build(model.moe, self.meta, parts.routers, device, drops=drops)
         self.meshes = TPMeshes.of_rank(device.type)
-        whole, sharded = optimizer.scope == "matrix", layout.distributed_optimizer
+        whole, sharded = updates_whole_weights(optimizer), layout.distributed_optimizer
         self.chunks = [
             wrap_ddp(self.config, chunk, layout, number, scattered=sharded and not whole)
             for number, chunk in enumerate(parts.chunks)
