@@ -71,7 +71,7 @@ def test_the_rows(run: Path) -> None:
     assert [row["step"] for row in train] == [1, 2, 3, 4]
     for row in train:
         assert row.keys() >= TRAIN_KEYS
-        assert 0 < row["perf/mfu"] < 1
+        assert row["perf/mfu"] > 0  # above 1 if the peak was measured while the machine was busy
         assert row["train/num_labels"] < row["train/num_tokens"] <= 4 * 128
     consumed = [row["train/total_samples"] for row in train]
     assert consumed == sorted(consumed)
