@@ -1,6 +1,6 @@
 """The ``hook`` group: components that observe a run and may ask it to evaluate, to save or to stop."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -42,8 +42,14 @@ class HookRun:
     state: RunState
     num_steps: int
     """Number of optimizer steps of the whole run."""
+    resumed_from: Path | None
+    """The checkpoint that the run has started from. None means that it began at step 0."""
     log: Callable[[Mapping[str, float]], None]
     """Writes metrics of the current step to the trackers; it does nothing except on rank 0."""
+    log_table: Callable[[str, Sequence[Mapping[str, str]]], None]
+    """Writes a table of texts, with its name, to the trackers; it does nothing except on rank 0."""
+    name: str = ""
+    """The name of the hook that is called. Checkpoints hold its tensors under ``hook/NAME``."""
     requests: set[Request] = field(default_factory=set)
 
     def ask(self, request: Request) -> None:

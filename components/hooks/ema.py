@@ -38,7 +38,7 @@ class EMA(Hook):
     def begin(self, run: HookRun) -> None:
         if not isinstance(run.adapter, LoRA | None):
             raise ConfigError("hook.ema: cannot export the average of an adapter of your own; leave it out.")
-        self.saved: Path | None = None
+        self.saved = run.resumed_from  # a run that was killed before its export has no further step
         self.average = {
             name: placed_like(weight, local(weight).clone()) for name, weight in weights(run.engine).items()
         }
@@ -58,7 +58,7 @@ class EMA(Hook):
             return
         assert isinstance(run.model, ModelSpec)
         assert isinstance(run.adapter, LoRA | None)
-        folder, kind = run.folder / "ema", "hook/ema"
+        folder, kind = run.folder / "ema", f"hook/{run.name}"
         trained = CheckpointModel(run.model, run.adapter, self.saved, run.folder, run.seed, None, kind)
         if run.adapter is not None:
             trained.export_adapter(folder, run.dtype, writes=run.is_main)

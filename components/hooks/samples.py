@@ -35,12 +35,19 @@ class Samples(Hook):
             raise ConfigError(f"hook.samples.max_new_tokens: must be at least 1, got {self.max_new_tokens}.")
         read_prompts(self.prompts, chat=self.strings == "chat")
 
+    def begin(self, run: HookRun) -> None:
+        if run.is_main:
+            shutil.rmtree(self._scratch(run), ignore_errors=True)  # of a run that was killed
+
     def after_evaluation(self, run: HookRun, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
-        scratch = run.folder / "completions" / "export"
+        scratch = self._scratch(run)
         run.engine.export(scratch)
         if run.is_main:
             self._write(run, scratch)
         run.engine.barrier()
+
+    def _scratch(self, run: HookRun) -> Path:
+        return run.folder / "completions" / "export"
 
     def _write(self, run: HookRun, export: Path) -> None:
         """Complete the prompts with the model in ``export``, and remove it."""
@@ -58,7 +65,12 @@ class Samples(Hook):
             max_new_tokens=self.max_new_tokens,
             do_sample=False,
         )
-        rows = ({**prompt.record, **completion} for prompt, completion in zip(records, found, strict=True))
+        rows = [{**prompt.record, **completion} for prompt, completion in zip(records, found, strict=True)]
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         write_atomic(export.parent / f"step_{run.state.step:08}.jsonl", "".join(lines))
+        run.log_table(run.name, [{key: as_text(value) for key, value in row.items()} for row in rows])
         shutil.rmtree(export)
+
+
+def as_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,6 +1,6 @@
 """The interface of loggers. A row is ``{"step": 10, "train/loss": 2.3, ...}``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +39,9 @@ class Logger(Protocol):
     """A logger, on the main rank only. An exception in it disables this logger, and the run continues."""
 
     def log(self, row: Row) -> None: ...
+
+    def log_table(self, name: str, rows: Sequence[Mapping[str, str]], step: int) -> None:
+        """Show texts, such as completions, one column for each key."""
 
     def finish(self, ending: RunResult) -> None:
         """Flush all rows to disk (or the server) before returning; called once, however the run ends."""

@@ -1,7 +1,7 @@
 """Passing every row to every logger."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from components.loggers.base import Logger, LoggerSpec, Row, RunInfo, RunResult
 
@@ -24,6 +24,9 @@ class CompositeLogger:
 
     def log(self, row: Row) -> None:
         self._each(lambda logger: logger.log(row))
+
+    def log_table(self, name: str, rows: Sequence[Mapping[str, str]], step: int) -> None:
+        self._each(lambda logger: logger.log_table(name, rows, step))
 
     def finish(self, ending: RunResult) -> None:
         self._each(lambda logger: logger.finish(ending))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,9 @@ class JsonlLogger:
         finite = {key: value if is_number(value) else None for key, value in row.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
+
+    def log_table(self, name: str, rows: Sequence[Mapping[str, str]], step: int) -> None:
+        """Do nothing: the run folder holds what the table shows."""
 
     def finish(self, ending: RunResult) -> None:  # noqa: ARG002  the rows contain everything
         self._file.close()

@@ -1,7 +1,7 @@
 """The logger that writes TensorBoard events."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from components.contracts.errors import ConfigError
@@ -28,6 +28,11 @@ class TensorboardLogger:
         for key, value in row.items():
             if key != "step" and value is not None:
                 self._writer.add_scalar(key, value, row["step"])
+
+    def log_table(self, name: str, rows: Sequence[Mapping[str, str]], step: int) -> None:
+        """Write the rows as text, each key in bold before its value."""
+        shown = ("\n\n".join(f"**{key}** {value}" for key, value in row.items()) for row in rows)
+        self._writer.add_text(name, "\n\n---\n\n".join(shown), step)
 
     def finish(self, ending: RunResult) -> None:
         """Write the hyperparameters if the run is done; TensorBoard shows any run with them as successful."""

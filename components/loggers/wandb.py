@@ -1,5 +1,6 @@
 """The logger for Weights & Biases."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -41,6 +42,14 @@ class WandbLogger:
         values = {key: value for key, value in row.items() if key != "step" and value is not None}
         if step >= self._first_step:
             self._run.log(values, step=step)
+
+    def log_table(self, name: str, rows: Sequence[Mapping[str, str]], step: int) -> None:
+        import wandb
+
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        table = wandb.Table(columns=columns, data=[[row.get(key) for key in columns] for row in rows])
+        if step >= self._first_step:
+            self._run.log({name: table}, step=step)
 
     def finish(self, ending: RunResult) -> None:
         """Mark a stopped run as preempting, because it may be resumed, and a failed one as failed."""

@@ -178,6 +178,12 @@ function choose(index) {
   const samples = (data.documents[run.samples] ?? []).map((pieces) =>
     make("pre", { className: "wrap" }, ...pieces.map(([words, trained]) => make(trained ? "mark" : "span", { textContent: words }))));
   if (samples.length) parts.push(make("h3", { textContent: "samples; the loss is computed on the highlighted tokens" }), ...samples);
+  for (const [name, rows] of Object.entries(run.completions)) {
+    const keys = [...new Set(rows.flatMap((row) => Object.keys(row)))];
+    const cells = (tag, words) => make("tr", {}, ...words.map((value) => make(tag, { className: "words", textContent: value })));
+    parts.push(make("h3", { textContent: name }), make("div", { className: "scroll" }, make("table", {},
+      cells("th", keys), ...rows.map((row) => cells("td", keys.map((key) => text(row[key] ?? "")))))));
+  }
   const config = { ...data.common, ...run.config };
   if (run.folder && Object.keys(config).length) {
     parts.push(make("details", {}, make("summary", { textContent: "config.yaml" }), grid(config)));

@@ -162,6 +162,7 @@ def shown(run: RunPage, documents: list[object]) -> Json:
         "audit": limited_documents(documents, audit_tables(run.audit)),
         "preflight": limited_documents(documents, run.preflight),
         "samples": limited_documents(documents, run.samples),
+        "completions": run.completions,
         "logs": run.logs,
         "missing": run.missing,
     }

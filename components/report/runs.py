@@ -24,6 +24,7 @@ Sample = list[tuple[str, bool]]
 LAST_LINES = 20
 TAIL_BYTES = 16384
 MOST_LETTERS = 100
+MOST_COMPLETIONS = 20
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 LONG_FACTS = ("data", "identity", "results", "command", "overrides", "versions", "sweep", "began")
 """Keys of run.json that are shown elsewhere or not at all."""
@@ -68,6 +69,8 @@ class RunPage:
     audit: Json | None = None
     preflight: Json | None = None
     samples: list[Sample] = field(default_factory=list)
+    completions: Json = field(default_factory=dict)
+    """The last completions of prompts: file -> rows."""
     curves: dict[str, Curve] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)
     """File -> last lines, if the run is not completed."""
@@ -153,6 +156,9 @@ def read_run(entry: Entry, points: int) -> RunPage:
     run.audit = part("audit.json", read_audit)
     run.preflight = part("preflight.json", read_optional_json)
     run.samples = part("samples.json", read_samples) or []
+    if written := sorted(folder.glob("completions/*.jsonl")):
+        name = f"completions/{written[-1].name}"
+        run.completions = {name: part(name, read_completions) or []}
     run.curves = part("metrics.jsonl", partial(read_curves, count=points)) or {}
     if run.facts.get("mfu_peak") is None:
         run.curves.pop("perf/mfu", None)
@@ -183,6 +189,10 @@ def read_audit(path: Path) -> Json:
 
 def read_samples(path: Path) -> list[Sample]:
     return as_type(list[Sample], parse_json(path.read_text()))
+
+
+def read_completions(path: Path) -> list[Json]:
+    return [as_type(Json, parse_json(line)) for line in path.read_text().splitlines()[:MOST_COMPLETIONS]]
 
 
 def read_yaml(path: Path) -> Json:

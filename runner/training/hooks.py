@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, get_args
 
 from torch import Tensor
@@ -23,13 +23,15 @@ class Hooks:
     """
 
     def __init__(self, run: HookRun, own: Mapping[str, Hook], chosen: Mapping[str, Hook]) -> None:
-        self.run, self.chosen, self.hooks = run, dict(chosen), {**own, **chosen}
+        self.run, self.chosen = run, dict(chosen)
+        self.hooks = [*own.items(), *chosen.items()]  # a hook may have the name of one of the program's own
         self.stop = False
         """Whether a hook has asked for the end of the training."""
 
-    def begin(self, checkpoint: Path | None) -> None:
+    def begin(self) -> None:
         """Prepare the hooks, and read their tensors from the checkpoint that the run resumes from."""
         self.call("begin")
+        checkpoint = self.run.resumed_from
         if checkpoint is None:
             return
         saved = saved_keys(checkpoint)
@@ -49,10 +51,10 @@ class Hooks:
 
     def call(self, event: str, *arguments: Any, **options: Any) -> None:
         """Call the method ``event`` of every hook, then agree on what they ask for."""
-        for name, hook in list(self.hooks.items()):
+        for name, hook in list(self.hooks):
             failure: Exception | None = None
             try:
-                getattr(hook, event)(self.run, *arguments, **options)
+                getattr(hook, event)(replace(self.run, name=name), *arguments, **options)
             except (ConfigError, TrainingError):
                 raise  # written for the user
             except Exception as error:  # noqa: BLE001  a hook may raise anything
@@ -76,7 +78,8 @@ class Hooks:
                 raise TrainingError(reason) from failure
         if hook.on_error == "warn" and self.run.engine.max_over_ranks(float(failure is not None)):
             log.warning("%s; it is left out from here on", reason if failure else f"{reason} on another rank")
-            del self.hooks[name], self.chosen[name]
+            self.hooks.remove((name, hook))
+            del self.chosen[name]
 
     def _agree(self) -> None:
         """Let all ranks ask for what any rank asks for."""

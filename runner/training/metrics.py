@@ -121,6 +121,11 @@ class MetricsReporter:
         """Write metrics of a hook to the loggers, without a line on the terminal."""
         self._write({"step": state.step, **metrics})
 
+    def table_of_hook(self, state: TrainState, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+        """Write a table of a hook to the loggers."""
+        if self.loggers is not None:
+            self.loggers.log_table(name, rows, state.step)
+
     def _write(self, row: Row, line: str | None = None) -> None:
         if self.loggers is not None:
             if line is not None:

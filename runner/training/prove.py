@@ -41,7 +41,9 @@ def proof_run(experiment: Experiment, folder: Path, data: Json) -> ProofRun:
             seed=experiment.run.seed,
             state=state,
             num_steps=experiment.preflight.num_steps,
+            resumed_from=None,
             log=lambda _: None,
+            log_table=lambda *_: None,
         )
 
     return ProofRun(

@@ -236,8 +236,8 @@ def build_loop(
     train_data = Prefetched(loader, pin=engine.device.type == "cuda")
     report.start(state, train_data.num_steps)
     deadline = math.inf if run.max_time is None else record.began + seconds(run.max_time)
-    hooks = build_hooks(experiment, engine, folder, report, state, train_data.num_steps)
-    hooks.begin(point)
+    hooks = build_hooks(experiment, engine, folder, report, state, train_data.num_steps, point)
+    hooks.begin()
     return TrainContext(
         engine=engine,
         loss=experiment.stage,
@@ -280,6 +280,7 @@ def build_hooks(
     report: MetricsReporter,
     state: TrainState,
     num_steps: int,
+    resumed_from: Path | None,
 ) -> Hooks:
     """Build the hooks of the run. An evaluation without training has none."""
     run, stopping = experiment.run, experiment.early_stopping
@@ -293,7 +294,9 @@ def build_hooks(
         seed=run.seed,
         state=state,
         num_steps=num_steps,
+        resumed_from=resumed_from,
         log=partial(report.of_hook, state),
+        log_table=partial(report.table_of_hook, state),
     )
     if run.evaluate_only:
         return Hooks(observed, {}, {})

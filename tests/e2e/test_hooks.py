@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -69,6 +70,18 @@ def test_an_average_of_weights_continues_on_other_layouts(tmp_path: Path, adapte
     assert resumed.keys() == found.keys()
     for name, value in found.items():
         torch.testing.assert_close(resumed[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_killed_run_still_exports_its_average(tmp_path: Path) -> None:
+    """A hook under a name of the user's, and a run that has only its exports left to do."""
+    options = (*RUN, "+hook.average._target_=components.hooks.EMA", "run.export=true", "run.max_steps=2")
+    run = run_here(tmp_path, *options)
+    expected = load_file(run / "ema" / "model.safetensors")
+    shutil.rmtree(run / "ema")
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"ended": None, "final_step": None}))
+    assert run_here(tmp_path, *options, "checkpoint.resume=auto") == run
+    assert equal(load_file(run / "ema" / "model.safetensors"), expected)
 
 
 def test_gradient_norms_by_layer_add_up(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 import json
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.commands import (
@@ -22,6 +24,7 @@ from tests.e2e.commands import (
     write_chats,
 )
 
+PEAK_FLOPS = 1e12
 TRAIN_KEYS = {
     "step",
     "train/loss",
@@ -41,7 +44,8 @@ TRAIN_KEYS = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_here(tmp_path_factory.mktemp("run"), *SMALL, "run.eval_every=2", "checkpoint.save_every=2")
+    with mock.patch("runner.training.rank.peak_flops", return_value=PEAK_FLOPS):
+        return run_here(tmp_path_factory.mktemp("run"), *SMALL, "run.eval_every=2", "checkpoint.save_every=2")
 
 
 def test_the_folder(run: Path) -> None:
@@ -69,9 +73,18 @@ def test_the_folder(run: Path) -> None:
 def test_the_rows(run: Path) -> None:
     train = rows(run, "train/loss")
     assert [row["step"] for row in train] == [1, 2, 3, 4]
+    matrices = {
+        name: value.numel()
+        for name, value in load_file(run / "export" / "model.safetensors").items()
+        if value.ndim == 2
+    }
+    head = matrices.pop("model.embed_tokens.weight")  # which is the head, too
+    layers = sum(matrices.values())
     for row in train:
         assert row.keys() >= TRAIN_KEYS
-        assert row["perf/mfu"] > 0  # above 1 if the peak was measured while the machine was busy
+        flops = row["perf/mfu"] * PEAK_FLOPS * row["perf/step_ms"] / 1000
+        of_matrices = 6 * (layers * row["train/num_tokens"] + head * row["train/num_labels"])
+        assert 1 < flops / of_matrices < 1.2, "the rest is attention"
         assert row["train/num_labels"] < row["train/num_tokens"] <= 4 * 128
     consumed = [row["train/total_samples"] for row in train]
     assert consumed == sorted(consumed)

@@ -24,8 +24,9 @@ from components.loggers import (
 )
 from components.loggers.jsonl import JsonlLogger
 from components.loggers.wandb import run_id
-from tests.trackers import scalars, tags, wandb_runs
+from tests.trackers import events, scalars, tags, wandb_runs
 
+TABLE = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d", "id": "2"}]
 ROOT = Path(__file__).parents[4]
 ROWS: list[dict[str, float | int | None]] = [
     {"step": 1, "train/loss": 2.5, "train/num_tokens": 512, "train/num_zeros_in_grad": None},
@@ -134,6 +135,7 @@ def test_tensorboard_reads_what_was_logged(run_dir: Path) -> None:
     logger = Tensorboard().open(RunInfo(run_dir, CONFIG))
     for row in ROWS:
         logger.log(row)
+    logger.log_table("samples", TABLE, 2)
     logger.finish(DONE)
     assert scalars(run_dir / "tensorboard") == {
         "train/loss": [(1, 2.5), (2, 2.25)],
@@ -143,6 +145,9 @@ def test_tensorboard_reads_what_was_logged(run_dir: Path) -> None:
         "final/eval/loss": [(2, 2.125)],
     }
     assert {"config/text_summary", "_hparams_/session_start_info"} <= tags(run_dir / "tensorboard")
+    (shown,) = events(run_dir / "tensorboard").Tensors("samples/text_summary")
+    expected = b"**prompt** a\n\n**completion** b\n\n---\n\n**prompt** c\n\n**completion** d\n\n**id** 2"
+    assert (shown.step, list(shown.tensor_proto.string_val)) == (2, [expected])
 
 
 def test_tensorboard_goes_on_after_the_checkpoint(run_dir: Path) -> None:
@@ -163,7 +168,7 @@ from pathlib import Path
 from components.loggers import CompositeLogger, RunInfo, RunResult, Wandb
 wandb = Wandb(project="tests", mode="offline", tags=("a",))
 wandb.check()
-folder, (rows, config) = Path(sys.argv[1]), json.loads(sys.argv[2])
+folder, (rows, config, table) = Path(sys.argv[1]), json.loads(sys.argv[2])
 (folder / "audit.json").write_text("{}")
 (folder / "code.diff").write_text("+ a line")
 facts = {"sweep": {"folder": "/outputs/sweeps/lr", "number": 7}, "git_commit": "abc"}
@@ -172,6 +177,7 @@ for step, ending in ((0, "failed"), (1, "interrupted"), (1, "completed")):
     for row in rows:
         if row["step"] > step:
             logger.log(row)
+    logger.log_table("samples", table, 2)
     logger.finish(RunResult(ending, {"step": 2, "eval/loss": 2.125}, f"because {ending}"))
 """
 
@@ -184,7 +190,7 @@ def wandb_files(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     run_dir.mkdir()
     environment = {"PATH": os.environ["PATH"], "HOME": str(run_dir.parent), "WANDB_SILENT": "true"}
     subprocess.run(
-        [sys.executable, "-c", WANDB_RUN, str(run_dir), json.dumps([ROWS, CONFIG])],
+        [sys.executable, "-c", WANDB_RUN, str(run_dir), json.dumps([ROWS, CONFIG, TABLE])],
         check=True,
         cwd=ROOT,
         env=environment,
@@ -195,6 +201,10 @@ def wandb_files(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 def test_wandb_offline_reads_what_was_logged(wandb_files: list[Any]) -> None:
     run = wandb_files[0]
+    table = {key: run.history[2].pop(key) for key in list(run.history[2]) if key.startswith("samples/")}
+    assert (table["samples/ncols"], table["samples/nrows"]) == (3, 2)
+    written = json.loads((run.path.parent / "files" / table["samples/path"]).read_text())
+    assert written == {"columns": ["prompt", "completion", "id"], "data": [["a", "b", None], ["c", "d", "2"]]}
     assert run.history == {
         1: {"train/loss": 2.5, "train/num_tokens": 512},
         2: {"train/loss": 2.25, "train/num_tokens": 480, "eval/loss": 2.125},
@@ -203,7 +213,7 @@ def test_wandb_offline_reads_what_was_logged(wandb_files: list[Any]) -> None:
     assert (run.start.run_group, list(run.start.tags)) == ("lr", ["a", "sweep", "job 7"])
     assert run.config.items() >= CONFIG.items()
     assert run.config["code"]["git_commit"] == "abc"
-    assert run.artifact_files == {"audit.json", "code.diff"}
+    assert run.artifact_files == {"audit.json", "code.diff", "samples.table.json"}
 
 
 def test_wandb_is_told_how_a_run_ends(wandb_files: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a proof calls equal."""
+"""The comparison of two layouts of a proof: which differences it accepts, and which it reports."""
 
 import json
 import math

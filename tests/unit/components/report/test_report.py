@@ -143,6 +143,10 @@ def finished(folder: Path, *, lr: float, loss: str = "NextToken", **facts: Any) 
     audit = {"train": {"sources": [source], "rows": 3}, "eval": {"sources": [held_out]}}
     (folder / "audit.json").write_text(json.dumps(audit))
     (folder / "samples.json").write_text(json.dumps([[["What is it?", False], [f"A {HOSTILE}", True]]]))
+    (folder / "completions").mkdir()
+    for step in (2, 3):
+        row = {"prompt": "Say it", "completion": f"{HOSTILE} at {step}", "id": step}
+        write_rows(folder / "completions" / f"step_{step:08}.jsonl", row)
     (folder / "run.json").write_text(
         json.dumps({"overrides": [f"optimizer.lr={lr}"], "ended": "completed"} | facts)
     )

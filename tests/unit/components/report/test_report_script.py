@@ -92,6 +92,12 @@ def test_the_trained_tokens_of_samples_are_marked(found: dict[str, Any]) -> None
     assert "What is it?A " in found["shown"]
 
 
+def test_the_last_completions_are_shown(found: dict[str, Any]) -> None:
+    expected = f"completions/step_00000003.jsonlpromptcompletionidSay it{HOSTILE} at 33"
+    assert expected in found["shown"]
+    assert f"{HOSTILE} at 2" not in found["shown"]
+
+
 def test_the_mfu_is_shown_with_its_peak(found: dict[str, Any]) -> None:
     assert [chart for chart in found["charts"] if "mfu" in chart] == [f"perf/mfu of {MEASURED}log"]
     assert [tile for tile in found["tiles"] if tile.startswith("MFU")] == [

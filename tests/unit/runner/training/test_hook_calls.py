@@ -59,7 +59,9 @@ def hooks(engine: Ranks, own: dict[str, Hook] | None = None, **chosen: Hook) -> 
         seed=0,
         state=TrainState(step=7),
         num_steps=9,
+        resumed_from=None,
         log=lambda _: None,
+        log_table=lambda *_: None,
     )
     return Hooks(run, own or {}, chosen)
 
@@ -109,7 +111,13 @@ def test_a_hook_is_left_out_on_all_ranks(
     assert "it is left out from here on" in caplog.text
     assert called.take("save"), "the others are still called"
     called.call("end", completed=True)
-    assert (list(called.hooks), last.ended) == (["last"], 1)
+    assert ([name for name, _ in called.hooks], last.ended) == (["last"], 1)
+
+
+def test_a_hook_with_the_name_of_one_of_the_program_replaces_nothing() -> None:
+    ours, mine = Asks(), Asks()
+    hooks(Ranks(), {"best_metric": ours}, best_metric=mine).call("end", completed=True)
+    assert (ours.ended, mine.ended) == (1, 1)
 
 
 @pytest.mark.parametrize(
