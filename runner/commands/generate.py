@@ -3,7 +3,8 @@
 checkpoint=DIR     a run or checkpoint folder, an export, an adapter folder or any Hugging Face folder
 prompts=FILE       records with `messages` or `prompt`, or a txt file with a prompt per line
 output=FILE        jsonl: each record with its `completion`; default: standard output
-answer=FIELD       the field of each record with the right answer; counts exact matches, without outer blanks
+answer=FIELD       the field of each record with the right answer, with which the completion is compared
+metric=exact_match without outer blanks; or rouge1, rouge2, rougeL: the F-measure, by the package rouge-score
 strings=plain      or chat: whether a prompt that is a string is text as it is, or the turn of a user
 max_new_tokens=256 batch_size=8
 temperature=0      0 takes the most probable token each time; above 0 also top_p=1 top_k=0 seed=0
@@ -13,8 +14,9 @@ trust_remote_code=true  run the code that the model brings with it
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from operator import eq
 from typing import TYPE_CHECKING, NoReturn
 
 from components.contracts.errors import ConfigError
@@ -22,6 +24,7 @@ from runner.cli import run_or_answer
 from runner.commands import sampling
 from runner.commands.arguments import Keys, first_line, parse_pairs, whole_number
 from runner.commands.sampling import Sampling
+from runner.distribution import pip_install
 
 if TYPE_CHECKING:
     from components.data.tokenize.prompts import Prompt
@@ -31,6 +34,7 @@ KEYS: Keys = {
     "prompts": None,
     "output": None,
     "answer": None,
+    "metric": ("exact_match", "rouge1", "rouge2", "rougeL"),
     "strings": ("plain", "chat"),
     "batch_size": None,
     **sampling.KEYS,
@@ -43,6 +47,10 @@ def generate(arguments: Sequence[str]) -> None:
     for key in ("checkpoint", "prompts"):
         if key not in given:
             raise ConfigError(f"{key}: is missing. Usage: {first_line(__doc__)}")
+    metric = given.get("metric", "exact_match")
+    if "metric" in given and "answer" not in given:
+        raise ConfigError("metric: compares completions with answers; give answer=FIELD, or leave it out.")
+    score = scorer(metric)
     options = Sampling.read(given)
     batch_size = whole_number(given, "batch_size", 8, least=1)
     from components.data.tokenize.prompts import read_prompts
@@ -54,7 +62,7 @@ def generate(arguments: Sequence[str]) -> None:
     model, tokenizer = open_model(given)
     prompts = [prompt.token_ids(tokenizer) for prompt in records]
     sampling.set_seed(options.seed)
-    matches = 0
+    scores: list[float] = []
     with ExitStack() as files:  # opened last: an error before leaves an older file as it is
         try:
             output = files.enter_context(open(given["output"], "w")) if "output" in given else sys.stdout
@@ -65,12 +73,29 @@ def generate(arguments: Sequence[str]) -> None:
             for number, completion in enumerate(found, start):
                 row = {**records[number].record, **completion}
                 if answers:
-                    row["exact_match"] = completion["completion"].strip() == answers[number]
-                    matches += row["exact_match"]
+                    row[metric] = score(answers[number], completion["completion"].strip())
+                    scores.append(row[metric])
                 print(json.dumps(row, ensure_ascii=False), file=output, flush=True)
     if answers:
-        share = matches / len(answers)
-        print(f"exact match: {matches:,} of {len(answers):,} ({share:.1%})", file=sys.stderr)
+        print(f"{metric}: {sum(scores) / len(scores):.1%} of {len(scores):,} answers", file=sys.stderr)
+
+
+def scorer(metric: str) -> Callable[[str, str], float]:
+    """Return a function of the right answer and a completion, from 0 to 1.
+
+    Raises:
+        ConfigError: if ``metric`` needs the package rouge-score, which is not installed.
+    """
+    if metric == "exact_match":
+        return eq
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise ConfigError(
+            f"metric={metric}: rouge-score is not installed; run {pip_install('rouge')}."
+        ) from error
+    rouge = RougeScorer([metric])
+    return lambda answer, completion: float(rouge.score(answer, completion)[metric].fmeasure)
 
 
 def right_answer(prompt: "Prompt", field: str) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -193,7 +194,20 @@ def test_completions_are_those_of_transformers(
     assert len(set(wanted)) > 1
 
 
-def test_exact_matches_are_counted(tmp_path: Path, single: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def longest_common(answer: str, completion: str) -> float:
+    """Return the F-measure of the longest common subsequence of words (Lin, 2004)."""
+    right, found = (re.findall(r"[a-z0-9]+", text.lower()) for text in (answer, completion))
+    lengths = [[0] * (len(found) + 1) for _ in range(len(right) + 1)]
+    for i, word in enumerate(right):
+        for j, other in enumerate(found):
+            best = max(lengths[i][j + 1], lengths[i + 1][j])
+            lengths[i + 1][j + 1] = lengths[i][j] + 1 if word == other else best
+    return 2 * lengths[-1][-1] / (len(right) + len(found)) if right and found else 0.0
+
+
+def test_completions_are_compared_with_answers(
+    tmp_path: Path, single: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     right = expected(single / "export")
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "completions.jsonl"
     answers = [f" {right[0]}\n", right[1] + "x", right[2]]
@@ -203,7 +217,15 @@ def test_exact_matches_are_counted(tmp_path: Path, single: Path, capsys: pytest.
     generate([*words, f"output={output}", "answer=gold"])
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["exact_match"] for row in found] == [True, False, True]
-    assert "exact match: 2 of 3 (66.7%)" in capsys.readouterr().err
+    assert "exact_match: 66.7% of 3 answers" in capsys.readouterr().err
+    generate([*words, f"output={output}", "answer=gold", "metric=rougeL"])
+    shares = [json.loads(line)["rougeL"] for line in output.read_text().splitlines()]
+    assert shares == [
+        pytest.approx(longest_common(record["gold"], text))
+        for record, text in zip(records, right, strict=True)
+    ]
+    with pytest.raises(ConfigError, match="metric: compares completions with answers; give answer=FIELD"):
+        generate([*words, "metric=rouge1"])
     with pytest.raises(
         ConfigError, match=r"answer=id: .*prompts.jsonl:1 has no text in it, but 7; name a field"
     ):
