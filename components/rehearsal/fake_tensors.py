@@ -12,6 +12,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from components.rehearsal.mode import RehearsalMode, plausible
 
+ATEN = torch.library.Library("aten", "IMPL")
+"""Its replacements of kernels last as long as this object."""
 OWN_ATTRIBUTES = frozenset(
     [
         "fake_device",
@@ -38,6 +40,18 @@ def install(mode: RehearsalMode) -> None:
     replace_resize(mode)
     replace_swap()
     pause_shape_propagation(mode)
+    if not torch.backends.cuda.is_built():
+        keep_whole()
+
+
+def keep_whole() -> None:
+    """Let the backward passes of SiLU and Mish be one operator each, as in a build of torch with CUDA.
+
+    A build without it, which has no kernels of them for CUDA, takes them apart into seven and more operators,
+    whose results would count as memory. No gradient goes through them, so autograd has nothing to do there.
+    """
+    for name in ("silu_backward", "mish_backward"):
+        ATEN.impl(name, torch.library.fallthrough_kernel, "AutogradCUDA")
 
 
 def replace_reads(mode: RehearsalMode) -> None:

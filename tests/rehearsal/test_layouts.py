@@ -100,12 +100,12 @@ def unexpected(found: Rehearsed) -> list[str]:
 
 @pytest.mark.parametrize("chosen", FSDP2.values(), ids=FSDP2)
 def test_fsdp2(chosen: list[str], tmp_path: Path) -> None:
-    check(rehearsed(tmp_path, *overrides_of(chosen)))
+    check(rehearsed(tmp_path, "preflight.steps=1", *overrides_of(chosen)))
 
 
 @pytest.mark.parametrize("chosen", MEGATRON.values(), ids=MEGATRON)
 def test_megatron(chosen: list[str], tmp_path: Path) -> None:
-    check(rehearsed(tmp_path, *overrides_of(chosen)))
+    check(rehearsed(tmp_path, "preflight.steps=1", *overrides_of(chosen)))
 
 
 def check(found: Rehearsed) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from runner.sweeps.job_record import JobRecord
 from tests.e2e.commands import SMALL, curve, newest
-from tests.e2e.twelve_jobs import SWEEP, check_outcomes, check_table
 from tests.slurm.cluster import NODES, Cluster, need_slurm
 from tests.slurm.sweeps import ROOT, Sweep
 
@@ -181,13 +180,23 @@ def test_what_sbatch_refuses_is_a_mistake(
         assert "invalid partition" in sweep.said()
 
 
-def test_twelve_jobs(cluster: Cluster, limited: Sweep, tmp_path: Path) -> None:
-    """Single tasks start the ranks of their layouts, and refused points are not submitted."""
-    with Sweep(cluster, tmp_path / "o", *SWEEP, "hydra.launcher.array_parallelism=2") as sweep:
-        assert sweep.end() == 1
-        check_outcomes(next(sweep.folder.glob("sweeps/*")))
-        check_table(sweep.said())
-        assert "jobs submitted: 10" in sweep.said()
+def test_jobs_of_different_layouts(cluster: Cluster, limited: Sweep, tmp_path: Path) -> None:
+    """Single tasks start the ranks of their layouts, and a refused point is not submitted."""
+    points = ("parallelism=single,pp2", "model.architecture.num_hidden_layers=2,3")
+    words = (
+        *(word for word in SMALL if "num_hidden_layers" not in word),
+        "run.max_steps=2",
+        "run.export=false",
+    )
+    with Sweep(cluster, tmp_path / "o", *words, *points, "hydra.launcher.array_parallelism=2") as sweep:
+        assert sweep.end() == 0
+        records = sorted(sweep.outcomes(), key=lambda record: record.number)
+        assert [record.status for record in records] == ["completed", "completed", "completed", "invalid"]
+        assert records[2].loss == pytest.approx(records[0].loss, rel=1e-5)
+        assert records[3].folder is None
+        assert "jobs submitted: 3" in sweep.said()
+        assert "3 completed, 1 invalid" in sweep.said()
+        assert "invalid: parallelism.pp: 2 does not divide" in sweep.said()
 
 
 def test_a_job_whose_time_is_up(limited: Sweep) -> None:

@@ -93,6 +93,8 @@ class BlockActivations:
     """Latent width of queries, keys and values in multi-head latent attention, else 0."""
     masks: int
     """Bytes of the attention masks of a micro-batch."""
+    norm_gradients: int = 0
+    """Bytes per element that the backward pass of a norm needs at the same time."""
     dora: int = 0
     """Width of the results of matrices with a learned norm, and of their adapters, which DoRA saves."""
 
@@ -119,10 +121,14 @@ class BlockActivations:
         """Return the bytes that the backward pass needs in addition: recomputed activations and gradients.
 
         The gradients peak with those of the block's result and of the MLP's gate and up, when the product of
-        these is already freed; see ``MlpActivations.gradients`` for other MLPs.
+        these is already freed (see ``MlpActivations.gradients`` for other MLPs), or, if the MLP is narrow, in
+        the norm before it, when everything of the MLP is freed.
         """
         again = self.full_attention(tokens) - self.saved(tokens)
-        return again + int(tokens * (self.hidden + self.mlp.gradients) * self.run.size)
+        of_mlp = self.mlp.gradients * self.run.size
+        freed = self.mlp.kept * self.run.size + self.hidden * (self.norm - FP32 + self.run.size)
+        of_norm = self.hidden * self.norm_gradients - freed
+        return again + int(tokens * (self.hidden * self.run.size + max(of_mlp, of_norm)))
 
     def forward(self, tokens: int) -> int:
         """Return the bytes of a pass without gradient: MLP products, and the hidden state around its norm."""

@@ -35,6 +35,10 @@ from components.preflight.estimates.model_shape import (
 from components.preflight.estimates.parameter_counts import Cuts, Parameter, owned_state, parameters
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 
+NORM_GRADIENTS = 5
+"""Tensors in fp32 that exist at once in the backward pass of a norm of transformers: of its squares, their
+mean and its products."""
+
 
 @dataclass(frozen=True)
 class BlockParameters:
@@ -152,10 +156,22 @@ class StepMemory:
         }
 
     def moments(self) -> Iterator[Bytes]:
+        yield self.during_first_gather()
         yield self.during_head()
         yield from (self.during_block(number) for number in range(len(self.blocks)))
         yield self.during_embedding()
         yield self.during_root_reduction()
+
+    def during_first_gather(self) -> Bytes:
+        """Return the bytes before the first block, when what its weights are copied from still exists.
+
+        So does the buffer of the weights outside of blocks, which is freed when the block begins.
+        """
+        buffers = self.sent(0) + (self.weights.root.numel * self.size if self.shards > 1 else 0)
+        return {
+            "gathered": self.gathered(self.weights.blocks[:1]) + buffers,
+            "activations": self.tokens * self.hidden * self.size,
+        }
 
     def during_head(self) -> Bytes:
         """Return the bytes after the last block, whose all-gather buffer still exists."""
@@ -186,7 +202,6 @@ class StepMemory:
         return {
             "gathered": self.gathered(kept) + (coming if self.reshards else 0),
             "activations": self.saved(number + 1)
-            + (self.final_norm if last else 0)
             + self.blocks[number].backward(self.tokens),
             "gradients": self.sharded_grads(number + 1)
             + self.accumulated_grads((self.weights.root, *blocks[: number + 1]))
@@ -319,6 +334,7 @@ def block_activations(
         hidden=config.hidden_size,
         norms=norms_of_hidden(model),
         norm=FP32 + (run.size if adapter is None else 0),
+        norm_gradients=NORM_GRADIENTS * FP32,
         normed_heads=query + key if norms_heads(model) else 0,
         attended=query + (key + value) * repeats,
         result=number * of.value,
