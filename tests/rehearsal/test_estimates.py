@@ -12,6 +12,13 @@ LARGE = {
     "1b dora": ["model=llama3_1b", "parallelism=single", "adapter=dora"],
     "8b": ["model=llama3_8b", "parallelism=fsdp2", "parallelism.dp=8"],
     "8b lora": ["model=llama3_8b", "parallelism=fsdp2", "parallelism.dp=8", "adapter=lora"],
+    "8b qlora": [
+        "model=llama3_8b",
+        "parallelism=single",
+        "adapter=qlora",
+        "run.global_batch_size=2",
+        "run.micro_batch_size=1",
+    ],
     "8b tp8": [
         "model=llama3_8b",
         "parallelism=fsdp2_tp2",
@@ -60,6 +67,10 @@ def test_the_estimate_is_the_peak(name: str, tmp_path: Path) -> None:
     found = rehearsed(tmp_path, *ROW, "preflight.device_memory=400GiB", RECOMPUTED, *LARGE[name])
     assert found.peak > GIB
     assert found.estimate == pytest.approx(found.peak, rel=FURTHER.get(name, WITHIN))
+    if "qlora" in name:
+        (memory,) = found.sections["memory"]
+        assert memory["weights"] < 8 * GIB
+        assert found.peak < 24 * GIB
 
 
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)
