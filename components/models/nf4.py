@@ -141,6 +141,8 @@ class NF4Linear(nn.Module):
         packed = torch.empty(num_bytes(linear.weight.numel()), dtype=torch.uint8, device="meta")
         self.weight, self.bias = nn.Parameter(packed, requires_grad=False), linear.bias
 
+    # The kernels of bitsandbytes are not compiled, and its Python code breaks the graph in any case.
+    @torch.compiler.disable
     def forward(self, inputs: Tensor) -> Tensor:
         out: Tensor = FrozenProduct.apply(inputs, self.weight, self.shape, self.bias)
         return out

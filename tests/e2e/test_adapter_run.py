@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from components.contracts.errors import ConfigError
 from components.models.generate import load_model
 from components.models.pretrained import content_hash
+from runner.commands.evaluate import evaluation
 from runner.commands.export import export
 from tests.e2e.commands import SMALL, call_here, curve, run_here
 
@@ -150,6 +151,8 @@ def test_a_base_in_4_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         torch.testing.assert_close(load_model(path, False)(ids).logits, expected, rtol=1e-5, atol=bound)
     finer = AutoModelForCausalLM.from_pretrained(run / "export")(ids).logits
     assert not torch.allclose(finer, expected, atol=100 * bound)
+
+    assert "adapter=qlora" in evaluation([f"checkpoint={run / 'export'}"])
 
     half = f"checkpoint.resume={run / 'checkpoints' / 'step_00000002'}"
     rest = (*QLORA, half, "run.export=false")

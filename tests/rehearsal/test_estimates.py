@@ -70,6 +70,8 @@ def test_the_estimate_is_the_peak(name: str, tmp_path: Path) -> None:
     if "qlora" in name:
         (memory,) = found.sections["memory"]
         assert memory["weights"] < 8 * GIB
+        layer = 2 * 218e6  # bytes of the matrices of a layer in bf16
+        assert found.record["memory"]["by_moment"]["build"] < memory["weights"] + layer
         assert found.peak < 24 * GIB
 
 

@@ -1,11 +1,15 @@
 """Matrices in 4 bits, against bitsandbytes' own functions of whole matrices."""
 
+from pathlib import Path
+from typing import Literal
+
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from safetensors.torch import load_file
 from torch import nn
 
-from components.adapters import LoRA
+from components.adapters import LoRA, export_adapter
 from components.contracts.errors import ConfigError
 from components.models import nf4
 from tests.distributed.cases import spec
@@ -56,3 +60,15 @@ def test_without_bitsandbytes_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(nf4, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"adapter.quantize: .*; pip install bitsandbytes"):
         LoRA(quantize="nf4").check(spec("llama").meta_model)
+
+
+def test_a_base_with_random_weights_is_exported_as_it_was_quantised(tmp_path: Path) -> None:
+    """In fp32 also if the run is in bf16, which would give other values in 4 bits."""
+    model = spec("llama")
+    kinds: list[tuple[Literal["nf4"] | None, torch.dtype]] = [("nf4", torch.float32), (None, torch.bfloat16)]
+    for quantize, stored in kinds:
+        folder = tmp_path / str(quantize)
+        export_adapter(LoRA(quantize=quantize), model, [], folder)
+        LoRA(quantize=quantize).finish_export(model, folder, folder / "base", 0, torch.bfloat16)
+        assert {t.dtype for t in load_file(folder / "base" / "model.safetensors").values()} == {stored}
+        assert nf4.has_config(folder) == (quantize is not None)
