@@ -82,6 +82,12 @@ WORKS: dict[str, Work] = {
     "padded": Work(("stage=sft", "data.packing=none"), MicrobatchShape(4, 256, 512, 2), SOME),
     "dpo": Work(("stage=dpo",), MicrobatchShape(1, 1024, 512, 2), SOME),
     "lora": Work(("stage=sft", "adapter=lora"), MicrobatchShape(1, 1024, 512, 2), SOME),
+    "qlora": Work(("stage=sft", "adapter=qlora"), MicrobatchShape(1, 1024, 512, 2), ("single", "fsdp2")),
+    "qlora bf16": Work(
+        ("stage=dpo", "adapter=qlora", "run.dtype=bf16", *SMALL),
+        MicrobatchShape(1, 64, 32, 1),
+        ("single", "fsdp2"),
+    ),
     "dora": Work(("stage=sft", "adapter=dora"), MicrobatchShape(1, 1024, 512, 2), ("single", "fsdp2")),
     "muon": Work(("stage=pt", "optimizer=muon"), MicrobatchShape(1, 64, 64, 1), ALL_MUON),
     "muon bf16": Work(("stage=pt", "optimizer=muon", "run.dtype=bf16"), MicrobatchShape(1, 64, 64, 1), SOME),

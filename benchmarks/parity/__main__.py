@@ -23,11 +23,12 @@ from rich.table import Table as Printed
 from benchmarks.parity.parity_cells import Bench, Cell
 from benchmarks.parity.parity_experts import EXPERTS, LATENT
 from benchmarks.parity.parity_muon import MUON, MUON_EXPERTS
+from benchmarks.parity.parity_qlora import QLORA
 from benchmarks.parity.parity_rows import CONTROL_COLUMN, DENSE, REFERENCE, Column, Row, Table
 from components.proof.verdict import BOUND
 
 RESULTS = Path(__file__).parents[1] / "results"
-TABLES = {table.name: table for table in (DENSE, EXPERTS, LATENT, MUON, MUON_EXPERTS)}
+TABLES = {table.name: table for table in (DENSE, EXPERTS, LATENT, MUON, MUON_EXPERTS, QLORA)}
 FILES = {"dense": "parity.json"} | {name: f"parity_{name}.json" for name in TABLES if name != "dense"}
 PACKAGES = ("torch", "megatron-core", "transformers")
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.parity.parity_rows import Fault
 from components.contracts.data import BatchShard
+from components.models import nf4
 from components.optimizers import Muon
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
@@ -135,10 +136,20 @@ def own_part() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def own_values() -> Iterator[None]:
+    """Let ranks quantise different values."""
+    quantize, factor = nf4.quantize, 1 + int(os.environ["RANK"]) / 100
+
+    with mock.patch.object(nf4, "quantize", lambda matrix: quantize(matrix * factor)):
+        yield
+
+
 FAULTS: Mapping[Fault, Callable[[], Any]] = {
     "norms_not_summed": norms_not_summed,
     "own_count": own_count,
     "own_load": own_load,
     "own_shard": own_shard,
     "own_part": own_part,
+    "own_values": own_values,
 }

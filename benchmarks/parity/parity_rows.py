@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Fault = Literal["norms_not_summed", "own_count", "own_load", "own_shard", "own_part"]
+Fault = Literal["norms_not_summed", "own_count", "own_load", "own_shard", "own_part", "own_values"]
 
 COMMON = (
     "optimizer=adamw",

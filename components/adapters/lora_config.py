@@ -12,10 +12,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.adapters.peft_folder import check_tensors, name_base, stored_weights
-from components.adapters.target_modules import Targets, check_expert_targets, linear_targets, saved_modules
+from components.adapters.target_modules import (
+    Targets,
+    check_expert_targets,
+    linear_names,
+    linear_targets,
+    saved_modules,
+)
 from components.contracts.errors import ConfigError
-from components.models import ModelSpec, WeightSource, named_shapes, stream_folder
-from components.models.experts import EXPERT_PARAM, router_biases
+from components.models import ModelSpec, WeightSource, named_shapes, nf4, stream_folder
+from components.models.experts import EXPERT_PARAM, moe_blocks, router_biases
 from components.models.export.hf_file_names import file_names
 from components.models.initialize import seeded
 from components.models.mtp import mtp_layers
@@ -50,6 +56,7 @@ class LoRA:
     """Modules that are trained whole in addition to the adapter, named like ``target_modules``."""
     dora: bool = False
     quantize: Literal["nf4"] | None = None
+    """Format of the frozen matrices of linear layers (see ``quantized``). None means ``run.dtype``."""
     path: str | None = None
     """Folder of an adapter with the initial values; its settings must be those above."""
 
@@ -72,9 +79,7 @@ class LoRA:
         layers, or the folder at ``path`` holds another adapter.
         """
         if self.quantize is not None:
-            raise ConfigError(
-                "adapter.quantize: 4-bit weights are not sharded by either engine; use adapter=lora."
-            )
+            self._check_quantized(model)
         fixed = router_biases(model).values()  # these never require a gradient
         if any(not p.requires_grad and all(p is not bias for bias in fixed) for p in model.parameters()):
             raise ConfigError(
@@ -90,6 +95,19 @@ class LoRA:
         check_expert_targets(model, self.expert_targets(model), dropout=self.dropout, dora=self.dora)
         if self.path is not None:
             check_tensors(self.path, shapes, file_names(model.config.model_type))
+
+    def _check_quantized(self, model: PreTrainedModel) -> None:
+        nf4.check_installed()
+        if self.dora or moe_blocks(model):
+            what = "adapter.dora" if self.dora else "a model with experts"
+            raise ConfigError(f"adapter.quantize: is not supported with {what}; use adapter.quantize=null.")
+
+    def quantized(self, model: PreTrainedModel) -> list[str]:
+        """Return the linear layers whose frozen matrices are in 4 bits: all but the head and ``saved``."""
+        if self.quantize is None:
+            return []
+        saved = self.saved(model)
+        return [name for name in linear_names(model) if name not in saved]
 
     def targets(self, model: PreTrainedModel) -> list[str]:
         """Return the names of the linear layers that are adapted, in the model's order.
@@ -169,13 +187,14 @@ class LoRA:
 
         Only one process calls this, after every rank has exported. If the weights of the base model are
         random or from a checkpoint, they are written to the folder ``base`` in ``dtype``, which
-        adapter_config.json then names.
+        adapter_config.json then names; in fp32 if they are quantised, so that the results are the same.
         """
         tokenizer = model.load_tokenizer()
         tokenizer.save_pretrained(export)
         if model.is_pretrained:
             return tokenizer
-        stream_folder(model, named_shapes(model.build(model.config())), model.weights(seed), base, dtype)
+        stored = dtype if self.quantize is None else torch.float32
+        stream_folder(model, named_shapes(model.build(model.config())), model.weights(seed), base, stored)
         model.add_tokenizer(base)
         name_base(export, base)
         return tokenizer
@@ -183,4 +202,5 @@ class LoRA:
     def shape_hash(self, model: PreTrainedModel) -> str:
         """Return a hash that is equal for adapters that compute the same function of the same parameters."""
         shapes = sorted((name, list(shape)) for name, shape in self.shapes(model).items())
-        return hashlib.sha256(json.dumps([shapes, self.scaling]).encode()).hexdigest()
+        frozen = [] if self.quantize is None else [self.quantize]
+        return hashlib.sha256(json.dumps([shapes, self.scaling, *frozen]).encode()).hexdigest()

@@ -1,6 +1,7 @@
 """Merging an adapter into its base model, for programs without support for adapters."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from components.adapters.lora_config import MAGNITUDE, A, B, LoRA
 from components.adapters.peft_folder import BASE, CONFIG, REVISION, adapter_file, read_settings
 from components.contracts.errors import ConfigError
 from components.json_text import read_json
-from components.models import ModelSpec, WeightSource, named_shapes, stream_folder
+from components.models import ModelSpec, WeightSource, named_shapes, nf4, stream_folder
 
 
 def merge_adapter(
@@ -27,7 +28,8 @@ def merge_adapter(
     target = new_folder(output)
     spec = base_of(adapter, base)
     model = spec.build(spec.config())
-    described = LoRA(**read_settings(adapter), init_lora_weights=None, path=adapter)
+    frozen: Literal["nf4"] | None = "nf4" if nf4.has_config(Path(adapter).expanduser()) else None
+    described = LoRA(**read_settings(adapter), init_lora_weights=None, path=adapter, quantize=frozen)
     described.check(model)
     weights = spec.weights(0)
     merged = merged_weights(described, model, weights, described.weights(model, 0, weights))
@@ -47,11 +49,15 @@ def new_folder(output: str) -> Path:
 def merged_weights(
     adapter: LoRA, model: PreTrainedModel, weights: WeightSource, own: WeightSource
 ) -> WeightSource:
-    """Return a source of the ``weights`` of ``model`` merged with the adapter's ``own``, in float32."""
-    shapes = adapter.shapes(model)
+    """Return a source of the ``weights`` of ``model`` merged with the adapter's ``own``, in float32.
+
+    Frozen matrices in 4 bits have their rounded values, with which the adapter was trained.
+    """
+    shapes, coarse = adapter.shapes(model), {f"{name}.weight" for name in adapter.quantized(model)}
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
         value = (own if name in shapes else weights)(name).float()
+        value = nf4.rounded(value) if name in coarse else value
         return added(value, name.removesuffix(".weight"), shapes, own, adapter.scaling)[index]
 
     return read

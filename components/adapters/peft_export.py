@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from components.adapters.lora_config import LoRA
 from components.adapters.peft_folder import CONFIG, PREFIX, TENSORS
 from components.adapters.target_modules import leaf_names, linear_names, matches
-from components.models import ModelSpec
+from components.models import ModelSpec, nf4
 from components.models.export.hf_file_names import file_names, module_name
 from components.models.export.hf_folder import (
     SHARD_BYTES,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
-    """Write adapter_config.json and adapter_model.safetensors.
+    """Write adapter_config.json and adapter_model.safetensors, and how the base model was quantised.
 
     Every rank calls this function with the tensors that it writes (our name, whole tensor; in fp32 training
     can continue from the copy bitwise). Over all ranks each tensor comes once. ``path`` is on a filesystem
@@ -50,6 +50,8 @@ def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, 
         for file in files:
             file.unlink()
         peft_config(adapter, model, spec).save_pretrained(str(path))
+        if adapter.quantize is not None:
+            nf4.write_config(path)
         shutil.copymode(path / CONFIG, path / TENSORS)  # safetensors lets only the owner read its files
     if dist.is_initialized():
         dist.barrier()

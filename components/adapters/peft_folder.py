@@ -11,6 +11,7 @@ from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.json_text import as_type, read_json
+from components.models import nf4
 from components.models.export.hf_file_names import Rename
 from components.models.generate import amend
 from components.models.pretrained import open_file
@@ -108,7 +109,7 @@ def as_overrides(path: Path) -> list[str]:
     """Return the overrides that take the adapter at ``path`` and, if it names one, its base model."""
     settings = read_json(path / CONFIG)
     model = {"model.path": settings.get(BASE), "model.revision": settings.get(REVISION)}
-    kind = "dora" if settings.get("use_dora") else "lora"
+    kind = "dora" if settings.get("use_dora") else "qlora" if nf4.has_config(path) else "lora"
     named = [f"{key}={value}" for key, value in model.items() if value is not None]
     return [*named, f"adapter={kind}", f"adapter.path={path}"]
 

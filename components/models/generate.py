@@ -14,6 +14,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONF
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.json_text import as_type, read_json
+from components.models import nf4
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,9 @@ def load_adapted(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         named["base_model_name_or_path"], revision=named["revision"], trust_remote_code=trust_remote_code
     )
+    if nf4.has_config(folder):
+        nf4.check_installed()
+        nf4.round_linears(base)
     return PeftModel.from_pretrained(base, folder)
 
 

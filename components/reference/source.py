@@ -117,6 +117,12 @@ def resolve_reference(
             "stage.reference: is adapter_off, but adapter.modules_to_save trains whole modules, which cannot "
             "be switched off; use stage.reference=frozen or precomputed."
         )
+    if path is None and choice in ("frozen", "precomputed") and getattr(adapter, "quantize", None):
+        raise ConfigError(
+            f"stage.reference: is {choice}, the model in full precision, but adapter.quantize trains it in 4 "
+            "bits; use stage.reference=adapter_off without adapter.modules_to_save, or set "
+            "stage.reference_path."
+        )
     if path is not None and choice in ("adapter_off", "none"):
         raise ConfigError(
             f"{OPTION}: is not read with stage.reference={choice}; use stage.reference=frozen or "

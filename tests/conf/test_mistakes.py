@@ -438,7 +438,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "adapter rank": (["adapter=lora", "adapter.r=129"], ["adapter.r: 129", "use at most 128"]),
     "adapter path": (["adapter=lora", "adapter.path={tmp}"], ["adapter.path", "adapter_config.json"]),
-    "quantised": (["adapter=qlora"], ["adapter.quantize", "adapter=lora"]),
+    "experts in 4 bits": (["model=moe_tiny", "adapter=qlora"], ["adapter.quantize", "experts"]),
+    "reference in full precision": (
+        ["adapter=qlora", "stage=dpo", "stage.reference=frozen"],
+        ["stage.reference", "adapter.quantize", "adapter_off"],
+    ),
     "adapter of some experts": (
         ["model=moe_tiny", "adapter=lora", "adapter.target_modules=[gate_proj]"],
         ["adapter.target_modules", "up_proj"],

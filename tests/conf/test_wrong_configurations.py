@@ -415,6 +415,8 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "compiled Megatron": ((ON + "pp2", "run.compile=true"), "run.compile", "parallelism=fsdp2"),
     "dora on Megatron": ((ON + "tp2", "adapter=dora"), "adapter.dora", "adapter=lora"),
+    "4 bits on Megatron": ((ON + "tp2", "adapter=qlora"), "adapter.quantize", "parallelism=fsdp2"),
+    "4 bits with tp": ((ON + "fsdp2_tp2", "adapter=qlora"), "adapter.quantize", "parallelism.tp=1"),
     "saved modules on Megatron": (
         (ON + "tp2", "adapter=lora", "adapter.modules_to_save=[lm_head]", UNTIED),
         "adapter.modules_to_save",

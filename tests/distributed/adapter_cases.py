@@ -1,5 +1,6 @@
 """Rank functions of test_fsdp2_adapters.py, and the same training with plain peft and torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
@@ -33,6 +35,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"target_modules": "all-linear", "use_dora": True},
     "saved": {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head", "model.norm"]},
 }
+# Layers without an adapter are in 4 bits, too, except those that are trained whole.
+NF4: dict[str, dict[str, Any]] = {
+    "nf4": {"target_modules": ["q_proj", "down_proj"]},
+    "nf4 saved": {"target_modules": ["q_proj"], "modules_to_save": ["model.norm", "layers.1.mlp.up_proj"]},
+}
+CHANGES: dict[str, dict[str, Any]] = {"dora": {"dora": True}} | {kind: {"quantize": "nf4"} for kind in NF4}
 
 
 @dataclass(frozen=True)
@@ -72,8 +80,11 @@ def label_logps(model: Any) -> list[Tensor]:
 def plain_adapter(family: str, kind: str, folder: Path) -> Trained:
     """Write an adapter without zero matrices to ``folder``, then train it."""
     torch.manual_seed(2)
-    settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | KINDS[kind]
-    model = get_peft_model(plain_model(family), LoraConfig(**settings))
+    settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | (KINDS | NF4)[kind]
+    base = plain_model(family)
+    if kind in NF4:
+        round_matrices(base, settings.get("modules_to_save", ()))
+    model = get_peft_model(base, LoraConfig(**settings))
     with torch.no_grad():
         for name, parameter in trained(model).items():
             if ".lora_A." not in name:
@@ -95,6 +106,14 @@ def plain_adapter(family: str, kind: str, folder: Path) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
     return Trained(steps[0], losses, {name: p.detach().clone() for name, p in weights.items()}, reference)
+
+
+def round_matrices(model: torch.nn.Module, but: Sequence[str] = ()) -> None:
+    """Give linear layers except the head the values that bitsandbytes reads back from 4 bits."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", *but)):
+            packed, state = quantize_4bit(module.weight.data, compress_statistics=True, quant_type="nf4")
+            module.weight.data.copy_(dequantize_4bit(packed, state))
 
 
 class Plain:
@@ -135,12 +154,13 @@ def continued(folder: Path, **changes: Any) -> LoRA:
     return lora(**read | settings | changes)
 
 
-def engine_steps(on: FSDP2, family: str, layout: str, folder: Path, dora: bool = False) -> Trained:
+def engine_steps(on: FSDP2, family: str, layout: str, folder: Path, kind: str) -> Trained:
     """Train the same adapter on this rank's share of the batch.
 
     ``reference`` covers the sequences of this rank in the order of the batch.
     """
-    engine = make_engine(family, on=on, adapter=continued(folder, dora=dora), reference="adapter_off")
+    adapter = continued(folder, **CHANGES.get(kind, {}))
+    engine = make_engine(family, on=on, adapter=adapter, reference="adapter_off")
     batches = share(engine, layout, 2)
     # Preference losses compute the reference before the step.
     reference = [

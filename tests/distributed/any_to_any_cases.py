@@ -65,6 +65,7 @@ WORK: dict[str, tuple[str, ...]] = {
     "full": UNLUCKY,
     "lora": LORA,
     "lora dropout": (*LORA, "adapter.dropout=0.2"),
+    "qlora": (*LORA, "adapter.quantize=nf4"),
     "dpo": ("stage=dpo", "optimizer.lr=1e-5"),
     "experts": UNLUCKY,
     "deepseek": UNLUCKY,

@@ -27,6 +27,7 @@ PAIRS = [
     ("lora", "pp2vpp2", "hsdp"),
     ("lora", "dp2 sharded", "fsdp2 tp2"),
     ("lora", "tp2", "dp2 sharded"),
+    ("qlora", "fsdp2 cp2", "hsdp"),
     ("dpo", "fsdp2", "pp2"),
     ("dpo", "tp2", "fsdp2"),
     ("experts", "fsdp2 ep2", "tp2ep2etp2"),

@@ -1,5 +1,8 @@
 """``run.compile=true``: compiled blocks compute what plain transformers computes."""
 
+from pathlib import Path
+
+from tests.distributed.adapter_cases import continued, plain_adapter
 from tests.distributed.cases import assert_same, fsdp2, plain_step
 from tests.distributed.compile_cases import one_step
 from tests.ranks import Ranks
@@ -13,3 +16,12 @@ def test_compiled_blocks_equal_plain_transformers() -> None:
     compiled, _ = ranks.run(one_step, RECOMPUTED_TP2, "deep", "packed", seconds=150)
     assert_same(compiled.step, plain_step("deep", "token"))
     assert 0 < compiled.graphs <= 12
+
+
+def test_compiled_blocks_in_4_bits_equal_plain_peft(tmp_path: Path) -> None:
+    expected = plain_adapter("llama", "nf4", tmp_path)
+    (compiled,) = Ranks(1).run(
+        one_step, fsdp2(), "llama", "packed", continued(tmp_path, quantize="nf4"), seconds=150
+    )
+    assert_same(compiled.step, expected.first)
+    assert compiled.graphs > 0

@@ -43,6 +43,8 @@ CASES = [
     ("qwen3", "dora", "packed"),
     ("llama", "saved", "padded"),
     ("biased", "dora", "padded"),
+    ("biased", "nf4", "packed"),
+    ("llama", "nf4 saved", "padded"),
 ]
 
 
@@ -54,7 +56,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
 @pytest.mark.parametrize(("family", "kind", "layout"), CASES)
 def test_steps_equal_plain_peft(plain: Plain, family: str, kind: str, layout: str) -> None:
     folder, expected = plain(family, kind)
-    found = cases.engine_steps(fsdp2(), family, layout, folder, kind == "dora")
+    found = cases.engine_steps(fsdp2(), family, layout, folder, kind)
     assert_equal(found, expected)
     torch.testing.assert_close(torch.cat(found.reference), torch.cat(expected.reference))
 

@@ -93,15 +93,17 @@ def test_pairs_that_share_their_prompt_equal_plain_transformers(
         assert seen == logps.keys()
 
 
-ADAPTED = {
-    "copies": ("llama", "saved", "padded"),
-    "offload": ("qwen3", "dora", "packed"),
-    "tp2": ("qwen3", "attention", "packed"),
-    "tp2dp2": ("llama", "all", "padded"),
-    "cp2": ("llama", "saved", "packed"),
-    "tp2cp2 full": ("qwen3", "mlp", "packed"),
-    "tp2 offload": ("biased", "all", "packed"),
-}
+ADAPTED = [
+    ("copies", "llama", "saved", "padded"),
+    ("offload", "qwen3", "dora", "packed"),
+    ("tp2", "qwen3", "attention", "packed"),
+    ("tp2dp2", "llama", "all", "padded"),
+    ("cp2", "llama", "saved", "packed"),
+    ("tp2cp2 full", "qwen3", "mlp", "packed"),
+    ("tp2 offload", "biased", "all", "packed"),
+    ("hsdp", "biased", "nf4", "packed"),
+    ("cp2 offload", "llama", "nf4 saved", "padded"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -109,14 +111,13 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> adapter_cases.Plain:
     return adapter_cases.Plain(tmp_path_factory.mktemp("adapters"))
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize(("name", "family", "kind", "layout"), ADAPTED)
 def test_an_adapter_is_trained_as_by_plain_peft(
-    pools: Pools, adapters: adapter_cases.Plain, name: str
+    pools: Pools, adapters: adapter_cases.Plain, name: str, family: str, kind: str, layout: str
 ) -> None:
-    family, kind, layout = ADAPTED[name]
     folder, expected = adapters(family, kind)
     on = (LAYOUTS | COMBINED)[name]
-    for found in pools.run(adapter_cases.engine_steps, on, family, layout, folder, kind == "dora"):
+    for found in pools.run(adapter_cases.engine_steps, on, family, layout, folder, kind):
         adapter_cases.assert_equal(found, expected)
 
 

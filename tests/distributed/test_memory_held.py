@@ -15,6 +15,7 @@ CELLS = [
     ("single", "small"),
     ("single", "lora"),
     ("single", "dora"),
+    ("fsdp2", "qlora bf16"),
     ("single recomputed", "tiny"),
     ("megatron", "bf16"),
     ("fsdp2", "small"),

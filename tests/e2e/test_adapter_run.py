@@ -8,10 +8,12 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from components.contracts.errors import ConfigError
+from components.models.generate import load_model
 from components.models.pretrained import content_hash
+from runner.commands.evaluate import evaluation
 from runner.commands.export import export
 from tests.e2e.commands import SMALL, call_here, curve, run_here
 
@@ -124,4 +126,39 @@ def test_the_only_trained_part_is_the_rest_of_a_frozen_one(
     half = f"checkpoint.resume={frozen / 'checkpoints' / 'step_00000002'}"
     assert curve(run_here(tmp_path, *saved, only, half)) == curve(frozen)[2:]
     assert call_here(f"run.output_dir={tmp_path}", *saved, "model.train_only=[model.layers.1.*]", half) == 2
+    assert "other parameters were trained" in capsys.readouterr().err
+
+
+QLORA = (*SMALL, "adapter=qlora", "adapter.r=4", "optimizer.lr=1e-2", "stage=dpo")
+
+
+def test_a_base_in_4_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The export, its merge and the checkpoint's are the trained function, as is peft on a base in 4 bits.
+
+    A run resumes to the last bit, on two ranks with the same curve, and only in 4 bits.
+    """
+    run = run_here(tmp_path / "run", *QLORA, "checkpoint.save_every=2", "checkpoint.keep_last=0")
+    stored = json.loads((run / "export" / "quantization_config.json").read_text())
+    ids = torch.arange(12)[None]
+    coarse = BitsAndBytesConfig(**stored, bnb_4bit_compute_dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(run / "base", quantization_config=coarse, device_map="cpu")
+    # In evaluation mode bitsandbytes rounds the scales to bf16 on CPUs with AVX512.
+    expected = PeftModel.from_pretrained(base, run / "export").train()(ids).logits
+    export([f"adapter={run / 'export'}", "merge=true", f"output={tmp_path / 'merged'}"])
+    export([f"checkpoint={run}", "merge=true", f"output={tmp_path / 'ours'}"])
+    bound = 1e-5 * float(expected.abs().max())
+    for path in (run / "export", tmp_path / "merged", tmp_path / "ours"):
+        torch.testing.assert_close(load_model(path, False)(ids).logits, expected, rtol=1e-5, atol=bound)
+    finer = AutoModelForCausalLM.from_pretrained(run / "export")(ids).logits
+    assert not torch.allclose(finer, expected, atol=100 * bound)
+
+    assert "adapter=qlora" in evaluation([f"checkpoint={run / 'export'}"])
+
+    half = f"checkpoint.resume={run / 'checkpoints' / 'step_00000002'}"
+    rest = (*QLORA, half, "run.export=false")
+    assert curve(run_here(tmp_path / "rest", *rest)) == curve(run)[2:]
+    two = curve(run_here(tmp_path / "two", *rest, "parallelism=fsdp2"))
+    for ours, theirs in zip(two, curve(run)[2:], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert call_here(f"run.output_dir={tmp_path}", *rest, "adapter.quantize=null") == 2
     assert "other parameters were trained" in capsys.readouterr().err

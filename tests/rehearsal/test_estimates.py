@@ -13,6 +13,13 @@ LARGE = {
     "1b dora": ["model=llama3_1b", "parallelism=single", "adapter=dora"],
     "8b": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8"],
     "8b lora": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "adapter=lora"],
+    "8b qlora": [
+        "model=llama3_8b",
+        "parallelism=single",
+        "adapter=qlora",
+        "run.global_batch_size=2",
+        "run.micro_batch_size=1",
+    ],
     "8b tp8": [
         *EIGHT_LAYERS,
         "parallelism=fsdp2_tp2",
@@ -59,6 +66,12 @@ def test_the_estimate_is_the_peak(name: str, tmp_path: Path) -> None:
     found = rehearsed(tmp_path, *ROW, "preflight.device_memory=400GiB", RECOMPUTED, *LARGE[name])
     assert found.peak > GIB
     assert found.estimate == pytest.approx(found.peak, rel=WITHIN)
+    if "qlora" in name:
+        (memory,) = found.sections["memory"]
+        assert memory["weights"] < 8 * GIB
+        layer = 2 * 218e6  # bytes of the matrices of a layer in bf16
+        assert found.record["memory"]["by_moment"]["build"] < memory["weights"] + layer
+        assert found.peak < 24 * GIB
 
 
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)

@@ -37,6 +37,7 @@ FSDP2 = {
     "sgd": ["parallelism=fsdp2", "optimizer=sgd", "run.log_num_zeros=true"],
     "lora": ["parallelism=fsdp2", "adapter=lora", "stage=dpo"],
     "dora": ["parallelism=fsdp2", "adapter=dora"],
+    "qlora": ["parallelism=fsdp2", "adapter=qlora", "stage=dpo"],
     "experts": [*TINY_EXPERTS, "parallelism=fsdp2"],
     "experts on ranks": [*TINY_EXPERTS, "parallelism=fsdp2_ep2"],
     "experts lora": [*TINY_EXPERTS, "parallelism=fsdp2", "adapter=lora"],

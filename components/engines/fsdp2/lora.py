@@ -1,6 +1,6 @@
 """Insertion of peft's layers into the model, their names on disk, and switching them off."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from components.adapters.target_modules import linear_names
 from components.contracts.errors import ConfigError
 from components.models.experts import EXPERT_PARAM
 from components.models.hf_private import adapters_off
+from components.models.nf4 import NF4Linear
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -29,8 +30,8 @@ def check(adapter: LoRA | None, tp: int) -> None:
     """
     if adapter is None or tp == 1:
         return
-    for key, value in {"dora": adapter.dora, "modules_to_save": adapter.modules_to_save}.items():
-        if value:
+    for key in ("dora", "modules_to_save", "quantize"):
+        if getattr(adapter, key):
             raise ConfigError(
                 f"adapter.{key}: is not split by tensor parallelism; use parallelism.tp=1, or leave it out."
             )
@@ -59,6 +60,13 @@ def inject(model: PreTrainedModel, config: "LoraConfig") -> None:
     for name, parameter in model.named_parameters():  # peft freezes all other parameters
         if not config.target_modules or name.rpartition(".")[0].endswith(".experts.adapter"):
             parameter.requires_grad_(".lora_" in name)
+
+
+def quantize_layers(model: PreTrainedModel, names: Collection[str]) -> None:
+    """Replace the frozen linear layers called ``names`` on disk by layers with matrices in 4 bits."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name_on_disk(name) in names:
+            model.set_submodule(name, NF4Linear(module))
 
 
 def name_on_disk(name: str) -> str:

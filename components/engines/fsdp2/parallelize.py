@@ -29,7 +29,7 @@ from components.engines.fsdp2.grouped_experts import (
     grouped_experts,
 )
 from components.engines.fsdp2.layout import FSDP2Layout
-from components.engines.fsdp2.lora import describe_adapter, inject, name_on_disk
+from components.engines.fsdp2.lora import describe_adapter, inject, name_on_disk, quantize_layers
 from components.engines.fsdp2.mesh import (
     CONTEXT,
     SHARD,
@@ -47,7 +47,7 @@ from components.engines.fsdp2.tensor_parallel import CopyToTP, apply_tp, local, 
 from components.engines.shared.token_log_probs import token_stats
 from components.engines.shared.varlen_attention import ATTENTION, ATTENTION_RECOMPUTED
 from components.engines.shared.vocab_parallel import VocabularyShard
-from components.models import ModelSpec, WeightSource, materialize_buffers
+from components.models import ModelSpec, WeightSource, materialize_buffers, nf4
 from components.models.hf_private import block_names
 
 
@@ -139,7 +139,9 @@ class LogProbModel(nn.Module):
         """Return the number of elements over all ranks, by the names of ``named_weights``."""
         grouped = grouped_experts(self.lm).values()
         parts = {parameter: module.parts for module in grouped for parameter in module.parameters()}
-        return {name: p.numel() * parts.get(p, 1) for name, p in self.named_weights()}
+        linears = (module for module in self.lm.modules() if isinstance(module, nf4.NF4Linear))
+        whole = {module.weight: module.shape.numel() for module in linears}
+        return {name: whole.get(p, p.numel() * parts.get(p, 1)) for name, p in self.named_weights()}
 
     def members(self) -> Iterator[ParamView]:
         """Yield the tensors in ``named_weights`` on this rank, in their order, with experts one by one."""
@@ -166,8 +168,9 @@ def build_model(
 
     Trained parameters have fp32 shards (the master weights), are cast to ``dtype`` for computing, and have
     their gradients reduced in fp32. Frozen parameters, which with an ``adapter`` are those of the model
-    itself, are stored in ``dtype``. The initial values of an adapter may depend on the seed. Peak memory is
-    the shard plus this rank's part of one tensor.
+    itself, are stored in ``dtype``, or as the adapter quantises them. The initial values of an adapter may
+    depend on the seed. Peak memory is the shard plus this rank's part of one tensor, all of it if it is
+    quantised: then its values are the same for any number of ranks.
     """
     dtype, adapter = options.dtype, options.adapter if trainable else None
     # A frozen model saves no activations.
@@ -178,9 +181,11 @@ def build_model(
     )
     mesh, experts = weight_mesh(ranks), expert_mesh(ranks, layout.ep)
     described = None if adapter is None else describe_adapter(adapter, scorer.lm)
+    quantized = [] if adapter is None else adapter.quantized(scorer.lm)
     group_experts(scorer.lm, experts, adapter)
     if described is not None:
         inject(scorer.lm, described)  # before any parameter is split
+        quantize_layers(scorer.lm, quantized)
     scorer.kernels = choose_kernels(options.kernels, scorer.lm, device.type, compiled=options.compiled)
     if scorer.kernels == "liger":
         apply_liger(scorer.lm)
@@ -193,7 +198,7 @@ def build_model(
     if not trainable:
         scorer.requires_grad_(False)
     for parameter in scorer.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     if layout.tp > 1:
         apply_tp(scorer.lm, mesh[TENSOR])
@@ -206,8 +211,9 @@ def build_model(
     trained = weights
     if adapter is not None:
         trained = adapter.weights(spec.build(spec.config()), options.seed, weights)
+    frozen = nf4.quantized(weights, {f"{name}.weight" for name in quantized}, device)
     for member in scorer.members():
-        source = trained if member.parameter.requires_grad else weights
+        source = trained if member.parameter.requires_grad else frozen
         copy_slice(member.slices(member.parameter), member.name, source)
     load_router_biases(scorer.lm, weights, device)
     return scorer.train(trainable)

@@ -283,6 +283,11 @@ def check_lora(adapter: LoRA, model: PreTrainedModel, etp: int) -> None:
         raise ConfigError(
             "adapter.dora: the Megatron engine does not support it; use adapter=lora, or parallelism=fsdp2."
         )
+    if adapter.quantize:
+        raise ConfigError(
+            "adapter.quantize: Megatron multiplies with the matrices of its layers directly, so they cannot "
+            "be in 4 bits; use adapter=lora, or parallelism=fsdp2."
+        )
     if adapter.modules_to_save:
         raise ConfigError(
             "adapter.modules_to_save: the Megatron engine trains only the adapter; leave it out, or use "

@@ -13,6 +13,7 @@ from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.parallelize import decoder_blocks
 from components.engines.shared.microbatch_merging import MAX_TOKENS, largest_number
 from components.models.attention_shape import attention_shape
+from components.models.nf4 import BLOCK
 from components.optimizers import Optimizer
 from components.preflight.estimates.activation_memory import (
     FP32,
@@ -42,7 +43,7 @@ mean and its products."""
 
 @dataclass(frozen=True)
 class BlockParameters:
-    """Parameters of a block, or of all modules outside of blocks, in elements."""
+    """Parameters of a block, or of all modules outside of blocks, in elements except ``packed``."""
 
     numel: int
     """Trained and frozen, on one tensor-parallel rank with its own experts, before FSDP shards them."""
@@ -50,6 +51,18 @@ class BlockParameters:
     unsharded: int
     """``numel`` with the experts of all ep ranks."""
     unsharded_trained: int
+    packed: int = 0
+    """Bytes of matrices in 4 bits, which the numbers above leave out."""
+    largest: int = 0
+    """Elements of the largest of these matrices."""
+
+    def gathered(self, size: int) -> int:
+        """Return the bytes of all parameters, gathered for computing in a dtype of ``size`` bytes."""
+        return self.numel * size + self.packed
+
+    def read_back(self, size: int) -> int:
+        """Return the bytes of a matrix in 4 bits that is being multiplied, with its scales in fp32."""
+        return self.largest * size + -(-self.largest // BLOCK) * FP32
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,9 @@ class ModelParameters:
     @property
     def unsharded_frozen(self) -> int:
         return sum(part.unsharded for part in self.parts) - self.unsharded_trained
+
+    def frozen_bytes(self, size: int) -> int:
+        return self.unsharded_frozen * size + sum(part.packed for part in self.parts)
 
 
 def memory(
@@ -151,7 +167,7 @@ class StepMemory:
         """Return the bytes between two steps: shards, in fp32 if they are trained."""
         trained = self.weights.unsharded_trained * FP32
         return {
-            "weights": (trained + self.weights.unsharded_frozen * self.size) // self.shards,
+            "weights": (trained + self.weights.frozen_bytes(self.size)) // self.shards,
             "moments": trained * num_moments // self.shards,
         }
 
@@ -203,6 +219,7 @@ class StepMemory:
             "gathered": self.gathered(kept) + (coming if self.reshards else 0),
             "activations": self.saved(number + 1)
             + self.blocks[number].backward(self.tokens),
+            "read back": own.read_back(self.size),
             "gradients": self.sharded_grads(number + 1)
             + self.accumulated_grads((self.weights.root, *blocks[: number + 1]))
             + (self.weights.head + own.trained) * self.size,
@@ -230,22 +247,23 @@ class StepMemory:
         """Return the bytes of a pass without gradient through ``weights``, which merges micro-batches."""
         joined = largest_number([self.tokens] * self.num_microbatches, MAX_TOKENS[self.run.device])
         chunks = head_activations(joined * self.labels, self.hidden, self.vocabulary, self.run)
-        block = max(part.numel for part in weights.blocks)
-        sent = block * self.size if self.shards > 1 else 0
+        block = max(part.gathered(self.size) for part in weights.blocks)
+        sent = block if self.shards > 1 else 0
         forward = max(block.forward(joined * self.tokens) for block in set(self.blocks))
         return {
-            "gathered": (weights.root.numel + block) * self.size + sent,
+            "gathered": weights.root.gathered(self.size) + block + sent,
+            "read back": max(part.read_back(self.size) for part in weights.blocks),
             "activations": max(forward, chunks["activations"]),
             "logits": chunks["logits"],
         }
 
     def gathered(self, blocks: Iterable[BlockParameters]) -> int:
         """Return the bytes of the gathered weights of ``blocks`` and of all modules outside of blocks."""
-        return (self.weights.root.numel + sum(part.numel for part in blocks)) * self.size
+        return sum(part.gathered(self.size) for part in (self.weights.root, *blocks))
 
     def sent(self, number: int) -> int:
         """Return the bytes of the buffer from which an all-gather copies the weights of a block."""
-        return self.weights.blocks[number].numel * self.size if self.shards > 1 else 0
+        return self.weights.blocks[number].gathered(self.size) if self.shards > 1 else 0
 
     def saved(self, num_blocks: int) -> int:
         """Return the bytes of activations of the first ``num_blocks`` blocks."""
@@ -308,12 +326,14 @@ def count_parameters(
 
 
 def count_block(found: Sequence[Parameter], ep: int) -> BlockParameters:
-    trained = [p for p in found if p.trained]
+    trained, plain = [p for p in found if p.trained], [p for p in found if not p.packed]
     return BlockParameters(
-        sum(p.numel for p in found),
+        sum(p.numel for p in plain),
         sum(p.numel for p in trained),
-        sum(p.numel * (ep if p.of_experts else 1) for p in found),
+        sum(p.numel * (ep if p.of_experts else 1) for p in plain),
         sum(p.numel * (ep if p.of_experts else 1) for p in trained),
+        sum(p.packed for p in found),
+        max((p.numel for p in found if p.packed), default=0),
     )
 
 

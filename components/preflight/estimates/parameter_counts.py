@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from components.adapters import LoRA
 from components.engines.shared.whole_weights import owners
 from components.models.experts import EXPERT_PARAM
+from components.models.nf4 import num_bytes
 from components.optimizers import Muon, Optimizer
 
 CUT = re.compile(r"\.([qkvo]|q_b|kv_b|gate|up|down|eh)_proj\.|^model\.embed_tokens\.|^lm_head\.")
@@ -32,6 +33,8 @@ class Parameter:
     """Whether tensor parallelism splits it."""
     number: int = 0
     """Number of experts. 0 means that it is not an expert parameter."""
+    packed: int = 0
+    """Bytes of a matrix in 4 bits. 0 means that it is in fp32 or ``run.dtype``."""
 
     @property
     def of_experts(self) -> bool:
@@ -51,11 +54,13 @@ class Cuts:
 def census(model: PreTrainedModel, adapter: LoRA | None = None) -> tuple[Parameter, ...]:
     """Return the parameters of ``model`` and of its adapter, tied ones once."""
     found: dict[tuple[str, bool], Parameter] = {}
+    coarse = set() if adapter is None else {f"{name}.weight" for name in adapter.quantized(model)}
 
     def add(name: str, numel: int, *, trained: bool, cut: bool, beside: bool = False) -> None:
         of_expert = EXPERT_PARAM.match(name)
         if of_expert is None:
-            found[name, beside] = Parameter(name, numel, trained, cut)
+            packed = num_bytes(numel) if name in coarse and not beside else 0
+            found[name, beside] = Parameter(name, numel, trained, cut, packed=packed)
             return
         name = f"{of_expert['experts']}.{of_expert['leaf']}"
         before = found.get((name, beside), Parameter(name, 0, trained, cut))

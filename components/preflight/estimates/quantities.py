@@ -92,6 +92,10 @@ class ModelSize:
     """Number of MoE layers."""
     top_k: int = 0
     """Number of experts per token and MoE layer."""
+    quantized: int = 0
+    """Number of parameters in 4 bits."""
+    packed: int = 0
+    """Bytes of these parameters."""
 
     @property
     def all_trained(self) -> bool:

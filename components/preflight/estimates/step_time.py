@@ -32,7 +32,8 @@ def model_size(case: Candidate) -> ModelSize:
         parameter_counts(case),
         attention_shape(case.model.config),
     )
-    experts = [p for p in census(case.model, case.adapter) if p.of_experts]
+    found = census(case.model, case.adapter)
+    experts, coarse = [p for p in found if p.of_experts], [p for p in found if p.packed]
     layers = len(moe_blocks(case.model))
     return ModelSize(
         parameters=counts["total"],
@@ -45,6 +46,8 @@ def model_size(case: Candidate) -> ModelSize:
         trained_experts=sum(p.numel for p in experts if p.trained),
         num_moe_layers=layers,
         top_k=config.num_experts_per_tok if layers else 0,
+        quantized=sum(p.numel for p in coarse),
+        packed=sum(p.packed for p in coarse),
     )
 
 

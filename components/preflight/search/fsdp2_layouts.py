@@ -50,7 +50,7 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     """
     tokens, itemsize = step.tokens / layout.cp, step.dtype.itemsize
     shards = step.world_size // (layout.dp_replicate * layout.tp)
-    held, trained = size.parameters / layout.tp, size.trained / layout.tp
+    held, trained = (size.parameters - size.quantized) / layout.tp, size.trained / layout.tp
     experts, taught = size.experts / layout.tp, size.trained_experts / layout.tp
     recomputed = layout.activation_checkpointing
     passes = passes_through_blocks(recomputed, reference=step.reference)
@@ -63,7 +63,8 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
             experts / layout.ep, shards // layout.ep
         )
 
-    weights = gathers * spread(held, experts) * itemsize + reductions * spread(trained, taught) * FP32
+    gathered = spread(held, experts) * itemsize + all_gather_bytes(size.packed, shards)
+    weights = gathers * gathered + reductions * spread(trained, taught) * FP32
     sent = [CommVolume("dp_shard", weights, when="overlapped")]
     if layout.dp_replicate > 1:
         copies = reductions * all_reduce_bytes(trained / shards * FP32, layout.dp_replicate)
@@ -81,7 +82,7 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     if step.whole_weights:
         sent += (v for v in whole_updates(layout, size, shards) if v.num_bytes)
     if layout.cpu_offload:
-        shard = (gathers * held * itemsize + reductions * trained * FP32) / shards
+        shard = (gathers * (held * itemsize + size.packed) + reductions * trained * FP32) / shards
         sent.append(CommVolume("host", shard, when="overlapped"))
     return StepCost(sent, bubble=0.0, recomputed=recomputed)
 

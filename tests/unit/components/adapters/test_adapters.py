@@ -159,7 +159,7 @@ def test_a_folder_is_read_as_it_was_written(folder: Path) -> None:
         ({"modules_to_save": ("embed_tokens",)}, "modules_to_save: model.embed_tokens is tied"),
         ({"modules_to_save": ("q_proj",)}, "self_attn.q_proj is adapted too"),
         ({"modules_to_save": ("mlp",)}, "mlp is not a single module"),
-        ({"quantize": "nf4"}, "adapter.quantize: .*; use adapter=lora"),
+        ({"quantize": "nf4", "dora": True}, "adapter.quantize: .*adapter.dora; use adapter.quantize=null"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(changes: dict[str, Any], message: str) -> None:

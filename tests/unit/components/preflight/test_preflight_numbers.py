@@ -23,6 +23,7 @@ from components.preflight.estimates.quantities import CommInputs, ModelSize
 from components.preflight.estimates.step_time import (
     StepWork,
     bandwidth,
+    model_size,
     parameter_counts,
     step_time,
     step_work,
@@ -75,6 +76,9 @@ def test_parameters(folder: Path) -> None:
         "trainable": 4 * sides,
         "active": total + 4 * sides,
     }
+    size = model_size(case(folder, "adapter=qlora", "adapter.r=4"))
+    assert (size.parameters, size.quantized) == (total + 4 * sides, MATRICES)
+    assert 4.1 < 8 * size.packed / MATRICES < 4.2
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
@@ -126,9 +130,11 @@ def test_the_arithmetic_of_a_step(folder: Path) -> None:
 # ---- communication of layouts
 
 
-def sent(layout: FSDP2 | Megatron, world_size: int, *, whole: bool = False) -> dict[str, float]:
+def sent(
+    layout: FSDP2 | Megatron, world_size: int, *, whole: bool = False, size: ModelSize = SIZE
+) -> dict[str, float]:
     step = CommInputs(world_size, torch.bfloat16, 512.0, 3, reference=False, whole_weights=whole)
-    volumes = comm_cost(layout, SIZE, step).volumes
+    volumes = comm_cost(layout, size, step).volumes
     total: Counter[str] = Counter()
     for volume in volumes:
         total[volume.dimension] += volume.num_bytes  # type: ignore[assignment]
@@ -160,6 +166,11 @@ def test_what_fsdp2_sends() -> None:
     assert sent(fsdp2(4), 4) == {"dp_shard": gathers + scatter}
     kept = replace(fsdp2(4), reshard_after_forward=False)
     assert sent(kept, 4) == {"dp_shard": gathers / 2 + scatter}
+    coarse = replace(SIZE, trained=10, quantized=600, packed=310)
+    few = 3 * 2 * 0.75 * (400 * 2 + 310)
+    assert sent(fsdp2(4), 4, size=coarse) == {"dp_shard": few + 0.75 * 10 * 4}
+    offloaded = sent(fsdp2(4, cpu_offload=True), 4, size=coarse)
+    assert offloaded["host"] == (3 * 2 * (400 * 2 + 310) + 10 * 4) / 4
     hybrid = sent(fsdp2(4, dp_replicate=2), 4)
     assert hybrid == {
         "dp_shard": 3 * 2 * 0.5 * 1000 * 2 + 0.5 * 800 * 4,

@@ -1,0 +1,148 @@
+"""Frozen matrices in 4 bits: NF4 with scales of 8 bits (Dettmers et al., 2023, section 3).
+
+A matrix becomes a vector of bytes, which ranks can cut anywhere: two values in each byte, then the fp32
+numbers that describe the scales, then the scale of each block of 64 values as a byte. bitsandbytes converts
+in both directions.
+"""
+
+import json
+from collections.abc import Collection
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from transformers import PreTrainedModel
+
+from components.contracts.configs import WeightSource
+from components.contracts.errors import ConfigError
+
+BLOCK, GROUP = 64, 256
+"""Values with one scale, and scales with one scale of their own."""
+
+CONFIG = "quantization_config.json"
+"""File in an adapter's folder that says how its base model was quantised, for transformers'
+``BitsAndBytesConfig``."""
+SETTINGS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
+def write_config(folder: Path) -> None:
+    (folder / CONFIG).write_text(json.dumps(SETTINGS, indent=2) + "\n")
+
+
+def has_config(folder: Path) -> bool:
+    """Return whether the adapter in ``folder`` was trained on a base model in 4 bits."""
+    return (folder / CONFIG).is_file()
+
+
+def check_installed() -> None:
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "adapter.quantize: nf4 needs bitsandbytes, which is not installed; pip install bitsandbytes."
+        )
+
+
+def num_bytes(numel: int) -> int:
+    """Return the size of ``quantize`` of a matrix of ``numel`` values: 4.127 bits for each."""
+    return sum(sizes(numel))
+
+
+def sizes(numel: int) -> tuple[int, int, int]:
+    """Return the bytes of the values, of the numbers of the scales, and of the scales."""
+    blocks = -(-numel // BLOCK)
+    return blocks * BLOCK // 2, 4 * (-(-blocks // GROUP) + 1), blocks
+
+
+def quantize(matrix: Tensor) -> Tensor:
+    """Return ``matrix`` as bytes, a function of its values that does not depend on its dtype."""
+    ops = operators()
+    values, scales = ops.quantize_4bit(matrix.float().contiguous(), BLOCK, "nf4", torch.uint8)
+    mean = scales.double().mean().float()  # in double, as the order of a sum depends on the number of threads
+    codes, largest = ops.quantize_blockwise(scales - mean, code_of_scales(matrix.device), GROUP)
+    values = F.pad(values.flatten(), (0, -values.numel() % (BLOCK // 2)))
+    return torch.cat([values, torch.cat([largest, mean[None]]).view(torch.uint8), codes])
+
+
+def dequantize(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return the matrix of ``shape`` in ``packed``."""
+    ops, numel = operators(), prod(shape)
+    values, numbers, codes = packed.split(sizes(numel))
+    numbers = numbers.view(torch.float32)
+    code = code_of_scales(packed.device)
+    scales = ops.dequantize_blockwise(codes, numbers[:-1], code, GROUP, torch.float32) + numbers[-1]
+    matrix: Tensor = ops.dequantize_4bit(values[: -(-numel // 2)], scales, BLOCK, "nf4", shape, dtype)
+    return matrix
+
+
+def rounded(matrix: Tensor) -> Tensor:
+    """Return the values of ``matrix`` in 4 bits, in its dtype."""
+    return dequantize(quantize(matrix), matrix.shape, matrix.dtype)
+
+
+@torch.no_grad()
+def round_linears(model: PreTrainedModel) -> None:
+    """Give the linear layers of ``model``, except its head, the values that they have in 4 bits."""
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            module.weight.copy_(rounded(module.weight))
+
+
+def quantized(weights: WeightSource, names: Collection[str], device: torch.device) -> WeightSource:
+    """Return a source of ``weights`` in which those called ``names`` are bytes, computed on ``device``."""
+
+    def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        return quantize(weights(name).to(device))[index] if name in names else weights(name, index)
+
+    return read
+
+
+def operators() -> Any:
+    """Return the operators of bitsandbytes, which have kernels for CPU and GPU."""
+    import_module("bitsandbytes.functional")  # here, because it is optional and takes seconds
+    return torch.ops.bitsandbytes
+
+
+@cache
+def code_of_scales(device: torch.device) -> Tensor:
+    code: Tensor = import_module("bitsandbytes.functional").create_dynamic_map()
+    return code.to(device)
+
+
+class FrozenProduct(torch.autograd.Function):
+    """A linear layer whose matrix exists only while it is multiplied, in both passes."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, inputs: Tensor, packed: Tensor, shape: torch.Size, bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.shape = shape  # type: ignore[attr-defined]
+        return F.linear(inputs, dequantize(packed, shape, inputs.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (packed,) = ctx.saved_tensors
+        return gradient @ dequantize(packed, ctx.shape, gradient.dtype), None, None, None
+
+
+class NF4Linear(nn.Module):
+    """A frozen linear layer on the meta device; ``weight`` is ``quantize`` of its matrix."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.shape = linear.weight.shape
+        packed = torch.empty(num_bytes(linear.weight.numel()), dtype=torch.uint8, device="meta")
+        self.weight, self.bias = nn.Parameter(packed, requires_grad=False), linear.bias
+
+    # The kernels of bitsandbytes are not compiled, and its Python code breaks the graph in any case.
+    @torch.compiler.disable
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = FrozenProduct.apply(inputs, self.weight, self.shape, self.bias)
+        return out
