@@ -53,6 +53,8 @@ class Batch:
     ref_logps: Tensor | None = None
     """float32, like ``labels``: the log-probabilities of the reference model, 0 at positions without a
     label."""
+    pad_id: int | None = None
+    """The token that fills padded rows. None means that it is not known."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Numbers that a loss attached in ``prepare``."""
     label_index: Tensor | None = None
@@ -132,6 +134,19 @@ class Batch:
         """
         total = values.new_zeros(self.num_sequences, dtype=torch.float64)
         return total.index_add(0, self.sequence_ids().reshape(-1), values.reshape(-1).double())
+
+    def scored_positions(self) -> Tensor:
+        """Return the position in ``labels.reshape(-1)`` at which a classifier scores each sequence.
+
+        As in transformers, that is the last token that is not ``pad_id``, which may also be part of a text.
+        int64 ``[S]``; the entries of empty sequences are arbitrary.
+        """
+        assert self.pad_id is not None, "data loaders set the padding token"
+        ids = self.real_sequence_ids().reshape(-1)
+        scored = (ids >= 0) & (self.input_ids.reshape(-1) != self.pad_id)
+        places = torch.arange(ids.numel(), device=ids.device).where(scored, 0)
+        none = ids.new_zeros(self.num_sequences)
+        return none.scatter_reduce(0, ids.clamp(min=0), places, "amax")
 
     def select(self, keep: Tensor) -> Self:
         """Return the sequences for which ``keep``, bool ``[S]``, is True.

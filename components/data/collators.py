@@ -37,6 +37,7 @@ def collate_packed(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> 
         num_keys=int((spans + prefixes).sum()) if prefixes.any() else None,
         pair_index=_pair_index(store, segments),
         sequence_labels=_sequence_labels(store, segments),
+        pad_id=pad_id,
     )
 
 
@@ -65,6 +66,7 @@ def collate_padded(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> 
         seqlens=torch.from_numpy(seqlens.astype(np.int32)),
         pair_index=_pair_index(store, segments),
         sequence_labels=_sequence_labels(store, segments),
+        pad_id=pad_id,
     )
 
 
@@ -127,4 +129,5 @@ def _empty(store: TokenSequences, pad_id: int) -> Batch:
         max_seqlen=1,
         pair_index=torch.tensor([-1]) if _has_pairs(store) else None,
         sequence_labels=None if store.desirable is None else torch.tensor([-1]),
+        pad_id=pad_id,
     )

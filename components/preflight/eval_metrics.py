@@ -57,4 +57,5 @@ def empty_batch(kind: SampleKind) -> Batch:
         max_seqlen=1,
         pair_index=torch.tensor([-1]) if kind == "preference" else None,
         sequence_labels=torch.tensor([-1]) if kind == "unpaired" else None,
+        pad_id=0,
     )
