@@ -47,6 +47,9 @@ class Batch:
     pair_index: Tensor | None = None
     """int64 ``[S]``, preference data: ``2 * pair`` for chosen, ``2 * pair + 1`` for rejected, -1 without a
     pair."""
+    margins: Tensor | None = None
+    """float64 ``[S]``, ranked data: how much more the chosen answer of a pair should score than the rejected
+    one, for both."""
     sequence_labels: Tensor | None = None
     """int64 ``[S]``, unpaired data: DESIRABLE or UNDESIRABLE; KL_COMPLETION for the prompt of a sample
     with the completion of another one, placed after its sample; -1 without a label."""
@@ -180,7 +183,7 @@ class Batch:
 
     def _by_sequence(self, keep: Tensor) -> Fields:
         """Return the kept entries of the tensors ``[S]``, by name."""
-        names = ("seqlens", "pair_index", "sequence_labels")
+        names = ("seqlens", "pair_index", "margins", "sequence_labels")
         return {name: values[keep] for name in names if (values := getattr(self, name)) is not None}
 
     def _empty(self) -> Self:

@@ -18,15 +18,16 @@ from components.losses.preference_base import pair_indices
 class Reward:
     """The negative log-likelihood of the preferences in the model of Bradley and Terry (1952).
 
-    The score of an answer is the output of a scalar head at its last token (Ouyang et al. 2022, equation 1).
-    Preferences determine scores only up to a constant for each prompt. ``center_rewards_coefficient`` times
+    It is ``-logsigmoid(chosen - rejected - margin)`` (Touvron et al. 2023, equation 2), with the margin of
+    the record, or 0. The score of an answer is the output of a scalar head at its last token. Preferences
+    determine scores only up to a constant for each prompt. ``center_rewards_coefficient`` times
     ``(chosen + rejected) ** 2`` brings them near 0 (Eisenstein et al. 2023, section 2). Metrics have the
     names of TRL's RewardTrainer.
     """
 
     center_rewards_coefficient: float = 0.0
 
-    kind: ClassVar[Literal["preference"]] = "preference"
+    kind: ClassVar[Literal["ranked"]] = "ranked"
     requires: ClassVar[frozenset[str]] = frozenset({"values"})
     reference: ClassVar[ReferenceChoice] = "none"
 
@@ -49,9 +50,10 @@ class Reward:
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
         assert stats.values is not None, "the engine computes what the loss requires"
         scores = stats.values.reshape(-1)[batch.scored_positions()].double()
-        chosen, rejected = (scores[side.to(scores.device, non_blocking=True)] for side in pair_indices(batch))
+        first, second = (side.to(scores.device, non_blocking=True) for side in pair_indices(batch))
+        chosen, rejected = scores[first], scores[second]
         margins = chosen - rejected
-        loss = -F.logsigmoid(margins)
+        loss = -F.logsigmoid(margins if batch.margins is None else margins - batch.margins[first])
         if self.center_rewards_coefficient:
             loss = loss + self.center_rewards_coefficient * (chosen + rejected).square()
         metrics = {

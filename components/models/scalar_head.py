@@ -1,5 +1,6 @@
 """The head of a model: over the vocabulary, or a scalar one, as in transformers' sequence classifiers."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,11 @@ def is_classifier(folder: Path) -> bool:
     """Return whether the model or the adapter in ``folder`` has the head of a classifier."""
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         return read_json(folder / ADAPTER_CONFIG_NAME).get("task_type") == "SEQ_CLS"
-    names = read_json(folder / CONFIG_NAME).get("architectures") or ()
-    return any(str(name).endswith("ForSequenceClassification") for name in names)
+    return names_classifier(read_json(folder / CONFIG_NAME).get("architectures"))
+
+
+def names_classifier(architectures: Iterable[object] | None) -> bool:
+    return any(str(name).endswith("ForSequenceClassification") for name in architectures or ())
 
 
 def auto_class(*, scalar: bool) -> Any:
@@ -50,12 +54,17 @@ def set_scalar_head(config: PreTrainedConfig) -> None:
     """Make ``config`` that of a model with a scalar head.
 
     Raises:
-        ConfigError: if transformers has no classifier of this family.
+        ConfigError: if transformers has no classifier of this family, or it is one with several labels.
     """
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ConfigError(
             f"model: transformers has no sequence classifier of {config.model_type}, which stage=rm trains; "
             "choose another family, such as qwen3 or llama."
+        )
+    if config.num_labels != 1 and names_classifier(config.architectures):
+        raise ConfigError(
+            f"model: is a classifier with {config.num_labels} labels, and stage=rm trains one score; choose a "
+            "language model, or a reward model."
         )
     config.num_labels = 1
 
@@ -73,5 +82,5 @@ def check_scalar_head(model: PreTrainedModel) -> None:
     if not head.weight.requires_grad:
         raise ConfigError(
             f"model.freeze, model.train_only: {SCORE}.weight is frozen, the head that stage=rm trains; "
-            "change the patterns."
+            "correct the patterns."
         )

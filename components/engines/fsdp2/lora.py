@@ -13,6 +13,7 @@ from components.adapters.target_modules import linear_names
 from components.contracts.errors import ConfigError
 from components.models.experts import EXPERT_PARAM
 from components.models.hf_private import adapters_off
+from components.models.scalar_head import SCORE
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -29,7 +30,8 @@ def check(adapter: LoRA | None, tp: int) -> None:
     """
     if adapter is None or tp == 1:
         return
-    for key, value in {"dora": adapter.dora, "modules_to_save": adapter.modules_to_save}.items():
+    saved = set(adapter.modules_to_save) - {SCORE}
+    for key, value in {"dora": adapter.dora, "modules_to_save": saved}.items():
         if value:
             raise ConfigError(
                 f"adapter.{key}: is not split by tensor parallelism; use parallelism.tp=1, or leave it out."
