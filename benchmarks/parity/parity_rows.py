@@ -89,7 +89,7 @@ COLUMNS = (
     Column(
         "lora rm",
         "preference",
-        ("stage=rm", "data.packing=bfd", "optimizer.lr=1e-3"),
+        ("stage=rm", "data.packing=bfd", "optimizer.lr=1e-5"),
         adapted=True,
     ),
 )

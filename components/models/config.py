@@ -37,7 +37,7 @@ from components.models.initialize import random_weights
 from components.models.moe_loss_config import MoELossConfig
 from components.models.mtp import FIELD, MTPConfig, append_mtp_layers
 from components.models.pretrained import content_hash, pretrained_weights
-from components.models.scalar_head import auto_class, check_scalar_head, set_scalar_head
+from components.models.scalar_head import auto_class, check_scalar_head, names_classifier, set_scalar_head
 from components.models.weights import named_shapes, shape_hash
 
 
@@ -148,6 +148,11 @@ class ModelSpec:
         else:
             assert self.architecture is not None
             config = make_config(self.architecture)
+        if not self.scalar_head and names_classifier(config.architectures):
+            raise ConfigError(
+                f"model.path: {self.path} is a classifier, without logits over its vocabulary; "
+                "use stage=rm, or name a language model."
+            )
         if self.add_tokens:
             grow_vocabulary(config, self.load_tokenizer())
         check_values(config.get_text_config(), self._fields)

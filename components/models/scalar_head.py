@@ -63,8 +63,8 @@ def set_scalar_head(config: PreTrainedConfig) -> None:
         )
     if config.num_labels != 1 and names_classifier(config.architectures):
         raise ConfigError(
-            f"model: is a classifier with {config.num_labels} labels, and stage=rm trains one score; choose a "
-            "language model, or a reward model."
+            f"model: is a classifier with {config.num_labels} labels, and stage=rm trains one score; "
+            "choose a language model, or a reward model."
         )
     config.num_labels = 1
 

@@ -53,6 +53,8 @@ def test_a_classifier_keeps_its_head(tmp_path: Path) -> None:
     assert all(torch.equal(weights(name), tensor) for name, tensor in stored.items())
     assert NAME in stored
     assert is_classifier(tmp_path)
+    with pytest.raises(ConfigError, match=r"is a classifier, .*stage=rm"):
+        ModelSpec(path=str(tmp_path), init="pretrained").config()
 
 
 def test_a_classifier_of_two_labels_is_refused(tmp_path: Path) -> None:
