@@ -48,6 +48,7 @@ PACKED = ("run.global_batch_size=1", "run.micro_batch_size=1", "data.packing=bfd
 PADDED = (f"run.global_batch_size={len(ROWS)}", "run.micro_batch_size=2", "data.packing=none")
 RUNS = {
     "single": ("parallelism=single", *PACKED),
+    "shared prompt": ("parallelism=single", *PACKED, "data.share_prompt=true"),
     "tp2pp2": ("parallelism=tp2pp2", "parallelism.sequence_parallel=true", *PADDED),
     "fsdp2_tp2": ("parallelism=fsdp2_tp2", *PADDED),
 }

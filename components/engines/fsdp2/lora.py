@@ -60,7 +60,7 @@ def inject(model: PreTrainedModel, config: "LoraConfig") -> None:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     for name, parameter in model.named_parameters():  # peft freezes all other parameters
         if not config.target_modules or name.rpartition(".")[0].endswith(".experts.adapter"):
-            parameter.requires_grad_(".lora_" in name)
+            parameter.requires_grad_(".lora_" in name or name == f"{SCORE}.weight")
 
 
 def name_on_disk(name: str) -> str:
