@@ -65,8 +65,8 @@ class Bench:
         self.references: dict[str, Measured] = {}
         for kind in ("text", "chat", "preference", "unpaired"):
             write_samples(kind, root / f"{kind}.jsonl")
-        if any(column.adapted for column in table.columns):
-            write_adapter(root / "adapter", table.experiment)
+        for stage in {column.stage for column in table.columns if column.adapted}:
+            write_adapter(root / f"adapter_{stage}", (*table.experiment, f"stage={stage}"))
 
     def cell(self, row: Row, column: Column) -> tuple[Cell, Measured]:
         """Train ``row`` on ``column``, and the reference of the column unless that is already done."""
@@ -106,7 +106,8 @@ class Bench:
             f"data.cache_dir={self.root}/cache",
             "data.num_workers=1",
         )
-        adapter = ("adapter=lora", f"adapter.path={self.root}/adapter") if column.adapted else ()
+        path = f"{self.root}/adapter_{column.stage}"
+        adapter = ("adapter=lora", f"adapter.path={path}") if column.adapted else ()
         return composed([*self.table.experiment, *column.overrides, *row.overrides, *here, *adapter])
 
 

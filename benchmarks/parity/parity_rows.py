@@ -52,6 +52,11 @@ class Column:
     """Whether an adapter is trained. Its initial values give no zero gradients."""
 
     @property
+    def stage(self) -> str:
+        (word,) = (word for word in self.overrides if word.startswith("stage="))
+        return word.removeprefix("stage=")
+
+    @property
     def is_slow(self) -> bool:
         """Whether the learning rate is so low that five steps change the loss little."""
         return "optimizer.lr=1e-5" in self.overrides
@@ -70,6 +75,8 @@ COLUMNS = (
     ),
     Column("orpo", "preference", ("stage=orpo", "data.packing=bfd", "optimizer.lr=1e-5")),
     Column("simpo", "preference", ("stage=simpo", "data.packing=bfd", "optimizer.lr=1e-5")),
+    Column("rm packed", "preference", ("stage=rm", "data.packing=bfd", "optimizer.lr=1e-3")),
+    Column("rm padded", "preference", ("stage=rm", "data.packing=none", "optimizer.lr=1e-5")),
     Column("kto", "unpaired", ("stage=kto", "data.packing=bfd", "optimizer.lr=1e-5")),
     Column("lora sft packed", "chat", ("stage=sft", "data.packing=bfd", "optimizer.lr=1e-3"), adapted=True),
     Column("lora sft padded", "chat", ("stage=sft", "data.packing=none", "optimizer.lr=1e-3"), adapted=True),
@@ -77,6 +84,12 @@ COLUMNS = (
         "lora dpo",
         "preference",
         ("stage=dpo", "stage.reference=adapter_off", "data.packing=bfd", "optimizer.lr=1e-5"),
+        adapted=True,
+    ),
+    Column(
+        "lora rm",
+        "preference",
+        ("stage=rm", "data.packing=bfd", "optimizer.lr=1e-5"),
         adapted=True,
     ),
 )

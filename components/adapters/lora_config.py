@@ -25,6 +25,7 @@ from components.models.experts import EXPERT_PARAM, moe_blocks, router_biases
 from components.models.export.hf_file_names import file_names
 from components.models.initialize import seeded
 from components.models.mtp import mtp_layers
+from components.models.scalar_head import SCORE, has_scalar_head
 
 Init = Literal["kaiming", "gaussian"]
 
@@ -122,8 +123,12 @@ class LoRA:
         return [name for name in self.targets(model) if EXPERT_PARAM.match(name)]
 
     def saved(self, model: PreTrainedModel) -> list[str]:
-        """Return the names of the modules that match ``modules_to_save``, in the model's order."""
-        return saved_modules(model, self.modules_to_save, self.targets(model))
+        """Return the names of the modules that are trained whole, in the model's order.
+
+        They match ``modules_to_save``, or are a scalar head, as in peft.
+        """
+        head = (SCORE,) if has_scalar_head(model) else ()
+        return saved_modules(model, (*self.modules_to_save, *head), self.targets(model))
 
     def shapes(self, model: PreTrainedModel) -> dict[str, torch.Size]:
         """Return the shape of each trainable parameter in the model's order, ``modules_to_save`` last.

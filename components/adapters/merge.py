@@ -12,6 +12,7 @@ from components.adapters.peft_folder import BASE, CONFIG, REVISION, adapter_file
 from components.contracts.errors import ConfigError
 from components.json_text import read_json
 from components.models import ModelSpec, WeightSource, named_shapes, nf4, stream_folder
+from components.models.scalar_head import is_classifier
 
 
 def merge_adapter(
@@ -75,6 +76,7 @@ def base_of(adapter: str, base: str | None) -> ModelSpec:
         init="pretrained",
         revision=None if base else config.get(REVISION),
         tokenizer=adapter if own_tokenizer else None,
+        scalar_head=is_classifier(Path(adapter).expanduser()),
     )
 
 

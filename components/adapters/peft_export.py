@@ -22,6 +22,7 @@ from components.models.export.hf_folder import (
     write_safetensors,
     write_shards,
 )
+from components.models.scalar_head import has_scalar_head
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -82,7 +83,7 @@ def peft_config(adapter: LoRA, model: PreTrainedModel, spec: ModelSpec | None = 
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,
         init_lora_weights=True if adapter.init_lora_weights != "gaussian" else "gaussian",
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if has_scalar_head(model) else "CAUSAL_LM",
         base_model_name_or_path=None if spec is None else base_name(spec),
         revision=None if spec is None else spec.revision,
         inference_mode=spec is not None,

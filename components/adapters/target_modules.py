@@ -10,6 +10,7 @@ from components.contracts.errors import ConfigError
 from components.models.experts import EXPERT_PARAM, moe_blocks
 from components.models.export.hf_file_names import our_name
 from components.models.hf_config import closest_word
+from components.models.scalar_head import output_head
 from components.models.weights import tied_names
 
 Targets = Literal["all-linear", "attention", "mlp"] | tuple[str, ...]
@@ -51,7 +52,7 @@ def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
 
 def linear_names(model: PreTrainedModel) -> list[str]:
     """Return the names of all linear layers that may be adapted."""
-    head, others = model.get_output_embeddings(), beside_experts(model)
+    head, others = output_head(model), beside_experts(model)
     return [
         name
         for name, module in model.named_modules()
@@ -108,7 +109,7 @@ def check_linear(model: PreTrainedModel, name: str, linears: Sequence[str]) -> N
     if name in linears:
         return
     module = model.get_submodule(name)
-    if module is model.get_output_embeddings():
+    if module is output_head(model):
         raise ConfigError(
             f"adapter.target_modules: {name} is the head, which is computed with the loss; train it whole "
             f"with adapter.modules_to_save=[{name}]."

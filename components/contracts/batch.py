@@ -47,12 +47,17 @@ class Batch:
     pair_index: Tensor | None = None
     """int64 ``[S]``, preference data: ``2 * pair`` for chosen, ``2 * pair + 1`` for rejected, -1 without a
     pair."""
+    margins: Tensor | None = None
+    """float64 ``[S]``, ranked data: how much more the chosen answer of a pair should score than the rejected
+    one, for both."""
     sequence_labels: Tensor | None = None
     """int64 ``[S]``, unpaired data: DESIRABLE or UNDESIRABLE; KL_COMPLETION for the prompt of a sample
     with the completion of another one, placed after its sample; -1 without a label."""
     ref_logps: Tensor | None = None
     """float32, like ``labels``: the log-probabilities of the reference model, 0 at positions without a
     label."""
+    pad_id: int | None = None
+    """The token that fills padded rows. None means that it is not known."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Numbers that a loss attached in ``prepare``."""
     label_index: Tensor | None = None
@@ -133,6 +138,19 @@ class Batch:
         total = values.new_zeros(self.num_sequences, dtype=torch.float64)
         return total.index_add(0, self.sequence_ids().reshape(-1), values.reshape(-1).double())
 
+    def scored_positions(self) -> Tensor:
+        """Return the position in ``labels.reshape(-1)`` at which a classifier scores each sequence.
+
+        As in transformers, that is the last token that is not ``pad_id``, which may also be part of a text.
+        int64 ``[S]``; the entries of empty sequences are arbitrary.
+        """
+        assert self.pad_id is not None, "data loaders set the padding token"
+        ids = self.real_sequence_ids().reshape(-1)
+        scored = (ids >= 0) & (self.input_ids.reshape(-1) != self.pad_id)
+        places = torch.arange(ids.numel(), device=ids.device).where(scored, 0)
+        none = ids.new_zeros(self.num_sequences)
+        return none.scatter_reduce(0, ids.clamp(min=0), places, "amax")
+
     def select(self, keep: Tensor) -> Self:
         """Return the sequences for which ``keep``, bool ``[S]``, is True.
 
@@ -165,7 +183,7 @@ class Batch:
 
     def _by_sequence(self, keep: Tensor) -> Fields:
         """Return the kept entries of the tensors ``[S]``, by name."""
-        names = ("seqlens", "pair_index", "sequence_labels")
+        names = ("seqlens", "pair_index", "margins", "sequence_labels")
         return {name: values[keep] for name in names if (values := getattr(self, name)) is not None}
 
     def _empty(self) -> Self:

@@ -83,6 +83,10 @@ class ModelConfig(Protocol):
         """A complete checkpoint that holds the initial weights."""
 
     @property
+    def scalar_head(self) -> bool:
+        """Whether the head gives one number for each position instead of logits, as the loss requires."""
+
+    @property
     def is_random_init(self) -> bool:
         """Whether the initial weights are random."""
 

@@ -5,9 +5,12 @@ from typing import Literal, Protocol
 
 from components.contracts.batch import Batch
 
-SampleKind = Literal["text", "chat", "preference", "unpaired"]
-"""Kind of a sample: a document, a conversation, a pair of conversations with a common prompt, or a prompt
-with one answer that is labelled desirable or undesirable."""
+SampleKind = Literal["text", "chat", "preference", "ranked", "unpaired"]
+"""Kind of a sample: a document, a conversation, a pair of conversations with a common prompt, such a pair
+with a margin, or a prompt with one answer that is labelled desirable or undesirable."""
+
+PAIRS = ("preference", "ranked")
+"""The kinds of pairs, which have the same formats."""
 
 
 @dataclass(frozen=True)

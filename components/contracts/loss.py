@@ -23,11 +23,13 @@ class TokenStats:
     """
 
     logps: Tensor
-    """``z[y] - logsumexp(z)``"""
+    """``z[y] - logsumexp(z)``; 0 with a scalar head, which has no logits."""
     logsumexp: Tensor | None = None
     """``logsumexp(z)``"""
     mean_logp: Tensor | None = None
     """``mean(z) - logsumexp(z)``: the mean log-probability over the vocabulary (label smoothing)."""
+    values: Tensor | None = None
+    """The output of the scalar head at every position, with or without a label."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Loss(Protocol):
 
     kind: SampleKind
     requires: frozenset[str]
-    """Statistics needed besides ``logps``: a subset of ``{"logsumexp", "mean_logp"}``."""
+    """Statistics needed besides ``logps``: a subset of ``{"logsumexp", "mean_logp"}``, or ``{"values"}``,
+    with which the model has a scalar head instead of one over the vocabulary."""
     reference: ReferenceChoice
     """The reference model whose log-probabilities ``prepare`` attaches. With ``none`` it attaches none, or
     zeros."""

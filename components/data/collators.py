@@ -36,7 +36,9 @@ def collate_packed(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> 
         prefix_lengths=torch.from_numpy(prefixes.astype(np.int32)) if prefixes.any() else None,
         num_keys=int((spans + prefixes).sum()) if prefixes.any() else None,
         pair_index=_pair_index(store, segments),
+        margins=_margins(store, segments),
         sequence_labels=_sequence_labels(store, segments),
+        pad_id=pad_id,
     )
 
 
@@ -64,7 +66,9 @@ def collate_padded(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> 
         position_ids=torch.arange(shape[1]).repeat(shape[0], 1),
         seqlens=torch.from_numpy(seqlens.astype(np.int32)),
         pair_index=_pair_index(store, segments),
+        margins=_margins(store, segments),
         sequence_labels=_sequence_labels(store, segments),
+        pad_id=pad_id,
     )
 
 
@@ -101,6 +105,10 @@ def _pair_index(store: TokenSequences, segments: Ints) -> torch.Tensor | None:
     return torch.from_numpy(index)
 
 
+def _margins(store: TokenSequences, segments: Ints) -> torch.Tensor | None:
+    return None if store.margins is None else torch.from_numpy(store.margins[segments[:, 0] // 2])
+
+
 def _has_pairs(store: TokenSequences) -> bool:
     return store.sequences_per_sample == 2 and store.desirable is None
 
@@ -126,5 +134,7 @@ def _empty(store: TokenSequences, pad_id: int) -> Batch:
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         max_seqlen=1,
         pair_index=torch.tensor([-1]) if _has_pairs(store) else None,
+        margins=None if store.margins is None else torch.zeros(1, dtype=torch.float64),
         sequence_labels=None if store.desirable is None else torch.tensor([-1]),
+        pad_id=pad_id,
     )

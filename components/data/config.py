@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from components.contracts.data import BatchShard, SampleKind
+from components.contracts.data import PAIRS, BatchShard, SampleKind
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.audit import Audit
@@ -223,7 +223,7 @@ class Data(ABC):
     def _check_share_prompt(self, kind: SampleKind, packing: Packing) -> None:
         if not self.share_prompt:
             return
-        if kind != "preference":
+        if kind not in PAIRS:
             raise ConfigError(
                 f"data.share_prompt: only the two sides of a pair have one prompt; leave it out with "
                 f"stage={STAGES[kind]}."

@@ -28,7 +28,7 @@ from components.data.records.record_files import (
 from components.data.records.samples import Sample
 from components.data.store.token_store import digest, file_digest
 
-STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "unpaired": "kto"}
+STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "ranked": "rm", "unpaired": "kto"}
 
 
 SourceItem = tuple[Record | Sample | Unreadable, str]
@@ -107,13 +107,14 @@ class RecordSource(ABC):
         if options.format == "auto":
             options = replace(options, format=detect(renamed(first, options), kind, origin))
         assert options.format != "auto"
-        if KINDS[options.format] != kind:
+        if KINDS[options.format] != ("preference" if kind == "ranked" else kind):
             remedy = "give every record a 'label', " if kind == "unpaired" else ""
             raise ConfigError(
                 f"{self.name}: its format is {options.format}, and stage={STAGES[kind]} does not train on "
                 "that.\n"
                 f"Use stage={STAGES[KINDS[options.format]]}, {remedy}or name another format in data.format."
             )
+        options = replace(options, ranked=kind == "ranked" and "margin" not in options.ignore_fields)
         items = islice(chain(begin, records), self.max_samples)
         return SourceItems(options.format, items, options, records.reading.fraction)
 

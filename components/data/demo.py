@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from components.contracts.data import SampleKind
+from components.contracts.data import PAIRS, SampleKind
 from components.contracts.errors import ConfigError
 from components.data.records.samples import ChatSample, PreferenceSample, Sample, TextSample, UnpairedSample
 
@@ -141,7 +141,7 @@ def _sample(kind: SampleKind, entry: _Entry, entries: list[_Entry]) -> Sample | 
     if kind == "chat":
         return _chat(entry)
     pair = _preference(entry, entries)
-    if kind == "preference" or pair is None:
+    if kind in PAIRS or pair is None:
         return pair
     desirable = _stable_hash(f"label {entry.origin} {entry.name}") % 2 == 0
     completion = pair.chosen if desirable else pair.rejected

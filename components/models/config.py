@@ -11,7 +11,6 @@ from typing import Literal, Self
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -38,6 +37,7 @@ from components.models.initialize import random_weights
 from components.models.moe_loss_config import MoELossConfig
 from components.models.mtp import FIELD, MTPConfig, append_mtp_layers
 from components.models.pretrained import content_hash, pretrained_weights
+from components.models.scalar_head import auto_class, check_scalar_head, names_classifier, set_scalar_head
 from components.models.weights import named_shapes, shape_hash
 
 
@@ -75,6 +75,8 @@ class ModelSpec:
     initial_checkpoint: Path | None = None
     """Checkpoint of a whole model with the initial weights, from ``checkpoint.init_from``. None means that
     ``init`` decides."""
+    scalar_head: bool = False
+    """Whether the head gives one number for each position instead of logits, as the loss requires."""
 
     def __post_init__(self) -> None:
         if self.path is None:
@@ -146,6 +148,11 @@ class ModelSpec:
         else:
             assert self.architecture is not None
             config = make_config(self.architecture)
+        if not self.scalar_head and names_classifier(config.architectures):
+            raise ConfigError(
+                f"model.path: {self.path} is a classifier, without logits over its vocabulary; "
+                "use stage=rm, or name a language model."
+            )
         if self.add_tokens:
             grow_vocabulary(config, self.load_tokenizer())
         check_values(config.get_text_config(), self._fields)
@@ -154,6 +161,8 @@ class ModelSpec:
         config.use_cache = False
         if self.mtp.num_layers or hasattr(config, FIELD):
             setattr(config, FIELD, self.mtp.num_layers)
+        if self.scalar_head:
+            set_scalar_head(config)
         return config
 
     @functools.cached_property
@@ -178,7 +187,7 @@ class ModelSpec:
 
         def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
             with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(
+                return auto_class(scalar=self.scalar_head).from_config(
                     copy.deepcopy(config),
                     dtype=torch.float32,
                     attn_implementation=attention,
@@ -198,6 +207,8 @@ class ModelSpec:
         unfuse_experts(model)
         check_model(model)
         check_moe_losses(model, self.moe, freeze(model, self.freeze, self.train_only))
+        if self.scalar_head:
+            check_scalar_head(model)
         return model
 
     @property
@@ -254,7 +265,7 @@ class ModelSpec:
         if self.init == "random":
             return random_weights(model, seed)
         folder = self.folder(weights=True)
-        drawn = random_weights(model, seed) if self.mtp.num_layers else None
+        drawn = random_weights(model, seed) if self.mtp.num_layers or self.scalar_head else None
         stored = dataclasses.replace(self, add_tokens=False).meta_model if self.add_tokens else model
         weights = pretrained_weights(folder, stored, drawn=drawn, trust_remote_code=self.trust_remote_code)
         return with_added_rows(weights, named_shapes(stored), named_shapes(model))
@@ -277,6 +288,8 @@ class ModelSpec:
         if self.add_tokens:
             needed = TEMPLATE_TOKENS.get(self.chat_template or "", ())
             add_tokens(tokenizer, needed if isinstance(self.add_tokens, bool) else self.add_tokens)
+        if self.scalar_head and tokenizer.pad_token is None:  # a classifier needs one to find the last token
+            tokenizer.pad_token = tokenizer.eos_token
         return tokenizer if self.chat_template is None else with_chat_template(tokenizer, self.chat_template)
 
     def with_any_tokenizer(self) -> Self:

@@ -13,7 +13,7 @@ from zipfile import is_zipfile
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
@@ -22,6 +22,7 @@ from components.json_text import as_type, one_line, read_json
 from components.models.experts import unstack_experts
 from components.models.export.hf_file_names import file_names
 from components.models.mtp import JOINS, mtp_parameter_names
+from components.models.scalar_head import SCORE, auto_class, has_scalar_head
 from components.models.weights import named_shapes, tied_names
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ def pretrained_weights(
 
     If the safetensors files hold exactly these names, only the requested part of a tensor is read, on each
     request. Otherwise (an older layout, .bin files) transformers converts the whole model on CPU, with a
-    warning in the log. Weights of MTP layers that the files lack come from ``drawn``, also with a warning.
+    warning in the log. Weights of MTP layers and of a scalar head that the files lack come from ``drawn``,
+    also with a warning.
 
     Raises:
         ConfigError: if there are no weights, a file is unreadable, a parameter is missing or of another
@@ -69,15 +71,19 @@ def pretrained_weights(
     rename = file_names(model.config.model_type)
     places = {name: (files[stored], stored) for name in (*shapes, *tied) if (stored := rename(name)) in files}
     unread = files.keys() - {stored for _, stored in places.values()}
-    mtp = mtp_parameter_names(shapes, model.config)
-    lacking = mtp - places.keys()
+    added = mtp_parameter_names(shapes, model.config)
+    if has_scalar_head(model):  # in place of the head of a language model
+        unread = {name for name in unread if not name.startswith("lm_head.")}
+        added |= {f"{SCORE}.weight"}
+    lacking = added - places.keys()
     shapes = {name: shape for name, shape in shapes.items() if name not in lacking}
     if shapes.keys() <= places.keys() and not any(True for _ in unused_names(unread, model)):
         weights = lazy_weights(folder, shapes, places)
         stored_twice = {alias: lazy_tensor(places, alias) for alias in tied.keys() & places.keys()}
     else:
         log.warning("%s: not under the names of %s; converting on CPU.", folder, type(model).__name__)
-        tensors, lacking = converted_weights(folder, model, trust_remote_code), mtp
+        tensors = converted_weights(folder, model, trust_remote_code)
+        lacking = added - tensors.keys()
         weights = in_memory(tensors)
         stored_twice = {alias: tensors[alias] for alias in tied.keys() & tensors.keys()}
     for alias, value in stored_twice.items():
@@ -92,7 +98,7 @@ def pretrained_weights(
 def completed(weights: WeightSource, drawn: WeightSource, lacking: set[str], folder: Path) -> WeightSource:
     """Return a source of ``weights`` that takes the names ``lacking`` in ``folder`` from ``drawn``."""
     log.warning(
-        "%s: has no %s (%d lacking): these weights of MTP layers (model.mtp.num_layers) begin at random.",
+        "%s: has no %s (%d lacking): these weights, which language models lack, begin at random.",
         folder,
         min(lacking),
         len(lacking),
@@ -230,7 +236,7 @@ def converted_weights(folder: Path, model: PreTrainedModel, trust_remote_code: b
     config = copy.deepcopy(model.config)
     config.dtype = None  # "auto" then means as stored
     try:
-        loaded, info = AutoModelForCausalLM.from_pretrained(
+        loaded, info = auto_class(scalar=has_scalar_head(model)).from_pretrained(
             folder,
             config=config,
             dtype="auto",
@@ -243,16 +249,17 @@ def converted_weights(folder: Path, model: PreTrainedModel, trust_remote_code: b
         raise ConfigError(f"model.path: {folder} holds no readable weights: {one_line(error)}") from error
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         check_shape(folder, name, stored, wanted)
-    for name in sorted(info["missing_keys"]):
+    missing = info["missing_keys"]
+    for name in sorted(missing - {f"{SCORE}.weight"}):
         raise ConfigError(
-            f"model.path: {folder} has no weight {name} ({len(info['missing_keys'])} missing); "
+            f"model.path: {folder} has no weight {name} ({len(missing)} missing); "
             "its config.json describes another model."
         )
     if info["unexpected_keys"]:
         extra = sorted(info["unexpected_keys"])
         log.warning("%s: %d tensors that the model does not have, such as %s.", folder, len(extra), extra[0])
     tensors = [*loaded.named_parameters(), *persistent_buffers(loaded)]
-    return {name: tensor.detach() for name, tensor in unstack_experts(tensors)}
+    return {name: tensor.detach() for name, tensor in unstack_experts(tensors) if name not in missing}
 
 
 def persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

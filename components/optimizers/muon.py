@@ -27,7 +27,7 @@ class Muon:
     """Peak learning rate, from which the scheduler computes the rate of each step."""
     adamw_lr: float | None = None
     """Peak learning rate of AdamW, with the schedule of ``lr``. None means ``lr``."""
-    adamw_for: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "lm_head*")
+    adamw_for: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "lm_head*", "score*")
     """Patterns of the names of matrices that AdamW updates, with all vectors."""
     head_dim: int | None = None
     """Rows of a head of the query, key and value matrices, each orthogonalised by itself. None means whole

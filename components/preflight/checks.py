@@ -1,6 +1,6 @@
 """Checks in the parent process, before ranks are spawned."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from components.checkpoint import read_meta
 from components.contracts.configs import AdapterConfig
 from components.contracts.errors import ConfigError
+from components.contracts.hook import Hook
 from components.contracts.parallelism import ParallelismSpec
+from components.hooks import Samples
 from components.models.attention_shape import attention_shape
 from components.optimizers.muon import HEADS, Muon
 from components.preflight.engine_layouts import EngineLayout
@@ -284,6 +286,13 @@ def check_mtp_stage(layers: int, kind: str) -> None:
             f"model.mtp.num_layers: is {layers}, but this stage compares answers and predicts no next token; "
             "use 0, or stage=pt or sft."
         )
+
+
+def check_scalar_head(scalar_head: bool, hooks: Mapping[str, Hook]) -> None:
+    """Raise ConfigError if a hook completes prompts with a model that has a scalar head."""
+    for name, hook in hooks.items():
+        if scalar_head and isinstance(hook, Samples):
+            raise ConfigError(f"hook.{name}: a reward model completes no prompts; leave it out.")
 
 
 def check_normalisation(normalize: str | None, packing: str) -> None:

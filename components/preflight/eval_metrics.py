@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from components.contracts.batch import IGNORE, Batch
-from components.contracts.data import SampleKind
+from components.contracts.data import PAIRS, SampleKind
 from components.contracts.errors import ConfigError
 from components.contracts.loss import Loss, TokenStats
 
@@ -55,6 +55,7 @@ def empty_batch(kind: SampleKind) -> Batch:
         seqlens=torch.tensor([0], dtype=torch.int32),
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         max_seqlen=1,
-        pair_index=torch.tensor([-1]) if kind == "preference" else None,
+        pair_index=torch.tensor([-1]) if kind in PAIRS else None,
         sequence_labels=torch.tensor([-1]) if kind == "unpaired" else None,
+        pad_id=0,
     )

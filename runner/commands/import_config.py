@@ -24,7 +24,7 @@ from runner.cli import run_or_answer
 from runner.commands.arguments import Keys, first_line, parse_pairs, whole_number
 from runner.commands.other_tools import TOOLS, Translation, translate
 
-KEYS: Keys = {"ranks": None, "stage": ("pt", "sft", "dpo", "kto", "orpo", "cpo", "simpo")}
+KEYS: Keys = {"ranks": None, "stage": ("pt", "sft", "rm", "dpo", "kto", "orpo", "cpo", "simpo")}
 LAUNCHED = ("num_processes", "nproc_per_node")
 """Options of accelerate and torchrun with the number of ranks."""
 SCRIPT = re.compile(r"(?:^|[/_])(sft|dpo|kto|orpo|cpo)(?:_\w+)?(?:\.py)?$")

@@ -156,6 +156,8 @@ def ours_of(row: Counterpart, key: str, switched: str, value: Any) -> object:
 def choose_stage(work: Translation, stage: str | None, file: str) -> None:
     """Set ``stage`` and, if the tool calls a loss of it a stage of its own, ``stage.loss``."""
     theirs = work.take("stage", "rl")
+    if work.tool == "axolotl" and work.take("reward_model"):
+        theirs = "rm"
     loss = work.left.get("pref_loss") or work.left.get("loss_type")
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
     if theirs == "dpo" and loss in ("orpo", "simpo"):
@@ -167,7 +169,7 @@ def choose_stage(work: Translation, stage: str | None, file: str) -> None:
         theirs, work.words["stage.loss"] = "dpo", "ipo"
     chosen = stage or theirs
     if chosen is None:
-        raise ConfigError(f"stage: {file} does not say it; give stage=sft, dpo, kto, orpo or cpo.")
+        raise ConfigError(f"stage: {file} does not say it; give stage=sft, rm, dpo, kto, orpo or cpo.")
     if not Path(config_dir(), "stage", f"{chosen}.yaml").is_file():
         raise ConfigError(f"stage: {chosen} of {file} does not exist here; give another one, as stage=sft.")
     work.words["stage"] = chosen

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,9 +10,11 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
 from components.checkpoint import resolve_checkpoint
+from components.checkpoint.reader import StoredTensors
 from components.checkpoint.to_hf import CheckpointModel
 from components.contracts.errors import ConfigError
 from components.models.generate import fits_gpu, load_model
+from components.models.scalar_head import SCORE, is_classifier
 from runner.config.instantiate import build_component
 from runner.config.sources import ConfigSources
 from runner.launch.run_dir import read_run_config
@@ -38,6 +41,8 @@ def read_checkpoint(given: Mapping[str, str]) -> tuple[CheckpointModel, torch.dt
         )
     where = ConfigSources(run_folder=run, trusted=trusted_modules(given.get("trust", "[]")))
     model, adapter = (build_component(group, config[group], where) for group in ("model", "adapter"))
+    if f"{SCORE}.weight" in StoredTensors(point).shapes("model"):
+        model = replace(model, scalar_head=True)
     if model.trust_remote_code and given.get("trust_remote_code") != "true":
         raise ConfigError(
             f"model.trust_remote_code ({where.of('model')}): is true, so {model.path} brings its own code; "
@@ -65,12 +70,22 @@ def open_model(given: Mapping[str, str]) -> tuple[PreTrainedModel, PreTrainedTok
     """
     folder = Path(given["checkpoint"])
     if any((folder / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):
+        if is_classifier(folder):
+            raise _no_text(folder)
         return _load(folder, given.get("trust_remote_code") == "true")
     trained, stored = read_checkpoint(given)
+    if trained.model.scalar_head:
+        raise _no_text(folder)
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(scratch) / "export"
         written = trained.export_model if trained.adapter is None else trained.export_merged
         return _load(written(target, stored), trained.model.trust_remote_code)
+
+
+def _no_text(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"checkpoint: {folder} is a reward model, which gives scores instead of text; name another."
+    )
 
 
 def _load(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -101,12 +101,15 @@ def build_experiment(config: Config, where: ConfigSources) -> Experiment:
     for group in (*GROUPS, *NODES, "logger"):
         if group not in config:
             raise ConfigError(f"{group} (the command line): is missing; choose one of its options.")
-    if "initial_checkpoint" in config["model"]:
-        name = "model.initial_checkpoint"
-        raise ConfigError(f"{name} ({where.of(name)}): is set from checkpoint.init_from; use that key.")
+    for field, key in {"initial_checkpoint": "checkpoint.init_from", "scalar_head": "stage"}.items():
+        if field in config["model"]:
+            name = f"model.{field}"
+            raise ConfigError(f"{name} ({where.of(name)}): is set from {key}; use that key.")
     parts: Json = {group: build_component(group, config[group], where) for group in GROUPS}
     parts |= {group: build_named(group, config.get(group, {}), where) for group in NAMED}
     nodes: Json = {name: construct(kind, name, config[name], where) for name, kind in NODES.items()}
+    if "values" in parts["stage"].requires:
+        parts["model"] = replace(parts["model"], scalar_head=True)
     experiment = Experiment(**nodes, **parts)
     check_restart_source(experiment.run, experiment.checkpoint)
     watched_metric(experiment.run, experiment.checkpoint, experiment.early_stopping)

@@ -90,6 +90,7 @@ class RunPreparation:
         preflight.check_mtp_stage(experiment.model.mtp.num_layers, experiment.stage.kind)
         for logger in experiment.logger.values():
             logger.check()
+        preflight.check_scalar_head(experiment.model.scalar_head, experiment.hook)
         for hook in experiment.hook.values():
             hook.check()
         model = experiment.model.meta_model

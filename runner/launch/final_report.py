@@ -78,7 +78,7 @@ def export_facts(experiment: Experiment, folder: Path, record: RunRecord) -> dic
     else:
         tokenizer = adapter.finish_export(model, export, base, run.seed, DTYPES[run.dtype])
     facts = {"export": str(export)}
-    if run.final_sample_tokens:
+    if run.final_sample_tokens and not model.scalar_head:
         prompt = experiment.data.restore(record.data).prompt()
         answer = model.generate(export, prompt, run.final_sample_tokens)
         facts["prompt"] = repr(tokenizer.decode(prompt))

@@ -58,6 +58,11 @@ READ_IF: tuple[tuple[tuple[str, ...], Callable[[Experiment], object], str], ...]
         "preflight.mode=check",
     ),
     (
+        ("run.final_sample_tokens",),
+        lambda e: not e.model.scalar_head,
+        "a stage that trains a language model",
+    ),
+    (
         ("parallelism.default_dp",),
         lambda e: getattr(e.parallelism, "dp", None) is None,
         "parallelism.dp=null",

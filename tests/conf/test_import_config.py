@@ -306,6 +306,14 @@ def test_preferences_of_axolotl(imported: Run) -> None:
         assert f"#   {named}" in answer.out
 
 
+def test_reward_models_of_other_tools(imported: Run) -> None:
+    target = {"stage._target_": "components.losses.Reward"}
+    text = "base_model: x\nlearning_rate: 1e-3\nreward_model: true\ncenter_rewards_coefficient: 0.01\n"
+    found = imported("axolotl", text + "datasets: [{path: a.jsonl, type: chat_template.default}]")
+    check(found, target | {"stage.center_rewards_coefficient": 0.01, "data.format": "preference"})
+    check(imported("llamafactory", "model_name_or_path: m\nstage: rm\ndataset: pairs"), target)
+
+
 def test_plain_text_of_axolotl_is_pretraining(imported: Run) -> None:
     text = "base_model: x\nlearning_rate: 1e-3\ndatasets: [{path: a.txt, type: completion}]"
     check(imported("axolotl", text), {"stage.kind": "text", "data.train": "a.txt"})
@@ -342,6 +350,11 @@ def test_a_command_line_of_accelerate(imported: Run) -> None:
         ("sft", "", {"optimizer.lr": 2e-5, "stage.kind": "chat"}),
         ("dpo", "loss_type: hinge", {"optimizer.lr": 1e-6, "stage.loss": "hinge"}),
         ("kto", "", {"data.shuffle": False}),
+        (
+            "rm",
+            "center_rewards_coefficient: 0.01",
+            {"optimizer.lr": 1e-4, "stage.center_rewards_coefficient": 0.01},
+        ),
         (
             "orpo",
             "beta: 0.2\nuse_peft: true",
@@ -381,7 +394,7 @@ def test_a_command_line_of_trl(imported: Run) -> None:
         ("axolotl", "a: [", [], ".yaml", "cannot be parsed"),
         ("axolotl", "- a", [], ".yaml", "must be a mapping"),
         ("axolotl", "base_model: x\nmicro_batch_sise: 2", [], ".yaml", "did you mean 'micro_batch_size'?"),
-        ("llamafactory", DEEPSPEED.format("rm"), [], ".yaml", "stage: rm"),
+        ("llamafactory", DEEPSPEED.format("ppo"), [], ".yaml", "stage: ppo"),
         ("llamafactory", DEEPSPEED.format("sft"), ["rank=2"], ".yaml", "did you mean 'ranks'?"),
         ("llamafactory", DEEPSPEED.format("sft"), ["ranks=0"], ".yaml", "ranks: must be a number"),
         ("llamafactory", DEEPSPEED.format("sft") + "max_steps: many", [], ".yaml", "max_steps: must be"),

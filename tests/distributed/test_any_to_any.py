@@ -6,6 +6,7 @@ import pytest
 
 from tests.distributed.any_to_any_cases import (
     HALF,
+    OF_PAIRS,
     STEPS,
     Matrix,
     Run,
@@ -30,6 +31,9 @@ PAIRS = [
     ("qlora", "fsdp2 cp2", "hsdp"),
     ("dpo", "fsdp2", "pp2"),
     ("dpo", "tp2", "fsdp2"),
+    ("rm", "pp2", "fsdp2 tp2"),
+    ("rm", "fsdp2 cp2", "tp2pp2"),
+    ("lora rm", "hsdp", "tp2pp2"),
     ("experts", "fsdp2 ep2", "tp2ep2etp2"),
     ("experts", "dp4ep2 sharded", "fsdp2 tp2ep2"),
     ("deepseek", "pp2ep2", "fsdp2 cp2ep2"),
@@ -46,6 +50,9 @@ SAME = [
     ("lora dropout", "fsdp2"),
     ("lora dropout", "dp2 sharded"),
     ("dpo", "tp2"),
+    ("rm", "pp2"),
+    ("rm", "fsdp2 tp2"),
+    ("lora rm", "dp2 sharded"),
     ("deepseek", "dp4ep2 sharded"),
     ("muon", "tp2dp2 whole"),
 ]
@@ -63,7 +70,7 @@ def assert_goes_on(matrix: Matrix, work: str, before: Run, step: int, layout: st
     after = matrix.resumed(work, layout, before.point(step), *more)
     written = read(before.point(step))
     assert_equal(read(after.loaded), written)
-    assert written["optimizer_step"].item() == step - (work != "dpo"), "a skipped step is no update"
+    assert written["optimizer_step"].item() == step - (work not in OF_PAIRS), "a skipped step is no update"
     assert_same_steps(after, reference)
     return after
 
@@ -71,9 +78,11 @@ def assert_goes_on(matrix: Matrix, work: str, before: Run, step: int, layout: st
 @pytest.mark.parametrize(("work", "before", "after"), PAIRS)
 def test_a_run_goes_on_in_another_layout(matrix: Matrix, work: str, before: str, after: str) -> None:
     reference, saved = matrix.whole(work, "single"), matrix.whole(work, before)
-    assert reference.rows[-1]["train/total_skipped"] == (work != "dpo")
+    assert reference.rows[-1]["train/total_skipped"] == (work not in OF_PAIRS)
     rest = assert_goes_on(matrix, work, saved, HALF, after)
-    assert_close_moments(read(rest.loaded), read(reference.point(HALF)))
+    # A pair's gradient is the difference of two scores' gradients, with the rounding errors of both.
+    times = 2 if work in ("rm", "lora rm") else 1
+    assert_close_moments(read(rest.loaded), read(reference.point(HALF)), times)
 
 
 @pytest.mark.parametrize(("work", "layout"), SAME)

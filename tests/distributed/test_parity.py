@@ -24,6 +24,13 @@ REDUCED = [
     ("tp2pp2", "dpo packed"),
     ("cp2", "kto"),
     ("dp2 sharded", "lora dpo"),
+    ("fsdp2 tp2", "rm packed"),
+    ("tp2pp2 sp", "rm packed"),
+    ("fsdp2 cp2", "rm padded"),
+    ("pp2vpp2", "rm padded"),
+    ("cp2", "rm packed"),
+    ("fsdp2 tp2", "lora rm"),
+    ("tp2pp2 sp", "lora rm"),
 ]
 
 

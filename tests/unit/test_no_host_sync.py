@@ -21,7 +21,7 @@ from components.engines.shared import process_group, varlen_attention
 from components.engines.shared import token_log_probs as logps
 from components.engines.shared.loss_accumulator import LossAccumulator
 from components.engines.shared.mtp import add_mtp_losses
-from components.losses import DPO, KTO, ORPO, NextToken
+from components.losses import DPO, KTO, ORPO, NextToken, Reward
 from components.models.mtp import MTPConfig
 from tests.distributed.cases import LAYOUTS, sequences, spec
 
@@ -41,6 +41,7 @@ LOSSES: dict[str, Loss] = {
     "every term of dpo": DPO(beta=0.1, label_smoothing=0.0, loss="ipo", rpo_alpha=0.5, ld_alpha=0.5),
     "orpo": ORPO(beta=0.1),
     "kto": KTO(beta=0.1, loss="kto", desirable_weight=1.0, undesirable_weight=1.0),
+    "rm": Reward(center_rewards_coefficient=0.1),
 }
 
 
@@ -90,6 +91,7 @@ def micro_batch(layout: str, *, share_prompt: bool = False) -> Batch:
     batch.pair_index = torch.arange(batch.num_sequences)
     batch.ref_logps = torch.zeros(batch.labels.shape)
     batch.sequence_labels, batch.constants = batch.pair_index % 2, {"kl": 0.1}
+    batch.margins, batch.pad_id = torch.ones(batch.num_sequences, dtype=torch.float64), 0
     if share_prompt:
         batch.prefix_lengths = torch.tensor([0, 3] * 4, dtype=torch.int32)
         batch.num_keys = batch.labels.numel() + 12
@@ -97,7 +99,8 @@ def micro_batch(layout: str, *, share_prompt: bool = False) -> Batch:
 
 
 def forward_and_backward(here: Batch, loss: Loss, mtp_layers: int = 0, group: Any = None) -> None:
-    described = replace(spec("qwen3"), mtp=MTPConfig(mtp_layers))
+    scalar = "values" in loss.requires
+    described = replace(spec("qwen3"), mtp=MTPConfig(mtp_layers), scalar_head=scalar)
     model, terms = (
         described.build(described.config(), attention=varlen_attention.ATTENTION),
         described.mtp,
@@ -107,8 +110,8 @@ def forward_and_backward(here: Batch, loss: Loss, mtp_layers: int = 0, group: An
     given, *depths = (scorer.context.model_input(batch, META) for batch in (here, *ahead))
     with Refuse():
         weights = loss.weights(given.batch)
-        logps, logsumexp, mean, *mtp = scorer(given, loss.requires, weights, depths)
-        output = loss(TokenStats(logps, logsumexp, mean), given.batch)
+        logps, logsumexp, mean, values, *mtp = scorer(given, loss.requires, weights, depths)
+        output = loss(TokenStats(logps, logsumexp, mean, values), given.batch)
         output, sums.counts = add_mtp_losses(output, loss.counts(here), terms, ahead, mtp)
         sums.scaled_loss(output).backward()
         sums.add(output, sums.counts)

@@ -26,7 +26,7 @@ SPELLINGS = {
 FIELDS = (
     *("text", "prompt", "completion", "instruction", "input", "query", "output", "response", "system"),
     *("segments", "messages", "conversations", "chosen", "rejected", "chosen_messages", "rejected_messages"),
-    *("history", "tools", "label", "kto_tag", "chat_template_kwargs", "images", "videos", "audios"),
+    *("history", "tools", "label", "kto_tag", "margin", "chat_template_kwargs", "images", "videos", "audios"),
 )
 MESSAGE_KEYS = ("role", "content")
 RESERVED = (
@@ -57,6 +57,8 @@ class RecordOptions:
     mask_history: bool = False
     chat_template_kwargs: Json = field(default_factory=dict)
     on_bad_record: Literal["stop", "skip"] = "stop"
+    ranked: bool = False
+    """Whether the stage reads the margin of a pair."""
 
     def __post_init__(self) -> None:
         known = (*FIELDS, *MESSAGE_KEYS)

@@ -1,6 +1,8 @@
 """Prompts with their answers: pairs, and single completions with or without a label."""
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from components.data.records.messages import (
     alpaca_answer,
@@ -21,6 +23,20 @@ from components.data.records.samples import Message, PreferenceSample, Turns, Un
 
 
 def read_preference(given: Mapping[str, object], options: RecordOptions, origin: str) -> PreferenceSample:
+    sample = _read_pair(given, options, origin)
+    return replace(sample, margin=_margin(given, origin)) if options.ranked else sample
+
+
+def _margin(record: Mapping[str, object], origin: str) -> float:
+    value = record.get("margin")
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        fail(origin, f"field 'margin' is {value!r}", "Write a number, or remove it for a margin of 0.")
+    return float(value)
+
+
+def _read_pair(given: Mapping[str, object], options: RecordOptions, origin: str) -> PreferenceSample:
     record = given
     if given.get("chosen") is None and given.get("chosen_messages") is not None:
         record = {**given, "chosen": given["chosen_messages"], "rejected": given.get("rejected_messages")}

@@ -61,6 +61,8 @@ class PreferenceSample:
     rejected: Turns
     tools: list[Tool] | None
     template_kwargs: Json = field(default_factory=dict)
+    margin: float = 0.0
+    """How much more the chosen answer should score than the rejected one."""
 
 
 @dataclass(frozen=True)

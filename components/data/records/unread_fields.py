@@ -30,7 +30,7 @@ _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text can be trained on"),
     **dict.fromkeys(("weight", "loss_weight", "sample_weight"), "samples have no weights"),
     **dict.fromkeys(("completions", "labels"), "no stage trains on the steps of an answer"),
-    "margin": "no stage reads the margin of a pair",
+    "margin": "only stage=rm reads the margin of a pair",
     "train_detail": "an assistant turn is trained as a whole",
 }
 """Fields that formats define and no stage uses, with the reason."""
@@ -43,7 +43,7 @@ def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: 
         RecordError: if a field that would change what is trained is not named in ``data.ignore_fields``.
     """
     assert options.format != "auto"
-    read = _READ[options.format]
+    read = (*_READ[options.format], *(("margin",) if options.ranked else ()))
     names = [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
     for name in read:
         names += [f"{name}[].{key}" for key in dict.fromkeys(_unread_keys(record.get(name)))]

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from components.data.store.token_store import Array, Bools, Ints, TokenSequences
+from components.data.store.token_store import Array, Bools, Floats, Ints, TokenSequences
 
 
 class ConcatTokens:
@@ -26,6 +26,12 @@ class ConcatTokens:
     @cached_property
     def desirable(self) -> Bools | None:
         found = [part.desirable for part in self._parts if part.desirable is not None]
+        assert len(found) in (0, len(self._parts)), "all sources are of one kind"
+        return np.concatenate(found) if found else None
+
+    @cached_property
+    def margins(self) -> Floats | None:
+        found = [part.margins for part in self._parts if part.margins is not None]
         assert len(found) in (0, len(self._parts)), "all sources are of one kind"
         return np.concatenate(found) if found else None
 

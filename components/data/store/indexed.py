@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from components.contracts.errors import ConfigError
-from components.data.store.token_store import Array, Bools, FilterResult, Ints
+from components.data.store.token_store import Array, Bools, FilterResult, Floats, Ints
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -53,6 +53,7 @@ class IndexedTokens:
     """Tokens to which sequences are cut. None means that nothing is cut."""
     sequences_per_sample: int = 1
     desirable: Bools | None = None
+    margins: Floats | None = None
     name: str = ""
     """Name of the source, for ``origin``."""
 

@@ -24,6 +24,7 @@ from components.data.store.checked_files import DamagedFile, HashedFile, read_js
 
 Array = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 _TRUNCATED, _STOP_TRAINED, _DESIRABLE = 1, 2, 4
@@ -46,6 +47,10 @@ class TokenSequences(Protocol):
     @property
     def desirable(self) -> Bools | None:
         """bool per sample of unpaired data. None for other data."""
+
+    @property
+    def margins(self) -> Floats | None:
+        """float64 per sample of ranked data. None for other data."""
 
     @property
     def lengths(self) -> Ints:
@@ -97,6 +102,8 @@ class TokenChunk:
     """Samples, kept or left out, whose prompt without the answer is longer than ``data.max_length``."""
     desirable: Bools | None = None
     """Per sample of unpaired data: whether it is desirable. None for other data."""
+    margins: Floats | None = None
+    """Per sample of ranked data: the difference of scores that it asks for. None for other data."""
     bad: Sequence[BadRecord] = ()
     unread: Counter[str] = field(default_factory=Counter)
     """Number of records with a value in a field that is not read, by the field's name."""
@@ -185,9 +192,16 @@ class StoreWriter:
     """
 
     def __init__(
-        self, path: Path, *, vocab_size: int, sequences_per_sample: int, masked: bool, format: str
+        self,
+        path: Path,
+        *,
+        vocab_size: int,
+        sequences_per_sample: int,
+        masked: bool,
+        format: str,
+        ranked: bool = False,
     ) -> None:
-        self._path, self._masked, self._format = path, masked, format
+        self._path, self._masked, self._format, self._ranked = path, masked, format, ranked
         self._folder = path.with_name(f"{path.name}.partial")
         self._type = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
         self._vocab_size = vocab_size
@@ -211,6 +225,7 @@ class StoreWriter:
     def _open(self, sizes: dict[str, int]) -> None:
         names = ["tokens", "offsets", "supervised", "flags", "records", _BAD]
         names += ["mask"] if self._masked else []
+        names += ["margins"] if self._ranked else []
         self._files = {name: HashedFile(self._folder / name, sizes.get(name, 0)) for name in names}
 
     def _continue(self, saved: StoreMeta) -> None:
@@ -264,6 +279,8 @@ class StoreWriter:
             self._unpaired = True
             flags = flags + chunk.desirable * _DESIRABLE
         self._write("flags", flags.astype(np.uint8))
+        if chunk.margins is not None:
+            self._write("margins", chunk.margins)
         if self._masked:
             self._write("mask", chunk.mask)
         self._end += int(ends[-1])
@@ -363,6 +380,10 @@ class TokenStore:
     @cached_property
     def desirable(self) -> Bools | None:
         return (self._map("flags", np.uint8) & _DESIRABLE).astype(np.bool_) if self.meta.unpaired else None
+
+    @cached_property
+    def margins(self) -> Floats | None:
+        return self._map("margins", np.float64) if "margins" in self.meta.sizes else None
 
     @cached_property
     def lengths(self) -> Ints:

@@ -10,11 +10,11 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from components.contracts.data import SampleKind
+from components.contracts.data import PAIRS, SampleKind
 from components.data.records.formats import normalize
 from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import Record, Unreadable
-from components.data.records.samples import Sample, Turns, UnpairedSample
+from components.data.records.samples import PreferenceSample, Sample, Turns, UnpairedSample
 from components.data.store.token_store import BadRecord, Bools, TokenChunk
 from components.data.tokenize.chat import Encoded, encode_sample
 from components.data.tokenize.truncation import LongSamples, fit
@@ -78,6 +78,7 @@ class EncodeResult:
     truncated: bool
     long_prompt: bool
     desirable: bool
+    margin: float
     unread: Sequence[str]
 
 
@@ -121,6 +122,7 @@ class Encoder:
             identical=why["identical"],
             long_prompts=sum(result.long_prompt for result in encoded),
             desirable=self._desirable([result for _, result in kept]),
+            margins=np.array([result.margin for _, result in kept]) if self.kind == "ranked" else None,
             records=np.array([n for n, _ in kept], np.int64),
             bad=[result for result in results if isinstance(result, BadRecord)],
             unread=Counter(chain.from_iterable(result.unread for result in encoded)),
@@ -147,6 +149,7 @@ class Encoder:
             truncated=fitted is not None and fitted[0] is not encoded[0],
             long_prompt=encoded[0].prompt_length > limit,
             desirable=isinstance(sample, UnpairedSample) and sample.desirable,
+            margin=sample.margin if isinstance(sample, PreferenceSample) else 0.0,
             unread=unread,
         )
 
@@ -175,7 +178,7 @@ class Encoder:
             return "dropped"
         if not all(any(one.mask[1:]) for one in fitted):
             return "unsupervised"
-        if self.kind == "preference" and fitted[0].input_ids == fitted[1].input_ids:
+        if self.kind in PAIRS and fitted[0].input_ids == fitted[1].input_ids:
             return "identical"
         return None
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from components.contracts.data import SampleKind
+from components.contracts.data import PAIRS, SampleKind
 from components.contracts.errors import FAILED, ConfigError
 from components.data.data_sources import Source
 from components.data.progress import show_progress
@@ -228,9 +228,10 @@ def new_writer(path: Path, encoder: Encoder, format: str) -> StoreWriter:
     return StoreWriter(
         path,
         vocab_size=encoder.vocab_size(),
-        sequences_per_sample=2 if encoder.kind in ("preference", "unpaired") else 1,
+        sequences_per_sample=2 if encoder.kind in (*PAIRS, "unpaired") else 1,
         masked=encoder.kind != "text" and not encoder.train_on_prompt,
         format=format,
+        ranked=encoder.kind == "ranked",
     )
 
 

@@ -258,8 +258,8 @@ class FSDP2Engine(TrainStepEngine):
     ) -> tuple[TokenStats, list[Tensor]]:
         """Return the statistics that ``loss`` requires, and the logps of every MTP depth of ``ahead``."""
         depths = [self._given(shifted) for shifted in ahead]
-        logps, logsumexp, mean, *mtp = model(given, loss.requires, loss.weights(given.batch), depths)
-        return TokenStats(logps, logsumexp, mean), mtp
+        logps, logsumexp, mean, values, *mtp = model(given, loss.requires, loss.weights(given.batch), depths)
+        return TokenStats(logps, logsumexp, mean, values), mtp
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         for module in fsdp_modules(self.scorer):

@@ -14,6 +14,7 @@ from components.contracts.errors import ConfigError
 from components.models.experts import EXPERT_PARAM
 from components.models.hf_private import adapters_off
 from components.models.nf4 import NF4Linear
+from components.models.scalar_head import SCORE
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -30,8 +31,10 @@ def check(adapter: LoRA | None, tp: int) -> None:
     """
     if adapter is None or tp == 1:
         return
-    for key in ("dora", "modules_to_save", "quantize"):
-        if getattr(adapter, key):
+    saved = set(adapter.modules_to_save) - {SCORE}
+    others = {"dora": adapter.dora, "modules_to_save": saved, "quantize": adapter.quantize}
+    for key, value in others.items():
+        if value:
             raise ConfigError(
                 f"adapter.{key}: is not split by tensor parallelism; use parallelism.tp=1, or leave it out."
             )
@@ -59,7 +62,7 @@ def inject(model: PreTrainedModel, config: "LoraConfig") -> None:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     for name, parameter in model.named_parameters():  # peft freezes all other parameters
         if not config.target_modules or name.rpartition(".")[0].endswith(".experts.adapter"):
-            parameter.requires_grad_(".lora_" in name)
+            parameter.requires_grad_(".lora_" in name or name == f"{SCORE}.weight")
 
 
 def quantize_layers(model: PreTrainedModel, names: Collection[str]) -> None:

@@ -44,11 +44,12 @@ from components.engines.fsdp2.moe_router_hooks import RouterHooks
 from components.engines.fsdp2.mtp import MTPHead
 from components.engines.fsdp2.param_views import ParamView, full_view
 from components.engines.fsdp2.tensor_parallel import CopyToTP, apply_tp, local, vocabulary_shard
-from components.engines.shared.token_log_probs import token_stats
+from components.engines.shared.token_log_probs import scalar_stats, token_stats
 from components.engines.shared.varlen_attention import ATTENTION, ATTENTION_RECOMPUTED
 from components.engines.shared.vocab_parallel import VocabularyShard
 from components.models import ModelSpec, WeightSource, materialize_buffers, nf4
 from components.models.hf_private import block_names
+from components.models.scalar_head import has_scalar_head, output_head
 
 
 class LogProbModel(nn.Module):
@@ -96,6 +97,7 @@ class LogProbModel(nn.Module):
             whole(stats.logps, length),
             whole(stats.logsumexp, length),
             whole(stats.mean_logp, length),
+            whole(stats.values, length),
             *(whole(logps, length) for logps in self._mtp(hidden, mtp)),
         )
 
@@ -103,7 +105,10 @@ class LogProbModel(nn.Module):
         self, hidden: Tensor, given: ModelInput, requires: frozenset[str], weights: Tensor | None
     ) -> TokenStats:
         """Compute the statistics of this rank's positions."""
-        head, own = self.lm.get_output_embeddings(), self.context.shard
+        head, own = output_head(self.lm), self.context.shard
+        assert has_scalar_head(self.lm) == ("values" in requires), "a loss of values has no log-probabilities"
+        if "values" in requires:
+            return scalar_stats(hidden, local(head.weight))
         return token_stats(
             hidden,
             local(head.weight),

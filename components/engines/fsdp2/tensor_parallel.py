@@ -24,6 +24,7 @@ from components.contracts.json_types import Json
 from components.engines.shared.parallel_dims import check_tp, suggest_sizes
 from components.engines.shared.torch_private import compute_local_shape_and_global_offset, own_parameters
 from components.engines.shared.vocab_parallel import VocabularyShard
+from components.models.scalar_head import SCORE, has_scalar_head, ties_embedding
 
 Layer = Any
 """A module with a weight, possibly wrapped by peft. Any, because torch does not declare attribute types."""
@@ -89,6 +90,7 @@ def check(model: PreTrainedModel, tp: int, shards: int) -> None:
 def apply_tp(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Split ``model`` (on the meta device) over the 1-D ``mesh``, before ``fully_shard``."""
     group, entering = mesh.get_group(), ARCHITECTURES[model.config.model_type]
+    scalar = has_scalar_head(model)
     for name, module in list(model.named_modules()):
         if COLWISE.fullmatch(name):
             make_colwise(module, mesh)
@@ -100,7 +102,8 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         elif NORM.fullmatch(name):
             to_dtensors(module, mesh, weight=Replicate())
             module.forward = with_local_weight(module, Replicate())
-            if entering.fullmatch(name):
+            # All of a scalar head is computed on every rank, so that its gradient is not a part.
+            if entering.fullmatch(name) and not (scalar and name == "model.norm"):
                 module.register_forward_hook(lambda _, __, output: CopyToTP.apply(output, group))
             if name.endswith(".shared_head.norm"):
                 # FSDP adds hooks to the output of a block, which views may lose.
@@ -112,10 +115,11 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh) -> None:
                 replicate(linear, mesh)
         elif VOCABULARY.fullmatch(name) and not isinstance(module.weight, DTensor):
             to_dtensors(module, mesh, weight=Shard(0), bias=Shard(0))
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    replicate_scalar_head(model, mesh)
+    embedding = model.get_input_embeddings()
     embedding.forward = vocab_parallel_embedding(embedding, group)
-    if model.config.tie_word_embeddings:
-        head.weight = embedding.weight
+    if ties_embedding(model):
+        model.get_output_embeddings().weight = embedding.weight
     cut = re.compile(r".*\.experts\.(gate_up|down)_proj")  # already split, over their own mesh
     left = [n for n, p in model.named_parameters() if not isinstance(p, DTensor) and not cut.fullmatch(n)]
     assert not left, f"{left[0]}: no rule says how it is cut"
@@ -155,6 +159,14 @@ def replicate(module: Layer, mesh: DeviceMesh) -> None:
     """Replicate a module whose output feeds different parts on each rank; its gradients are summed."""
     to_dtensors(module, mesh, weight=Replicate(), bias=Replicate())
     module.forward = with_local_weight(module, Partial())
+
+
+def replicate_scalar_head(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Replicate the scalar head of ``model``, if it has one; every rank computes its whole gradient."""
+    head = model.get_submodule(SCORE) if has_scalar_head(model) else nn.Module()
+    for module in head.modules():  # two linear layers if an adapter is trained
+        if isinstance(module, nn.Linear):
+            to_dtensors(module, mesh, weight=Replicate())
 
 
 def linears(module: Layer) -> list[nn.Module]:

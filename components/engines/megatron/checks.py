@@ -17,6 +17,7 @@ from components.engines.megatron.te_install import has_packed_kernel, has_transf
 from components.engines.shared.parallel_dims import check_cp, check_tp
 from components.models.experts import unstack_experts
 from components.models.mtp import num_mtp_layers
+from components.models.scalar_head import SCORE
 from components.optimizers import SGD, AdamW, Optimizer, TorchClass, check_matches
 
 COUNTS = (
@@ -288,7 +289,7 @@ def check_lora(adapter: LoRA, model: PreTrainedModel, etp: int) -> None:
             "adapter.quantize: Megatron multiplies with the matrices of its layers directly, so they cannot "
             "be in 4 bits; use adapter=lora, or parallelism=fsdp2."
         )
-    if adapter.modules_to_save:
+    if set(adapter.saved(model)) - {SCORE}:
         raise ConfigError(
             "adapter.modules_to_save: the Megatron engine trains only the adapter; leave it out, or use "
             "parallelism=fsdp2."

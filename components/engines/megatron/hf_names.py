@@ -31,6 +31,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "embedding.word_embeddings.weight": ("model.embed_tokens.weight",),
     "decoder.final_layernorm.weight": ("model.norm.weight",),
     "output_layer.weight": ("lm_head.weight",),
+    "score.weight": ("score.weight",),  # a scalar head, in place of the output layer
     # attention
     LAYER + "input_layernorm.weight": (HF_LAYER + "input_layernorm.weight",),
     ATTENTION + "linear_qkv.layer_norm_weight": (HF_LAYER + "input_layernorm.weight",),

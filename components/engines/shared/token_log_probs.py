@@ -83,6 +83,20 @@ def token_stats(
     return TokenStats(logps, spread(logsumexp) if "logsumexp" in requires else None, spread(mean_logp))
 
 
+def scalar_stats(hidden: Tensor, weight: Tensor) -> TokenStats:
+    """Compute the output of a scalar head at every position.
+
+    The product is in float32, because scores of long answers differ little.
+
+    Args:
+        hidden: ``[..., H]``, the output of the last norm.
+        weight: ``[1, H]``.
+    """
+    dtype = stats_dtype(hidden)
+    values = (hidden.to(dtype) @ weight.to(dtype).T).squeeze(-1)
+    return TokenStats(torch.zeros_like(values), values=values)
+
+
 class Spread(torch.autograd.Function):
     """Write ``values [n]`` to the positions ``index`` of a new tensor of ``shape`` that is 0 elsewhere.
 

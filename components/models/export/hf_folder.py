@@ -1,4 +1,4 @@
-"""Writing a folder that ``AutoModelForCausalLM.from_pretrained`` reads."""
+"""Writing a folder that ``from_pretrained`` of transformers reads."""
 
 import json
 import os
@@ -12,7 +12,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    PreTrainedConfig,
+)
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from components.models.config import ModelSpec
@@ -51,7 +55,7 @@ def export_folder(
 
 def finish_folder(spec: ModelSpec, path: Path, dtype: torch.dtype, shards: list[tuple[Path, Sizes]]) -> None:
     """Add the configurations and give the weight files their final names."""
-    save_config(spec.config(), path, dtype)
+    save_config(spec.config(), path, dtype, scalar=spec.scalar_head)
     copy_generation_config(spec, path)
     name_shards(path, shards)
 
@@ -95,10 +99,11 @@ def copy_generation_config(spec: ModelSpec, path: Path) -> None:
         shutil.copyfile(source, path / GENERATION_CONFIG_NAME)
 
 
-def save_config(config: PreTrainedConfig, path: Path, dtype: torch.dtype) -> None:
+def save_config(config: PreTrainedConfig, path: Path, dtype: torch.dtype, *, scalar: bool) -> None:
     config.use_cache, config.dtype = True, dtype
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scalar else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in classes:
+        config.architectures = [classes[type(config)].__name__]
     config.save_pretrained(path)
 
 

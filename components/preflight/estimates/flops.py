@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from components.models.attention_shape import attention_shape
 from components.models.experts import EXPERT_PARAM, share_of_experts
 from components.models.mtp import num_mtp_layers
+from components.models.scalar_head import output_head
 
 DENSE_PEAKS = {
     "A100": (312e12, 19.5e12),
@@ -57,7 +58,7 @@ def matmul_sizes(model: PreTrainedModel, *, adapted: bool = False) -> MatmulSize
     ``adapted`` means that all weights are frozen. The few products of the adapter are not counted.
     """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    head = model.get_output_embeddings().weight
+    head = output_head(model).weight
     skipped = {id(weight) for weight in (*tables, head)}
     chosen, passes = (
         share_of_experts(model),

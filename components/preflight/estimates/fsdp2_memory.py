@@ -14,6 +14,7 @@ from components.engines.fsdp2.parallelize import decoder_blocks
 from components.engines.shared.microbatch_merging import MAX_TOKENS, largest_number
 from components.models.attention_shape import attention_shape
 from components.models.nf4 import BLOCK
+from components.models.scalar_head import output_head
 from components.optimizers import Optimizer
 from components.preflight.estimates.activation_memory import (
     FP32,
@@ -106,7 +107,7 @@ def memory(
     held = StepMemory(
         weights=count_parameters(model, layout, step.adapter),
         blocks=block_activations(model, layout, run, step.microbatch, step.adapter),
-        vocabulary=-(-model.config.vocab_size // layout.tp),
+        vocabulary=-(-output_head(model).out_features // layout.tp),
         shards=step.world_size // (layout.dp_replicate * layout.tp),
         reshards=layout.reshard_after_forward,
         offloads=layout.cpu_offload and step.device == "cuda",
@@ -318,7 +319,7 @@ def count_parameters(
         inside = (number for name, number in numbers.items() if parameter.name.startswith(name))
         found[next(inside, len(every))].append(parameter)
     *inner, root = (count_block(each, layout.ep) for each in found)
-    ends = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    ends = (model.get_input_embeddings().weight, output_head(model).weight)
     embedding, last = (
         -(-end.numel() // layout.tp) if adapter is None and end.requires_grad else 0 for end in ends
     )

@@ -14,6 +14,7 @@ from components.engines.megatron.checks import updates_whole_weights
 from components.engines.megatron.layout import Layout
 from components.models import mtp
 from components.models.attention_shape import attention_shape
+from components.models.scalar_head import output_head, ties_embedding
 from components.optimizers import Optimizer
 from components.preflight.estimates.activation_memory import (
     FP32,
@@ -53,7 +54,7 @@ def memory(
         weights = count_parameters(model, layout, "".join(chunks), layers[number], step.adapter)
         own = tuple(blocks[layer] for layer in layers[number] or [0])
         stage = StageMemory(
-            number, chunks, weights, own, model.config.vocab_size, layout, shards, step.microbatch
+            number, chunks, weights, own, output_head(model).out_features, layout, shards, step.microbatch
         )
         resting, built = stage.between_steps(len(optimizer.moments)), list(stage.while_built())
         if step.reference == "frozen":
@@ -294,7 +295,7 @@ def count_parameters(
         frozen=count([*layer, *share], trained=False),
         embedding=max((p.numel for p in share if p.trained), default=0),
         matrix=max((p.numel // max(p.number, 1) for p in layer if p.trained), default=0),
-        tied=model.config.tie_word_embeddings,
+        tied=ties_embedding(model),
     )
 
 
@@ -303,8 +304,8 @@ def stage_parameters(
 ) -> tuple[list[Parameter], list[Parameter]]:
     """Return the parameters of the layers of a rank, and those of its embedding, last norm and head."""
     found = parameters(model, cuts, adapter)
-    ends = {"E": ("model.embed_tokens.",), "L": ("model.norm.", "lm_head.")}
-    if model.config.tie_word_embeddings and "E" not in chunks:
+    ends = {"E": ("model.embed_tokens.",), "L": ("model.norm.", "lm_head.", "score.")}
+    if ties_embedding(model) and "E" not in chunks:
         ends["L"] += ends["E"]
     names = tuple(name for what, names in ends.items() if what in chunks for name in names)
     share = [p for p in found if p.name.startswith(names)]

@@ -163,7 +163,8 @@ class MegatronEngine(TrainStepEngine):
         """Count zero gradients, except those of vocabulary padding, which are always zero and not weights."""
         rows = padded_vocab_size(self.hf.vocab_size, self.config) - self.hf.vocab_size
         split = (self.meta.get_input_embeddings(), self.meta.get_output_embeddings())
-        matrices = {module.weight for module in split}  # tied weights count once
+        # Tied weights count once. A scalar head has no padding.
+        matrices = {module.weight for module in split if module is not None}
         trained = sum(self.options.adapter is None and matrix.requires_grad for matrix in matrices)
         return self.update.count_zeros() - rows * self.hf.hidden_size * trained
 

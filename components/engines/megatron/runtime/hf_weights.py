@@ -99,6 +99,8 @@ def hf_slices(chunks: Sequence[GPTModel], shapes: Shapes) -> HFTensorSlices:
             groups = chunk.config.num_query_groups
             for tensor in tensors:
                 tensor.key = decoder_key(tensor.key, chunk.config.num_layers)
+                if "score.weight" in shapes:
+                    tensor.key = tensor.key.replace("output_layer", "score")
             found[parameter] = [b for t in tensors for b in tensor_slices(parameter, t, shapes, groups)]
             check_rows(parameter, tensors[0], found[parameter])
     assert found.keys() == {p for chunk in chunks for p in chunk.parameters()}, "a parameter without a name"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -32,7 +33,7 @@ from components.engines.megatron.runtime.mla import LatentAttention
 from components.engines.megatron.runtime.moe_router import Router, TokenRouting, find_routers
 from components.engines.megatron.runtime.mtp import mtp_spec
 from components.engines.shared.mtp import TokenStatsWithMTP
-from components.engines.shared.token_log_probs import token_stats
+from components.engines.shared.token_log_probs import scalar_stats, token_stats
 from components.engines.shared.vocab_parallel import VocabularyShard
 
 
@@ -57,11 +58,14 @@ class LogProbGPTModel(GPTModel):
     parallelism they are those of this rank's positions.
     """
 
+    output_layer: Any
+
     def __init__(
         self,
         config: TransformerConfig,
         vocab_size: int,
         *,
+        scalar_head: bool,
         vp_stage: int | None,
         **options: object,
     ) -> None:
@@ -83,8 +87,13 @@ class LogProbGPTModel(GPTModel):
         self.shard = VocabularyShard(self.tp, start, vocab_size)
         self.head_rows = max(min(vocab_size - start, rows), 0)
         if self.post_process:
+            if scalar_head:  # replicated over tp
+                weight = self.output_layer.weight
+                self.output_layer = nn.Linear(
+                    config.hidden_size, 1, bias=False, dtype=weight.dtype, device=weight.device
+                )
             # Computed by calling the layer, because Megatron gathers its parameters before the call.
-            self.output_layer.forward = self.statistics
+            self.output_layer.forward = self.scores if scalar_head else self.statistics
 
     def forward(self, asked: ForwardRequest) -> object:
         row = asked.shard
@@ -143,6 +152,16 @@ class LogProbGPTModel(GPTModel):
             shard=self.shard if self.tp.size() > 1 else None,
         )
 
+    def scores(self, hidden_states: Tensor, asked: ForwardRequest) -> TokenStats:
+        """Compute the output of the scalar head, from the same input as ``statistics``."""
+        assert asked.requires <= {"values"}, "a model with a scalar head has no log-probabilities"
+        # Every tp rank computes all scores, so that the gradient of its hidden states is complete.
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.tp
+            )
+        return scalar_stats(hidden_states.transpose(0, 1), self.output_layer.weight)
+
     @property
     def head(self) -> Tensor:
         """Weight of the output head, ``[padded vocabulary / tp, H]``."""
@@ -157,14 +176,18 @@ def padded_vocab_size(vocab_size: int, config: TransformerConfig) -> int:
     return -(-vocab_size // tp) * tp
 
 
-def build_chunks(hf: PreTrainedConfig, config: TransformerConfig) -> list[LogProbGPTModel]:
+def build_chunks(
+    hf: PreTrainedConfig, config: TransformerConfig, *, scalar_head: bool = False
+) -> list[LogProbGPTModel]:
     """Build this rank's chunks (one, or vpp if interleaved); their parameters are uninitialised."""
     chunks = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if chunks is None else list(range(chunks))
-    return [build_chunk(hf, config, stage) for stage in stages]
+    return [build_chunk(hf, config, stage, scalar_head=scalar_head) for stage in stages]
 
 
-def build_chunk(hf: PreTrainedConfig, config: TransformerConfig, vp_stage: int | None) -> LogProbGPTModel:
+def build_chunk(
+    hf: PreTrainedConfig, config: TransformerConfig, vp_stage: int | None, *, scalar_head: bool = False
+) -> LogProbGPTModel:
     where = {"ignore_virtual": False, "vp_stage": vp_stage}
     chunk = LogProbGPTModel(
         config,
@@ -172,8 +195,9 @@ def build_chunk(hf: PreTrainedConfig, config: TransformerConfig, vp_stage: int |
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        share_embeddings_and_output_weights=hf.tie_word_embeddings and not scalar_head,
         position_embedding_type="rope",
+        scalar_head=scalar_head,
         vp_stage=vp_stage,
     )
     if not config.multi_latent_attention:

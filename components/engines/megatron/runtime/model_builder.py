@@ -23,6 +23,7 @@ from components.engines.megatron.runtime.model import build_chunks
 from components.engines.megatron.runtime.moe_router import Router, find_routers
 from components.models import ModelSpec, WeightSource, named_shapes
 from components.models.experts import moe_blocks, router_biases
+from components.models.scalar_head import has_scalar_head
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,17 @@ def build_model_chunks(
     Parameters frozen in ``meta`` are frozen here; with an adapter, all parameters except its own are.
     """
     dtype, adapter = options.dtype, options.adapter
-    bare = build_chunks(meta.config, config)
+    bare = build_chunks(meta.config, config, scalar_head=has_scalar_head(meta))
     if (padding := meta.get_input_embeddings().padding_idx) is not None:
         for chunk in bare:
             if hasattr(chunk, "embedding"):
                 chunk.embedding.word_embeddings.register_forward_hook(partial(stop_gradient, padding))
     moving = set() if adapter else set(router_biases(meta))
-    frozen_names = {n for n, p in meta.named_parameters() if adapter or not p.requires_grad}
+    # Of a model with an adapter, only a scalar head is trained.
+    added = {} if adapter is None else adapter.shapes(meta)
+    frozen_names = {
+        n for n, p in meta.named_parameters() if not (p.requires_grad if adapter is None else n in added)
+    }
     found, recomputed = hf_slices(bare, named_shapes(meta)), layout.activation_checkpointing == "full"
     trained, frozen = freeze_parameters(bare, found, frozen_names, recomputed=recomputed)
     if adapter is not None:

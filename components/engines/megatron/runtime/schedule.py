@@ -108,7 +108,10 @@ def run_schedule(
 
     def finish(item: PipelineInput, stats: TokenStatsWithMTP) -> tuple[Tensor, Tensor, dict[str, object]]:
         whole = gather_stats(stats, item.request.shard, group)
-        scalar = whole.logps.sum() if item.filler else consume(item.number, whole)
+        if item.filler:  # a scalar that depends on every parameter, with a gradient of 0
+            scalar = whole.logps.sum() if whole.values is None else 0 * whole.values.sum()
+        else:
+            scalar = consume(item.number, whole)
         return scalar, torch.zeros((), dtype=torch.int), {}  # the engine counts labels itself
 
     schedule = get_forward_backward_func()
@@ -206,6 +209,7 @@ def gather_stats(stats: TokenStatsWithMTP, row: CPShard, group: dist.ProcessGrou
         gather_shards(stats.logps, row, group),
         whole(stats.logsumexp),
         whole(stats.mean_logp),
+        whole(stats.values),
         tuple(gather_shards(logps, row, group) for logps in stats.mtp),
     )
 

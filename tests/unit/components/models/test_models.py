@@ -179,8 +179,8 @@ def test_yaml_files_list_every_key_of_their_class(group: str) -> None:
             shared = {"lr", "weight_decay"}
             values = {k: v for k, v in values.items() if k in shared or k not in signature(kind).parameters}
             kind = TorchClass
-        # checkpoint.init_from sets the first; the others are the class and its own arguments.
-        elsewhere = {"initial_checkpoint", "optimizer", "options"}
+        # checkpoint.init_from and the stage set the first two; the others are the class and its arguments.
+        elsewhere = {"initial_checkpoint", "scalar_head", "optimizer", "options"}
         assert values.keys() == {f.name for f in dataclasses.fields(kind)} - elsewhere, file
 
 

@@ -149,7 +149,7 @@ BAD: dict[str, tuple[Format, dict[str, Any], str]] = {
     "margin": (
         "preference",
         {"prompt": "U", "chosen": "A", "rejected": "A2", "margin": 0.5},
-        "no stage reads the margin",
+        "only stage=rm reads the margin",
     ),
     "offsets": (
         "messages",

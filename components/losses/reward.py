@@ -1,0 +1,68 @@
+"""The loss of a reward model: pairs of answers, by one score of each."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from components.contracts.batch import Batch
+from components.contracts.errors import ConfigError
+from components.contracts.loss import LossEngine, LossOutput, ReferenceChoice, TokenStats
+from components.losses.preference_base import pair_indices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """The negative log-likelihood of the preferences in the model of Bradley and Terry (1952).
+
+    It is ``-logsigmoid(chosen - rejected - margin)`` (Touvron et al. 2023, equation 2), with the margin of
+    the record, or 0. The score of an answer is the output of a scalar head at its last token. Preferences
+    determine scores only up to a constant for each prompt. ``center_rewards_coefficient`` times
+    ``(chosen + rejected) ** 2`` brings them near 0 (Eisenstein et al. 2023, section 2). Metrics have the
+    names of TRL's RewardTrainer.
+    """
+
+    center_rewards_coefficient: float = 0.0
+
+    kind: ClassVar[Literal["ranked"]] = "ranked"
+    requires: ClassVar[frozenset[str]] = frozenset({"values"})
+    reference: ClassVar[ReferenceChoice] = "none"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.center_rewards_coefficient < math.inf:
+            raise ConfigError(
+                "stage.center_rewards_coefficient: must be a number of at least 0, got "
+                f"{self.center_rewards_coefficient}."
+            )
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"loss": len(pair_indices(batch)[0])}
+
+    def weights(self, batch: Batch) -> Tensor | None:  # noqa: ARG002
+        return None
+
+    def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:  # noqa: ARG002
+        return microbatches
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        assert stats.values is not None, "the engine computes what the loss requires"
+        scores = stats.values.reshape(-1)[batch.scored_positions()].double()
+        first, second = (side.to(scores.device, non_blocking=True) for side in pair_indices(batch))
+        chosen, rejected = scores[first], scores[second]
+        margins = chosen - rejected
+        loss = -F.logsigmoid(margins if batch.margins is None else margins - batch.margins[first])
+        if self.center_rewards_coefficient:
+            loss = loss + self.center_rewards_coefficient * (chosen + rejected).square()
+        metrics = {
+            "accuracy": (margins > 0).double(),
+            "margin": margins,
+            "mean_reward": (chosen + rejected) / 2,
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+        }
+        return LossOutput(
+            {"loss": loss.sum()}, {k: (v.detach().sum(), v.numel()) for k, v in metrics.items()}
+        )
