@@ -20,6 +20,8 @@ ADAPTERS = ("none", "lora", "qlora", "dora")
 """The options of the group; if several are asked for, the last one counts."""
 OFF = "(off)"
 LISTS = ("adapter.target_modules", "adapter.modules_to_save")
+COMBINED = ("stage.loss", "stage.loss_weights")
+"""Keys that may be lists."""
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "input_output": "segments"}
 """The formats of axolotl's types without ``chat_template``."""
 
@@ -150,6 +152,8 @@ def ours_of(row: Counterpart, key: str, switched: str, value: Any) -> object:
         return OFF if str(value).lower() in ("false", "no", "none", "0") else switched
     if key in LISTS and value != "all-linear":
         return [part.strip() for part in value.split(",")] if isinstance(value, str) else values
+    if key in COMBINED and len(values) > 1:
+        return values
     return values[0] if len(values) == 1 and not isinstance(values[0], dict) else None
 
 

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -258,8 +259,9 @@ class FSDP2Engine(TrainStepEngine):
     ) -> tuple[TokenStats, list[Tensor]]:
         """Return the statistics that ``loss`` requires, and the logps of every MTP depth of ``ahead``."""
         depths = [self._given(shifted) for shifted in ahead]
-        logps, logsumexp, mean, *mtp = model(given, loss.requires, loss.weights(given.batch), depths)
-        return TokenStats(logps, logsumexp, mean), mtp
+        found = model(given, loss.requires, loss.weights(given.batch), depths)
+        number = len(fields(TokenStats))
+        return TokenStats(*found[:number]), list(found[number:])
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         for module in fsdp_modules(self.scorer):

@@ -96,6 +96,7 @@ class LogProbModel(nn.Module):
             whole(stats.logps, length),
             whole(stats.logsumexp, length),
             whole(stats.mean_logp, length),
+            whole(stats.log_sum_sq_probs, length),
             *(whole(logps, length) for logps in self._mtp(hidden, mtp)),
         )
 

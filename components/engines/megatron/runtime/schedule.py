@@ -206,6 +206,7 @@ def gather_stats(stats: TokenStatsWithMTP, row: CPShard, group: dist.ProcessGrou
         gather_shards(stats.logps, row, group),
         whole(stats.logsumexp),
         whole(stats.mean_logp),
+        whole(stats.log_sum_sq_probs),
         tuple(gather_shards(logps, row, group) for logps in stats.mtp),
     )
 
