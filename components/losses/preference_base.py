@@ -125,12 +125,38 @@ def check_label_smoothing(share: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferencedLoss(PairwiseLoss):
-    """A loss of log-ratios to a reference model. ``reference=none`` sets its log-probabilities to 0."""
+class ReferenceOptions:
+    """The reference model of a loss. ``reference=none`` sets its log-probabilities to 0."""
 
     reference: ReferenceChoice = "auto"
     reference_path: str | None = None
     """Hugging Face folder of a reference model that is not the model before training."""
+    sync_reference_every: int = 0
+    """TR-DPO (Gorbatovski et al. 2024): number of steps after which the reference becomes a mixture of itself
+    and the trained model. 0 means that it stays as it is."""
+    sync_reference_mixup: float | None = None
+    """Share of the trained model in the mixture. None means 0.6."""
+
+    def check_sync(self) -> None:
+        every, mixup = self.sync_reference_every, self.sync_reference_mixup
+        if every < 0:
+            raise ConfigError(f"stage.sync_reference_every: must be at least 0, got {every}.")
+        if mixup is not None and not every:
+            raise ConfigError(
+                "stage.sync_reference_mixup: is not read with stage.sync_reference_every=0; set both, or "
+                "none."
+            )
+        if mixup is not None and not 0 < mixup <= 1:
+            raise ConfigError(f"stage.sync_reference_mixup: must be above 0 and at most 1, got {mixup}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencedLoss(PairwiseLoss, ReferenceOptions):
+    """A loss of log-ratios to a reference model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_sync()
 
     def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:
         return attach_reference(microbatches, engine, self.reference)

@@ -108,7 +108,7 @@ class RunPreparation:
         if self.reference.is_separate_model:
             with about_reference():
                 self.check_layout(self.reference.model.meta_model)
-            self.reference.check(model.config, experiment.model.load_tokenizer())
+            self.reference.check(model, experiment.model.load_tokenizer())
         return model
 
     def check_layout(self, model: nn.Module, adapter: AdapterConfig | None = None) -> None:

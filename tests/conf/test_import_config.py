@@ -350,6 +350,12 @@ def test_a_command_line_of_accelerate(imported: Run) -> None:
                 "stage.wpo": False,
             },
         ),
+        (
+            "kto",
+            "sync_ref_model: true\nref_model_sync_steps: 64",
+            {"stage.sync_reference_every": 64, "stage.sync_reference_mixup": 0.6},
+        ),
+        ("dpo", "sync_ref_model: false\nref_model_sync_steps: 64", {"stage.sync_reference_every": 0}),
         ("kto", "", {"data.shuffle": False}),
         (
             "orpo",

@@ -66,6 +66,7 @@ WORK: dict[str, tuple[str, ...]] = {
     "lora": LORA,
     "lora dropout": (*LORA, "adapter.dropout=0.2"),
     "dpo": ("stage=dpo", "optimizer.lr=1e-5"),
+    "tr-dpo": ("stage=dpo", "optimizer.lr=1e-5", "stage.sync_reference_every=2"),
     "experts": UNLUCKY,
     "deepseek": UNLUCKY,
     "muon": UNLUCKY,
@@ -138,14 +139,14 @@ class Matrix:
 
     def launch(self, work: str, layout: str, *more: str) -> RunPreparation:
         chosen = (*WORK[work], *LAYOUTS[layout], *more)
-        if work != "dpo":
+        if "dpo" not in work:
             chosen += (f"+stage.total={self.unlucky}",)
         if "adapter=lora" in chosen:
             chosen += (f"adapter.path={self.root}/adapter",)
         here = (
             "run.name=matrix",
             f"run.output_dir={self.root}/runs",
-            f"data.train={self.root}/{'preference' if work == 'dpo' else 'chat'}.jsonl",
+            f"data.train={self.root}/{'preference' if 'dpo' in work else 'chat'}.jsonl",
             f"data.cache_dir={self.root}/cache",
             "data.num_workers=1",
             "run.global_batch_size=8",

@@ -22,6 +22,8 @@ REDUCED = [
     ("tp2pp2 sp", "sft padded"),
     ("pp2dp2 sharded", "sft packed"),
     ("tp2pp2", "dpo packed"),
+    ("tp2pp2", "tr-dpo wpo"),
+    ("fsdp2 tp2", "tr-dpo wpo"),
     ("cp2", "kto"),
     ("dp2 sharded", "lora dpo"),
 ]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.adapters import export_adapter
+from components.checkpoint.dcp import load_tensors
 from components.contracts.batch import Batch
 from components.contracts.engine import EngineOptions
 from components.contracts.json_types import Json
@@ -77,6 +78,9 @@ class FSDP2Engine(TrainStepEngine):
                 model = options.reference_model
                 weights = model.weights(options.seed)
             self.reference = build_model(model, weights, self.mesh, layout, options, device, trainable=False)
+        self.kept = [] if self.reference is None else list(self.reference.named_weights())
+        synced = self.reference if options.sync_reference else None
+        self.synced = [] if synced is None else list(synced.members())
         self.reduces_every = layout.reduce_gradients == "every"
         self.max_grad_norm = optimizer.max_grad_norm
         # Collected once, because a gathered module has its whole parameters instead of the shards.
@@ -149,6 +153,11 @@ class FSDP2Engine(TrainStepEngine):
         for parameter in self.weights.values():
             parameter.grad = None
 
+    def reference_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for (name, kept), (same, trained) in zip(self.kept, self.named_weights, strict=True):
+            assert name == same, "the reference has the parameters of the trained model"
+            yield local_shard(kept), local_shard(trained)
+
     def cancel_backward(self) -> None:
         discard_iteration(self.scorer)
 
@@ -201,12 +210,15 @@ class FSDP2Engine(TrainStepEngine):
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         rank, device = dist.get_rank(), self.device
         if not model_only:
-            return state_dict.saved_tensors(self.trained, self.biases, self.optimizer, rank, device)
+            tensors = state_dict.saved_tensors(self.trained, self.biases, self.optimizer, rank, device)
+            return tensors | state_dict.weight_tensors(self.synced, "reference")
         with self.optimizer.evaluating() as changed:
             tensors = state_dict.saved_tensors(self.trained, self.biases, None, rank, device)
             return {key: tensor.clone() for key, tensor in tensors.items()} if changed else tensors
 
     def load(self, path: Path) -> None:
+        if self.synced:
+            load_tensors(path, state_dict.weight_tensors(self.synced, "reference"))
         state_dict.load(path, self.trained, self.biases, self.optimizer, dist.get_rank(), self.device)
 
     def export(self, path: Path) -> None:
@@ -243,7 +255,7 @@ class FSDP2Engine(TrainStepEngine):
 
     def close(self) -> None:
         del self.scorer, self.reference, self.optimizer, self.weights, self.named_weights
-        del self.members, self.trained, self.biases, self.routing
+        del self.members, self.trained, self.biases, self.routing, self.kept, self.synced
         gc.collect()  # FSDP's hooks are reference cycles, and the next run of this process needs the memory
         # Else torch would hand the next mesh of the same ranks and names results with these groups.
         clear_dtensor_caches()

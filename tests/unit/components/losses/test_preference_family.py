@@ -152,6 +152,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "coefficient": ({"alpha_divergence_coef": 0.5}, ["stage.alpha_divergence_coef", "reverse_kl"]),
     "ld_alpha": ({"ld_alpha": 1.5}, ["stage.ld_alpha", "from 0 to 1"]),
     "rpo_alpha": ({"rpo_alpha": -1.0}, ["stage.rpo_alpha", "at least 0"]),
+    "sync": ({"sync_reference_every": -1}, ["stage.sync_reference_every", "at least 0"]),
+    "mixup alone": ({"sync_reference_mixup": 0.5}, ["stage.sync_reference_mixup", "sync_reference_every=0"]),
+    "mixup": (
+        {"sync_reference_every": 2, "sync_reference_mixup": 1.5},
+        ["stage.sync_reference_mixup", "at most 1"],
+    ),
     "no pairs": ({"loss": ("sft",)}, ["stage.loss", "stage=sft"]),
     "one weight": ({"loss": "ipo", "loss_weights": (1.0,)}, ["stage.loss_weights", "list"]),
     "three weights": (

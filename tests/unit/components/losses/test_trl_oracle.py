@@ -3,17 +3,25 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from components.contracts.engine import EngineOptions
 from components.contracts.loss import Loss
 from components.data.tokenizer import PATH
+from components.engines.fsdp2 import FSDP2
 from components.losses import CPO, DPO, ORPO
 from components.losses.preference_formulas import PAIR_LOSSES
+from components.models import ModelSpec
+from components.reference.source import resolve_reference
+from runner.training.own_hooks import SyncReference
 from tests.oracle import (
+    OPTIMIZER,
     OPTIONS,
     Answer,
     Row,
@@ -188,6 +196,48 @@ def test_the_trainer_takes_the_steps_that_are_compared(dpo: OfTRL, tmp_path: Pat
     ).train()
     got = steps(DPO(beta=0.1, loss="ipo"), dpo.pairs)
     assert [row["loss"] for row in got] == pytest.approx(losses, rel=1e-4)
+
+
+def test_a_reference_that_follows_the_policy(dpo: OfTRL, tmp_path: Path) -> None:
+    """TR-DPO: five steps of TRL's ``train()`` with ``sync_ref_model``, and of an engine with our hook."""
+    losses: list[float] = []
+
+    class Recording(trl.DPOTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(loss.item())
+            return loss
+
+    synced = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.7}
+    Recording(
+        model=tiny_model(),
+        ref_model=other_model(),
+        args=trl.DPOConfig(beta=0.1, max_steps=5, **options(tmp_path) | synced),
+        train_dataset=datasets.Dataset.from_list(ROWS),
+        processing_class=AutoTokenizer.from_pretrained(PATH),
+    ).train()
+    models = []
+    for name, made in (("policy", tiny_model()), ("reference", other_model())):
+        made.save_pretrained(tmp_path / name)
+        models.append(ModelSpec(path=str(tmp_path / name), init="pretrained"))
+    loss = DPO(beta=0.1, sync_reference_every=2, sync_reference_mixup=0.7)
+    source = resolve_reference(loss, models[0])
+    fp32 = EngineOptions(
+        torch.float32, "cpu", reference="frozen", reference_model=models[1], sync_reference=True
+    )
+    engine = FSDP2(dp=1, default_dp=1, reshard_after_forward=True).build(models[0], OPTIMIZER, fp32)
+    run, hook = SimpleNamespace(engine=engine, state=SimpleNamespace(step=0)), SyncReference(source=source)
+    found = []
+    for step in range(5):
+        batches = loss.prepare([packed(dpo.pairs[:6]), packed(dpo.pairs[6:])], engine)
+        engine.begin_train_step(batches, loss)
+        engine.train_microbatches(batches, loss, last=True)
+        result = engine.finish_train_step(OPTIMIZER.lr)
+        run.state.step = step + 1
+        hook.after_step(run, result, None)  # type: ignore[arg-type]
+        found.append(result.loss)
+    engine.close()
+    assert found == pytest.approx(losses, rel=1e-5)
 
 
 # ---- without a reference
