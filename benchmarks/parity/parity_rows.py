@@ -61,6 +61,11 @@ COLUMNS = (
     Column("pt", "text", ("stage=pt", "data.packing=concat", "optimizer.lr=1e-3")),
     Column("sft packed", "chat", ("stage=sft", "data.packing=bfd", "optimizer.lr=1e-3")),
     Column("sft padded", "chat", ("stage=sft", "data.packing=none", "optimizer.lr=1e-3")),
+    Column(
+        "sft neftune",
+        "chat",
+        ("stage=sft", "data.packing=bfd", "optimizer.lr=1e-3", "model.neftune_alpha=5.0"),
+    ),
     Column("dpo packed", "preference", ("stage=dpo", "data.packing=bfd", "optimizer.lr=1e-5")),
     Column(
         "dpo shared prompt",

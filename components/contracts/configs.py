@@ -73,6 +73,10 @@ class ModelConfig(Protocol):
         """Shell patterns for the names of the only parameters that are trained."""
 
     @property
+    def neftune_alpha(self) -> float:
+        """Strength of the noise on the embeddings of train steps. 0 means none."""
+
+    @property
     def moe(self) -> "MoESettings": ...
 
     @property

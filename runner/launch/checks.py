@@ -87,6 +87,7 @@ class RunPreparation:
             dp_size = experiment.parallelism.dp_size(self.world_size)
             preflight.check_batch(run.global_batch_size, run.rows_per_microbatch, dp_size)
         preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
+        preflight.check_neftune(experiment.model.neftune_alpha, experiment.data.share_prompt)
         preflight.check_mtp_stage(experiment.model.mtp.num_layers, experiment.stage.kind)
         for logger in experiment.logger.values():
             logger.check()

@@ -25,6 +25,9 @@ REDUCED = [
     ("tp2pp2", "tr-dpo wpo"),
     ("fsdp2 tp2", "tr-dpo wpo"),
     ("cp2", "kto"),
+    ("tp2pp2 sp", "sft neftune"),
+    ("fsdp2 tp2cp2", "sft neftune"),
+    ("cp2", "sft neftune"),
     ("dp2 sharded", "lora dpo"),
 ]
 

@@ -37,6 +37,7 @@ from components.engines.fsdp2.whole_weights import whole_weights
 from components.engines.shared import microbatch_merging, process_group
 from components.engines.shared.loss_accumulator import LossAccumulator, clip, count_zeros, global_norm
 from components.engines.shared.mtp import add_mtp_losses
+from components.engines.shared.neftune import NEFTune
 from components.engines.shared.oom import naming_microbatch
 from components.engines.shared.torch_private import clear_dtensor_caches
 from components.engines.shared.train_step import TrainStepEngine
@@ -72,6 +73,7 @@ class FSDP2Engine(TrainStepEngine):
         self.dp_rank, self.dp_size = data.get_local_rank(), data.size()
         weights, adapter = model.weights(options.seed), options.adapter
         self.scorer = build_model(model, weights, self.mesh, layout, options, device, trainable=True)
+        self.scorer.add_noise(NEFTune(model.neftune_alpha, options.seed))
         self.reference: LogProbModel | None = None
         if options.reference == "frozen":
             if options.reference_model is not None:

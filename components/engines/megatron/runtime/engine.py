@@ -54,6 +54,7 @@ from components.engines.megatron.runtime.whole_weights import WholeWeightUpdate
 from components.engines.shared import process_group
 from components.engines.shared.loss_accumulator import LossAccumulator
 from components.engines.shared.mtp import TokenStatsWithMTP, add_mtp_losses
+from components.engines.shared.neftune import NEFTune
 from components.engines.shared.train_step import TrainStepEngine
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
@@ -135,7 +136,9 @@ class MegatronEngine(TrainStepEngine):
         overlap = last and self.layout.overlap_grad_reduce and self.layout.pp == 1
         alone = len(microbatches) - 1 if overlap else len(microbatches)
         routers = None if self.routing is None else self.routing.routers
-        begun = schedule.Pass(loss, self.spec.mtp, routers, after=len(microbatches) - alone)
+        alpha = self.spec.neftune_alpha
+        neftune = NEFTune(alpha, self.options.seed) if alpha else None
+        begun = schedule.Pass(loss, self.spec.mtp, routers, after=len(microbatches) - alone, neftune=neftune)
         ending = replace(begun, reduce=True, before=alone, after=0)
         for part, wanted in ((microbatches[:alone], begun), (microbatches[alone:], ending)):
             self._run(self.chunks, part, partial(self._add, self.sums, part, loss), wanted)
