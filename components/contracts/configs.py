@@ -73,8 +73,7 @@ class ModelConfig(Protocol):
         """Shell patterns for the names of the only parameters that are trained."""
 
     @property
-    def neftune_alpha(self) -> float:
-        """Strength of the noise on the embeddings of train steps. 0 means none."""
+    def neftune_alpha(self) -> float: ...
 
     @property
     def moe(self) -> "MoESettings": ...

@@ -24,8 +24,6 @@ from components.data.store.reference_logps import ReferenceLogps
 from components.data.store.token_store import Bools, TokenSequences, TokenStore, digest
 from components.data.stream.chunks import Stream
 
-STEP = 0x9E3779B97F4A7C15
-"""An odd number, whose multiples by the step, modulo 2 ** 63, change the keys of sequences."""
 SHOWN_SAMPLES, SHOWN_TOKENS = 3, 1000
 """Number of samples in samples.json, and of tokens of each."""
 
@@ -61,7 +59,7 @@ class TokenDataLoader:
         made = [(rows, self._collate(self._store, rows)) for rows in self.shares(step)]
         for _, batch in made:
             assert batch.sequence_keys is not None
-            batch.sequence_keys ^= step * STEP % (1 << 63)
+            batch.sequence_keys ^= step * 0x9E3779B97F4A7C15 % (1 << 63)  # a sequence returns every epoch
         if self._reference is None:
             return [batch for _, batch in made]
         return [self._reference.attach(batch, np.concatenate(rows)) for rows, batch in made]

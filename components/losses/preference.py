@@ -11,13 +11,7 @@ from torch import Tensor
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.errors import ConfigError
 from components.contracts.loss import TokenStats
-from components.losses.preference_base import (
-    Pairs,
-    ReferencedLoss,
-    check_label_smoothing,
-    pair_indices,
-    verbosity_weights,
-)
+from components.losses.preference_base import Pairs, ReferencedLoss, check_label_smoothing, verbosity_weights
 from components.losses.preference_formulas import (
     F_DIVERGENCES,
     OF_THE_DIFFERENCE,
@@ -113,9 +107,8 @@ class DPO(ReferencedLoss):
         if self.rpo_alpha and "sft" in kinds:
             raise ConfigError("stage.rpo_alpha: is the weight of sft, which stage.loss has; leave one out.")
         if self.wpo and (self.rpo_alpha or "sft" in kinds):
-            option = "rpo_alpha" if self.rpo_alpha else "loss"
             raise ConfigError(
-                f"stage.wpo: weights pairs, not the likelihood that stage.{option} adds; leave one out."
+                "stage.wpo: weights pairs, not a likelihood (stage.rpo_alpha, sft); leave one out."
             )
 
     @property
@@ -168,15 +161,13 @@ class DPO(ReferencedLoss):
             return found
         aligned = batch.sum_per_sequence(stats.logps.detach() - stats.log_sum_sq_probs)
         likely = (aligned / batch.sum_per_sequence(batch.labels != IGNORE).clamp(min=1)).exp()
-        chosen, rejected = (side.to(likely.device, non_blocking=True) for side in pair_indices(batch))
-        return replace(found, weights=likely[chosen] * likely[rejected])
+        chosen, rejected = self.sides(likely, batch)
+        return replace(found, weights=chosen * rejected)
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         pairs = replace(pairs, chosen=self._diverge(pairs.chosen), rejected=self._diverge(pairs.rejected))
-        total = torch.zeros_like(pairs.chosen)
-        for kind, weight in self._weighted():
-            if kind != "sft":
-                total = total + weight * self._loss_of(kind, pairs)
+        losses = [weight * self._loss_of(kind, pairs) for kind, weight in self._weighted() if kind != "sft"]
+        total = torch.stack(losses).sum(0)
         return total if pairs.weights is None else pairs.weights * total
 
     def _loss_of(self, kind: str, pairs: Pairs) -> Tensor:

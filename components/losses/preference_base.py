@@ -77,8 +77,13 @@ class PairwiseLoss(ABC):
     def pairs(self, stats: TokenStats, batch: Batch) -> Pairs:
         scores = batch.sum_per_sequence(self.token_scores(stats, batch))
         tokens = batch.sum_per_sequence(batch.labels != IGNORE)
-        chosen, rejected = (side.to(scores.device, non_blocking=True) for side in pair_indices(batch))
-        return Pairs(scores[chosen], scores[rejected], tokens[chosen], tokens[rejected])
+        return Pairs(*self.sides(scores, batch), *self.sides(tokens, batch))
+
+    @staticmethod
+    def sides(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the entries of ``values [S]`` of chosen and of rejected sequences, pair by pair."""
+        chosen, rejected = (side.to(values.device, non_blocking=True) for side in pair_indices(batch))
+        return values[chosen], values[rejected]
 
     def answer_logps(self, pairs: Pairs, stats: TokenStats, batch: Batch) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """Return the log-probabilities to report of chosen and of rejected answers: their scores."""
@@ -143,8 +148,7 @@ class ReferenceOptions:
             raise ConfigError(f"stage.sync_reference_every: must be at least 0, got {every}.")
         if mixup is not None and not every:
             raise ConfigError(
-                "stage.sync_reference_mixup: is not read with stage.sync_reference_every=0; set both, or "
-                "none."
+                "stage.sync_reference_mixup: is read with stage.sync_reference_every only; set both."
             )
         if mixup is not None and not 0 < mixup <= 1:
             raise ConfigError(f"stage.sync_reference_mixup: must be above 0 and at most 1, got {mixup}.")
@@ -165,9 +169,7 @@ class ReferencedLoss(PairwiseLoss, ReferenceOptions):
         return log_ratios(stats, batch, self.reference)
 
     def answer_logps(self, pairs: Pairs, stats: TokenStats, batch: Batch) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        logps = batch.sum_per_sequence(stats.logps)
-        chosen, rejected = (side.to(logps.device, non_blocking=True) for side in pair_indices(batch))
-        return logps[chosen], logps[rejected]
+        return self.sides(batch.sum_per_sequence(stats.logps), batch)
 
 
 def attach_reference(

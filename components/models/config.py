@@ -103,9 +103,7 @@ class ModelSpec:
             )
 
         if not 0 <= self.neftune_alpha < math.inf:
-            raise ConfigError(
-                f"model.neftune_alpha: must be a number of at least 0, got {self.neftune_alpha}."
-            )
+            raise ConfigError(f"model.neftune_alpha: must be at least 0, got {self.neftune_alpha}.")
         if self.freeze and self.train_only:
             raise ConfigError(
                 "model.train_only: model.freeze is given too, and each decides what is trained; drop one."

@@ -22,11 +22,6 @@ OFF = "(off)"
 LISTS = ("adapter.target_modules", "adapter.modules_to_save")
 COMBINED = ("stage.loss", "stage.loss_weights")
 """Keys that may be lists."""
-SYNC = {
-    "ref_model_sync_steps": ("stage.sync_reference_every", 512),
-    "ref_model_mixup_alpha": ("stage.sync_reference_mixup", 0.6),
-}
-"""Options of TRL that are read only with ``sync_ref_model``, with our keys and TRL's defaults."""
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "input_output": "segments"}
 """The formats of axolotl's types without ``chat_template``."""
 
@@ -180,11 +175,12 @@ def choose_stage(work: Translation, stage: str | None, file: str) -> None:
     if not Path(config_dir(), "stage", f"{chosen}.yaml").is_file():
         raise ConfigError(f"stage: {chosen} of {file} does not exist here; give another one, as stage=sft.")
     work.words["stage"] = chosen
-    synced = {name: work.take(name) for name in ("sync_ref_model", *SYNC)}
-    if synced.pop("sync_ref_model"):
-        work.words |= {SYNC[name][0]: value or SYNC[name][1] for name, value in synced.items()}
+    every, mixup = work.take("ref_model_sync_steps"), work.take("ref_model_mixup_alpha")
+    if work.take("sync_ref_model"):
+        work.words |= {"stage.sync_reference_every": every or 512, "stage.sync_reference_mixup": mixup or 0.6}
     else:
-        work.needless |= {name: "sync_ref_model is off" for name in synced if name in work.given}
+        idle = {*work.given} & {"ref_model_sync_steps", "ref_model_mixup_alpha"}
+        work.needless |= dict.fromkeys(idle, "sync_ref_model is off")
     if work.tool == "trl" and chosen == "sft" and (kind := work.take("loss_type")) is not None:
         if kind == "nll":
             work.needless["loss_type"] = "it is the loss of stage=sft"

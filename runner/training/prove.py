@@ -11,12 +11,10 @@ from components.contracts.hook import HookRun, RunState
 from components.contracts.json_types import Json
 from components.proof.steps import ProofRun
 from components.rank_info import RankInfo
-from components.reference.source import resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.run_dir import read_run_config
-from runner.training.own_hooks import SyncReference
-from runner.training.rank import DTYPES, build_engine
+from runner.training.rank import DTYPES, build_engine, reference_hook
 from runner.training.watchdog import Watchdog, end_process
 
 
@@ -31,7 +29,6 @@ def prove_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_pr
 
 def proof_run(experiment: Experiment, folder: Path, data: Json) -> ProofRun:
     """Return the components of ``experiment``, with prepared ``data``; hooks write to ``folder``."""
-    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
 
     def observed(engine: Engine, state: RunState) -> HookRun:
         return HookRun(
@@ -54,7 +51,7 @@ def proof_run(experiment: Experiment, folder: Path, data: Json) -> ProofRun:
         loss=experiment.stage,
         data=experiment.data.restore(data),
         micro_batch_size=experiment.run.rows_per_microbatch,
-        hooks=[SyncReference(source=source), *experiment.hook.values()],
+        hooks=[reference_hook(experiment), *experiment.hook.values()],
         observed=observed,
         steps=experiment.preflight.num_steps,
         vocabulary=experiment.model.config().get_text_config().vocab_size,

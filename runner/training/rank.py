@@ -298,11 +298,8 @@ def build_hooks(
     )
     if run.evaluate_only:
         return Hooks(observed, {}, {})
-    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
-    own: dict[str, Hook] = {
-        "skip_limit": SkipLimit(state=state, limit=run.max_consecutive_skips),
-        "sync_reference": SyncReference(source=source),
-    }
+    own: dict[str, Hook] = {"skip_limit": SkipLimit(state=state, limit=run.max_consecutive_skips)}
+    own["sync_reference"] = reference_hook(experiment)
     watched = watched_metric(run, experiment.checkpoint, stopping)
     if watched is not None:
         own["best_metric"] = BestMetric(
@@ -312,6 +309,10 @@ def build_hooks(
             patience=None if stopping.metric is None else stopping.patience,
         )
     return Hooks(observed, own, experiment.hook)
+
+
+def reference_hook(experiment: Experiment) -> Hook:
+    return SyncReference(source=resolve_reference(experiment.stage, experiment.model, experiment.adapter))
 
 
 def open_stream(

@@ -73,7 +73,8 @@ class FSDP2Engine(TrainStepEngine):
         self.dp_rank, self.dp_size = data.get_local_rank(), data.size()
         weights, adapter = model.weights(options.seed), options.adapter
         self.scorer = build_model(model, weights, self.mesh, layout, options, device, trainable=True)
-        self.scorer.add_noise(NEFTune(model.neftune_alpha, options.seed))
+        self.scorer.neftune = NEFTune(model.neftune_alpha, options.seed)
+        self.scorer.lm.get_input_embeddings().register_forward_hook(self.scorer.noise)
         self.reference: LogProbModel | None = None
         if options.reference == "frozen":
             if options.reference_model is not None:
@@ -81,8 +82,7 @@ class FSDP2Engine(TrainStepEngine):
                 weights = model.weights(options.seed)
             self.reference = build_model(model, weights, self.mesh, layout, options, device, trainable=False)
         self.kept = [] if self.reference is None else list(self.reference.named_weights())
-        synced = self.reference if options.sync_reference else None
-        self.synced = [] if synced is None else list(synced.members())
+        self.synced = list(self.reference.members()) if self.reference and options.sync_reference else []
         self.reduces_every = layout.reduce_gradients == "every"
         self.max_grad_norm = optimizer.max_grad_norm
         # Collected once, because a gathered module has its whole parameters instead of the shards.

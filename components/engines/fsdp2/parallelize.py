@@ -44,7 +44,7 @@ from components.engines.fsdp2.moe_router_hooks import RouterHooks
 from components.engines.fsdp2.mtp import MTPHead
 from components.engines.fsdp2.param_views import ParamView, full_view
 from components.engines.fsdp2.tensor_parallel import CopyToTP, apply_tp, local, vocabulary_shard
-from components.engines.shared.neftune import NEFTune, NoisyEmbedding
+from components.engines.shared.neftune import NO_NOISE, NoisyEmbedding
 from components.engines.shared.token_log_probs import token_stats
 from components.engines.shared.varlen_attention import ATTENTION, ATTENTION_RECOMPUTED
 from components.engines.shared.vocab_parallel import VocabularyShard
@@ -65,7 +65,7 @@ class LogProbModel(nn.Module):
         self.lm, self.context, self.further = lm, context, MTPHead(lm)
         self.routing: RouterHooks | None = None
         """Router hooks. None means that the model has no experts or is not trained."""
-        self.neftune, self.noise = NEFTune(0.0, 0), NoisyEmbedding()
+        self.neftune, self.noise = NO_NOISE, NoisyEmbedding()
         self.vocabulary: VocabularyShard | None = None
         """This rank's rows of the head. None means that there is no tensor parallelism."""
         self.kernels: Literal["torch", "liger"] = "torch"
@@ -133,10 +133,6 @@ class LogProbModel(nn.Module):
         """Embed ``ids`` for an MTP layer, of which every tensor-parallel rank computes a part."""
         embedded: Tensor = self.lm.get_input_embeddings()(ids)
         return embedded if self.vocabulary is None else CopyToTP.apply(embedded, self.vocabulary.group)
-
-    def add_noise(self, neftune: NEFTune) -> None:
-        self.neftune = neftune
-        self.lm.get_input_embeddings().register_forward_hook(self.noise)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters with their names on disk, tied ones once.

@@ -44,6 +44,9 @@ class NEFTune:
         return scramble(keys[ids] ^ batch.position_ids), spread
 
 
+NO_NOISE = NEFTune(0.0, 0)
+
+
 class NoisyEmbedding:
     """A forward hook of an embedding, which adds the noise that was given for its next call."""
 

@@ -115,8 +115,7 @@ def candidates(change: Variation) -> Iterator[Variation]:
         except ConfigError:
             continue
         yield change.vary(relaid, {f"parallelism.{key}": value for key, value in keys.items()})
-    # A reference that is mixed with the trained model can only be frozen, without an adapter.
-    synced = getattr(case.loss, "sync_reference_every", 0) > 0
+    synced = getattr(case.loss, "sync_reference_every", 0) > 0  # needs a frozen reference and no adapter
     if case.reference == "frozen" and case.loss.kind != "text" and not synced:
         yield change.vary(replace(case, reference="none"), {"stage.reference": "precomputed"})
     if case.dtype == torch.float32:

@@ -136,8 +136,7 @@ class MegatronEngine(TrainStepEngine):
         overlap = last and self.layout.overlap_grad_reduce and self.layout.pp == 1
         alone = len(microbatches) - 1 if overlap else len(microbatches)
         routers = None if self.routing is None else self.routing.routers
-        alpha = self.spec.neftune_alpha
-        neftune = NEFTune(alpha, self.options.seed) if alpha else None
+        neftune = NEFTune(self.spec.neftune_alpha, self.options.seed)
         begun = schedule.Pass(loss, self.spec.mtp, routers, after=len(microbatches) - alone, neftune=neftune)
         ending = replace(begun, reduce=True, before=alone, after=0)
         for part, wanted in ((microbatches[:alone], begun), (microbatches[alone:], ending)):

@@ -39,7 +39,7 @@ from components.engines.megatron.runtime.model import ForwardRequest
 from components.engines.megatron.runtime.moe_router import token_routing
 from components.engines.shared.moe_losses import MoELosses
 from components.engines.shared.mtp import TokenStatsWithMTP
-from components.engines.shared.neftune import NEFTune
+from components.engines.shared.neftune import NO_NOISE, NEFTune
 from components.engines.shared.oom import naming_microbatch
 from components.models.mtp import MTPConfig
 
@@ -76,8 +76,7 @@ class Pass:
     """Number of micro-batches in earlier passes of the train step."""
     after: int = 0
     """Number of micro-batches in later passes of the train step."""
-    neftune: NEFTune | None = None
-    """Noise on the embeddings. None means that there is none."""
+    neftune: NEFTune = NO_NOISE
 
 
 def run_schedule(
@@ -164,7 +163,7 @@ def make_inputs(
         weights = None if loss is None else loss.weights(batch)
         scattered = None if weights is None else to_device(row.scatter(weights), device)
         noise = None
-        if wanted.neftune is not None:
+        if wanted.neftune.alpha:
             keys, spread = (own_positions(row.scatter(v), layout) for v in wanted.neftune.noise_of(batch))
             noise = to_device(keys, device), to_device(spread, device)
         requires: frozenset[str] = frozenset() if loss is None else loss.requires

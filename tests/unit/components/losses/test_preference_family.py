@@ -153,7 +153,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "ld_alpha": ({"ld_alpha": 1.5}, ["stage.ld_alpha", "from 0 to 1"]),
     "rpo_alpha": ({"rpo_alpha": -1.0}, ["stage.rpo_alpha", "at least 0"]),
     "sync": ({"sync_reference_every": -1}, ["stage.sync_reference_every", "at least 0"]),
-    "mixup alone": ({"sync_reference_mixup": 0.5}, ["stage.sync_reference_mixup", "sync_reference_every=0"]),
+    "mixup alone": (
+        {"sync_reference_mixup": 0.5},
+        ["stage.sync_reference_mixup", "stage.sync_reference_every only"],
+    ),
     "mixup": (
         {"sync_reference_every": 2, "sync_reference_mixup": 1.5},
         ["stage.sync_reference_mixup", "at most 1"],
@@ -178,7 +181,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "two likelihoods": ({"loss": ("ipo", "sft"), "rpo_alpha": 1.0}, ["stage.rpo_alpha", "sft"]),
     "weighted likelihood": ({"wpo": True, "rpo_alpha": 1.0}, ["stage.wpo", "stage.rpo_alpha"]),
-    "weighted sft": ({"wpo": True, "loss": ("ipo", "sft")}, ["stage.wpo", "stage.loss"]),
+    "weighted sft": ({"wpo": True, "loss": ("ipo", "sft")}, ["stage.wpo", "sft"]),
 }
 
 
