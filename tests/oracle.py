@@ -98,14 +98,14 @@ class Models:
         return list(values)
 
 
-def stats(model: Any, batch: Batch) -> TokenStats:
+def stats(model: Any, batch: Batch, requires: frozenset[str] = frozenset()) -> TokenStats:
     hidden = model.base_model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         use_cache=False,
         **attention_kwargs(batch, sequence_spans(batch)),
     ).last_hidden_state
-    return token_stats(hidden, model.lm_head.weight, batch.labels)
+    return token_stats(hidden, model.lm_head.weight, batch.labels, requires=requires)
 
 
 def our_steps(loss: Loss, microbatches: Sequence[Batch], num_steps: int) -> list[Row]:
@@ -116,7 +116,7 @@ def our_steps(loss: Loss, microbatches: Sequence[Batch], num_steps: int) -> list
     rows = []
     for _ in range(num_steps):
         prepared = loss.prepare(microbatches, Models(model, reference))  # type: ignore[arg-type]
-        outputs = [loss(stats(model, batch), batch) for batch in prepared]
+        outputs = [loss(stats(model, batch, loss.requires), batch) for batch in prepared]
         counts = [loss.counts(batch) for batch in prepared]
         total = sum(
             sum(output.terms[name] for output in outputs) / sum(count[name] for count in counts)

@@ -44,6 +44,8 @@ class Batch:
     sequence attends to as if it began with them. None means that every sequence attends to itself only."""
     num_keys: int | None = None
     """With ``prefix_lengths``: their sum plus T."""
+    sequence_keys: Tensor | None = None
+    """int64 ``[S]``: a number of each sequence and step that no layout changes, for noise."""
     pair_index: Tensor | None = None
     """int64 ``[S]``, preference data: ``2 * pair`` for chosen, ``2 * pair + 1`` for rejected, -1 without a
     pair."""
@@ -183,7 +185,7 @@ class Batch:
 
     def _by_sequence(self, keep: Tensor) -> Fields:
         """Return the kept entries of the tensors ``[S]``, by name."""
-        names = ("seqlens", "pair_index", "margins", "sequence_labels")
+        names = ("seqlens", "sequence_keys", "pair_index", "margins", "sequence_labels")
         return {name: values[keep] for name in names if (values := getattr(self, name)) is not None}
 
     def _empty(self) -> Self:

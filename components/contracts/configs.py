@@ -73,6 +73,9 @@ class ModelConfig(Protocol):
         """Shell patterns for the names of the only parameters that are trained."""
 
     @property
+    def neftune_alpha(self) -> float: ...
+
+    @property
     def moe(self) -> "MoESettings": ...
 
     @property

@@ -91,6 +91,12 @@ class Engine(LossEngine, Protocol):
         A second call does nothing.
         """
 
+    def mix_reference(self, share: float) -> None:
+        """Replace the frozen reference by ``share`` times the trained model and 1 - ``share`` times itself.
+
+        Parameters are mixed in fp32, from the master weights, and stored in the dtype of the reference.
+        """
+
     def keeping_random_streams(self) -> AbstractContextManager[None]:
         """Set this rank's random streams back when the context is left."""
 
@@ -131,6 +137,8 @@ class EngineOptions:
     device: Literal["cpu", "cuda"]
     seed: int = 0
     reference: Reference = "none"
+    sync_reference: bool = False
+    """Whether ``mix_reference`` is called in the run, so that checkpoints contain the frozen reference."""
     reference_model: Any = None
     """The model of a ``frozen`` reference. None means the trained model with its initial weights."""
     adapter: Any = None

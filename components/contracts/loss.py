@@ -28,6 +28,9 @@ class TokenStats:
     """``logsumexp(z)``"""
     mean_logp: Tensor | None = None
     """``mean(z) - logsumexp(z)``: the mean log-probability over the vocabulary (label smoothing)."""
+    log_sum_sq_probs: Tensor | None = None
+    """``logsumexp(2 z) - 2 logsumexp(z)``: log of the sum of squared probabilities (WPO), without
+    gradient."""
     values: Tensor | None = None
     """The output of the scalar head at every position, with or without a label."""
 
@@ -60,8 +63,8 @@ class Loss(Protocol):
 
     kind: SampleKind
     requires: frozenset[str]
-    """Statistics needed besides ``logps``: a subset of ``{"logsumexp", "mean_logp"}``, or ``{"values"}``,
-    with which the model has a scalar head instead of one over the vocabulary."""
+    """Statistics needed besides ``logps``: names of other fields of ``TokenStats``. With ``values`` the model
+    has a scalar head instead of one over the vocabulary."""
     reference: ReferenceChoice
     """The reference model whose log-probabilities ``prepare`` attaches. With ``none`` it attaches none, or
     zeros."""

@@ -35,6 +35,7 @@ def collate_packed(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> 
         max_seqlen=int((spans + prefixes).max()),
         prefix_lengths=torch.from_numpy(prefixes.astype(np.int32)) if prefixes.any() else None,
         num_keys=int((spans + prefixes).sum()) if prefixes.any() else None,
+        sequence_keys=_sequence_keys(segments),
         pair_index=_pair_index(store, segments),
         margins=_margins(store, segments),
         sequence_labels=_sequence_labels(store, segments),
@@ -65,6 +66,7 @@ def collate_padded(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> 
         labels=torch.from_numpy(labels),
         position_ids=torch.arange(shape[1]).repeat(shape[0], 1),
         seqlens=torch.from_numpy(seqlens.astype(np.int32)),
+        sequence_keys=_sequence_keys(segments),
         pair_index=_pair_index(store, segments),
         margins=_margins(store, segments),
         sequence_labels=_sequence_labels(store, segments),
@@ -93,6 +95,11 @@ def read_segment(store: TokenSequences, segment: Sequence[int]) -> tuple[Ints, I
     labels = np.full(stop - start, IGNORE, np.int64)
     labels[: len(targets)] = np.where(targets, tokens[1:], IGNORE)
     return tokens[: stop - start], labels
+
+
+def _sequence_keys(segments: Ints) -> torch.Tensor:
+    """Return a number of each segment: of its sequence and its start, at which a document may be cut."""
+    return torch.from_numpy(segments[:, 0] * (1 << 20) + segments[:, 1])
 
 
 def _pair_index(store: TokenSequences, segments: Ints) -> torch.Tensor | None:
@@ -133,6 +140,7 @@ def _empty(store: TokenSequences, pad_id: int) -> Batch:
         seqlens=torch.tensor([0], dtype=torch.int32),
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         max_seqlen=1,
+        sequence_keys=torch.tensor([0]),
         pair_index=torch.tensor([-1]) if _has_pairs(store) else None,
         margins=None if store.margins is None else torch.zeros(1, dtype=torch.float64),
         sequence_labels=None if store.desirable is None else torch.tensor([-1]),

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from components.contracts.batch import DESIRABLE, KL_COMPLETION, UNDESIRABLE, Batch
 from components.contracts.errors import ConfigError
-from components.contracts.loss import LossEngine, LossOutput, ReferenceChoice, TokenStats
-from components.losses.preference_base import attach_reference, log_ratios
+from components.contracts.loss import LossEngine, LossOutput, TokenStats
+from components.losses.preference_base import ReferenceOptions, attach_reference, log_ratios
 
 
 @dataclass(frozen=True, kw_only=True)
-class KTO:
+class KTO(ReferenceOptions):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, equations 7 and 8).
 
     With r = beta * log-ratio and z = beta * KL, the loss of a desirable answer is ``w_d * sigmoid(z - r)``
@@ -29,13 +29,12 @@ class KTO:
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
-    reference: ReferenceChoice = "auto"
-    reference_path: str | None = None
 
     kind: ClassVar[Literal["unpaired"]] = "unpaired"
     requires: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
+        self.check_sync()
         if not 0 < self.beta < math.inf:
             raise ConfigError(f"stage.beta: must be a number above 0, got {self.beta}.")
         for option in ("desirable_weight", "undesirable_weight"):

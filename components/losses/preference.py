@@ -1,12 +1,14 @@
 """Direct preference optimisation and its variants: pairs of answers, against a reference model."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
-from components.contracts.batch import Batch
+from components.contracts.batch import IGNORE, Batch
 from components.contracts.errors import ConfigError
 from components.contracts.loss import TokenStats
 from components.losses.preference_base import Pairs, ReferencedLoss, check_label_smoothing, verbosity_weights
@@ -33,6 +35,8 @@ DPOKind = Literal[
     "sppo_hard",
     "discopop",
 ]
+Combined = Literal[DPOKind, "sft"]
+"""Members of a list of losses: ``sft`` is the chosen answers' negative log-likelihood, a mean over tokens."""
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 
@@ -40,11 +44,17 @@ FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_diverg
 class DPO(ReferencedLoss):
     """DPO and its variants, with the formulas in ``preference_formulas``.
 
-    A reward is beta times an answer's log-ratio to the reference model.
+    A reward is beta times an answer's log-ratio to the reference model. A list of losses is their sum, each
+    times its weight, such as MPO (Wang et al. 2024): ``sigmoid``, ``bco_pair`` and ``sft``.
     """
 
     label_smoothing: float = 0.0
-    loss: DPOKind = "sigmoid"
+    loss: DPOKind | tuple[Combined, ...] = "sigmoid"
+    loss_weights: tuple[float, ...] | None = None
+    """Weights of a list of losses. None means 1 each."""
+    wpo: bool = False
+    """WPO (Zhou et al. 2024, equation 2): weight each pair by the policy's probability of its tokens, each
+    relative to the expected one of a token that the policy samples."""
     rpo_alpha: float = 0.0
     """RPO (Pang et al. 2024): weight of the chosen answers' negative log-likelihood, a mean over tokens."""
     ld_alpha: float | None = None
@@ -59,21 +69,57 @@ class DPO(ReferencedLoss):
     nll_option: ClassVar[str] = "rpo_alpha"
 
     def __post_init__(self) -> None:
+        self._check_list()
         super().__post_init__()
         self._check_label_smoothing()
         if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
             raise ConfigError(f"stage.ld_alpha: must be from 0 to 1, got {self.ld_alpha}.")
         if self.discopop_tau is not None:
-            refuse_unread("discopop_tau", self.loss)
+            refuse_unread("discopop_tau", self.losses)
             if not 0 < self.discopop_tau < math.inf:
                 raise ConfigError(f"stage.discopop_tau: must be a number above 0, got {self.discopop_tau}.")
         self._check_divergence()
 
+    @property
+    def kinds(self) -> tuple[Combined, ...]:
+        return (self.loss,) if isinstance(self.loss, str) else self.loss
+
+    @property
+    def losses(self) -> list[str]:
+        """Names of the losses of pairs."""
+        return [kind for kind in self.kinds if kind != "sft"]
+
+    def _weighted(self) -> list[tuple[str, float]]:
+        return list(zip(self.kinds, self.loss_weights or [1.0] * len(self.kinds), strict=True))
+
+    def _check_list(self) -> None:
+        """Check a list of losses and its weights."""
+        kinds, weights = self.kinds, self.loss_weights
+        if not self.losses:
+            raise ConfigError("stage.loss: the list has no loss of pairs; add one, or use stage=sft.")
+        if weights is not None and (isinstance(self.loss, str) or len(weights) != len(kinds)):
+            raise ConfigError(
+                f"stage.loss_weights: are {len(weights)}, for {len(kinds)} of stage.loss; give a list of "
+                "losses, and a weight for each."
+            )
+        if weights is not None and not all(0 < weight < math.inf for weight in weights):
+            raise ConfigError(f"stage.loss_weights: must be numbers above 0, got {list(weights)}.")
+        if self.rpo_alpha and "sft" in kinds:
+            raise ConfigError("stage.rpo_alpha: is the weight of sft, which stage.loss has; leave one out.")
+        if self.wpo and (self.rpo_alpha or "sft" in kinds):
+            raise ConfigError(
+                "stage.wpo: weights pairs, not a likelihood (stage.rpo_alpha, sft); leave one out."
+            )
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return frozenset({"log_sum_sq_probs"} if self.wpo else ())
+
     def _check_label_smoothing(self) -> None:
         check_label_smoothing(self.label_smoothing)
         if self.label_smoothing:
-            refuse_unread("label_smoothing", self.loss)
-        elif self.loss == "exo_pair":
+            refuse_unread("label_smoothing", self.losses)
+        elif "exo_pair" in self.losses:
             raise ConfigError(
                 "stage.label_smoothing: stage.loss=exo_pair takes its logarithm; "
                 "set it above 0, as stage.label_smoothing=1e-3."
@@ -81,10 +127,11 @@ class DPO(ReferencedLoss):
 
     def _check_divergence(self) -> None:
         kind, coefficient = self.f_divergence, self.alpha_divergence_coef
-        if kind != "reverse_kl" and self.loss not in OF_THE_DIFFERENCE:
+        others = [loss for loss in self.losses if loss not in OF_THE_DIFFERENCE]
+        if kind != "reverse_kl" and others:
             raise ConfigError(
                 f"stage.f_divergence: {kind} needs a loss of the difference of two scores, but "
-                f"stage.loss={self.loss} is none; use one of {', '.join(sorted(OF_THE_DIFFERENCE))}."
+                f"stage.loss={others[0]} is none; use one of {', '.join(sorted(OF_THE_DIFFERENCE))}."
             )
         if kind != "reverse_kl" and self.reference == "none":
             raise ConfigError(
@@ -102,17 +149,31 @@ class DPO(ReferencedLoss):
 
     @property
     def nll_weight(self) -> float:
-        return self.rpo_alpha
+        return self.rpo_alpha + sum(weight for kind, weight in self._weighted() if kind == "sft")
 
     def token_scores(self, stats: TokenStats, batch: Batch) -> Tensor:
         ratios = super().token_scores(stats, batch)
         return ratios if self.ld_alpha is None else verbosity_weights(batch, self.ld_alpha) * ratios
 
+    def pairs(self, stats: TokenStats, batch: Batch) -> Pairs:
+        found = super().pairs(stats, batch)
+        if stats.log_sum_sq_probs is None:
+            return found
+        aligned = batch.sum_per_sequence(stats.logps.detach() - stats.log_sum_sq_probs)
+        likely = (aligned / batch.sum_per_sequence(batch.labels != IGNORE).clamp(min=1)).exp()
+        chosen, rejected = self.sides(likely, batch)
+        return replace(found, weights=chosen * rejected)
+
     def pair_loss(self, pairs: Pairs) -> Tensor:
         pairs = replace(pairs, chosen=self._diverge(pairs.chosen), rejected=self._diverge(pairs.rejected))
-        if self.loss in PER_TOKEN:
+        losses = [weight * self._loss_of(kind, pairs) for kind, weight in self._weighted() if kind != "sft"]
+        total = torch.stack(losses).sum(0)
+        return total if pairs.weights is None else pairs.weights * total
+
+    def _loss_of(self, kind: str, pairs: Pairs) -> Tensor:
+        if kind in PER_TOKEN:
             pairs = pairs.per_token()
-        loss = PAIR_LOSSES[self.loss]
+        loss = PAIR_LOSSES[kind]
         known = {"label_smoothing": self.label_smoothing, "discopop_tau": self.discopop_tau or 0.05}
         options = {name: known[name] for name in loss_options(loss)}
         return loss(pairs.chosen, pairs.rejected, beta=self.beta, **options)
@@ -124,11 +185,11 @@ class DPO(ReferencedLoss):
         return F_DIVERGENCES[self.f_divergence](log_ratio)
 
 
-def refuse_unread(option: str, loss: str) -> None:
-    """Raise ConfigError if ``loss`` does not read ``option``."""
+def refuse_unread(option: str, losses: Sequence[str]) -> None:
+    """Raise ConfigError if none of ``losses`` reads ``option``."""
     readers = [name for name, function in PAIR_LOSSES.items() if option in loss_options(function)]
-    if loss not in readers:
+    if not {*losses} & {*readers}:
         raise ConfigError(
-            f"stage.{option}: stage.loss={loss} does not read it; "
+            f"stage.{option}: stage.loss={','.join(losses)} does not read it; "
             f"remove it, or use stage.loss={' or '.join(readers)}."
         )

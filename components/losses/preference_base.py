@@ -24,6 +24,8 @@ class Pairs:
     chosen_tokens: Tensor
     """Number of labels of each answer."""
     rejected_tokens: Tensor
+    weights: Tensor | None = None
+    """Weight of each pair in the loss, without gradient. None means 1."""
 
     def per_token(self) -> "Pairs":
         """Return these pairs with every score divided by the number of labels of its answer."""
@@ -37,14 +39,13 @@ class PairwiseLoss(ABC):
     """A sum of ``pair_loss`` over pairs and, if ``nll_weight`` is not 0, a second term.
 
     The second term is ``nll_weight`` times the negative log-likelihood of the chosen answers; its count is
-    the number of their labels. Metrics, under TRL's names, are rewards and log-probabilities of the answers,
+    the number of their labels. Metrics, those of TRL, are rewards and log-probabilities of the answers,
     the margin between rewards, and the share of pairs with a margin above 0.
     """
 
     beta: float = 0.1
 
     kind: ClassVar[Literal["preference"]] = "preference"
-    requires: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         if not 0 < self.beta < math.inf:
@@ -65,6 +66,10 @@ class PairwiseLoss(ABC):
     def nll_weight(self) -> float:
         return 0.0
 
+    @property
+    def requires(self) -> frozenset[str]:
+        return frozenset()
+
     def token_scores(self, stats: TokenStats, batch: Batch) -> Tensor:  # noqa: ARG002
         """Return the summands of the score of an answer, float32 or float64 like ``labels``."""
         return stats.logps
@@ -72,8 +77,17 @@ class PairwiseLoss(ABC):
     def pairs(self, stats: TokenStats, batch: Batch) -> Pairs:
         scores = batch.sum_per_sequence(self.token_scores(stats, batch))
         tokens = batch.sum_per_sequence(batch.labels != IGNORE)
-        chosen, rejected = (side.to(scores.device, non_blocking=True) for side in pair_indices(batch))
-        return Pairs(scores[chosen], scores[rejected], tokens[chosen], tokens[rejected])
+        return Pairs(*self.sides(scores, batch), *self.sides(tokens, batch))
+
+    @staticmethod
+    def sides(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the entries of ``values [S]`` of chosen and of rejected sequences, pair by pair."""
+        chosen, rejected = (side.to(values.device, non_blocking=True) for side in pair_indices(batch))
+        return values[chosen], values[rejected]
+
+    def answer_logps(self, pairs: Pairs, stats: TokenStats, batch: Batch) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Return the log-probabilities to report of chosen and of rejected answers: their scores."""
+        return pairs.chosen, pairs.rejected
 
     def counts(self, batch: Batch) -> dict[str, int]:
         counts = {"loss": len(pair_indices(batch)[0])}
@@ -94,15 +108,14 @@ class PairwiseLoss(ABC):
             nll = -(stats.logps * is_chosen(batch)).sum(dtype=torch.float64)
             terms["nll"] = self.nll_weight * nll
         chosen, rejected = self.beta * pairs.chosen, self.beta * pairs.rejected
-        logps = batch.sum_per_sequence(stats.logps)
-        first, second = (side.to(logps.device, non_blocking=True) for side in pair_indices(batch))
+        logps = self.answer_logps(pairs, stats, batch)
         metrics = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/margins": chosen - rejected,
             "rewards/accuracies": (chosen > rejected).double(),
-            "logps/chosen": logps[first],
-            "logps/rejected": logps[second],
+            "logps/chosen": logps[0],
+            "logps/rejected": logps[1],
         }
         return LossOutput(terms, {k: (v.detach().sum(), v.numel()) for k, v in metrics.items()})
 
@@ -117,18 +130,46 @@ def check_label_smoothing(share: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferencedLoss(PairwiseLoss):
-    """A loss of log-ratios to a reference model. ``reference=none`` sets its log-probabilities to 0."""
+class ReferenceOptions:
+    """The reference model of a loss. ``reference=none`` sets its log-probabilities to 0."""
 
     reference: ReferenceChoice = "auto"
     reference_path: str | None = None
     """Hugging Face folder of a reference model that is not the model before training."""
+    sync_reference_every: int = 0
+    """TR-DPO (Gorbatovski et al. 2024): number of steps after which the reference becomes a mixture of itself
+    and the trained model. 0 means that it stays as it is."""
+    sync_reference_mixup: float | None = None
+    """Share of the trained model in the mixture. None means 0.6."""
+
+    def check_sync(self) -> None:
+        every, mixup = self.sync_reference_every, self.sync_reference_mixup
+        if every < 0:
+            raise ConfigError(f"stage.sync_reference_every: must be at least 0, got {every}.")
+        if mixup is not None and not every:
+            raise ConfigError(
+                "stage.sync_reference_mixup: is read with stage.sync_reference_every only; set both."
+            )
+        if mixup is not None and not 0 < mixup <= 1:
+            raise ConfigError(f"stage.sync_reference_mixup: must be above 0 and at most 1, got {mixup}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencedLoss(PairwiseLoss, ReferenceOptions):
+    """A loss of log-ratios to a reference model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_sync()
 
     def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:
         return attach_reference(microbatches, engine, self.reference)
 
     def token_scores(self, stats: TokenStats, batch: Batch) -> Tensor:
         return log_ratios(stats, batch, self.reference)
+
+    def answer_logps(self, pairs: Pairs, stats: TokenStats, batch: Batch) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return self.sides(batch.sum_per_sequence(stats.logps), batch)
 
 
 def attach_reference(

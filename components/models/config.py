@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
@@ -68,6 +69,8 @@ class ModelSpec:
     """Shell patterns of the names of parameters that are not trained."""
     train_only: tuple[str, ...] = ()
     """Instead of ``freeze``: shell patterns of the names of the only parameters that are trained."""
+    neftune_alpha: float = 0.0
+    """Strength of the noise on the embeddings of train steps (NEFTune)."""
     moe: MoELossConfig = field(default_factory=MoELossConfig)
     """Router losses and bias updates, for MoE models."""
     mtp: MTPConfig = field(default_factory=MTPConfig)
@@ -101,6 +104,8 @@ class ModelSpec:
                 "embedded tokenizer; leave it out."
             )
 
+        if not 0 <= self.neftune_alpha < math.inf:
+            raise ConfigError(f"model.neftune_alpha: must be at least 0, got {self.neftune_alpha}.")
         if self.freeze and self.train_only:
             raise ConfigError(
                 "model.train_only: model.freeze is given too, and each decides what is trained; drop one."

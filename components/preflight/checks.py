@@ -279,6 +279,15 @@ def check_shared_prompt(share_prompt: bool, layout: ParallelismSpec) -> None:
         )
 
 
+def check_neftune(alpha: float, share_prompt: bool) -> None:
+    """Raise ConfigError if the noise of a sequence would be shared by two answers."""
+    if alpha and share_prompt:
+        raise ConfigError(
+            "model.neftune_alpha: two answers of one prompt would share its noise (data.share_prompt); use "
+            "data.share_prompt=false, or leave it out."
+        )
+
+
 def check_mtp_stage(layers: int, kind: str) -> None:
     """Raise ConfigError if MTP layers are combined with a ``kind`` of samples for comparing answers."""
     if layers and kind not in ("text", "chat"):

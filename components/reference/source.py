@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.contracts.configs import AdapterConfig, ModelConfig
 from components.contracts.engine import Reference
@@ -16,7 +16,7 @@ from components.contracts.loss import Loss
 from components.data.store.token_store import digest
 from components.models import ModelSpec, named_shapes
 
-OPTION = "stage.reference_path"
+OPTION, SYNC = "stage.reference_path", "stage.sync_reference_every"
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class ReferenceSource:
     """The reference model, without an adapter."""
     is_separate_model: bool
     """Whether the reference model differs from the trained model."""
+    sync_every: int = 0
+    """Number of steps after which it is mixed with the trained model. 0 means that it stays as it is."""
+    sync_mixup: float = 0.6
+    """Share of the trained model in the mixture."""
 
     @property
     def engine_mode(self) -> Reference:
@@ -44,7 +48,10 @@ class ReferenceSource:
         """Origin of the reference weights, as text. None means that there is no reference."""
         if self.choice == "none":
             return None
-        return f"{OPTION}={self.model.path}" if self.is_separate_model else self.model.describe_init
+        init = f"{OPTION}={self.model.path}" if self.is_separate_model else self.model.describe_init
+        if not self.sync_every:
+            return init
+        return f"{init}, with {SYNC}={self.sync_every} and stage.sync_reference_mixup={self.sync_mixup}"
 
     def frozen_spec(self) -> ModelConfig:
         """Return the model for an engine that only evaluates it: frozen, so without optimizer state.
@@ -66,15 +73,21 @@ class ReferenceSource:
         weights = [self.model.content_hash(), seed if self.model.is_random_init else None]
         return cache / "reference" / digest([repr(config), weights, dtype, version("transformers")])
 
-    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise ConfigError if the reference model cannot be read or has other tokens.
+    def check(self, trained: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise ConfigError if the reference model cannot be read, has other tokens, or cannot be mixed.
 
-        ``config`` and ``tokenizer`` are those of the trained model.
+        ``trained`` (on the meta device) and ``tokenizer`` are those of the trained model.
         """
         assert self.is_separate_model
+        config = trained.config
         with about_reference():
             theirs, words = self.model.config(), self.model.load_tokenizer().get_vocab()
             self.model.weights(0)  # only opens the files, so that errors come before any rank starts
+        if self.sync_every and named_shapes(self.model.meta_model) != named_shapes(trained):
+            raise ConfigError(
+                f"{SYNC}: mixes parameters, and those of {OPTION}={self.model.path} have other names or "
+                "shapes; choose a reference of the same shape, or leave it out."
+            )
         if theirs.vocab_size != config.vocab_size:
             raise ConfigError(
                 f"{OPTION}={self.model.path}: has a vocabulary of {theirs.vocab_size}, the trained model one "
@@ -133,11 +146,33 @@ def resolve_reference(
             "stage.reference: is precomputed, which is kept by sample, and documents are cut across rows; "
             "use stage.reference=frozen."
         )
+    every, mixup = getattr(stage, "sync_reference_every", 0), getattr(stage, "sync_reference_mixup", None)
+    if every:
+        check_sync(choice, model, adapter)
+    found = ReferenceSource(choice, model, False, every, 0.6 if mixup is None else mixup)
     if path is None:
-        return ReferenceSource(choice, model, is_separate_model=False)
+        return found
     with about_reference():
         other = ModelSpec(path=path, init="pretrained", trust_remote_code=model.trust_remote_code)
-    return ReferenceSource(choice, other, is_separate_model=True)
+    return replace(found, model=other, is_separate_model=True)
+
+
+def check_sync(choice: str, model: ModelConfig, adapter: AdapterConfig | None) -> None:
+    """Raise ConfigError if there is no second model with all parameters of the trained model."""
+    if choice != "frozen":
+        raise ConfigError(
+            f"{SYNC}: changes a second model in memory, but stage.reference is {choice}; use "
+            "stage.reference=frozen, or leave it out."
+        )
+    if adapter is not None:
+        raise ConfigError(
+            f"{SYNC}: the frozen reference has no adapter to mix; use adapter=none, or leave it out."
+        )
+    if model.moe.bias_update_rate:
+        raise ConfigError(
+            f"{SYNC}: the biases of routers are not mixed, and model.moe.bias_update_rate changes them; "
+            "leave one out."
+        )
 
 
 @contextmanager

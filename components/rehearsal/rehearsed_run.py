@@ -70,6 +70,8 @@ def rehearse(run: RehearsedRun, mode: RehearsalMode, steps: int) -> dict[str, fl
             engine.train_microbatches(batches, run.loss, last=True)
             mode.step = "update"
             engine.finish_train_step(run.optimizer.lr)
+            if options.sync_reference:
+                engine.mix_reference(0.5)
             took[f"step {step + 1}"] = time.perf_counter() - began
         mode.step = "save"
         HostCopy().of(engine.tensors())

@@ -20,6 +20,8 @@ ADAPTERS = ("none", "lora", "qlora", "dora")
 """The options of the group; if several are asked for, the last one counts."""
 OFF = "(off)"
 LISTS = ("adapter.target_modules", "adapter.modules_to_save")
+COMBINED = ("stage.loss", "stage.loss_weights")
+"""Keys that may be lists."""
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "input_output": "segments"}
 """The formats of axolotl's types without ``chat_template``."""
 
@@ -150,6 +152,8 @@ def ours_of(row: Counterpart, key: str, switched: str, value: Any) -> object:
         return OFF if str(value).lower() in ("false", "no", "none", "0") else switched
     if key in LISTS and value != "all-linear":
         return [part.strip() for part in value.split(",")] if isinstance(value, str) else values
+    if key in COMBINED and len(values) > 1:
+        return values
     return values[0] if len(values) == 1 and not isinstance(values[0], dict) else None
 
 
@@ -173,6 +177,12 @@ def choose_stage(work: Translation, stage: str | None, file: str) -> None:
     if not Path(config_dir(), "stage", f"{chosen}.yaml").is_file():
         raise ConfigError(f"stage: {chosen} of {file} does not exist here; give another one, as stage=sft.")
     work.words["stage"] = chosen
+    every, mixup = work.take("ref_model_sync_steps"), work.take("ref_model_mixup_alpha")
+    if work.take("sync_ref_model"):
+        work.words |= {"stage.sync_reference_every": every or 512, "stage.sync_reference_mixup": mixup or 0.6}
+    else:
+        idle = {*work.given} & {"ref_model_sync_steps", "ref_model_mixup_alpha"}
+        work.needless |= dict.fromkeys(idle, "sync_ref_model is off")
     if work.tool == "trl" and chosen == "sft" and (kind := work.take("loss_type")) is not None:
         if kind == "nll":
             work.needless["loss_type"] = "it is the loss of stage=sft"

@@ -87,6 +87,7 @@ class RunPreparation:
             dp_size = experiment.parallelism.dp_size(self.world_size)
             preflight.check_batch(run.global_batch_size, run.rows_per_microbatch, dp_size)
         preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
+        preflight.check_neftune(experiment.model.neftune_alpha, experiment.data.share_prompt)
         preflight.check_mtp_stage(experiment.model.mtp.num_layers, experiment.stage.kind)
         for logger in experiment.logger.values():
             logger.check()
@@ -109,7 +110,7 @@ class RunPreparation:
         if self.reference.is_separate_model:
             with about_reference():
                 self.check_layout(self.reference.model.meta_model)
-            self.reference.check(model.config, experiment.model.load_tokenizer())
+            self.reference.check(model, experiment.model.load_tokenizer())
         return model
 
     def check_layout(self, model: nn.Module, adapter: AdapterConfig | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Hooks of the program itself: the best value of the watched metric, and the limit of skipped steps."""
+"""Hooks of the program itself: best metric, limit of skipped steps, mixing of the reference."""
 
 import logging
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from components.contracts.data import BatchStats
 from components.contracts.engine import StepResult
 from components.contracts.errors import NonRetryableError
 from components.contracts.hook import Hook, HookRun
+from components.reference.source import ReferenceSource
 from runner.config.run_config import WatchedMetric
 from runner.training.state import TrainState
 
@@ -60,3 +61,14 @@ class SkipLimit(Hook):
                 "row (run.max_consecutive_skips), as the log says; lower optimizer.lr, or look at the "
                 "samples that it names."
             )
+
+
+@dataclass(kw_only=True)
+class SyncReference(Hook):
+    """Mixes the reference with the trained model every so many steps."""
+
+    source: ReferenceSource
+
+    def after_step(self, run: HookRun, result: StepResult, stats: BatchStats) -> None:  # noqa: ARG002
+        if self.source.sync_every and run.state.step % self.source.sync_every == 0:
+            run.engine.mix_reference(self.source.sync_mixup)

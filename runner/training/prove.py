@@ -14,7 +14,7 @@ from components.rank_info import RankInfo
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.run_dir import read_run_config
-from runner.training.rank import DTYPES, build_engine
+from runner.training.rank import DTYPES, build_engine, reference_hook
 from runner.training.watchdog import Watchdog, end_process
 
 
@@ -53,7 +53,7 @@ def proof_run(experiment: Experiment, folder: Path, data: Json) -> ProofRun:
         loss=experiment.stage,
         data=experiment.data.restore(data),
         micro_batch_size=experiment.run.rows_per_microbatch,
-        hooks=list(experiment.hook.values()),
+        hooks=[reference_hook(experiment), *experiment.hook.values()],
         observed=observed,
         steps=experiment.preflight.num_steps,
         vocabulary=experiment.model.config().get_text_config().vocab_size,

@@ -39,7 +39,7 @@ from runner.training.determinism import deterministic
 from runner.training.hooks import Hooks
 from runner.training.loop import TrainContext, stop_record, train
 from runner.training.metrics import MetricsReporter
-from runner.training.own_hooks import BestMetric, SkipLimit
+from runner.training.own_hooks import BestMetric, SkipLimit, SyncReference
 from runner.training.prefetch import Prefetched
 from runner.training.profiler import Profiler
 from runner.training.state import TrainState
@@ -158,6 +158,7 @@ def build_engine(experiment: Experiment, device: Device) -> Engine:
         adapter=experiment.adapter,
         reference=source.engine_mode,
         reference_model=source.model if source.is_separate_model else None,
+        sync_reference=source.sync_every > 0,
     )
     return experiment.parallelism.build(experiment.model, experiment.optimizer, options)
 
@@ -301,6 +302,7 @@ def build_hooks(
     if run.evaluate_only:
         return Hooks(observed, {}, {})
     own: dict[str, Hook] = {"skip_limit": SkipLimit(state=state, limit=run.max_consecutive_skips)}
+    own["sync_reference"] = reference_hook(experiment)
     watched = watched_metric(run, experiment.checkpoint, stopping)
     if watched is not None:
         own["best_metric"] = BestMetric(
@@ -310,6 +312,10 @@ def build_hooks(
             patience=None if stopping.metric is None else stopping.patience,
         )
     return Hooks(observed, own, experiment.hook)
+
+
+def reference_hook(experiment: Experiment) -> Hook:
+    return SyncReference(source=resolve_reference(experiment.stage, experiment.model, experiment.adapter))
 
 
 def open_stream(

@@ -349,6 +349,21 @@ def test_a_command_line_of_accelerate(imported: Run) -> None:
     [
         ("sft", "", {"optimizer.lr": 2e-5, "stage.kind": "chat"}),
         ("dpo", "loss_type: hinge", {"optimizer.lr": 1e-6, "stage.loss": "hinge"}),
+        (
+            "dpo",
+            "loss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]\nuse_weighting: false",
+            {
+                "stage.loss": ["sigmoid", "bco_pair", "sft"],
+                "stage.loss_weights": [0.8, 0.2, 1.0],
+                "stage.wpo": False,
+            },
+        ),
+        (
+            "kto",
+            "sync_ref_model: true\nref_model_sync_steps: 64",
+            {"stage.sync_reference_every": 64, "stage.sync_reference_mixup": 0.6},
+        ),
+        ("dpo", "sync_ref_model: false\nref_model_sync_steps: 64", {"stage.sync_reference_every": 0}),
         ("kto", "", {"data.shuffle": False}),
         (
             "rm",

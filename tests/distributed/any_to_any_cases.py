@@ -69,11 +69,12 @@ WORK: dict[str, tuple[str, ...]] = {
     "dpo": ("stage=dpo", "optimizer.lr=1e-5"),
     "rm": ("stage=rm", "optimizer.lr=1e-5"),
     "lora rm": ("stage=rm", "adapter=lora", "optimizer.lr=1e-5"),
+    "tr-dpo": ("stage=dpo", "optimizer.lr=1e-5", "stage.sync_reference_every=2"),
     "experts": UNLUCKY,
     "deepseek": UNLUCKY,
     "muon": UNLUCKY,
 }
-OF_PAIRS = ("dpo", "rm", "lora rm")
+OF_PAIRS = ("dpo", "tr-dpo", "rm", "lora rm")
 """Work on pairs, of which no step is skipped."""
 MODELS = {"experts": QWEN3_MOE, "deepseek": DEEPSEEK, "muon": MUON.experiment}
 """Options of each work item that does not use the default model and optimizer."""

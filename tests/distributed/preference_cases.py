@@ -21,6 +21,8 @@ KTO_OPTIONS: dict[str, Any] = {"beta": 0.1, "desirable_weight": 0.7, "undesirabl
 LOSSES: dict[str, Loss] = {
     **{kind: DPO(beta=0.1, label_smoothing=SMOOTHED.get(kind, 0.0), loss=kind) for kind in PAIR_LOSSES},  # type: ignore[arg-type]
     "rpo, ld": DPO(beta=0.1, label_smoothing=0.2, rpo_alpha=0.6, ld_alpha=0.3),
+    "mpo": DPO(beta=0.1, loss=("sigmoid", "bco_pair", "sft"), loss_weights=(0.8, 0.2, 0.5)),
+    "wpo": DPO(beta=0.1, wpo=True),
     "js": DPO(beta=0.1, f_divergence="js_divergence"),
     "no reference": DPO(beta=0.1, reference="none"),
     "cpo": CPO(beta=0.1, loss="sigmoid", cpo_alpha=1.0),
@@ -29,8 +31,9 @@ LOSSES: dict[str, Loss] = {
     "kto": KTO(loss="kto", **KTO_OPTIONS),
     "apo_zero_unpaired": KTO(loss="apo_zero_unpaired", **KTO_OPTIONS),
 }
-FEW = ("ipo", "rpo, ld", "orpo", "kto")
-"""One loss of each type: per token, with likelihood term and weights, reference-free, with constants."""
+FEW = ("ipo", "rpo, ld", "wpo", "orpo", "kto")
+"""One loss of each type: per token, with likelihood term and weights, with another statistic, reference-free,
+with constants."""
 
 Found = dict[str, tuple[Step, dict[str, float], dict[str, float]]]
 """For each loss a step with its gradients, the metrics of the step, and those of an evaluation."""

@@ -34,6 +34,8 @@ PAIRS = [
     ("rm", "pp2", "fsdp2 tp2"),
     ("rm", "fsdp2 cp2", "tp2pp2"),
     ("lora rm", "hsdp", "tp2pp2"),
+    ("tr-dpo", "fsdp2 tp2", "tp2pp2"),
+    ("tr-dpo", "dp2 sharded", "fsdp2"),
     ("experts", "fsdp2 ep2", "tp2ep2etp2"),
     ("experts", "dp4ep2 sharded", "fsdp2 tp2ep2"),
     ("deepseek", "pp2ep2", "fsdp2 cp2ep2"),
@@ -53,6 +55,7 @@ SAME = [
     ("rm", "pp2"),
     ("rm", "fsdp2 tp2"),
     ("lora rm", "dp2 sharded"),
+    ("tr-dpo", "dp2 sharded"),
     ("deepseek", "dp4ep2 sharded"),
     ("muon", "tp2dp2 whole"),
 ]

@@ -77,7 +77,7 @@ def errors(ours: Answer, theirs: Answer) -> list[float]:
 def test_statistics_and_gradients_equal_those_of_whole_logits(ranks: dict[int, Ranks], split: str) -> None:
     cases = [Case(w, bias, chunk) for w in PATHS for bias, chunk in ((False, 7), (True, 7), (True, 1000))]
     for case, ours in zip(cases, together(ranks, split, cases), strict=True):
-        assert [t.dtype for t in ours.stats] == [torch.float32] * (1 if case.weighted else 3)
+        assert [t.dtype for t in ours.stats] == [torch.float32] * (1 if case.weighted else 4)
         assert len(ours.gradients) == 2 + case.bias
         for theirs in (exact(case), answer(case)):
             assert max(errors(ours, theirs)) < 1e-6, case

@@ -16,7 +16,7 @@ from components.engines.shared.vocab_parallel import VocabularyShard
 from tests.chunked_stats import chunked_stats
 
 V = 53
-ALL = frozenset({"logsumexp", "mean_logp"})
+ALL = frozenset({"logsumexp", "mean_logp", "log_sum_sq_probs"})
 Split = Sequence[tuple[int, int]]
 """First row and number of rows of each rank."""
 
@@ -98,7 +98,7 @@ def answer(case: Case, rows: slice = slice(None), shard: VocabularyShard | None 
         )
         forward = watch.collectives
         gradients = torch.autograd.grad(case.loss(stats), inputs)
-    parts = [t.detach() for t in (stats.logps, stats.logsumexp, stats.mean_logp) if t is not None]
+    parts = [t.detach() for t in vars(stats).values() if t is not None]
     return Answer(parts, list(gradients), (forward, watch.collectives - forward), watch.largest)
 
 
@@ -111,9 +111,10 @@ def exact(case: Case, dtype: torch.dtype = torch.float64) -> Answer:
     keep = labels != IGNORE
     logp = logits.log_softmax(-1)
     chosen = logp.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    stats = TokenStats(chosen * keep, logits.logsumexp(-1) * keep, logp.mean(-1) * keep)
-    stats = replace(stats, logsumexp=None, mean_logp=None) if case.weighted else stats
-    parts = [t.detach() for t in (stats.logps, stats.logsumexp, stats.mean_logp) if t is not None]
+    squares = (2 * logp.detach()).logsumexp(-1)
+    stats = TokenStats(chosen * keep, logits.logsumexp(-1) * keep, logp.mean(-1) * keep, squares * keep)
+    stats = replace(stats, **dict.fromkeys(ALL)) if case.weighted else stats
+    parts = [t.detach() for t in vars(stats).values() if t is not None]
     return Answer(parts, list(torch.autograd.grad(case.loss(stats), inputs)))
 
 

@@ -4,7 +4,7 @@ On the meta device such a read raises an error, except within an operator that h
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -39,6 +39,7 @@ LOSSES: dict[str, Loss] = {
     "every statistic": chat(label_smoothing=0.1, z_loss=1e-4),
     "dpo": DPO(beta=0.1, label_smoothing=0.0),
     "every term of dpo": DPO(beta=0.1, label_smoothing=0.0, loss="ipo", rpo_alpha=0.5, ld_alpha=0.5),
+    "weighted list of dpo": DPO(beta=0.1, loss=("sigmoid", "bco_pair"), loss_weights=(0.8, 0.2), wpo=True),
     "orpo": ORPO(beta=0.1),
     "kto": KTO(beta=0.1, loss="kto", desirable_weight=1.0, undesirable_weight=1.0),
     "rm": Reward(center_rewards_coefficient=0.1),
@@ -110,8 +111,9 @@ def forward_and_backward(here: Batch, loss: Loss, mtp_layers: int = 0, group: An
     given, *depths = (scorer.context.model_input(batch, META) for batch in (here, *ahead))
     with Refuse():
         weights = loss.weights(given.batch)
-        logps, logsumexp, mean, values, *mtp = scorer(given, loss.requires, weights, depths)
-        output = loss(TokenStats(logps, logsumexp, mean, values), given.batch)
+        found = scorer(given, loss.requires, weights, depths)
+        number = len(fields(TokenStats))
+        output, mtp = loss(TokenStats(*found[:number]), given.batch), found[number:]
         output, sums.counts = add_mtp_losses(output, loss.counts(here), terms, ahead, mtp)
         sums.scaled_loss(output).backward()
         sums.add(output, sums.counts)

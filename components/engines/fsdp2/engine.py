@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.adapters import export_adapter
+from components.checkpoint.dcp import load_tensors
 from components.contracts.batch import Batch
 from components.contracts.engine import EngineOptions
 from components.contracts.json_types import Json
@@ -35,6 +37,7 @@ from components.engines.fsdp2.whole_weights import whole_weights
 from components.engines.shared import microbatch_merging, process_group
 from components.engines.shared.loss_accumulator import LossAccumulator, clip, count_zeros, global_norm
 from components.engines.shared.mtp import add_mtp_losses
+from components.engines.shared.neftune import NEFTune
 from components.engines.shared.oom import naming_microbatch
 from components.engines.shared.torch_private import clear_dtensor_caches
 from components.engines.shared.train_step import TrainStepEngine
@@ -70,12 +73,16 @@ class FSDP2Engine(TrainStepEngine):
         self.dp_rank, self.dp_size = data.get_local_rank(), data.size()
         weights, adapter = model.weights(options.seed), options.adapter
         self.scorer = build_model(model, weights, self.mesh, layout, options, device, trainable=True)
+        self.scorer.neftune = NEFTune(model.neftune_alpha, options.seed)
+        self.scorer.lm.get_input_embeddings().register_forward_hook(self.scorer.noise)
         self.reference: LogProbModel | None = None
         if options.reference == "frozen":
             if options.reference_model is not None:
                 model = options.reference_model
                 weights = model.weights(options.seed)
             self.reference = build_model(model, weights, self.mesh, layout, options, device, trainable=False)
+        self.kept = [] if self.reference is None else list(self.reference.named_weights())
+        self.synced = list(self.reference.members()) if self.reference and options.sync_reference else []
         self.reduces_every = layout.reduce_gradients == "every"
         self.max_grad_norm = optimizer.max_grad_norm
         # Collected once, because a gathered module has its whole parameters instead of the shards.
@@ -148,6 +155,11 @@ class FSDP2Engine(TrainStepEngine):
         for parameter in self.weights.values():
             parameter.grad = None
 
+    def reference_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for (name, kept), (same, trained) in zip(self.kept, self.named_weights, strict=True):
+            assert name == same, "the reference has the parameters of the trained model"
+            yield local_shard(kept), local_shard(trained)
+
     def cancel_backward(self) -> None:
         discard_iteration(self.scorer)
 
@@ -200,12 +212,15 @@ class FSDP2Engine(TrainStepEngine):
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         rank, device = dist.get_rank(), self.device
         if not model_only:
-            return state_dict.saved_tensors(self.trained, self.biases, self.optimizer, rank, device)
+            tensors = state_dict.saved_tensors(self.trained, self.biases, self.optimizer, rank, device)
+            return tensors | state_dict.weight_tensors(self.synced, "reference")
         with self.optimizer.evaluating() as changed:
             tensors = state_dict.saved_tensors(self.trained, self.biases, None, rank, device)
             return {key: tensor.clone() for key, tensor in tensors.items()} if changed else tensors
 
     def load(self, path: Path) -> None:
+        if self.synced:
+            load_tensors(path, state_dict.weight_tensors(self.synced, "reference"))
         state_dict.load(path, self.trained, self.biases, self.optimizer, dist.get_rank(), self.device)
 
     def export(self, path: Path) -> None:
@@ -242,7 +257,7 @@ class FSDP2Engine(TrainStepEngine):
 
     def close(self) -> None:
         del self.scorer, self.reference, self.optimizer, self.weights, self.named_weights
-        del self.members, self.trained, self.biases, self.routing
+        del self.members, self.trained, self.biases, self.routing, self.kept, self.synced
         gc.collect()  # FSDP's hooks are reference cycles, and the next run of this process needs the memory
         # Else torch would hand the next mesh of the same ranks and names results with these groups.
         clear_dtensor_caches()
@@ -258,8 +273,9 @@ class FSDP2Engine(TrainStepEngine):
     ) -> tuple[TokenStats, list[Tensor]]:
         """Return the statistics that ``loss`` requires, and the logps of every MTP depth of ``ahead``."""
         depths = [self._given(shifted) for shifted in ahead]
-        logps, logsumexp, mean, values, *mtp = model(given, loss.requires, loss.weights(given.batch), depths)
-        return TokenStats(logps, logsumexp, mean, values), mtp
+        found = model(given, loss.requires, loss.weights(given.batch), depths)
+        number = len(fields(TokenStats))
+        return TokenStats(*found[:number]), list(found[number:])
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         for module in fsdp_modules(self.scorer):

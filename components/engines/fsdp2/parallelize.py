@@ -44,6 +44,7 @@ from components.engines.fsdp2.moe_router_hooks import RouterHooks
 from components.engines.fsdp2.mtp import MTPHead
 from components.engines.fsdp2.param_views import ParamView, full_view
 from components.engines.fsdp2.tensor_parallel import CopyToTP, apply_tp, local, vocabulary_shard
+from components.engines.shared.neftune import NO_NOISE, NoisyEmbedding
 from components.engines.shared.token_log_probs import scalar_stats, token_stats
 from components.engines.shared.varlen_attention import ATTENTION, ATTENTION_RECOMPUTED
 from components.engines.shared.vocab_parallel import VocabularyShard
@@ -65,6 +66,7 @@ class LogProbModel(nn.Module):
         self.lm, self.context, self.further = lm, context, MTPHead(lm)
         self.routing: RouterHooks | None = None
         """Router hooks. None means that the model has no experts or is not trained."""
+        self.neftune, self.noise = NO_NOISE, NoisyEmbedding()
         self.vocabulary: VocabularyShard | None = None
         """This rank's rows of the head. None means that there is no tensor parallelism."""
         self.kernels: Literal["torch", "liger"] = "torch"
@@ -85,6 +87,9 @@ class LogProbModel(nn.Module):
         length = batch.labels.shape[1]
         if self.routing is not None and torch.is_grad_enabled():
             self.routing.see(batch)
+        if self.neftune.alpha and torch.is_grad_enabled():
+            keys, spread = self.neftune.noise_of(batch)
+            self.noise.given = own(keys), own(spread)
         hidden = self.lm.base_model(
             input_ids=own(batch.input_ids),
             position_ids=own(batch.position_ids),
@@ -97,6 +102,7 @@ class LogProbModel(nn.Module):
             whole(stats.logps, length),
             whole(stats.logsumexp, length),
             whole(stats.mean_logp, length),
+            whole(stats.log_sum_sq_probs, length),
             whole(stats.values, length),
             *(whole(logps, length) for logps in self._mtp(hidden, mtp)),
         )

@@ -50,8 +50,8 @@ def load(
     restore_rng({name: tensors[name] for name in rng if name in tensors})
 
 
-def weight_tensors(weights: Weights) -> dict[str, Tensor]:
-    return {f"model/{w.name}": w.slices(w.parameter.detach()) for w in weights}
+def weight_tensors(weights: Weights, kind: str = "model") -> dict[str, Tensor]:
+    return {f"{kind}/{w.name}": w.slices(w.parameter.detach()) for w in weights}
 
 
 def bias_tensors(biases: Mapping[str, Tensor]) -> dict[str, Tensor]:

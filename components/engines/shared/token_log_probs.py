@@ -47,7 +47,7 @@ def token_stats(
         head_weight: ``[V, H]`` in the dtype of ``hidden``, without padded rows.
         labels: int64 ``[...]``; only positions other than ``IGNORE`` are computed.
         head_bias: ``[V]``.
-        requires: statistics besides ``logps``: a subset of ``{"logsumexp", "mean_logp"}``.
+        requires: statistics besides ``logps``: names of other fields of ``TokenStats``.
         weights: float32 like ``labels``, given only if the loss is ``-(weights * logps).sum()`` times a
             number. The gradients are then computed in the forward pass, which saves one matmul of four.
         label_index: int64 ``[n]``, the positions of labels in ``labels.reshape(-1)``. None means that they
@@ -65,22 +65,23 @@ def token_stats(
     index = (flat != IGNORE).nonzero()[:, 0] if label_index is None else label_index
     rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
     vocabulary = shard or FullVocabulary(len(head_weight))
-    head = HeadChunking(vocabulary, chunk_size(vocabulary, hidden.device), "mean_logp" in requires)
+    head = HeadChunking(vocabulary, chunk_size(vocabulary, hidden.device), requires)
     inputs = (head, rows, head_weight, head_bias, flat.index_select(0, index))
     differentiable = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
-    logsumexp = mean_logp = None
+    logsumexp = mean_logp = log_squares = None
     if weights is not None and differentiable:
         assert not requires, "a loss with weights is a sum of logps alone"
         logps = WeightedStats.apply(*inputs, weights.reshape(-1).index_select(0, index))
     else:
-        logps, logsumexp, mean_logp = ChunkedStats.apply(*inputs)
+        logps, logsumexp, mean_logp, log_squares = ChunkedStats.apply(*inputs)
 
     def spread(values: Tensor | None) -> Tensor | None:
         return None if values is None else Spread.apply(values, index, labels.shape)
 
     logps = spread(logps)
     assert logps is not None
-    return TokenStats(logps, spread(logsumexp) if "logsumexp" in requires else None, spread(mean_logp))
+    wanted = logsumexp if "logsumexp" in requires else None
+    return TokenStats(logps, spread(wanted), spread(mean_logp), spread(log_squares))
 
 
 def scalar_stats(hidden: Tensor, weight: Tensor) -> TokenStats:
@@ -132,7 +133,7 @@ class HeadChunking:
 
     vocabulary: Vocabulary
     chunk_size: int
-    with_mean: bool
+    requires: frozenset[str]
 
     def chunks(self, rows: Tensor) -> Iterator[slice]:
         return (slice(i, i + self.chunk_size) for i in range(0, len(rows), self.chunk_size))
@@ -146,20 +147,26 @@ def chunk_logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def exponentiate(
     logits: Tensor, targets: Tensor, head: HeadChunking
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Replace ``logits`` by ``exp(logits - max)`` in place.
 
-    Return ``(sum, logsumexp, logps, mean_logp)``, all ``[n]``. The last is None unless ``head.with_mean``.
+    Return ``(sum, logsumexp, logps, others)``, all ``[n]``: ``others`` are the other required statistics.
     """
     largest = head.vocabulary.row_max(logits)
-    parts = [head.vocabulary.select_targets(logits, targets)]
-    if head.with_mean:
-        parts.append(logits.sum(-1))
-    parts.append(logits.sub_(largest[:, None]).exp_().sum(-1))
-    chosen, *logits_sum, total = head.vocabulary.reduce(tuple(parts))
+    parts = {"chosen": head.vocabulary.select_targets(logits, targets)}
+    if "mean_logp" in head.requires:
+        parts["mean_logp"] = logits.sum(-1)
+    parts["total"] = logits.sub_(largest[:, None]).exp_().sum(-1)
+    if "log_sum_sq_probs" in head.requires:  # a norm, because squares would be a second tensor of this size
+        parts["log_sum_sq_probs"] = torch.linalg.vector_norm(logits, dim=-1).square()
+    found = dict(zip(parts, head.vocabulary.reduce(tuple(parts.values())), strict=True))
+    chosen, total = found.pop("chosen"), found.pop("total")
     logsumexp = largest + total.log()
-    mean = logits_sum[0] / head.vocabulary.size - logsumexp if head.with_mean else None
-    return total, logsumexp, chosen - logsumexp, mean
+    if "mean_logp" in found:
+        found["mean_logp"] = found["mean_logp"] / head.vocabulary.size - logsumexp
+    if "log_sum_sq_probs" in found:
+        found["log_sum_sq_probs"] = found["log_sum_sq_probs"].log() - 2 * total.log()
+    return total, logsumexp, chosen - logsumexp, found
 
 
 def stats_dtype(tensor: Tensor) -> torch.dtype:
@@ -201,27 +208,30 @@ class Gradients:
 
 
 class ChunkedStats(torch.autograd.Function):
-    """Compute ``(logps, logsumexp, mean_logp)`` of every row; the backward recomputes the logits by chunk."""
+    """Compute the fields of ``TokenStats`` of every row; the backward recomputes the logits by chunk."""
 
     @staticmethod
     def forward(
         ctx: Any, head: HeadChunking, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         logps, logsumexp = (rows.new_empty(len(rows), dtype=stats_dtype(rows)) for _ in range(2))
-        mean_logp = torch.empty_like(logps) if head.with_mean else None
+        others = {name: torch.empty_like(logps) for name in head.requires - {"logsumexp"}}
         for chunk in head.chunks(rows):
             logits = chunk_logits(rows[chunk], weight, bias)
-            _, logsumexp[chunk], logps[chunk], mean = exponentiate(logits, targets[chunk], head)
-            if mean_logp is not None and mean is not None:
-                mean_logp[chunk] = mean
+            _, logsumexp[chunk], logps[chunk], found = exponentiate(logits, targets[chunk], head)
+            for name, values in found.items():
+                others[name][chunk] = values
         ctx.head = head
         ctx.save_for_backward(rows, weight, bias, targets, logsumexp)
-        return logps, logsumexp, mean_logp
+        log_squares = others.get("log_sum_sq_probs")
+        if log_squares is not None:
+            ctx.mark_non_differentiable(log_squares)
+        return logps, logsumexp, others.get("mean_logp"), log_squares
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, weight, bias, targets, logsumexp = ctx.saved_tensors
-        g_logp, g_logsumexp, g_mean = grads
+        g_logp, g_logsumexp, g_mean, _ = grads
         assert g_logp is not None
         assert g_logsumexp is not None
         g_softmax = g_logsumexp - g_logp if g_mean is None else g_logsumexp - g_logp - g_mean

@@ -87,6 +87,10 @@ class TrainStepEngine(Engine):
     def evaluate_microbatches(self, microbatches: Sequence[Batch], loss: Loss, sums: LossAccumulator) -> None:
         """Add the loss of ``microbatches`` to ``sums``, without gradients."""
 
+    @abstractmethod
+    def reference_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's parts of the frozen reference's weights, each with that of the trained model."""
+
     # ---- the train step
 
     def begin_train_step(self, microbatches: Sequence[Batch] | None = None, loss: Loss | None = None) -> None:
@@ -144,6 +148,11 @@ class TrainStepEngine(Engine):
         for of_rank in all_gather_objects(dict(squares), None):
             total.update(of_rank)
         return {layer: math.sqrt(square) for layer, square in sorted(total.items())}
+
+    @torch.no_grad()
+    def mix_reference(self, share: float) -> None:
+        for kept, trained in self.reference_weights():
+            kept.copy_(kept.float().lerp(trained.float(), share))
 
     # ---- without gradient
 

@@ -218,8 +218,7 @@ class StepMemory:
         coming = self.sent(number - 1) * (2 if self.run.device == "cpu" else 1) if number else 0
         return {
             "gathered": self.gathered(kept) + (coming if self.reshards else 0),
-            "activations": self.saved(number + 1)
-            + self.blocks[number].backward(self.tokens),
+            "activations": self.saved(number + 1) + self.blocks[number].backward(self.tokens),
             "read back": own.read_back(self.size),
             "gradients": self.sharded_grads(number + 1)
             + self.accumulated_grads((self.weights.root, *blocks[: number + 1]))

@@ -115,14 +115,15 @@ def candidates(change: Variation) -> Iterator[Variation]:
         except ConfigError:
             continue
         yield change.vary(relaid, {f"parallelism.{key}": value for key, value in keys.items()})
-    if case.reference == "frozen" and case.loss.kind != "text":
+    synced = getattr(case.loss, "sync_reference_every", 0) > 0  # needs a frozen reference and no adapter
+    if case.reference == "frozen" and case.loss.kind != "text" and not synced:
         yield change.vary(replace(case, reference="none"), {"stage.reference": "precomputed"})
     if case.dtype == torch.float32:
         yield change.vary(replace(case, dtype=torch.bfloat16), {"run.dtype": "bf16"}, alters=True)
     if case.max_length // case.cut > SHORTEST:
         shorter = {"data.max_length": case.max_length // (2 * case.cut)}
         yield change.vary(replace(case, cut=2 * case.cut), shorter, alters=True)
-    if case.adapter is None and all(p.requires_grad for p in case.model.parameters()):
+    if case.adapter is None and not synced and all(p.requires_grad for p in case.model.parameters()):
         adapted = replace(case, adapter=LoRA())
         if case.reference == "frozen" and case.reference_model is None:
             adapted = replace(adapted, reference="adapter_off")

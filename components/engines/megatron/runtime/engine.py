@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
 from components.adapters import export_adapter
+from components.checkpoint.reader import StoredTensors
 from components.contracts.batch import Batch
 from components.contracts.engine import EngineOptions
 from components.contracts.json_types import Json
@@ -26,6 +27,7 @@ from components.engines.megatron.checks import updates_whole_weights
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime import schedule, state_dict
 from components.engines.megatron.runtime.hf_weights import (
+    HFTensorSlices,
     TPMeshes,
     fill_parameter,
     full_hf_tensors,
@@ -52,6 +54,7 @@ from components.engines.megatron.runtime.whole_weights import WholeWeightUpdate
 from components.engines.shared import process_group
 from components.engines.shared.loss_accumulator import LossAccumulator
 from components.engines.shared.mtp import TokenStatsWithMTP, add_mtp_losses
+from components.engines.shared.neftune import NEFTune
 from components.engines.shared.train_step import TrainStepEngine
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
@@ -90,6 +93,7 @@ class MegatronEngine(TrainStepEngine):
         self.config = transformer_config(self.hf, layout, options)
         source = initial_weights(model, self.meta, options)
         self.reference: list[nn.Module] | None = None
+        self.kept: HFTensorSlices = {}
         if options.reference == "frozen":
             other = options.reference_model
             self.reference = self._frozen(model if other is None else other)
@@ -121,7 +125,8 @@ class MegatronEngine(TrainStepEngine):
         hf, options = model.config(), replace(self.options, adapter=None)
         config = transformer_config(hf, self.layout, options)
         parts = build_model_chunks(model.build(hf), config, self.layout, options)
-        load_weights(parts.trained | parts.frozen | parts.biases, model.weights(options.seed))
+        self.kept = parts.trained | parts.frozen
+        load_weights(self.kept | parts.biases, model.weights(options.seed))
         return [chunk.requires_grad_(False).eval() for chunk in parts.chunks]
 
     # ---- the train step
@@ -131,7 +136,8 @@ class MegatronEngine(TrainStepEngine):
         overlap = last and self.layout.overlap_grad_reduce and self.layout.pp == 1
         alone = len(microbatches) - 1 if overlap else len(microbatches)
         routers = None if self.routing is None else self.routing.routers
-        begun = schedule.Pass(loss, self.spec.mtp, routers, after=len(microbatches) - alone)
+        neftune = NEFTune(self.spec.neftune_alpha, self.options.seed)
+        begun = schedule.Pass(loss, self.spec.mtp, routers, after=len(microbatches) - alone, neftune=neftune)
         ending = replace(begun, reduce=True, before=alone, after=0)
         for part, wanted in ((microbatches[:alone], begun), (microbatches[alone:], ending)):
             self._run(self.chunks, part, partial(self._add, self.sums, part, loss), wanted)
@@ -176,6 +182,13 @@ class MegatronEngine(TrainStepEngine):
             chunk.zero_grad_buffer()
         self.update.zero_grad()
 
+    def reference_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.gather_parameters()
+        held = {members[0].name: parameter for parameter, members in (self.blocks | self.frozen).items()}
+        for kept, members in self.kept.items():
+            trained = held[members[0].name]
+            yield kept, self.update.read(trained, "model") if trained in self.blocks else trained
+
     def cancel_backward(self) -> None:
         for group in self._bucket_groups():
             if group.grad_reduce_handle is not None:
@@ -216,11 +229,16 @@ class MegatronEngine(TrainStepEngine):
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         blocks, biases = self.blocks, self.bias_blocks
-        return state_dict.saved_tensors(blocks, biases, self.update, self.device, model_only=model_only)
+        tensors = state_dict.saved_tensors(blocks, biases, self.update, self.device, model_only=model_only)
+        synced = self.options.sync_reference and not model_only
+        return tensors | state_dict.reference_tensors(self.kept) if synced else tensors
 
     def load(self, path: Path) -> None:
         self.gather_parameters()  # a pending all-gather would overwrite the loaded parameters
         state_dict.load(path, self.blocks, self.bias_blocks, self.update, self.device)
+        if self.options.sync_reference:
+            stored = StoredTensors(path)
+            load_weights(self.kept, lambda name, index=(): stored.read(f"reference/{name}", index))
 
     def export(self, path: Path) -> None:
         self.gather_parameters()
@@ -257,8 +275,9 @@ class MegatronEngine(TrainStepEngine):
 
     def close(self) -> None:
         clear_router_state([*self.chunks, *(self.reference or ())])
-        for held in ("chunks", "reference", "update", "blocks", "bias_blocks", "frozen", "meshes", "routing"):
+        for held in ("chunks", "reference", "kept", "update", "blocks", "bias_blocks", "frozen"):
             delattr(self, held)
+        del self.meshes, self.routing
         RotaryEmbedding.forward.cache_clear()  # the cached method holds a reference to the model
         gc.collect()
         parallel_state.destroy_model_parallel()

@@ -33,6 +33,7 @@ from components.engines.megatron.runtime.mla import LatentAttention
 from components.engines.megatron.runtime.moe_router import Router, TokenRouting, find_routers
 from components.engines.megatron.runtime.mtp import mtp_spec
 from components.engines.shared.mtp import TokenStatsWithMTP
+from components.engines.shared.neftune import NoisyEmbedding
 from components.engines.shared.token_log_probs import scalar_stats, token_stats
 from components.engines.shared.vocab_parallel import VocabularyShard
 
@@ -45,6 +46,8 @@ class ForwardRequest:
     requires: frozenset[str] = frozenset()
     weights: Tensor | None = None
     """float32, shaped like ``row.labels``."""
+    noise: tuple[Tensor, Tensor] | None = None
+    """Keys and ranges of the noise on embeddings, like the input ids of this rank. None means no noise."""
     routing: TokenRouting | None = None
     """Input for the routers. None means that this rank has no routers."""
     mtp: tuple["ForwardRequest", ...] = ()
@@ -81,6 +84,9 @@ class LogProbGPTModel(GPTModel):
             # Megatron reduces these gradients over the ranks that hold the same experts, but with ep=1 it
             # does not set this flag. It is needed if tp > etp, when tp ranks have seen different tokens.
             parameter.allreduce = False  # type: ignore[attr-defined]
+        self.noise = NoisyEmbedding()
+        if self.pre_process:
+            self.embedding.word_embeddings.register_forward_hook(self.noise)
         self.tp = self.pg_collection.tp
         rows = padded // self.tp.size()
         start = self.tp.rank() * rows
@@ -99,6 +105,7 @@ class LogProbGPTModel(GPTModel):
         row = asked.shard
         for router in self.routers:
             router.token_routing = asked.routing
+        self.noise.given = asked.noise
         packed = packed_seq_params(row, self.boundaries)
         return super().forward(row.input_ids, row.position_ids, None, labels=asked, packed_seq_params=packed)
 

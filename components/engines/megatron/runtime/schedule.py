@@ -39,6 +39,7 @@ from components.engines.megatron.runtime.model import ForwardRequest
 from components.engines.megatron.runtime.moe_router import token_routing
 from components.engines.shared.moe_losses import MoELosses
 from components.engines.shared.mtp import TokenStatsWithMTP
+from components.engines.shared.neftune import NO_NOISE, NEFTune
 from components.engines.shared.oom import naming_microbatch
 from components.models.mtp import MTPConfig
 
@@ -75,6 +76,7 @@ class Pass:
     """Number of micro-batches in earlier passes of the train step."""
     after: int = 0
     """Number of micro-batches in later passes of the train step."""
+    neftune: NEFTune = NO_NOISE
 
 
 def run_schedule(
@@ -163,10 +165,14 @@ def make_inputs(
         )
         weights = None if loss is None else loss.weights(batch)
         scattered = None if weights is None else to_device(row.scatter(weights), device)
+        noise = None
+        if wanted.neftune.alpha:
+            keys, spread = (own_positions(row.scatter(v), layout) for v in wanted.neftune.noise_of(batch))
+            noise = to_device(keys, device), to_device(spread, device)
         requires: frozenset[str] = frozenset() if loss is None else loss.requires
         depths = shifted_ids(mtp.batches(batch) if mtp and not filler else (), row, device)
         return PipelineInput(
-            number, ForwardRequest(row.to(device), requires, scattered, told, depths), filler
+            number, ForwardRequest(row.to(device), requires, scattered, noise, told, depths), filler
         )
 
     assert len({len(batch.labels) for batch in microbatches}) == 1, (
@@ -181,6 +187,13 @@ def make_inputs(
         label_index=None,
     )
     return items + [item(-1, blank, filler=True) for _ in range(filler_inputs(len(items), layout))]
+
+
+def own_positions(values: Tensor, layout: Layout) -> Tensor:
+    """Return ``values [B, L]`` in the order of the embedding's output on this tensor-parallel rank."""
+    if not layout.sequence_parallel:
+        return values
+    return values.t().chunk(layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
 
 
 def shifted_ids(batches: Sequence[Batch], row: CPShard, device: torch.device) -> tuple[ForwardRequest, ...]:
@@ -209,6 +222,7 @@ def gather_stats(stats: TokenStatsWithMTP, row: CPShard, group: dist.ProcessGrou
         gather_shards(stats.logps, row, group),
         whole(stats.logsumexp),
         whole(stats.mean_logp),
+        whole(stats.log_sum_sq_probs),
         whole(stats.values),
         tuple(gather_shards(logps, row, group) for logps in stats.mtp),
     )

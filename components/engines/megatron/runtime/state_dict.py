@@ -78,12 +78,25 @@ def optimizer_tensors(
             tensors |= flat_shards(parameter, members, of, kinds, meshes)
         elif number % of.replicas.size() == of.replicas.rank():
             for kind in kinds:
-                values = update.read(parameter, kind)
-                for member in members:
-                    if member.primary:
-                        part = member.read(values).contiguous().cpu()
-                        tensors[f"{kind}/{member.name}"] = as_dtensor(member, part, meshes.of(member))
+                tensors |= parts_on_disk(kind, update.read(parameter, kind), members, meshes)
     return tensors
+
+
+def reference_tensors(kept: HFTensorSlices) -> dict[str, Tensor]:
+    """Return the weights of the reference that this rank writes, like those of an unsharded optimizer."""
+    meshes, tensors = TPMeshes.of_rank("cpu"), dict[str, Tensor]()
+    for number, (parameter, members) in enumerate(kept.items()):
+        if number % replicas(parameter).size() == replicas(parameter).rank():
+            tensors |= parts_on_disk("reference", parameter.detach(), members, meshes)
+    return tensors
+
+
+def parts_on_disk(
+    kind: str, values: Tensor, members: Sequence[HFTensorSlice], meshes: TPMeshes
+) -> dict[str, Tensor]:
+    """Return the tensors to write, by key and in host memory, of the whole parameter ``values``."""
+    parts = ((member, member.read(values).contiguous().cpu()) for member in members if member.primary)
+    return {f"{kind}/{member.name}": as_dtensor(member, part, meshes.of(member)) for member, part in parts}
 
 
 def flat_shards(

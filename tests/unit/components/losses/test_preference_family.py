@@ -21,19 +21,28 @@ LOSSES: dict[str, PairwiseLoss] = {
     **{kind: DPO(beta=0.3, label_smoothing=SMOOTHED.get(kind, 0.0), loss=kind) for kind in PAIR_LOSSES},  # type: ignore[arg-type]
     "rpo": DPO(beta=0.3, rpo_alpha=0.7),
     "ld": DPO(beta=0.3, ld_alpha=0.4),
+    "mpo": DPO(loss=("sigmoid", "bco_pair", "sft"), loss_weights=(0.8, 0.2, 0.5)),
+    "wpo": DPO(beta=0.3, wpo=True),
     "js": DPO(beta=0.3, f_divergence="js_divergence"),
     "no reference": DPO(beta=0.3, reference="none"),
     "cpo": CPO(beta=0.3, loss="sigmoid", cpo_alpha=1.0),
     "simpo": CPO(beta=2.0, loss="simpo", cpo_alpha=0.0, simpo_gamma=0.8),
     "orpo": ORPO(beta=0.3),
 }
+
+
+def squares(loss: PairwiseLoss, logps: Tensor) -> Tensor | None:
+    """Return values for the statistic that WPO needs, or None for other losses."""
+    return logps.detach() / 3 if "log_sum_sq_probs" in loss.requires else None
+
+
 EVERY = pytest.mark.parametrize("name", LOSSES)
 
 
 def run(loss: PairwiseLoss, layout: str) -> tuple[dict[str, float], dict[str, int], list[torch.Tensor]]:
     """Return the terms, the counts, and the gradient of every sequence."""
     batch, logps = make(layout, SHUFFLED)
-    output = loss(TokenStats(logps), batch)
+    output = loss(TokenStats(logps, log_sum_sq_probs=squares(loss, logps)), batch)
     torch.stack(list(output.terms.values())).sum().backward()
     assert logps.grad is not None
     grads = logps.grad[0].split(LENGTHS) if layout == "packed" else logps.grad
@@ -55,7 +64,8 @@ def test_packed_is_padded(name: str) -> None:
 @EVERY
 def test_an_empty_microbatch_adds_nothing(name: str) -> None:
     logps = torch.zeros(1, 1, requires_grad=True)
-    output = LOSSES[name](TokenStats(logps * 1), empty())
+    found = TokenStats(logps * 1, log_sum_sq_probs=squares(LOSSES[name], logps))
+    output = LOSSES[name](found, empty())
     torch.stack(list(output.terms.values())).sum().backward()
     assert [term.item() for term in output.terms.values()] == [0] * len(output.terms)
     assert set(LOSSES[name].counts(empty()).values()) == {0}
@@ -63,7 +73,7 @@ def test_an_empty_microbatch_adds_nothing(name: str) -> None:
     assert not logps.grad.any()
 
 
-@pytest.mark.parametrize("name", ["rpo", "cpo", "orpo"])
+@pytest.mark.parametrize("name", ["rpo", "mpo", "cpo", "orpo"])
 def test_the_likelihood_is_of_chosen_tokens(name: str) -> None:
     loss, (batch, logps) = LOSSES[name], make("packed", SHUFFLED)
     chosen = [row for row, index in zip(rows(), SHUFFLED, strict=True) if index % 2 == 0]
@@ -142,6 +152,36 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "coefficient": ({"alpha_divergence_coef": 0.5}, ["stage.alpha_divergence_coef", "reverse_kl"]),
     "ld_alpha": ({"ld_alpha": 1.5}, ["stage.ld_alpha", "from 0 to 1"]),
     "rpo_alpha": ({"rpo_alpha": -1.0}, ["stage.rpo_alpha", "at least 0"]),
+    "sync": ({"sync_reference_every": -1}, ["stage.sync_reference_every", "at least 0"]),
+    "mixup alone": (
+        {"sync_reference_mixup": 0.5},
+        ["stage.sync_reference_mixup", "stage.sync_reference_every only"],
+    ),
+    "mixup": (
+        {"sync_reference_every": 2, "sync_reference_mixup": 1.5},
+        ["stage.sync_reference_mixup", "at most 1"],
+    ),
+    "no pairs": ({"loss": ("sft",)}, ["stage.loss", "stage=sft"]),
+    "one weight": ({"loss": "ipo", "loss_weights": (1.0,)}, ["stage.loss_weights", "list"]),
+    "three weights": (
+        {"loss": ("ipo", "sigmoid"), "loss_weights": (1.0, 1.0, 1.0)},
+        ["stage.loss_weights", "3", "2"],
+    ),
+    "weight of 0": (
+        {"loss": ("ipo", "sigmoid"), "loss_weights": (0.0, 1.0)},
+        ["stage.loss_weights", "above 0", "[0.0, 1.0]"],
+    ),
+    "smoothed list": (
+        {"loss": ("ipo", "hinge"), "label_smoothing": 0.1},
+        ["stage.label_smoothing", "loss=ipo,hinge"],
+    ),
+    "divergence of a list": (
+        {"loss": ("ipo", "apo_zero"), "f_divergence": "js_divergence"},
+        ["stage.f_divergence", "stage.loss=apo_zero"],
+    ),
+    "two likelihoods": ({"loss": ("ipo", "sft"), "rpo_alpha": 1.0}, ["stage.rpo_alpha", "sft"]),
+    "weighted likelihood": ({"wpo": True, "rpo_alpha": 1.0}, ["stage.wpo", "stage.rpo_alpha"]),
+    "weighted sft": ({"wpo": True, "loss": ("ipo", "sft")}, ["stage.wpo", "sft"]),
 }
 
 

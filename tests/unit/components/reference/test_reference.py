@@ -38,6 +38,9 @@ def dpo(**options: Any) -> DPO:
     return DPO(beta=0.1, label_smoothing=0.0, **options)
 
 
+SYNCED = dpo(sync_reference_every=2)
+
+
 @pytest.mark.parametrize(
     ("options", "adapter", "choice", "passes"),
     [
@@ -69,6 +72,8 @@ def test_where_it_comes_from() -> None:
     assert resolve_reference(dpo(reference="none"), model()).describe_init is None
     assert resolve_reference(dpo(reference="precomputed"), model()).describe_init == "model.init=random"
     assert resolve_reference(dpo(reference_path="/x"), model()).describe_init == "stage.reference_path=/x"
+    mixed = "stage.sync_reference_every=2 and stage.sync_reference_mixup=0.6"
+    assert resolve_reference(SYNCED, model()).describe_init == f"model.init=random, with {mixed}"
 
 
 def test_what_is_only_asked_is_hardly_trained() -> None:
@@ -97,6 +102,10 @@ class OnText(NextToken):
         (dpo(reference="none", reference_path="/x"), None, ["stage.reference_path", "not read"]),
         (dpo(), Adapter(path="/adapter"), ["stage.reference", "adapter.path", "adapter_off"]),
         (OnText(), None, ["precomputed", "cut across rows"]),
+        (SYNCED, Adapter(), ["stage.sync_reference_every", "adapter_off", "frozen"]),
+        (replace(SYNCED, reference="none"), None, ["stage.sync_reference_every", "none", "frozen"]),
+        (replace(SYNCED, reference="precomputed"), None, ["stage.sync_reference_every", "precomputed"]),
+        (replace(SYNCED, reference="frozen"), Adapter(), ["stage.sync_reference_every", "adapter=none"]),
     ],
 )
 def test_what_is_refused(stage: Any, adapter: Any, words: list[str]) -> None:
@@ -127,7 +136,18 @@ def renumbered(path: Path) -> str:
 
 def check(path: Path) -> None:
     ours = model()
-    resolve_reference(dpo(reference_path=str(path)), ours).check(ours.config(), ours.load_tokenizer())
+    resolve_reference(dpo(reference_path=str(path)), ours).check(ours.meta_model, ours.load_tokenizer())
+
+
+def test_a_reference_that_is_mixed_has_the_shape_of_the_trained_model(tmp_path: Path) -> None:
+    ours, theirs = model(), ModelSpec(architecture=SHAPE | {"vocab_size": 16384, "num_hidden_layers": 2})
+    theirs.build(theirs.config()).to_empty(device="cpu").save_pretrained(tmp_path)
+    shutil.copytree(EMBEDDED_TOKENIZER, tmp_path, dirs_exist_ok=True)
+    for loss in (dpo(reference_path=str(tmp_path)), SYNCED):
+        resolve_reference(loss, ours)
+    mixed = resolve_reference(dpo(reference_path=str(tmp_path), sync_reference_every=2), ours)
+    with pytest.raises(ConfigError, match=r"stage.sync_reference_every.*other names or shapes"):
+        mixed.check(ours.meta_model, ours.load_tokenizer())
 
 
 def test_a_model_of_the_same_tokens_may_be_the_reference(tmp_path: Path) -> None:

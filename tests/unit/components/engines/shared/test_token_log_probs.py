@@ -1,5 +1,7 @@
 """Chunked statistics equal the same statistics from full logits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from components.engines.shared.token_log_probs import token_stats
 from tests.chunked_stats import chunked_stats
 
 H, V = 16, 53
-ALL = frozenset({"logsumexp", "mean_logp"})
+ALL = frozenset({"logsumexp", "mean_logp", "log_sum_sq_probs"})
 CHUNKS = [1, 7, 1000]
 
 
@@ -34,7 +36,8 @@ def full(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) ->
     keep = labels != IGNORE
     logp = logits.log_softmax(-1)
     picked = logp.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    return TokenStats(picked * keep, logits.logsumexp(-1) * keep, logp.mean(-1) * keep)
+    squares = (2 * logp).logsumexp(-1).detach()
+    return TokenStats(picked * keep, logits.logsumexp(-1) * keep, logp.mean(-1) * keep, squares * keep)
 
 
 def mixed(stats: TokenStats) -> Tensor:
@@ -61,19 +64,19 @@ def test_statistics_and_gradients_equal_those_of_full_logits(chunk_size: int, bi
     hidden, weight, labels, vector = make(bias=bias)
     ours = chunked_stats(hidden, weight, labels, head_bias=vector, requires=ALL, chunk_size=chunk_size)
     theirs = full(hidden, weight, labels, vector)
-    for name in ("logps", "logsumexp", "mean_logp"):
+    for name in ("logps", *ALL):
         assert getattr(ours, name).dtype == torch.float32
         torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=1e-5)
     inputs = (hidden, weight, vector)
     assert_close(gradients(mixed(ours), *inputs), gradients(mixed(theirs), *inputs), 1e-5)
 
 
-@pytest.mark.parametrize("requires", [frozenset(), frozenset({"logsumexp"}), frozenset({"mean_logp"})])
+@pytest.mark.parametrize("requires", [frozenset(), *(frozenset({name}) for name in sorted(ALL))])
 def test_only_what_is_required_is_returned(requires: frozenset[str]) -> None:
     hidden, weight, labels, _ = make()
     ours = chunked_stats(hidden, weight, labels, requires=requires, chunk_size=5)
     theirs = full(hidden, weight, labels, None)
-    theirs = TokenStats(theirs.logps, *(getattr(theirs, n) if n in requires else None for n in sorted(ALL)))
+    theirs = replace(theirs, **dict.fromkeys(ALL - requires))
     assert {n for n in ALL if getattr(ours, n) is not None} == requires
     assert_close(gradients(mixed(ours), hidden, weight), gradients(mixed(theirs), hidden, weight), 1e-5)
 
@@ -148,7 +151,7 @@ def test_no_label_gives_connected_zeros(weighted: bool) -> None:
 def test_extreme_logits_stay_finite() -> None:
     hidden, weight, labels, _ = make(scale=1e4)
     stats = chunked_stats(hidden, weight, labels, requires=ALL, chunk_size=7)
-    assert all(torch.isfinite(t).all() for t in (stats.logps, stats.logsumexp, stats.mean_logp))
+    assert all(torch.isfinite(t).all() for t in vars(stats).values())
     assert all(torch.isfinite(g).all() for g in gradients(mixed(stats), hidden, weight))
 
 
