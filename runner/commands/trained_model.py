@@ -41,13 +41,14 @@ def read_checkpoint(given: Mapping[str, str]) -> tuple[CheckpointModel, torch.dt
         )
     where = ConfigSources(run_folder=run, trusted=trusted_modules(given.get("trust", "[]")))
     model, adapter = (build_component(group, config[group], where) for group in ("model", "adapter"))
-    if f"{SCORE}.weight" in StoredTensors(point).shapes("model"):
-        model = replace(model, scalar_head=True)
     if model.trust_remote_code and given.get("trust_remote_code") != "true":
         raise ConfigError(
             f"model.trust_remote_code ({where.of('model')}): is true, so {model.path} brings its own code; "
             "read it, then give trust_remote_code=true."
         )
+    # A checkpoint without this file is reported when its weights are read.
+    if (point / ".metadata").is_file() and f"{SCORE}.weight" in StoredTensors(point).shapes("model"):
+        model = replace(model, scalar_head=True)
     return CheckpointModel(model, adapter, point, run, seed, config["checkpoint"].get("init_from")), stored
 
 

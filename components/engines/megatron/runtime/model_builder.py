@@ -50,7 +50,7 @@ def build_model_chunks(
             if hasattr(chunk, "embedding"):
                 chunk.embedding.word_embeddings.register_forward_hook(partial(stop_gradient, padding))
     moving = set() if adapter else set(router_biases(meta))
-    # Of a model with an adapter, only a scalar head is trained.
+    # With an adapter, a scalar head is the only part of the model that is trained.
     added = {} if adapter is None else adapter.shapes(meta)
     frozen_names = {
         n for n, p in meta.named_parameters() if not (p.requires_grad if adapter is None else n in added)
