@@ -41,7 +41,14 @@ def print_proof(launch: RunPreparation) -> float:
     other = 2 if rows == 1 else 1
     composed = replace(small.experiment, model=launch.experiment.model)  # the small one has no tokenizer
     with log_to(None, launch.console):
-        data = replace(small, experiment=composed).prepare_data().to_json()
+        prepared = replace(small, experiment=composed).prepare_data()
+    steps = launch.experiment.preflight.num_steps
+    if prepared.num_steps < steps:
+        raise ConfigError(
+            f"preflight.steps: the proof takes {steps}, and the run has {prepared.num_steps}; use "
+            f"preflight.steps={prepared.num_steps}, or raise run.max_steps or run.epochs."
+        )
+    data = prepared.to_json()
     folder = create_run_folder(run.output_dir, "preflight")
     if launch.where.sweep_job is not None:
         launch.where.sweep_job.mark_running(folder)
