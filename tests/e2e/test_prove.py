@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ ON_TWO = ("parallelism=fsdp2", "parallelism.dp=2")
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write the files of docs/losses.md and docs/optimizers.md, and a loss that divides by micro-batch."""
     for page in ("losses", "optimizers", "hooks"):
+        monkeypatch.delitem(sys.modules, f"my_{page}", raising=False)  # of another test
         text = (ROOT / "docs" / f"{page}.md").read_text()
         source, *_ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
         (tmp_path / f"my_{page}.py").write_text(source + MEAN * (page == "losses"))
