@@ -14,8 +14,6 @@ from tests.ranks import Ranks
 REDUCED = {
     EXPERTS: [
         ("dp2 ep2", "pt"),
-        ("tp2 sp", "sft packed"),
-        ("tp2ep2 sp", "sft padded"),
         ("tp2ep2etp2 sp", "sft packed"),
         ("pp2vpp2ep2", "dpo packed"),
         ("cp2ep2", "sft packed"),
@@ -28,10 +26,6 @@ REDUCED = {
         ("dp2 ep2 allgather", "dpo packed"),
         ("tp2ep2etp2 sp", "sft packed"),
         ("pp2ep2", "sft packed"),
-        ("cp2ep2", "pt"),
-        ("dp4 ep2 sharded", "sft packed"),
-        ("fsdp2 ep2", "sft padded"),
-        ("fsdp2 cp2", "sft packed"),
         ("fsdp2 tp2ep2", "dpo packed"),
     ],
 }
