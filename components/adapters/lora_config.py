@@ -57,7 +57,7 @@ class LoRA:
     """Modules that are trained whole in addition to the adapter, named like ``target_modules``."""
     dora: bool = False
     quantize: Literal["nf4"] | None = None
-    """Format of the frozen matrices of linear layers (see ``quantized``). None means ``run.dtype``."""
+    """Format of the frozen matrices of linear layers, see ``quantized_weights``. None means ``run.dtype``."""
     path: str | None = None
     """Folder of an adapter with the initial values; its settings must be those above."""
 
@@ -103,12 +103,12 @@ class LoRA:
             what = "adapter.dora" if self.dora else "a model with experts"
             raise ConfigError(f"adapter.quantize: is not supported with {what}; use adapter.quantize=null.")
 
-    def quantized(self, model: PreTrainedModel) -> list[str]:
-        """Return the linear layers whose frozen matrices are in 4 bits: all but the head and ``saved``."""
+    def quantized_weights(self, model: PreTrainedModel) -> set[str]:
+        """Return the names of the matrices in 4 bits: of all linear layers but the head and ``saved``."""
         if self.quantize is None:
-            return []
+            return set()
         saved = self.saved(model)
-        return [name for name in linear_names(model) if name not in saved]
+        return {f"{name}.weight" for name in linear_names(model) if name not in saved}
 
     def targets(self, model: PreTrainedModel) -> list[str]:
         """Return the names of the linear layers that are adapted, in the model's order.

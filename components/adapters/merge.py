@@ -54,7 +54,7 @@ def merged_weights(
 
     Frozen matrices in 4 bits have their rounded values, with which the adapter was trained.
     """
-    shapes, coarse = adapter.shapes(model), {f"{name}.weight" for name in adapter.quantized(model)}
+    shapes, coarse = adapter.shapes(model), adapter.quantized_weights(model)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
         value = (own if name in shapes else weights)(name).float()

@@ -73,7 +73,8 @@ class ModelConfig(Protocol):
         """Shell patterns for the names of the only parameters that are trained."""
 
     @property
-    def neftune_alpha(self) -> float: ...
+    def neftune_alpha(self) -> float:
+        """Strength of the noise on the embeddings of train steps (NEFTune). 0 means no noise."""
 
     @property
     def moe(self) -> "MoESettings": ...

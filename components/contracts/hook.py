@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +69,8 @@ class Hook:
     """
 
     on_error: Literal["stop", "warn"] = "stop"
+    generates_text: ClassVar[bool] = False
+    """Whether it completes prompts, which a reward model cannot."""
 
     def check(self) -> None:
         """Raise ConfigError if a requirement is missing; called before any rank starts."""

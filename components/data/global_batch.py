@@ -1,7 +1,7 @@
 """One global batch: some rows of a plan, in micro-batches and in numbers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,9 +19,12 @@ class Collation:
     packed: bool
     pad_id: int
 
-    def __call__(self, tokens: TokenSequences, rows: Sequence[Ints]) -> Batch:
+    def __call__(self, tokens: TokenSequences, rows: Sequence[Ints], step: int) -> Batch:
         collate: Callable[..., Batch] = collate_packed if self.packed else collate_padded
-        return collate(tokens, rows, self.pad_id)
+        batch = collate(tokens, rows, self.pad_id)
+        assert batch.sequence_keys is not None
+        # A sequence returns in every epoch, and the number of one in every chunk of a stream.
+        return replace(batch, sequence_keys=batch.sequence_keys ^ step * 0x9E3779B97F4A7C15 % (1 << 63))
 
 
 @dataclass(frozen=True)

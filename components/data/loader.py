@@ -56,10 +56,7 @@ class TokenDataLoader:
         return self._store.sequences_per_sample
 
     def microbatches(self, step: int) -> list[Batch]:
-        made = [(rows, self._collate(self._store, rows)) for rows in self.shares(step)]
-        for _, batch in made:
-            assert batch.sequence_keys is not None
-            batch.sequence_keys ^= step * 0x9E3779B97F4A7C15 % (1 << 63)  # a sequence returns every epoch
+        made = [(rows, self._collate(self._store, rows, step)) for rows in self.shares(step)]
         if self._reference is None:
             return [batch for _, batch in made]
         return [self._reference.attach(batch, np.concatenate(rows)) for rows, batch in made]

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from transformers.utils import logging
 
@@ -23,6 +23,8 @@ class Samples(Hook):
     The model is exported to a temporary folder, and rank 0 generates with transformers, on the GPU if there
     is room for a copy. So it works in every layout, at the cost of an export.
     """
+
+    generates_text: ClassVar[bool] = True
 
     prompts: str
     """Files of records with ``messages``, ``prompt`` or ``text``."""

@@ -11,7 +11,13 @@ from torch import Tensor
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.errors import ConfigError
 from components.contracts.loss import TokenStats
-from components.losses.preference_base import Pairs, ReferencedLoss, check_label_smoothing, verbosity_weights
+from components.losses.preference_base import (
+    Pairs,
+    ReferencedLoss,
+    check_label_smoothing,
+    sides,
+    verbosity_weights,
+)
 from components.losses.preference_formulas import (
     F_DIVERGENCES,
     OF_THE_DIFFERENCE,
@@ -161,7 +167,7 @@ class DPO(ReferencedLoss):
             return found
         aligned = batch.sum_per_sequence(stats.logps.detach() - stats.log_sum_sq_probs)
         likely = (aligned / batch.sum_per_sequence(batch.labels != IGNORE).clamp(min=1)).exp()
-        chosen, rejected = self.sides(likely, batch)
+        chosen, rejected = sides(likely, batch)
         return replace(found, weights=chosen * rejected)
 
     def pair_loss(self, pairs: Pairs) -> Tensor:

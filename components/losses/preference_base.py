@@ -77,13 +77,7 @@ class PairwiseLoss(ABC):
     def pairs(self, stats: TokenStats, batch: Batch) -> Pairs:
         scores = batch.sum_per_sequence(self.token_scores(stats, batch))
         tokens = batch.sum_per_sequence(batch.labels != IGNORE)
-        return Pairs(*self.sides(scores, batch), *self.sides(tokens, batch))
-
-    @staticmethod
-    def sides(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the entries of ``values [S]`` of chosen and of rejected sequences, pair by pair."""
-        chosen, rejected = (side.to(values.device, non_blocking=True) for side in pair_indices(batch))
-        return values[chosen], values[rejected]
+        return Pairs(*sides(scores, batch), *sides(tokens, batch))
 
     def answer_logps(self, pairs: Pairs, stats: TokenStats, batch: Batch) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """Return the log-probabilities to report of chosen and of rejected answers: their scores."""
@@ -169,7 +163,7 @@ class ReferencedLoss(PairwiseLoss, ReferenceOptions):
         return log_ratios(stats, batch, self.reference)
 
     def answer_logps(self, pairs: Pairs, stats: TokenStats, batch: Batch) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        return self.sides(batch.sum_per_sequence(stats.logps), batch)
+        return sides(batch.sum_per_sequence(stats.logps), batch)
 
 
 def attach_reference(
@@ -209,6 +203,12 @@ def pair_indices(batch: Batch) -> tuple[Tensor, Tensor]:
     whole = all(index % 2 == 0 for index in ids[0::2]) and [i + 1 for i in ids[0::2]] == ids[1::2]
     assert whole, f"a pair is split over micro-batches: {ids}"
     return chosen, rejected
+
+
+def sides(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the entries of ``values [S]`` of chosen and of rejected sequences, pair by pair."""
+    chosen, rejected = (side.to(values.device, non_blocking=True) for side in pair_indices(batch))
+    return values[chosen], values[rejected]
 
 
 def is_chosen(batch: Batch) -> Tensor:

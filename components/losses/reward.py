@@ -11,7 +11,7 @@ from torch import Tensor
 from components.contracts.batch import Batch
 from components.contracts.errors import ConfigError
 from components.contracts.loss import LossEngine, LossOutput, ReferenceChoice, TokenStats
-from components.losses.preference_base import pair_indices
+from components.losses.preference_base import pair_indices, sides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +50,9 @@ class Reward:
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
         assert stats.values is not None, "the engine computes what the loss requires"
         scores = stats.values.reshape(-1)[batch.scored_positions()].double()
-        first, second = (side.to(scores.device, non_blocking=True) for side in pair_indices(batch))
-        chosen, rejected = scores[first], scores[second]
+        chosen, rejected = sides(scores, batch)
         margins = chosen - rejected
-        loss = -F.logsigmoid(margins if batch.margins is None else margins - batch.margins[first])
+        loss = -F.logsigmoid(margins if batch.margins is None else margins - sides(batch.margins, batch)[0])
         if self.center_rewards_coefficient:
             loss = loss + self.center_rewards_coefficient * (chosen + rejected).square()
         metrics = {

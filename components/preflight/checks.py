@@ -12,7 +12,6 @@ from components.contracts.configs import AdapterConfig
 from components.contracts.errors import ConfigError
 from components.contracts.hook import Hook
 from components.contracts.parallelism import ParallelismSpec
-from components.hooks import Samples
 from components.models.attention_shape import attention_shape
 from components.optimizers.muon import HEADS, Muon
 from components.preflight.engine_layouts import EngineLayout
@@ -300,7 +299,7 @@ def check_mtp_stage(layers: int, kind: str) -> None:
 def check_scalar_head(scalar_head: bool, hooks: Mapping[str, Hook]) -> None:
     """Raise ConfigError if a hook completes prompts with a model that has a scalar head."""
     for name, hook in hooks.items():
-        if scalar_head and isinstance(hook, Samples):
+        if scalar_head and hook.generates_text:
             raise ConfigError(f"hook.{name}: a reward model completes no prompts; leave it out.")
 
 

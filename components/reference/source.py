@@ -149,7 +149,9 @@ def resolve_reference(
     every, mixup = getattr(stage, "sync_reference_every", 0), getattr(stage, "sync_reference_mixup", None)
     if every:
         check_sync(choice, model, adapter)
-    found = ReferenceSource(choice, model, False, every, 0.6 if mixup is None else mixup)
+    found = ReferenceSource(choice, model, is_separate_model=False, sync_every=every)
+    if mixup is not None:
+        found = replace(found, sync_mixup=mixup)
     if path is None:
         return found
     with about_reference():
@@ -158,7 +160,11 @@ def resolve_reference(
 
 
 def check_sync(choice: str, model: ModelConfig, adapter: AdapterConfig | None) -> None:
-    """Raise ConfigError if there is no second model with all parameters of the trained model."""
+    """Raise ConfigError unless the reference is a frozen model that can be mixed with the trained one.
+
+    Both need the same parameters, which an adapter adds to one of them only, and no router may change outside
+    of its parameters.
+    """
     if choice != "frozen":
         raise ConfigError(
             f"{SYNC}: changes a second model in memory, but stage.reference is {choice}; use "

@@ -73,7 +73,9 @@ def assert_goes_on(matrix: Matrix, work: str, before: Run, step: int, layout: st
     after = matrix.resumed(work, layout, before.point(step), *more)
     written = read(before.point(step))
     assert_equal(read(after.loaded), written)
-    assert written["optimizer_step"].item() == step - (work not in OF_PAIRS), "a skipped step is no update"
+    assert written["optimizer_step"].item() == step - (work not in OF_PAIRS), (
+        "the optimizer counts no skipped step"
+    )
     assert_same_steps(after, reference)
     return after
 

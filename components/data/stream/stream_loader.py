@@ -65,7 +65,7 @@ class StreamLoader:
 
     def microbatches(self, step: int) -> list[Batch]:
         batch = self.batch(step)
-        return [self._stream.collation(batch.tokens, rows) for rows in batch.shares(self._shard)]
+        return [self._stream.collation(batch.tokens, rows, step) for rows in batch.shares(self._shard)]
 
     def stats(self, step: int) -> BatchStats:
         return self.batch(step).stats()

@@ -66,9 +66,9 @@ def inject(model: PreTrainedModel, config: "LoraConfig") -> None:
 
 
 def quantize_layers(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Replace the frozen linear layers called ``names`` on disk by layers with matrices in 4 bits."""
+    """Replace the linear layers whose weights are ``names`` on disk by layers with matrices in 4 bits."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name_on_disk(name) in names:
+        if isinstance(module, nn.Linear) and name_on_disk(f"{name}.weight") in names:
             model.set_submodule(name, NF4Linear(module))
 
 

@@ -192,7 +192,7 @@ def build_model(
     )
     mesh, experts = weight_mesh(ranks), expert_mesh(ranks, layout.ep)
     described = None if adapter is None else describe_adapter(adapter, scorer.lm)
-    quantized = [] if adapter is None else adapter.quantized(scorer.lm)
+    quantized = set() if adapter is None else adapter.quantized_weights(scorer.lm)
     group_experts(scorer.lm, experts, adapter)
     if described is not None:
         inject(scorer.lm, described)  # before any parameter is split
@@ -222,7 +222,7 @@ def build_model(
     trained = weights
     if adapter is not None:
         trained = adapter.weights(spec.build(spec.config()), options.seed, weights)
-    frozen = nf4.quantized(weights, {f"{name}.weight" for name in quantized}, device)
+    frozen = nf4.quantized(weights, quantized, device)
     for member in scorer.members():
         source = trained if member.parameter.requires_grad else frozen
         copy_slice(member.slices(member.parameter), member.name, source)

@@ -184,9 +184,9 @@ class StepMemory:
 
         So does the buffer of the weights outside of blocks, which is freed when the block begins.
         """
-        buffers = self.sent(0) + (self.weights.root.numel * self.size if self.shards > 1 else 0)
+        root, first = self.weights.root, self.weights.blocks[0]
         return {
-            "gathered": self.gathered(self.weights.blocks[:1]) + buffers,
+            "gathered": self.gathered([first]) + self.sent(root) + self.sent(first),
             "activations": self.tokens * self.hidden * self.size,
         }
 
@@ -198,7 +198,7 @@ class StepMemory:
         return add_by_name(
             head_activations(self.labels, self.hidden, self.vocabulary, self.run),
             {
-                "gathered": self.gathered(kept) + self.sent(len(self.blocks) - 1),
+                "gathered": self.gathered(kept) + self.sent(self.weights.blocks[-1]),
                 "activations": self.saved(len(self.blocks))
                 + self.final_norm
                 + self.tokens * self.hidden * self.size,
@@ -215,7 +215,7 @@ class StepMemory:
         blocks, own = self.weights.blocks, self.weights.blocks[number]
         last = number == len(blocks) - 1
         kept = blocks[number if self.reshards else 0 : number + 1]
-        coming = self.sent(number - 1) * (2 if self.run.device == "cpu" else 1) if number else 0
+        coming = self.sent(blocks[number - 1]) * (2 if self.run.device == "cpu" else 1) if number else 0
         return {
             "gathered": self.gathered(kept) + (coming if self.reshards else 0),
             "activations": self.saved(number + 1) + self.blocks[number].backward(self.tokens),
@@ -247,11 +247,10 @@ class StepMemory:
         """Return the bytes of a pass without gradient through ``weights``, which merges micro-batches."""
         joined = largest_number([self.tokens] * self.num_microbatches, MAX_TOKENS[self.run.device])
         chunks = head_activations(joined * self.labels, self.hidden, self.vocabulary, self.run)
-        block = max(part.gathered(self.size) for part in weights.blocks)
-        sent = block if self.shards > 1 else 0
+        block = max(weights.blocks, key=lambda part: part.gathered(self.size))
         forward = max(block.forward(joined * self.tokens) for block in set(self.blocks))
         return {
-            "gathered": weights.root.gathered(self.size) + block + sent,
+            "gathered": weights.root.gathered(self.size) + block.gathered(self.size) + self.sent(block),
             "read back": max(part.read_back(self.size) for part in weights.blocks),
             "activations": max(forward, chunks["activations"]),
             "logits": chunks["logits"],
@@ -261,9 +260,9 @@ class StepMemory:
         """Return the bytes of the gathered weights of ``blocks`` and of all modules outside of blocks."""
         return sum(part.gathered(self.size) for part in (self.weights.root, *blocks))
 
-    def sent(self, number: int) -> int:
-        """Return the bytes of the buffer from which an all-gather copies the weights of a block."""
-        return self.weights.blocks[number].gathered(self.size) if self.shards > 1 else 0
+    def sent(self, part: BlockParameters) -> int:
+        """Return the bytes of the buffer from which an all-gather copies the weights of ``part``."""
+        return part.gathered(self.size) if self.shards > 1 else 0
 
     def saved(self, num_blocks: int) -> int:
         """Return the bytes of activations of the first ``num_blocks`` blocks."""

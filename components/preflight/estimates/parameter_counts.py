@@ -54,7 +54,7 @@ class Cuts:
 def census(model: PreTrainedModel, adapter: LoRA | None = None) -> tuple[Parameter, ...]:
     """Return the parameters of ``model`` and of its adapter, tied ones once."""
     found: dict[tuple[str, bool], Parameter] = {}
-    coarse = set() if adapter is None else {f"{name}.weight" for name in adapter.quantized(model)}
+    coarse = set() if adapter is None else adapter.quantized_weights(model)
 
     def add(name: str, numel: int, *, trained: bool, cut: bool, beside: bool = False) -> None:
         of_expert = EXPERT_PARAM.match(name)

@@ -275,9 +275,8 @@ class MegatronEngine(TrainStepEngine):
 
     def close(self) -> None:
         clear_router_state([*self.chunks, *(self.reference or ())])
-        for held in ("chunks", "reference", "kept", "update", "blocks", "bias_blocks", "frozen"):
-            delattr(self, held)
-        del self.meshes, self.routing
+        del self.chunks, self.reference, self.kept, self.update, self.blocks, self.bias_blocks
+        del self.frozen, self.meshes, self.routing
         RotaryEmbedding.forward.cache_clear()  # the cached method holds a reference to the model
         gc.collect()
         parallel_state.destroy_model_parallel()

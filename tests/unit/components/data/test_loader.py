@@ -167,6 +167,13 @@ def test_a_step_needs_no_history(case: Case) -> None:
             assert torch.equal(one.labels, other.labels)
 
 
+def test_a_sequence_has_another_number_in_every_step(case: Case) -> None:
+    loader = make_loader(*case)
+    batches = [batch for step in range(loader.num_steps) for batch in loader.microbatches(step)]
+    found = torch.cat([batch.sequence_keys[batch.seqlens > 0] for batch in batches])
+    assert len(found.unique()) == len(found)
+
+
 def test_epochs_are_counted(tmp_path: Path) -> None:
     store = random_store(tmp_path / "s", 1)
     loader = make_loader(store, make_plans(store, "none"), "none")

@@ -175,8 +175,8 @@ def test_lists_of_losses_and_weighted_pairs_over_five_steps(dpo: OfTRL, name: st
     assert_same(steps(DPO(**ours), dpo.pairs, 5), dpo.steps(5, **theirs), 1e-5)
 
 
-def test_the_trainer_takes_the_steps_that_are_compared(dpo: OfTRL, tmp_path: Path) -> None:
-    """``train()`` itself, with its own optimizer and loop, gives the same losses."""
+def losses_of_train(folder: Path, **config: Any) -> list[float]:
+    """Return the losses of a DPOTrainer's ``train()``, with its own optimizer and loop."""
     losses: list[float] = []
 
     class Recording(trl.DPOTrainer):
@@ -185,37 +185,27 @@ def test_the_trainer_takes_the_steps_that_are_compared(dpo: OfTRL, tmp_path: Pat
             losses.append(loss.item())
             return loss
 
-    config = trl.DPOConfig(beta=0.1, loss_type=["ipo"], max_steps=STEPS, **options(tmp_path))
-    tokenizer = AutoTokenizer.from_pretrained(PATH)
     Recording(
         model=tiny_model(),
         ref_model=other_model(),
-        args=config,
+        args=trl.DPOConfig(beta=0.1, **options(folder) | config),
         train_dataset=datasets.Dataset.from_list(ROWS),
-        processing_class=tokenizer,
+        processing_class=AutoTokenizer.from_pretrained(PATH),
     ).train()
+    return losses
+
+
+def test_the_trainer_takes_the_steps_that_are_compared(dpo: OfTRL, tmp_path: Path) -> None:
+    """``train()`` itself gives the same losses."""
+    losses = losses_of_train(tmp_path, loss_type=["ipo"], max_steps=STEPS)
     got = steps(DPO(beta=0.1, loss="ipo"), dpo.pairs)
     assert [row["loss"] for row in got] == pytest.approx(losses, rel=1e-4)
 
 
 def test_a_reference_that_follows_the_policy(dpo: OfTRL, tmp_path: Path) -> None:
     """TR-DPO: five steps of TRL's ``train()`` with ``sync_ref_model``, and of an engine with our hook."""
-    losses: list[float] = []
-
-    class Recording(trl.DPOTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Tensor:
-            loss = super().compute_loss(*args, **kwargs)
-            losses.append(loss.item())
-            return loss
-
     synced = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.7}
-    Recording(
-        model=tiny_model(),
-        ref_model=other_model(),
-        args=trl.DPOConfig(beta=0.1, max_steps=5, **options(tmp_path) | synced),
-        train_dataset=datasets.Dataset.from_list(ROWS),
-        processing_class=AutoTokenizer.from_pretrained(PATH),
-    ).train()
+    losses = losses_of_train(tmp_path, max_steps=5, **synced)
     models = []
     for name, made in (("policy", tiny_model()), ("reference", other_model())):
         made.save_pretrained(tmp_path / name)

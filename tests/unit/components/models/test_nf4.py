@@ -52,8 +52,9 @@ def test_all_linear_layers_except_the_head_and_saved_modules_are_in_4_bits() -> 
         quantize="nf4", target_modules=("q_proj",), modules_to_save=("layers.0.mlp.up_proj", "lm_head")
     )
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    assert {*adapter.quantized(model)} == linears - {"lm_head", "model.layers.0.mlp.up_proj"}
-    assert LoRA().quantized(model) == []
+    others = linears - {"lm_head", "model.layers.0.mlp.up_proj"}
+    assert adapter.quantized_weights(model) == {f"{name}.weight" for name in others}
+    assert LoRA().quantized_weights(model) == set()
 
 
 def test_without_bitsandbytes_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

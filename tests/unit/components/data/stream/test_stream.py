@@ -107,7 +107,9 @@ def texts(batches: list[Batch], tokenizer: PreTrainedTokenizerBase) -> list[str]
 
 
 def same(one: list[Batch], other: list[Batch]) -> bool:
-    return all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(one, other, strict=True))
+    names = ("input_ids", "sequence_keys")
+    pairs = list(zip(one, other, strict=True))
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for a, b in pairs for name in names)
 
 
 def test_every_record_comes_once_a_pass(opened: Opened, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -132,6 +134,14 @@ def test_a_loader_continues_at_any_position(opened: Opened, tmp_path: Path) -> N
             assert loader.advance(step) == positions[step]
             for later in range(step, 12):
                 assert same(loader.microbatches(later), batches[later])
+
+
+def test_a_sequence_has_another_number_in_every_step(opened: Opened) -> None:
+    """The chunks of a stream number their sequences anew."""
+    with closing(opened.loader()) as loader:
+        batches = [batch for step in range(20) for batch in loader.microbatches(step)]
+    found = torch.cat([batch.sequence_keys for batch in batches if batch.sequence_keys is not None])
+    assert len(found.unique()) == len(found) == 20 * 8
 
 
 def test_ranks_divide_each_batch(opened: Opened) -> None:
