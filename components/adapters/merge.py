@@ -52,7 +52,7 @@ def merged_weights(
 ) -> WeightSource:
     """Return a source of the ``weights`` of ``model`` merged with the adapter's ``own``, in float32.
 
-    Frozen matrices in 4 bits have their rounded values, with which the adapter was trained.
+    Frozen 4-bit matrices are dequantised, because the adapter was trained with these values.
     """
     shapes, coarse = adapter.shapes(model), adapter.quantized_weights(model)
 

@@ -45,7 +45,8 @@ class Batch:
     num_keys: int | None = None
     """With ``prefix_lengths``: their sum plus T."""
     sequence_keys: Tensor | None = None
-    """int64 ``[S]``: a number of each sequence and step that no layout changes, for noise."""
+    """int64 ``[S]``: a seed for the noise of each sequence (NEFTune), another one in every train step. It
+    does not depend on ranks, micro-batches or packing."""
     pair_index: Tensor | None = None
     """int64 ``[S]``, preference data: ``2 * pair`` for chosen, ``2 * pair + 1`` for rejected, -1 without a
     pair."""

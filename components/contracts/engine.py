@@ -92,9 +92,10 @@ class Engine(LossEngine, Protocol):
         """
 
     def mix_reference(self, share: float) -> None:
-        """Replace the frozen reference by ``share`` times the trained model and 1 - ``share`` times itself.
+        """Update the frozen reference: ``reference = share * trained + (1 - share) * reference``.
 
-        Parameters are mixed in fp32, from the master weights, and stored in the dtype of the reference.
+        The sum is computed in fp32, with the master weights of the trained model, and stored in the dtype of
+        the reference.
         """
 
     def keeping_random_streams(self) -> AbstractContextManager[None]:

@@ -70,7 +70,7 @@ class Hook:
 
     on_error: Literal["stop", "warn"] = "stop"
     generates_text: ClassVar[bool] = False
-    """Whether it completes prompts, which a reward model cannot."""
+    """Whether the hook completes prompts with the model, which a reward model cannot."""
 
     def check(self) -> None:
         """Raise ConfigError if a requirement is missing; called before any rank starts."""

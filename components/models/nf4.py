@@ -81,13 +81,13 @@ def dequantize(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(matrix: Tensor) -> Tensor:
-    """Return the values of ``matrix`` in 4 bits, in its dtype."""
+    """Return ``matrix`` quantised and dequantised, in its dtype."""
     return dequantize(quantize(matrix), matrix.shape, matrix.dtype)
 
 
 @torch.no_grad()
 def round_linears(model: PreTrainedModel) -> None:
-    """Give the linear layers of ``model``, except its head, the values that they have in 4 bits."""
+    """Quantise and dequantise the matrices of ``model``'s linear layers, except that of its head."""
     head = model.get_output_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Linear) and module is not head:
@@ -115,8 +115,8 @@ def code_of_scales(device: torch.device) -> Tensor:
     return code.to(device)
 
 
-class FrozenProduct(torch.autograd.Function):
-    """A linear layer whose matrix exists only while it is multiplied, in both passes."""
+class QuantizedLinearFunction(torch.autograd.Function):
+    """The product with a frozen 4-bit matrix, which is dequantised anew in the forward and backward pass."""
 
     @staticmethod
     def forward(
@@ -133,7 +133,7 @@ class FrozenProduct(torch.autograd.Function):
 
 
 class NF4Linear(nn.Module):
-    """A frozen linear layer on the meta device; ``weight`` is ``quantize`` of its matrix."""
+    """A linear layer with a frozen 4-bit matrix, made on the meta device; ``weight`` holds the bytes."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -144,5 +144,5 @@ class NF4Linear(nn.Module):
     # The kernels of bitsandbytes are not compiled, and its Python code breaks the graph in any case.
     @torch.compiler.disable
     def forward(self, inputs: Tensor) -> Tensor:
-        out: Tensor = FrozenProduct.apply(inputs, self.weight, self.shape, self.bias)
+        out: Tensor = QuantizedLinearFunction.apply(inputs, self.weight, self.shape, self.bias)
         return out

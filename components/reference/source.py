@@ -160,10 +160,11 @@ def resolve_reference(
 
 
 def check_sync(choice: str, model: ModelConfig, adapter: AdapterConfig | None) -> None:
-    """Raise ConfigError unless the reference is a frozen model that can be mixed with the trained one.
+    """Raise ConfigError unless the reference can be mixed with the trained model.
 
-    Both need the same parameters, which an adapter adds to one of them only, and no router may change outside
-    of its parameters.
+    It must be a second, frozen model with the same parameters. So adapters are refused, which add parameters
+    to the trained model only, and biases of routers that are updated without a gradient, because they are not
+    parameters.
     """
     if choice != "frozen":
         raise ConfigError(

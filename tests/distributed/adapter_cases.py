@@ -109,7 +109,7 @@ def plain_adapter(family: str, kind: str, folder: Path) -> Trained:
 
 
 def round_matrices(model: torch.nn.Module, but: Sequence[str] = ()) -> None:
-    """Give linear layers except the head the values that bitsandbytes reads back from 4 bits."""
+    """Give linear layers except the head the values that bitsandbytes dequantises."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", *but)):
             packed, state = quantize_4bit(module.weight.data, compress_statistics=True, quant_type="nf4")

@@ -44,7 +44,7 @@ mean and its products."""
 
 @dataclass(frozen=True)
 class BlockParameters:
-    """Parameters of a block, or of all modules outside of blocks, in elements except ``packed``."""
+    """Parameters of a block, or of all modules outside of blocks, in elements except ``quantized_bytes``."""
 
     numel: int
     """Trained and frozen, on one tensor-parallel rank with its own experts, before FSDP shards them."""
@@ -52,17 +52,20 @@ class BlockParameters:
     unsharded: int
     """``numel`` with the experts of all ep ranks."""
     unsharded_trained: int
-    packed: int = 0
-    """Bytes of matrices in 4 bits, which the numbers above leave out."""
+    quantized_bytes: int = 0
+    """Bytes of 4-bit matrices and their scales, which ``numel`` and ``unsharded`` leave out."""
     largest: int = 0
     """Elements of the largest of these matrices."""
 
     def gathered(self, size: int) -> int:
         """Return the bytes of all parameters, gathered for computing in a dtype of ``size`` bytes."""
-        return self.numel * size + self.packed
+        return self.numel * size + self.quantized_bytes
 
-    def read_back(self, size: int) -> int:
-        """Return the bytes of a matrix in 4 bits that is being multiplied, with its scales in fp32."""
+    def dequantized_bytes(self, size: int) -> int:
+        """Return the bytes of the largest 4-bit matrix, dequantised for a product, and of its fp32 scales.
+
+        ``size`` is the number of bytes of a value.
+        """
         return self.largest * size + -(-self.largest // BLOCK) * FP32
 
 
@@ -95,7 +98,7 @@ class ModelParameters:
         return sum(part.unsharded for part in self.parts) - self.unsharded_trained
 
     def frozen_bytes(self, size: int) -> int:
-        return self.unsharded_frozen * size + sum(part.packed for part in self.parts)
+        return self.unsharded_frozen * size + sum(part.quantized_bytes for part in self.parts)
 
 
 def memory(
@@ -180,9 +183,10 @@ class StepMemory:
         yield self.during_root_reduction()
 
     def during_first_gather(self) -> Bytes:
-        """Return the bytes before the first block, when what its weights are copied from still exists.
+        """Return the bytes when the weights of the first block have just been gathered.
 
-        So does the buffer of the weights outside of blocks, which is freed when the block begins.
+        FSDP2 copies the weights from the buffer of the all-gather. Two such buffers exist: that of the
+        block, and that of the embedding, the last norm and the head, which is freed when the block begins.
         """
         root, first = self.weights.root, self.weights.blocks[0]
         return {
@@ -219,7 +223,7 @@ class StepMemory:
         return {
             "gathered": self.gathered(kept) + (coming if self.reshards else 0),
             "activations": self.saved(number + 1) + self.blocks[number].backward(self.tokens),
-            "read back": own.read_back(self.size),
+            "dequantized": own.dequantized_bytes(self.size),
             "gradients": self.sharded_grads(number + 1)
             + self.accumulated_grads((self.weights.root, *blocks[: number + 1]))
             + (self.weights.head + own.trained) * self.size,
@@ -251,7 +255,7 @@ class StepMemory:
         forward = max(block.forward(joined * self.tokens) for block in set(self.blocks))
         return {
             "gathered": weights.root.gathered(self.size) + block.gathered(self.size) + self.sent(block),
-            "read back": max(part.read_back(self.size) for part in weights.blocks),
+            "dequantized": max(part.dequantized_bytes(self.size) for part in weights.blocks),
             "activations": max(forward, chunks["activations"]),
             "logits": chunks["logits"],
         }
@@ -325,14 +329,14 @@ def count_parameters(
 
 
 def count_block(found: Sequence[Parameter], ep: int) -> BlockParameters:
-    trained, plain = [p for p in found if p.trained], [p for p in found if not p.packed]
+    trained, plain = [p for p in found if p.trained], [p for p in found if not p.quantized_bytes]
     return BlockParameters(
         sum(p.numel for p in plain),
         sum(p.numel for p in trained),
         sum(p.numel * (ep if p.of_experts else 1) for p in plain),
         sum(p.numel * (ep if p.of_experts else 1) for p in trained),
-        sum(p.packed for p in found),
-        max((p.numel for p in found if p.packed), default=0),
+        sum(p.quantized_bytes for p in found),
+        max((p.numel for p in found if p.quantized_bytes), default=0),
     )
 
 

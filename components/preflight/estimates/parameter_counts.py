@@ -33,8 +33,8 @@ class Parameter:
     """Whether tensor parallelism splits it."""
     number: int = 0
     """Number of experts. 0 means that it is not an expert parameter."""
-    packed: int = 0
-    """Bytes of a matrix in 4 bits. 0 means that it is in fp32 or ``run.dtype``."""
+    quantized_bytes: int = 0
+    """Bytes of a 4-bit matrix and its scales. 0 means that it is in fp32 or ``run.dtype``."""
 
     @property
     def of_experts(self) -> bool:
@@ -59,8 +59,8 @@ def census(model: PreTrainedModel, adapter: LoRA | None = None) -> tuple[Paramet
     def add(name: str, numel: int, *, trained: bool, cut: bool, beside: bool = False) -> None:
         of_expert = EXPERT_PARAM.match(name)
         if of_expert is None:
-            packed = num_bytes(numel) if name in coarse and not beside else 0
-            found[name, beside] = Parameter(name, numel, trained, cut, packed=packed)
+            stored = num_bytes(numel) if name in coarse and not beside else 0
+            found[name, beside] = Parameter(name, numel, trained, cut, quantized_bytes=stored)
             return
         name = f"{of_expert['experts']}.{of_expert['leaf']}"
         before = found.get((name, beside), Parameter(name, 0, trained, cut))

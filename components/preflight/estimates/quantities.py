@@ -93,9 +93,9 @@ class ModelSize:
     top_k: int = 0
     """Number of experts per token and MoE layer."""
     quantized: int = 0
-    """Number of parameters in 4 bits."""
-    packed: int = 0
-    """Bytes of these parameters."""
+    """Number of 4-bit parameters."""
+    quantized_bytes: int = 0
+    """Bytes of these parameters and their scales."""
 
     @property
     def all_trained(self) -> bool:

@@ -33,7 +33,7 @@ def model_size(case: Candidate) -> ModelSize:
         attention_shape(case.model.config),
     )
     found = census(case.model, case.adapter)
-    experts, coarse = [p for p in found if p.of_experts], [p for p in found if p.packed]
+    experts, coarse = [p for p in found if p.of_experts], [p for p in found if p.quantized_bytes]
     layers = len(moe_blocks(case.model))
     return ModelSize(
         parameters=counts["total"],
@@ -47,7 +47,7 @@ def model_size(case: Candidate) -> ModelSize:
         num_moe_layers=layers,
         top_k=config.num_experts_per_tok if layers else 0,
         quantized=sum(p.numel for p in coarse),
-        packed=sum(p.packed for p in coarse),
+        quantized_bytes=sum(p.quantized_bytes for p in coarse),
     )
 
 

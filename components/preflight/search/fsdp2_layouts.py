@@ -63,7 +63,7 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
             experts / layout.ep, shards // layout.ep
         )
 
-    gathered = spread(held, experts) * itemsize + all_gather_bytes(size.packed, shards)
+    gathered = spread(held, experts) * itemsize + all_gather_bytes(size.quantized_bytes, shards)
     weights = gathers * gathered + reductions * spread(trained, taught) * FP32
     sent = [CommVolume("dp_shard", weights, when="overlapped")]
     if layout.dp_replicate > 1:
@@ -82,7 +82,7 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     if step.whole_weights:
         sent += (v for v in whole_updates(layout, size, shards) if v.num_bytes)
     if layout.cpu_offload:
-        shard = (gathers * (held * itemsize + size.packed) + reductions * trained * FP32) / shards
+        shard = (gathers * (held * itemsize + size.quantized_bytes) + reductions * trained * FP32) / shards
         sent.append(CommVolume("host", shard, when="overlapped"))
     return StepCost(sent, bubble=0.0, recomputed=recomputed)
 

@@ -78,7 +78,7 @@ def test_parameters(folder: Path) -> None:
     }
     size = model_size(case(folder, "adapter=qlora", "adapter.r=4"))
     assert (size.parameters, size.quantized) == (total + 4 * sides, MATRICES)
-    assert 4.1 < 8 * size.packed / MATRICES < 4.2
+    assert 4.1 < 8 * size.quantized_bytes / MATRICES < 4.2
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
@@ -166,7 +166,7 @@ def test_what_fsdp2_sends() -> None:
     assert sent(fsdp2(4), 4) == {"dp_shard": gathers + scatter}
     kept = replace(fsdp2(4), reshard_after_forward=False)
     assert sent(kept, 4) == {"dp_shard": gathers / 2 + scatter}
-    coarse = replace(SIZE, trained=10, quantized=600, packed=310)
+    coarse = replace(SIZE, trained=10, quantized=600, quantized_bytes=310)
     few = 3 * 2 * 0.75 * (400 * 2 + 310)
     assert sent(fsdp2(4), 4, size=coarse) == {"dp_shard": few + 0.75 * 10 * 4}
     offloaded = sent(fsdp2(4, cpu_offload=True), 4, size=coarse)
