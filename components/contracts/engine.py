@@ -36,6 +36,8 @@ class StepResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_zeros: int | None = None
     """Number of zero entries of the gradient. None means that they were not counted."""
+    overflow: bool = False
+    """Whether the update was skipped only because the loss scale was too large for gradients in fp16."""
 
 
 class Engine(LossEngine, Protocol):
@@ -77,6 +79,9 @@ class Engine(LossEngine, Protocol):
         Every rank skips the update if the loss or a gradient is not finite, or if the loss is above
         ``max_loss``, which is the same on every rank. ``before_update`` is called once the gradients are
         divided.
+
+        Raises:
+            NonRetryableError: if gradients overflow even with the smallest loss scale.
         """
 
     def layer_norms(self) -> dict[str, float]:
@@ -131,6 +136,16 @@ class Engine(LossEngine, Protocol):
 
 
 @dataclass(frozen=True)
+class LossScaling:
+    """Options of the loss scale, for which ``torch.amp.GradScaler`` has the same names and rule."""
+
+    initial: float
+    """Factor of the mean loss in the first step."""
+    growth_interval: int
+    """Number of steps without overflow after which the factor is doubled."""
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """Options of an engine besides its model, its optimizer and its layout."""
 
@@ -147,5 +162,7 @@ class EngineOptions:
     compiled: bool = False
     kernels: Kernels = "auto"
     count_zeros: bool = False
+    loss_scaling: LossScaling | None = None
+    """Loss scaling for fp16. None means that the loss is not scaled."""
     timeout_s: float = 0
     """Lower bound of the timeout of collectives, in seconds."""

@@ -5,7 +5,7 @@ checkpoint=DIR  a checkpoint folder, or a run folder, whose newest complete chec
 adapter=DIR     instead of checkpoint, with merge=true: an adapter folder, which is merged into its base model
 base=DIR        only with adapter: the base model, if it is not at the path recorded in the adapter
 hook=ema        only with checkpoint: the average of the weights that the run's hook of this name keeps
-dtype=fp32      or bf16: dtype of the written weights; default: that of checkpoint's run, fp32 with adapter
+dtype=fp32      or bf16 or fp16, of the written weights; default: that of checkpoint's run, fp32 with adapter
 trust=[MODULE]  only with checkpoint: further modules whose classes the run's config.yaml may name
 trust_remote_code=true  only with checkpoint: run the code that the run's model brings with it
 """
@@ -27,7 +27,7 @@ KEYS = {
     "merge": ("true", "false"),
     "base": None,
     "hook": None,
-    "dtype": ("fp32", "bf16"),
+    "dtype": ("fp32", "bf16", "fp16"),
     "trust": None,
     "trust_remote_code": ("true", "false"),
 }

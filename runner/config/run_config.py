@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from components.contracts.engine import Kernels
+from components.contracts.engine import Kernels, LossScaling
 from components.contracts.errors import ConfigError
 from components.proof.small_model import Limits
 
@@ -28,7 +28,8 @@ class RunConfig:
     micro_batch_size: int | Literal["auto"]
     """``auto`` until the launch has chosen it: ranks always read a number."""
     seed: int
-    dtype: Literal["fp32", "bf16"]
+    dtype: Literal["fp32", "bf16", "fp16"]
+    loss_scale: LossScaling
     device: Literal["auto", "cpu", "cuda"]
     log_every: int
     eval_every: float
@@ -62,6 +63,9 @@ class RunConfig:
         )
         intervals = ("log_every", "eval_every_epochs", "final_sample_tokens")
         check_at_least_0("run", self, *intervals, "seed", "hang_timeout_s", "max_restarts")
+        check_at_least_1("run.loss_scale", self.loss_scale, "initial", "growth_interval")
+        if not math.isfinite(self.loss_scale.initial):
+            raise ConfigError("run.loss_scale.initial: must be a finite number; use 65536.")
         if not math.isfinite(self.hang_timeout_s):
             raise ConfigError(
                 f"run.hang_timeout_s: is {self.hang_timeout_s}; give a number of seconds, or 0 for off."

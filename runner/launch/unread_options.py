@@ -38,6 +38,11 @@ READ_IF: tuple[tuple[tuple[str, ...], Callable[[Experiment], object], str], ...]
         "early_stopping.metric=eval/loss",
     ),
     (
+        ("run.loss_scale.initial", "run.loss_scale.growth_interval"),
+        lambda e: e.run.dtype == "fp16",
+        "run.dtype=fp16",
+    ),
+    (
         ("preflight.rank",),
         lambda e: e.preflight.mode == "rehearse",
         "preflight.mode=rehearse",

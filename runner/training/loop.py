@@ -144,7 +144,11 @@ def train_step(t: TrainContext) -> None:
     result = t.engine.finish_train_step(t.lr(step), max_loss=max_loss, before_update=observe)
     stats = t.train_data.stats(step)
     t.state.advance(
-        num_samples=stats.num_samples, num_tokens=stats.num_tokens, skipped=result.skipped, loss=result.loss
+        num_samples=stats.num_samples,
+        num_tokens=stats.num_tokens,
+        skipped=result.skipped,
+        loss=result.loss,
+        overflow=result.overflow,
     )
     t.state.stream_position = t.train_data.advance(t.state.step)
     seconds, epoch = time.perf_counter() - began, t.train_data.epoch(t.state.step)

@@ -101,6 +101,10 @@ class MetricsReporter:
         """Log why the update of ``step`` was skipped, and its samples."""
         if self.loggers is None:
             return
+        if result.overflow:
+            scale = result.metrics["loss_scale"]
+            log.info(f"step {step}: gradients overflow; the update is skipped and the scale {scale:g} halved")
+            return
         if not math.isfinite(result.loss):
             why = f"loss is {result.loss}"
         elif not math.isfinite(result.grad_norm):

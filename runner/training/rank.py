@@ -49,7 +49,7 @@ from runner.training.watchdog import Watchdog, end_process
 log = logging.getLogger("runner")
 
 Device = Literal["cpu", "cuda"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_process) -> None:
@@ -113,7 +113,7 @@ def check_weights(engine: Engine, state: TrainState) -> None:
     if state.skipped == state.step:
         raise NonRetryableError(
             f"all {state.step} steps were skipped, as the log says, and no weight was trained; lower "
-            "optimizer.lr, or look at the samples that the log names."
+            "optimizer.lr (with run.dtype=fp16 run.loss_scale.initial), or look at the samples that it names."
         )
     tensors = engine.tensors(model_only=True).items()
     shards = ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in tensors)
@@ -181,6 +181,7 @@ def engine_options(experiment: Experiment, device: Device, **others: Any) -> Eng
         compiled=run.compile,
         kernels=run.kernels,
         count_zeros=run.log_num_zeros,
+        loss_scaling=run.loss_scale if run.dtype == "fp16" else None,
         timeout_s=run.hang_timeout_s,
         **others,
     )

@@ -52,12 +52,16 @@ class TrainState:
                 f"({error}); take another checkpoint."
             ) from error
 
-    def advance(self, *, num_samples: int, num_tokens: int, skipped: bool, loss: float) -> None:
+    def advance(
+        self, *, num_samples: int, num_tokens: int, skipped: bool, loss: float, overflow: bool = False
+    ) -> None:
+        """Count one step; that of an ``overflow`` (see ``StepResult``) is skipped, but not a bad one."""
         self.step += 1
         self.num_samples += num_samples
         self.num_tokens += num_tokens
         self.skipped += skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if not overflow:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if math.isfinite(loss):
             self.interval_loss += loss
             self.interval_steps += 1

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from components.adapters import LoRA
 from components.contracts.batch import IGNORE, Batch
-from components.contracts.engine import Engine, EngineOptions, Reference, StepResult
+from components.contracts.engine import Engine, EngineOptions, LossScaling, Reference, StepResult
 from components.contracts.loss import Loss
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.losses import NextToken
 from components.models import ModelSpec
 from components.models.experts import unstack_experts
+from components.models.moe_loss_config import MoELossConfig
 from components.models.mtp import MTPConfig
 from components.models.pretrained import persistent_buffers
 from components.optimizers import AdamW, Optimizer
@@ -218,10 +219,12 @@ def make_engine(
     freeze: tuple[str, ...] = (),
     train_only: tuple[str, ...] = (),
     mtp_layers: int = 0,
+    loss_scaling: LossScaling | None = None,
+    moe: MoELossConfig = MoELossConfig(),  # noqa: B008  frozen
 ) -> Any:
     """Build the engine of this rank, by default FSDP2 on one rank."""
     return (on or fsdp2()).build(
-        replace(spec(family), freeze=freeze, train_only=train_only, mtp=MTPConfig(mtp_layers)),
+        replace(spec(family), freeze=freeze, train_only=train_only, moe=moe, mtp=MTPConfig(mtp_layers)),
         optimizer or AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=max_grad_norm),
         EngineOptions(
             dtype=dtype,
@@ -230,6 +233,7 @@ def make_engine(
             count_zeros=count_zeros,
             compiled=compiled,
             adapter=adapter,
+            loss_scaling=loss_scaling,
         ),
     )
 

@@ -156,7 +156,7 @@ def test_a_part_of_a_model_is_completed_with_what_was_frozen(chain: dict[str, Pa
         (["checkpoint={pt}", "output={pt}"], "output="),
         (["checkpoint={pt}", "output={tmp}/o", "merge=true"], "merge: the checkpoint is of a whole model"),
         (["checkpoint={pt}", "output={tmp}/o", "base=x"], "base: is not read"),
-        (["checkpoint={pt}", "output={tmp}/o", "dtype=fp16"], "dtype=fp16: must be fp32 or bf16"),
+        (["checkpoint={pt}", "output={tmp}/o", "dtype=fp8"], "dtype=fp8: must be fp32 or bf16 or fp16"),
     ],
 )
 def test_mistakes_in_an_export(

@@ -36,6 +36,7 @@ from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
 from components.engines.fsdp2.whole_weights import whole_weights
 from components.engines.shared import microbatch_merging, process_group
 from components.engines.shared.loss_accumulator import LossAccumulator, clip, count_zeros, global_norm
+from components.engines.shared.loss_scale import LossScale, load_scale, scale_tensors
 from components.engines.shared.mtp import add_mtp_losses
 from components.engines.shared.neftune import NEFTune
 from components.engines.shared.oom import naming_microbatch
@@ -84,7 +85,7 @@ class FSDP2Engine(TrainStepEngine):
         self.kept = [] if self.reference is None else list(self.reference.named_weights())
         self.synced = list(self.reference.members()) if self.reference and options.sync_reference else []
         self.reduces_every = layout.reduce_gradients == "every"
-        self.max_grad_norm = optimizer.max_grad_norm
+        self.max_grad_norm, self.loss_scale = optimizer.max_grad_norm, LossScale.build(options.loss_scaling)
         # Collected once, because a gathered module has its whole parameters instead of the shards.
         self.named_weights = list(self.scorer.named_weights())
         self.weights = {name: parameter for name, parameter in self.named_weights if parameter.requires_grad}
@@ -118,7 +119,7 @@ class FSDP2Engine(TrainStepEngine):
                 begin(index)
                 self._set_gradient_sync(self.reduces_every or index == len(microbatches) - 1)
                 given, ahead = self._given(here), self.spec.mtp.batches(here)
-                stats, mtp = self._stats(self.scorer, given, loss, ahead)
+                stats, mtp = self._stats(self.scorer, given, loss, ahead, self.sums.factor)
                 output, counts = add_mtp_losses(
                     loss(stats, given.batch),
                     loss.counts(here),  # of the copy in host memory: reading a GPU would wait
@@ -132,8 +133,8 @@ class FSDP2Engine(TrainStepEngine):
     def reduce_gradients(self) -> None:
         """Do nothing: the last micro-batch of every call has reduced them."""
 
-    def divide_gradients(self, count: int) -> None:
-        torch._foreach_div_([local_shard(g) for g in self._gradients()], count)
+    def divide_gradients(self, divisor: float) -> None:
+        torch._foreach_div_([local_shard(g) for g in self._gradients()], divisor)
 
     def grad_norm(self) -> float:
         return global_norm(self._counted(), self.world, self.device).item()
@@ -213,7 +214,8 @@ class FSDP2Engine(TrainStepEngine):
         rank, device = dist.get_rank(), self.device
         if not model_only:
             tensors = state_dict.saved_tensors(self.trained, self.biases, self.optimizer, rank, device)
-            return tensors | state_dict.weight_tensors(self.synced, "reference")
+            tensors |= state_dict.weight_tensors(self.synced, "reference")
+            return tensors | scale_tensors(self.loss_scale)
         with self.optimizer.evaluating() as changed:
             tensors = state_dict.saved_tensors(self.trained, self.biases, None, rank, device)
             return {key: tensor.clone() for key, tensor in tensors.items()} if changed else tensors
@@ -221,6 +223,7 @@ class FSDP2Engine(TrainStepEngine):
     def load(self, path: Path) -> None:
         if self.synced:
             load_tensors(path, state_dict.weight_tensors(self.synced, "reference"))
+        load_scale(path, self.loss_scale)
         state_dict.load(path, self.trained, self.biases, self.optimizer, dist.get_rank(), self.device)
 
     def export(self, path: Path) -> None:
@@ -269,11 +272,16 @@ class FSDP2Engine(TrainStepEngine):
         return self.scorer.context.model_input(here, self.device)
 
     def _stats(
-        self, model: LogProbModel, given: ModelInput, loss: Loss, ahead: Sequence[Batch] = ()
+        self,
+        model: LogProbModel,
+        given: ModelInput,
+        loss: Loss,
+        ahead: Sequence[Batch] = (),
+        factor: float = 1.0,
     ) -> tuple[TokenStats, list[Tensor]]:
         """Return the statistics that ``loss`` requires, and the logps of every MTP depth of ``ahead``."""
         depths = [self._given(shifted) for shifted in ahead]
-        found = model(given, loss.requires, loss.weights(given.batch), depths)
+        found = model(given, loss.requires, loss.weights(given.batch), depths, factor)
         number = len(fields(TokenStats))
         return TokenStats(*found[:number]), list(found[number:])
 

@@ -77,11 +77,13 @@ class LogProbModel(nn.Module):
         requires: frozenset[str],
         weights: Tensor | None,
         mtp: Sequence[ModelInput] = (),
+        factor: float = 1.0,
     ) -> tuple[Tensor | None, ...]:
         """Return the fields of ``TokenStats``, as a tuple because FSDP adds hooks to tensors of a tuple only.
 
         They are followed by the logps of each input of ``mtp``, one per MTP depth (see ``MTPConfig``). If it
-        is empty, the MTP layers are not computed.
+        is empty, the MTP layers are not computed. The loss is multiplied by ``factor`` before the backward
+        pass.
         """
         own, batch = self.context.shard, given.batch
         length = batch.labels.shape[1]
@@ -96,7 +98,7 @@ class LogProbModel(nn.Module):
             use_cache=False,
             **given.attention,
         ).last_hidden_state
-        stats = self._stats(hidden, given, requires, weights)
+        stats = self._stats(hidden, given, requires, None if weights is None else weights * factor)
         whole = self.context.gather
         return (
             whole(stats.logps, length),
@@ -104,7 +106,7 @@ class LogProbModel(nn.Module):
             whole(stats.mean_logp, length),
             whole(stats.log_sum_sq_probs, length),
             whole(stats.values, length),
-            *(whole(logps, length) for logps in self._mtp(hidden, mtp)),
+            *(whole(logps, length) for logps in self._mtp(hidden, mtp, factor)),
         )
 
     def _stats(
@@ -126,13 +128,14 @@ class LogProbModel(nn.Module):
             shard=self.vocabulary,
         )
 
-    def _mtp(self, hidden: Tensor, depths: Sequence[ModelInput]) -> Iterator[Tensor]:
+    def _mtp(self, hidden: Tensor, depths: Sequence[ModelInput], factor: float) -> Iterator[Tensor]:
         """Yield the ``logps`` of this rank's positions by MTP depth."""
         if not depths:
             return
         ids = [self.context.shard(depth.batch.input_ids) for depth in depths]
         for state, depth in zip(self.further(hidden, ids, self._embed), depths, strict=True):
-            yield self._stats(state, depth, frozenset(), (depth.batch.labels != IGNORE).float()).logps
+            weights = (depth.batch.labels != IGNORE) * factor
+            yield self._stats(state, depth, frozenset(), weights).logps
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Embed ``ids`` for an MTP layer, of which every tensor-parallel rank computes a part."""

@@ -47,6 +47,8 @@ class LossAccumulator:
     main_apart: bool = False
     """Whether ``reduce`` reports the main term as ``lm_loss`` too, because the model adds terms to the
     loss."""
+    factor: float = 1.0
+    """Factor of the loss in the backward pass, by which gradients are divided at the end of the step."""
     terms: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
     term_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     metrics: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
@@ -55,15 +57,15 @@ class LossAccumulator:
     def scaled_loss(self, output: LossOutput) -> Tensor:
         """Return the scalar for the backward pass: the sum of each term times N_main / N_term.
 
-        The first term is the main one.
+        The first term is the main one. The sum is multiplied by ``factor``.
         """
         main, *others = output.terms.items()
         if not others:
-            return main[1]
+            return main[1] * self.factor
         assert self.counts is not None, "a loss of several terms needs its counts at begin_train_step"
         n_main = self.counts[main[0]]
         scaled = [term * (n_main / max(self.counts[name], 1)) for name, term in others]
-        return torch.stack([main[1], *scaled]).sum()
+        return torch.stack([main[1], *scaled]).sum() * self.factor
 
     def add(self, output: LossOutput, counts: Mapping[str, int]) -> None:
         """Add the sums and counts of one micro-batch."""

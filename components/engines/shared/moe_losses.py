@@ -76,8 +76,11 @@ class MoELosses:
         """Tokens per expert in the global batch so far, over all data ranks, for the layers of this rank."""
         self.scales: Mapping[str, float] = {}
 
-    def begin(self, counts: Mapping[str, int], n_main: int) -> None:
-        """Begin a train step with the global ``counts`` of the terms."""
+    def begin(self, counts: Mapping[str, int], n_main: float) -> None:
+        """Begin a train step with the global ``counts`` of the terms.
+
+        ``n_main`` is the number by which the engine divides all gradients.
+        """
         strengths = self.terms.coefficients.items()
         self.scales = {name: value * n_main / max(counts[name], 1) for name, value in strengths}
         self.table.zero_()
@@ -247,17 +250,17 @@ class RouterState(ABC):
         self.loads: Tensor | None = None
         """Tokens per expert in the last finished step: float64 ``[layers, E]``."""
 
-    def begin(self, counts: Mapping[str, int] | None) -> None:
+    def begin(self, counts: Mapping[str, int] | None, factor: float = 1.0) -> None:
         """Begin a train step with the global counts of all loss terms, the main term first.
 
-        None means that the model adds no terms.
+        None means that the model adds no terms. ``factor`` is that of the loss in the backward pass.
         """
         strengths = self.routers.terms.coefficients
         if counts is None:
             assert not strengths, "terms of routers need their counts at begin_train_step"
             counts = {"": 1}
         self.counts = {name: counts[name] for name in strengths}
-        self.routers.begin(self.counts, next(iter(counts.values())))
+        self.routers.begin(self.counts, factor * next(iter(counts.values())))
 
     def finish(self, loss: float) -> tuple[float, dict[str, float]]:
         """Return ``loss`` plus the router terms, and metrics; collective over all ranks of the run."""

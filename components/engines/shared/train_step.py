@@ -21,6 +21,7 @@ from components.engines.shared.loss_accumulator import (
     all_reduce_sum,
     reduce_counts,
 )
+from components.engines.shared.loss_scale import LossScale
 from components.engines.shared.moe_losses import RouterState
 from components.models import ModelSpec
 
@@ -38,6 +39,8 @@ class TrainStepEngine(Engine):
     options: EngineOptions
     routing: RouterState | None
     """None for a model without experts."""
+    loss_scale: LossScale | None
+    """None if the loss is not scaled."""
     sums: LossAccumulator | None = None
     """Sums of the current step. None outside of a step."""
 
@@ -52,8 +55,8 @@ class TrainStepEngine(Engine):
         """Sum the gradients over data ranks, if the last backward pass has not done so."""
 
     @abstractmethod
-    def divide_gradients(self, count: int) -> None:
-        """Divide every gradient by ``count``."""
+    def divide_gradients(self, divisor: float) -> None:
+        """Divide every gradient by ``divisor``."""
 
     @abstractmethod
     def grad_norm(self) -> float:
@@ -100,9 +103,14 @@ class TrainStepEngine(Engine):
             by_batch = [loss.counts(batch) | self.spec.counts(batch) for batch in microbatches]
             total = {name: sum(counts[name] for counts in by_batch) for name in by_batch[0]}
             counts = reduce_counts(total, self.group, self.device)
-        self.sums = LossAccumulator(counts, main_apart=self.spec.has_auxiliary_losses)
+        factor = 1.0
+        if self.loss_scale is not None:
+            # The scale is that of the mean: gradients of a sum over all labels would overflow in fp16.
+            assert counts is not None, "a loss scale needs the counts at begin_train_step"
+            factor = self.loss_scale.value / max(next(iter(counts.values())), 1)
+        self.sums = LossAccumulator(counts, main_apart=self.spec.has_auxiliary_losses, factor=factor)
         if self.routing is not None:
-            self.routing.begin(counts)
+            self.routing.begin(counts, factor)
 
     def finish_train_step(
         self,
@@ -114,7 +122,7 @@ class TrainStepEngine(Engine):
         assert self.sums is not None, "finish_train_step without begin_train_step"
         means, n_main = self.reduce_sums(self.sums)
         self.reduce_gradients()
-        self.divide_gradients(max(n_main, 1))  # the only division of a step
+        self.divide_gradients(max(n_main, 1) * self.sums.factor)  # the only division of a step
         grad_norm, loss = self.grad_norm(), means.pop("loss")
         zeros = self.count_zeros() if self.options.count_zeros else None
         if before_update is not None:
@@ -124,14 +132,19 @@ class TrainStepEngine(Engine):
             means |= added
         if max_loss < math.inf:  # so that rounding does not make ranks decide differently
             loss = self.max_over_ranks(loss)
-        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm) and loss <= max_loss)
+        is_good, overflow = math.isfinite(loss) and loss <= max_loss, not math.isfinite(grad_norm)
+        skipped = overflow or not is_good
         if not skipped:
             self.apply_update(lr, grad_norm)
             if self.routing is not None:
                 self.routing.update_biases()
         self.zero_grad()
         self.sums = None
-        return StepResult(loss, grad_norm, skipped, means, zeros)
+        if self.loss_scale is None:
+            return StepResult(loss, grad_norm, skipped, means, zeros)
+        means["loss_scale"] = self.loss_scale.value
+        self.loss_scale.update(overflow=overflow)
+        return StepResult(loss, grad_norm, skipped, means, zeros, overflow and is_good)
 
     def abort_train_step(self) -> None:
         self.sums = None

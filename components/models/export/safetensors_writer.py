@@ -16,7 +16,7 @@ from components.models.experts import stored_dtype
 from components.models.export.hf_file_names import file_names
 from components.models.export.hf_folder import SHARD_BYTES, finish_folder
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 ALIGNMENT = 8
 """Alignment of the first tensor's offset, in bytes."""
 

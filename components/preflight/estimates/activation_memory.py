@@ -50,7 +50,7 @@ class RunShape:
     @property
     def has_kernel(self) -> bool:
         """Whether one kernel computes all sequences of a packed row, instead of one call per sequence."""
-        return self.device == "cuda" and self.dtype == torch.bfloat16
+        return self.device == "cuda" and self.dtype != torch.float32
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def named(name: str, budget: int | None, dtype: torch.dtype) -> Device:
         raise ConfigError(f"preflight.device_name: there is no data sheet of {name!r}; {known}")
     gigabytes, link = GPUS[name]
     half, full = DENSE_PEAKS[name]
-    flops = half if dtype == torch.bfloat16 else full
+    flops = full if dtype == torch.float32 else half
     memory = gigabytes * UNITS["GB"] if budget is None else budget
     return Device(name, "cuda", memory, True, flops, GPU_MFU, link, NETWORK, PER_NODE)
 

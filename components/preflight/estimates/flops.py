@@ -30,7 +30,7 @@ DENSE_PEAKS = {
     "RTX 4090": (165e12, 82.6e12),
     "RTX A6000": (155e12, 38.7e12),
 }
-"""FLOP/s of dense bf16 tensor cores and of fp32 without TF32, from NVIDIA's data sheets."""
+"""FLOP/s of dense bf16 or fp16 tensor cores and of fp32 without TF32, from NVIDIA's data sheets."""
 
 MEASURE_SECONDS = 0.2
 

@@ -53,6 +53,7 @@ from components.engines.megatron.runtime.transformer_config import transformer_c
 from components.engines.megatron.runtime.whole_weights import WholeWeightUpdate
 from components.engines.shared import process_group
 from components.engines.shared.loss_accumulator import LossAccumulator
+from components.engines.shared.loss_scale import LossScale, load_scale, scale_tensors
 from components.engines.shared.mtp import TokenStatsWithMTP, add_mtp_losses
 from components.engines.shared.neftune import NEFTune
 from components.engines.shared.train_step import TrainStepEngine
@@ -80,7 +81,7 @@ class MegatronEngine(TrainStepEngine):
         device: torch.device,
     ) -> None:
         self.device, self.spec, self.layout, self.options = device, model, layout, options
-        self.max_grad_norm = optimizer.max_grad_norm
+        self.max_grad_norm, self.loss_scale = optimizer.max_grad_norm, LossScale.build(options.loss_scaling)
         initialize_groups(layout)
         self.group = parallel_state.get_data_parallel_group()
         self.dp_rank = parallel_state.get_data_parallel_rank()
@@ -137,7 +138,14 @@ class MegatronEngine(TrainStepEngine):
         alone = len(microbatches) - 1 if overlap else len(microbatches)
         routers = None if self.routing is None else self.routing.routers
         neftune = NEFTune(self.spec.neftune_alpha, self.options.seed)
-        begun = schedule.Pass(loss, self.spec.mtp, routers, after=len(microbatches) - alone, neftune=neftune)
+        begun = schedule.Pass(
+            loss,
+            self.spec.mtp,
+            routers,
+            after=len(microbatches) - alone,
+            neftune=neftune,
+            factor=self.sums.factor,
+        )
         ending = replace(begun, reduce=True, before=alone, after=0)
         for part, wanted in ((microbatches[:alone], begun), (microbatches[alone:], ending)):
             self._run(self.chunks, part, partial(self._add, self.sums, part, loss), wanted)
@@ -153,9 +161,9 @@ class MegatronEngine(TrainStepEngine):
                     group.start_grad_sync()
         finalize_model_grads(self.chunks)
 
-    def divide_gradients(self, count: int) -> None:
+    def divide_gradients(self, divisor: float) -> None:
         for chunk in self.chunks:
-            chunk.scale_gradients(1 / count)
+            chunk.scale_gradients(1 / divisor)
 
     def grad_norm(self) -> float:
         return self.update.prepare().item()
@@ -230,11 +238,15 @@ class MegatronEngine(TrainStepEngine):
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         blocks, biases = self.blocks, self.bias_blocks
         tensors = state_dict.saved_tensors(blocks, biases, self.update, self.device, model_only=model_only)
-        synced = self.options.sync_reference and not model_only
-        return tensors | state_dict.reference_tensors(self.kept) if synced else tensors
+        if model_only:
+            return tensors
+        if self.options.sync_reference:
+            tensors |= state_dict.reference_tensors(self.kept)
+        return tensors | scale_tensors(self.loss_scale)
 
     def load(self, path: Path) -> None:
         self.gather_parameters()  # a pending all-gather would overwrite the loaded parameters
+        load_scale(path, self.loss_scale)
         state_dict.load(path, self.blocks, self.bias_blocks, self.update, self.device)
         if self.options.sync_reference:
             stored = StoredTensors(path)

@@ -182,8 +182,8 @@ class MegatronRouterState(RouterState):
         )
         return cls(routers, layers, drops=drops)
 
-    def begin(self, counts: Mapping[str, int] | None) -> None:
-        super().begin(counts)
+    def begin(self, counts: Mapping[str, int] | None, factor: float = 1.0) -> None:
+        super().begin(counts, factor)
         self.abort()
 
     def abort(self) -> None:

@@ -39,7 +39,7 @@ def optimizer_config(description: Optimizer, layout: Layout, dtype: torch.dtype)
         lr=description.lr,
         weight_decay=description.weight_decay,
         clip_grad=0.0,
-        bf16=dtype == torch.bfloat16,
+        bf16=dtype != torch.float32,  # with fp16, Megatron would scale and check all gradients once more
         params_dtype=dtype,
         use_distributed_optimizer=layout.distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,

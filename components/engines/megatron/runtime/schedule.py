@@ -77,6 +77,8 @@ class Pass:
     after: int = 0
     """Number of micro-batches in later passes of the train step."""
     neftune: NEFTune = NO_NOISE
+    factor: float = 1.0
+    """Factor of the loss in the backward pass."""
 
 
 def run_schedule(
@@ -164,13 +166,14 @@ def make_inputs(
             else None
         )
         weights = None if loss is None else loss.weights(batch)
-        scattered = None if weights is None else to_device(row.scatter(weights), device)
+        scattered = None if weights is None else to_device(row.scatter(weights * wanted.factor), device)
         noise = None
         if wanted.neftune.alpha:
             keys, spread = (own_positions(row.scatter(v), layout) for v in wanted.neftune.noise_of(batch))
             noise = to_device(keys, device), to_device(spread, device)
         requires: frozenset[str] = frozenset() if loss is None else loss.requires
-        depths = shifted_ids(mtp.batches(batch) if mtp and not filler else (), row, device)
+        ahead = mtp.batches(batch) if mtp and not filler else ()
+        depths = shifted_ids(ahead, row, device, wanted.factor)
         return PipelineInput(
             number, ForwardRequest(row.to(device), requires, scattered, noise, told, depths), filler
         )
@@ -196,13 +199,15 @@ def own_positions(values: Tensor, layout: Layout) -> Tensor:
     return values.t().chunk(layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
 
 
-def shifted_ids(batches: Sequence[Batch], row: CPShard, device: torch.device) -> tuple[ForwardRequest, ...]:
+def shifted_ids(
+    batches: Sequence[Batch], row: CPShard, device: torch.device, factor: float
+) -> tuple[ForwardRequest, ...]:
     """Return the input of every MTP depth; ``batches`` are the shifted ones of the micro-batch in ``row``."""
 
     def asked(batch: Batch) -> ForwardRequest:
         labels = row.scatter(batch.labels, IGNORE)
         shifted = replace(row, input_ids=row.scatter(batch.input_ids), labels=labels).to(device)
-        return ForwardRequest(shifted, weights=(shifted.labels != IGNORE).float())
+        return ForwardRequest(shifted, weights=(shifted.labels != IGNORE) * factor)
 
     return tuple(asked(batch) for batch in batches)
 

@@ -71,6 +71,7 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, options: EngineOpti
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         calculate_per_token_loss=True,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         # Not perform_initialization=False, with which parameters would not be marked as split over tp and

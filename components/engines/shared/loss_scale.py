@@ -1,0 +1,64 @@
+"""The factor of the loss in fp16, whose smallest gradients would else become zeros."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from components.checkpoint.dcp import load_tensors, saved_keys
+from components.contracts.engine import LossScaling
+from components.contracts.errors import NonRetryableError
+
+KEY = "loss_scale"
+"""Key in checkpoints: float64 ``[2]``, the scale and the steps since it has changed."""
+GROWTH, BACKOFF = 2.0, 0.5
+SMALLEST = 1.0
+"""Smallest scale, as in Megatron-LM and DeepSpeed. ``torch.amp.GradScaler`` has no smallest scale."""
+
+
+@dataclass
+class LossScale:
+    """The scale of the mean loss, changed by the rule of ``torch.amp.GradScaler``, on every rank alike."""
+
+    value: float
+    growth_interval: int
+    steps: int = 0
+    """Steps without overflow since the scale has changed."""
+
+    @classmethod
+    def build(cls, given: LossScaling | None) -> "LossScale | None":
+        return None if given is None else cls(given.initial, given.growth_interval)
+
+    def update(self, *, overflow: bool) -> None:
+        """Change the scale after a step, in which some gradient was not finite if ``overflow``.
+
+        Raises:
+            NonRetryableError: if there was an overflow and no smaller scale is left.
+        """
+        if overflow and self.value * BACKOFF < SMALLEST:
+            raise NonRetryableError(
+                f"gradients overflow in fp16 even with the loss scale {self.value:g}, and the smallest is "
+                f"{SMALLEST:g}; use run.dtype=fp32, or bf16 if the device has it, or lower optimizer.lr."
+            )
+        self.steps = 0 if overflow else self.steps + 1
+        if overflow:
+            self.value *= BACKOFF
+        elif self.steps == self.growth_interval:
+            self.steps = 0
+            if self.value * GROWTH <= torch.finfo(torch.float32).max:
+                self.value *= GROWTH
+
+
+def scale_tensors(scale: LossScale | None) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint by key, none without a scale."""
+    return {} if scale is None else {KEY: torch.tensor([scale.value, scale.steps], dtype=torch.float64)}
+
+
+def load_scale(path: Path, scale: LossScale | None) -> None:
+    """Read ``scale`` from a checkpoint; after a run in another dtype, which has none, it is unchanged."""
+    if scale is not None and KEY in saved_keys(path):
+        tensors = scale_tensors(scale)
+        load_tensors(path, tensors)
+        scale.value, steps = tensors[KEY].tolist()
+        scale.steps = int(steps)
