@@ -70,6 +70,7 @@ WORK: dict[str, tuple[str, ...]] = {
     "rm": ("stage=rm", "optimizer.lr=1e-5"),
     "lora rm": ("stage=rm", "adapter=lora", "optimizer.lr=1e-5"),
     "tr-dpo": ("stage=dpo", "optimizer.lr=1e-5", "stage.sync_reference_every=2"),
+    "fp16": (*UNLUCKY, "run.dtype=fp16", "run.loss_scale.growth_interval=2"),
     "experts": UNLUCKY,
     "deepseek": UNLUCKY,
     "muon": UNLUCKY,

@@ -58,6 +58,8 @@ SAME = [
     ("tr-dpo", "dp2 sharded"),
     ("deepseek", "dp4ep2 sharded"),
     ("muon", "tp2dp2 whole"),
+    ("fp16", "fsdp2 tp2"),
+    ("fp16", "pp2vpp2cp2"),
 ]
 CHAIN = ("tp2pp2", "fsdp2", "single", "pp2vpp2")
 

@@ -20,6 +20,7 @@ FSDP2 = {
     "single": ["parallelism=single"],
     "fsdp2": ["parallelism=fsdp2"],
     "fp32": ["parallelism=fsdp2", "run.dtype=fp32"],
+    "fp16": ["parallelism=fsdp2", "run.dtype=fp16"],
     "hsdp": ["parallelism=hsdp", "preflight.rank=3"],
     "tp2": ["parallelism=fsdp2_tp2", "stage=dpo", "preflight.rank=1"],
     "cp2": ["parallelism=fsdp2_cp2", "stage=dpo", "preflight.rank=1"],
@@ -48,6 +49,7 @@ FSDP2 = {
 MEGATRON = {
     "megatron": ["parallelism=megatron"],
     "fp32": ["parallelism=megatron", "run.dtype=fp32"],
+    "fp16": ["parallelism=megatron", "run.dtype=fp16"],
     "tp2": ["parallelism=tp2", "preflight.rank=1"],
     "sequence parallel": ["parallelism=tp2", "parallelism.sequence_parallel=true", "stage=dpo"],
     "pp2": ["parallelism=pp2", "preflight.rank=0"],
