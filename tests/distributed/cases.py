@@ -121,6 +121,13 @@ SHAPES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
+    # Many tokens have probabilities near the smallest numbers of fp16.
+    "wide": {
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "vocab_size": 20_000,
+        "initializer_range": 0.9,
+    },
     "deep": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 8, "num_hidden_layers": 5},
 }
 COMMON = {

@@ -95,3 +95,10 @@ def test_further_terms_are_scaled_like_the_loss(on: FSDP2 | Megatron, name: str)
     plain = gradients_of(on, torch.float32, **without)
     changes = [(exact[name] - gradient).norm() / gradient.norm() for name, gradient in plain.items()]
     assert max(changes) > 2**-4
+
+
+@pytest.mark.parametrize("on", [fsdp2(), megatron(dp=1)], ids=["fsdp2", "megatron"])
+def test_improbable_tokens_keep_their_gradients(on: FSDP2 | Megatron) -> None:
+    """The gradient of the head, which is computed in the forward pass, is scaled before it is rounded."""
+    head = gradients_of(on, torch.float16, family="wide")["lm_head.weight"]
+    assert bool(head.any(dim=1).all())
