@@ -253,8 +253,9 @@ def test_what_is_no_size(text: str) -> None:
 
 def test_every_gpu_has_its_peak() -> None:
     assert GPUS.keys() == DENSE_PEAKS.keys()
-    named = find_device("cuda", "H100", None, local_ranks=1, dtype=torch.bfloat16)
-    assert (named.flops, named.memory) == (989e12, 80e9)
+    for dtype in (torch.bfloat16, torch.float16):
+        named = find_device("cuda", "H100", None, local_ranks=1, dtype=dtype)
+        assert (named.flops, named.memory) == (989e12, 80e9)
     assert find_device("cuda", "A100", "40GB", local_ranks=1, dtype=torch.bfloat16).memory == 40e9
 
 

@@ -40,7 +40,7 @@ class Source:
         self.alive -= 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_file_is_that_of_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tensors = {name: torch.randn(shape) for name, shape in NAMES.items()}

@@ -23,12 +23,12 @@ def experiment(*overrides: str) -> Experiment:
 
 
 def estimate(*overrides: str, **options: Any) -> list[RankMemory]:
-    """Return the estimated memory of the ranks on GPUs, in bf16."""
+    """Return the estimated memory of the ranks on GPUs, in bf16 unless ``options`` say otherwise."""
     made = experiment("run.dtype=bf16", *overrides)
     asked: dict[str, Any] = {"microbatch": WORKLOAD, "reference": "none", "adapter": made.adapter}
+    asked |= {"dtype": torch.bfloat16}
     step = MemoryInputs(
         world_size=made.parallelism.world_size({}, 0),
-        dtype=torch.bfloat16,
         device="cuda",
         loss=made.stage,
         **asked | options,
@@ -48,6 +48,12 @@ def test_stages_hold_the_model_between_them() -> None:
     assert 8 * 16 * sum(rank.parts["moments"] for rank in found) == pytest.approx(8 * numel, rel=1e-3)
     # 1F1B: a stage holds as many micro-batches as there are stages from it to the last.
     assert found[0].parts["activations"] > 1.9 * found[2].parts["activations"]
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2pp2"])
+def test_fp16_needs_the_memory_of_bf16(layout: str) -> None:
+    chosen = ("model=qwen3_0_6b", f"parallelism={layout}")
+    assert estimate(*chosen, dtype=torch.float16) == estimate(*chosen)
 
 
 def test_shards_hold_the_model_between_them() -> None:
