@@ -31,19 +31,19 @@ class HostCopy:
         copied: dict[tuple[object, ...], Tensor] = {}  # several keys may share one tensor
         for key, tensor in tensors.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            waits |= local.is_cuda
+            waits |= local.device.type != "cpu"
             where = (local.data_ptr(), local.shape, local.stride(), local.dtype)
             if where not in copied:
                 copied[where] = self.buffer(key, local).copy_(local, non_blocking=True)
             copies[key] = placed_like(tensor, copied[where])
         if waits:
-            torch.cuda.current_stream().synchronize()
+            torch.accelerator.current_stream().synchronize()
         return copies
 
     def buffer(self, key: str, like: Tensor) -> Tensor:
         found = self.buffers.get(key)
         if found is None or found.shape != like.shape:
-            found = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            found = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type != "cpu")
             self.buffers[key] = found
         return found
 

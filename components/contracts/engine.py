@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from components.contracts.batch import Batch
+from components.contracts.device import DeviceKind
 from components.contracts.json_types import Json
 from components.contracts.loss import Loss, LossEngine
 
@@ -150,7 +151,7 @@ class EngineOptions:
     """Options of an engine besides its model, its optimizer and its layout."""
 
     dtype: torch.dtype
-    device: Literal["cpu", "cuda"]
+    device: DeviceKind
     seed: int = 0
     reference: Reference = "none"
     sync_reference: bool = False

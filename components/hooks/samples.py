@@ -9,11 +9,12 @@ from typing import ClassVar, Literal
 
 from transformers.utils import logging
 
+from components.accelerator import inference_device
 from components.atomic_write import write_atomic
 from components.contracts.errors import ConfigError
 from components.contracts.hook import Hook, HookRun
 from components.data.tokenize.prompts import read_prompts
-from components.models.generate import complete, fits_gpu, load_model
+from components.models.generate import complete, load_model
 
 
 @dataclass(kw_only=True)
@@ -61,7 +62,7 @@ class Samples(Hook):
         model = load_model(export, run.model.trust_remote_code).eval()
         records = read_prompts(self.prompts, chat=self.strings == "chat")
         found = complete(
-            model.to("cuda" if fits_gpu(model) else "cpu"),
+            model.to(inference_device(model)),
             tokenizer,
             [prompt.token_ids(tokenizer) for prompt in records],
             max_new_tokens=self.max_new_tokens,

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, logging
 
+from components.accelerator import inference_device
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.json_text import as_type, read_json
@@ -66,7 +67,7 @@ def generate(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remo
     """Return the greedy continuation of ``prompt`` by the model exported to ``folder``."""
     logging.disable_progress_bar()
     model = load_model(folder, trust_remote_code)
-    device = "cuda" if fits_gpu(model) else "cpu"
+    device = inference_device(model)
     ids = torch.tensor([prompt], device=device)
     with torch.no_grad():
         answer = model.to(device).eval().generate(ids, max_new_tokens=max_new_tokens, do_sample=False)
@@ -130,12 +131,3 @@ def load_adapted(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
         nf4.check_installed()
         nf4.round_linears(base)
     return PeftModel.from_pretrained(base, folder)
-
-
-def fits_gpu(model: torch.nn.Module) -> bool:
-    """Return whether the model takes less than half of the free memory of the current GPU.
-
-    A model that was trained on several GPUs may not fit on one.
-    """
-    size = sum(p.nbytes for p in model.parameters())
-    return torch.cuda.is_available() and 2 * size < torch.cuda.mem_get_info()[0]

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from components.accelerator import UNSUPPORTED, find_accelerator
 from components.checkpoint import read_meta
 from components.contracts.configs import AdapterConfig
+from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
 from components.contracts.hook import Hook
 from components.contracts.parallelism import ParallelismSpec
@@ -59,25 +61,29 @@ def check_forecast(mode: str, layout: ParallelismSpec) -> None:
         )
 
 
-def resolve_device(device: Literal["auto", "cpu", "cuda"], name: str | None = None) -> Literal["cpu", "cuda"]:
-    """Resolve ``auto`` to ``cuda`` if a GPU is visible or ``name`` is given, else to ``cpu``.
+def resolve_device(device: Literal["auto", DeviceKind], name: str | None = None) -> DeviceKind:
+    """Resolve ``auto`` to the accelerator of this machine, to ``cuda`` if ``name`` is given, else to ``cpu``.
 
     ``name`` is the GPU of a forecast, which need not be in this machine.
 
     Raises:
-        ConfigError: if CUDA is wanted but not available, or ``device`` is ``cpu`` although a GPU is named.
+        ConfigError: if ``device`` is not available here, or is not CUDA although a GPU is named.
     """
     if name is not None:
-        if device == "cpu":
+        if device not in ("auto", "cuda"):
             raise ConfigError(
-                f"preflight.device_name: {name} is a GPU, and run.device=cpu; use run.device=auto."
+                f"preflight.device_name: {name} is a GPU, and run.device={device}; use run.device=auto."
             )
         return "cuda"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device: is cuda, but no CUDA device is visible; use run.device=auto or cpu.")
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
+    if device in UNSUPPORTED:
+        raise ConfigError(f"run.device: {device} does not train ({UNSUPPORTED[device]}); use run.device=cpu.")
+    found = find_accelerator()
+    here: DeviceKind = "cpu" if found is None else cast(DeviceKind, found.type)
+    if device not in ("auto", "cpu", here):
+        raise ConfigError(
+            f"run.device: is {device}, but no {device.upper()} device is visible; use run.device=auto or cpu."
+        )
+    return here if device == "auto" else device
 
 
 def check_ranks(world_size: int, device: str, local_ranks: int) -> None:
@@ -89,11 +95,11 @@ def check_ranks(world_size: int, device: str, local_ranks: int) -> None:
             f"memory is enough for {bearable} processes; lower a size, or look at it with "
             "preflight.mode=only."
         )
-    if device == "cuda" and local_ranks > torch.cuda.device_count():
+    if device != "cpu" and local_ranks > torch.accelerator.device_count():
         raise ConfigError(
             f"parallelism.dp: this layout takes {world_size} ranks (tp x pp x cp x dp) on "
-            f"{torch.cuda.device_count()} visible GPU(s); lower a size, or hide the GPUs to run on the CPU: "
-            "CUDA_VISIBLE_DEVICES= (empty)."
+            f"{torch.accelerator.device_count()} visible GPU(s); lower a size, or run on the CPU with "
+            "run.device=cpu and the GPUs hidden (CUDA_VISIBLE_DEVICES= without a value)."
         )
 
 

@@ -9,11 +9,12 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
+from components.accelerator import inference_device
 from components.checkpoint import resolve_checkpoint
 from components.checkpoint.reader import StoredTensors
 from components.checkpoint.to_hf import CheckpointModel
 from components.contracts.errors import ConfigError
-from components.models.generate import fits_gpu, load_model
+from components.models.generate import load_model
 from components.models.scalar_head import SCORE, is_classifier
 from runner.config.instantiate import build_component
 from runner.config.sources import ConfigSources
@@ -97,4 +98,4 @@ def _load(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTr
     except (OSError, ValueError) as error:
         reason, _, _ = str(error).partition("\n")
         raise ConfigError(f"checkpoint: cannot load {folder} ({reason}); export it again.") from error
-    return model.to("cuda" if fits_gpu(model) else "cpu").eval(), tokenizer
+    return model.to(inference_device(model)).eval(), tokenizer

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from components.contracts.device import DeviceKind
 from components.contracts.engine import Kernels, LossScaling
 from components.contracts.errors import ConfigError
 from components.proof.small_model import Limits
@@ -30,7 +31,7 @@ class RunConfig:
     seed: int
     dtype: Literal["fp32", "bf16", "fp16"]
     loss_scale: LossScaling
-    device: Literal["auto", "cpu", "cuda"]
+    device: Literal["auto", DeviceKind]
     log_every: int
     eval_every: float
     """Steps, or a share of the run below 1."""

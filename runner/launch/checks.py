@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from rich.console import Console
@@ -15,6 +14,7 @@ from torch import nn
 from components import preflight
 from components.checkpoint import Resume, RunIdentity, newest_valid, verify_checkpoint
 from components.contracts.configs import AdapterConfig, Prepared
+from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 from components.loggers import terminal
@@ -44,7 +44,7 @@ class RunPreparation:
     """Seconds since the epoch; ``run.max_time`` counts from there."""
     experiment: Experiment
     reference: ReferenceSource
-    device: Literal["cpu", "cuda"]
+    device: DeviceKind
     world_size: int
     local_ranks: int
     console: Console
@@ -223,7 +223,7 @@ def check_launch(
     preflight.check_forecast(ahead.mode, experiment.parallelism)
     proves = ahead.mode == "prove"
     device = "cpu" if proves else preflight.resolve_device(run.device, ahead.device_name)
-    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    gpus = 0 if device == "cpu" else torch.accelerator.device_count()
     world_size = experiment.parallelism.world_size(os.environ, gpus)
     local_ranks = place.local_world_size if place.launched else world_size
     preflight.check_rehearsed_rank(ahead.rank, world_size)

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from torch import nn
@@ -11,6 +10,7 @@ from torch import nn
 from components import preflight
 from components.checkpoint import RunIdentity
 from components.contracts.configs import Prepared
+from components.contracts.device import DeviceKind
 from components.contracts.json_types import Config
 from components.preflight.search.layout_search import plan
 from components.reference.source import ReferenceSource
@@ -41,7 +41,7 @@ def make_candidate(
     data: Prepared,
     *,
     world_size: int,
-    kind: Literal["cpu", "cuda"],
+    kind: DeviceKind,
     local_ranks: int,
 ) -> preflight.Candidate | None:
     """Collect the inputs of the estimates: ``model`` (on the meta device), data, layout and devices.

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from components.atomic_write import write_atomic
+from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError, TrainingError
 from components.contracts.json_types import Config, Json
 from components.contracts.status import RunStatus, current_status
@@ -62,7 +63,7 @@ class RunRecord:
     """Completed steps at the end of training, before the export. None means that training has not ended."""
     restarts: int = 0
     world_size: int = 1
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: DeviceKind = "cpu"
     error: str | None = None
     overrides: list[str] = field(default_factory=list)
     resumed_from: str | None = None

@@ -102,7 +102,7 @@ def take_steps(t: TrainContext) -> None:
 
 
 def wants_trial_step(t: TrainContext) -> bool:
-    wanted = t.engine.device.type == "cuda" if t.run.trial_step is None else t.run.trial_step
+    wanted = t.engine.device.type != "cpu" if t.run.trial_step is None else t.run.trial_step
     return wanted and t.state.step < t.train_data.num_steps
 
 
@@ -121,8 +121,8 @@ def take_trial_step(t: TrainContext) -> None:
         t.engine.begin_train_step(microbatches, t.loss)
         t.engine.train_microbatches(microbatches, t.loss, last=True)
         t.engine.abort_train_step()
-    if t.engine.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(t.engine.device) / 2**30
+    if t.engine.device.type != "cpu":
+        peak = torch.accelerator.max_memory_allocated(t.engine.device) / 2**30
         log.info("trial step: %.1f GiB at most", peak)
 
 

@@ -139,8 +139,9 @@ class MetricsReporter:
 
     def _memory(self) -> Row:
         """Return the largest peak of all ranks' GPU allocators or, on a CPU, this process's resident set."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            return {"perf/peak_memory_gib": self.max_over_ranks(torch.cuda.max_memory_allocated() / 2**30)}
+        peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0
+        if peak:
+            return {"perf/peak_memory_gib": self.max_over_ranks(peak / 2**30)}
         return {"perf/rss_gib": psutil.Process().memory_info().rss / 2**30}
 
     def _ending(self, error: BaseException | None) -> RunResult:

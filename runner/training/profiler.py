@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from runner.config.run_config import ProfilerConfig
 
@@ -72,5 +72,5 @@ class Profiler:
         log.info(f"profile of steps {first} to {last}: {trace}")
 
 
-def activities(device: torch.device) -> list[ProfilerActivity]:
-    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+def activities(device: torch.device) -> set[ProfilerActivity]:
+    return {ProfilerActivity.CPU} if device.type == "cpu" else set(supported_activities())

@@ -8,13 +8,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from components.checkpoint import CheckpointManager, RunIdentity
 from components.contracts.data import BatchShard, BatchStats, DataLoader
+from components.contracts.device import DeviceKind
 from components.contracts.engine import Engine, EngineOptions
 from components.contracts.errors import NonRetryableError, TrainingError
 from components.contracts.hook import Hook, HookRun
@@ -48,7 +49,6 @@ from runner.training.watchdog import Watchdog, end_process
 
 log = logging.getLogger("runner")
 
-Device = Literal["cpu", "cuda"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -149,7 +149,7 @@ def closing(engine: Engine, world_size: int) -> Iterator[Engine]:
     engine.close()
 
 
-def build_engine(experiment: Experiment, device: Device) -> Engine:
+def build_engine(experiment: Experiment, device: DeviceKind) -> Engine:
     """Build the engine that trains, with its reference model if there is one."""
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     options = engine_options(
@@ -163,7 +163,7 @@ def build_engine(experiment: Experiment, device: Device) -> Engine:
     return experiment.parallelism.build(experiment.model, experiment.optimizer, options)
 
 
-def build_reference(experiment: Experiment, device: Device) -> Engine:
+def build_reference(experiment: Experiment, device: DeviceKind) -> Engine:
     """Build an engine that only computes the log-probabilities of the reference model."""
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     # Its reference is the model itself, without dropout.
@@ -171,7 +171,7 @@ def build_reference(experiment: Experiment, device: Device) -> Engine:
     return experiment.parallelism.build(source.frozen_spec(), experiment.optimizer, options)
 
 
-def engine_options(experiment: Experiment, device: Device, **others: Any) -> EngineOptions:
+def engine_options(experiment: Experiment, device: DeviceKind, **others: Any) -> EngineOptions:
     """Build the engine options from ``run``; ``others`` are the fields that do not come from there."""
     run = experiment.run
     return EngineOptions(
@@ -235,7 +235,7 @@ def build_loop(
         loader = open_stream(experiment, engine, shard, folder / "stream", record, state)
     else:
         loader = data.train_loader(shard, cache)
-    train_data = Prefetched(loader, pin=engine.device.type == "cuda")
+    train_data = Prefetched(loader, pin=engine.device.type != "cpu")
     report.start(state, train_data.num_steps)
     deadline = math.inf if run.max_time is None else record.began + seconds(run.max_time)
     hooks = build_hooks(experiment, engine, folder, report, state, train_data.num_steps, point)

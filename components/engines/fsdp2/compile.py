@@ -6,15 +6,14 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
+from components.contracts.device import DeviceKind
 from components.contracts.engine import Kernels
 from components.contracts.errors import ConfigError
 from components.engines.fsdp2.grouped_experts import grouped_experts
 from components.engines.shared.torch_private import has_cpp_compiler
 
 
-def check(
-    model: PreTrainedModel, device: Literal["cpu", "cuda"], *, compiled: bool, kernels: Kernels
-) -> None:
+def check(model: PreTrainedModel, device: DeviceKind, *, compiled: bool, kernels: Kernels) -> None:
     """Check that this machine can compile or fuse ``model``, if requested.
 
     Raises:
@@ -34,7 +33,7 @@ def check_compiler() -> None:
         )
 
 
-def check_liger(model: PreTrainedModel, device: Literal["cpu", "cuda"]) -> None:
+def check_liger(model: PreTrainedModel, device: DeviceKind) -> None:
     if device == "cpu":
         raise ConfigError("run.kernels: liger needs a GPU; use run.kernels=auto, or run.kernels=torch.")
     if find_spec("liger_kernel") is None:

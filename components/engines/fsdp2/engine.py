@@ -99,8 +99,8 @@ class FSDP2Engine(TrainStepEngine):
             if optimizer.scope == "matrix"
             else ShardedOptimizer(optimizer, self.weights, self.trained)
         )
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        if device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(device)
         # For dropout, every rank has its own random stream from here on.
         torch.manual_seed(options.seed + dist.get_rank())
 

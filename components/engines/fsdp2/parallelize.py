@@ -244,7 +244,7 @@ def apply_fsdp(
     whole = {parameter: dim for module in grouped for parameter, dim in module.hidden_dimensions().items()}
     options["shard_placement_fn"] = partial(shard_dim, shards=mesh[SHARD].size(), whole=whole)
     if layout.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     if layout.ep > 1:  # on a different mesh than other parameters
         there: Json = options | {"mesh": data_mesh(expert_mesh)}
         shards = expert_mesh[SHARD].size()

@@ -62,12 +62,14 @@ def bias_tensors(biases: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
     """Return the current states of this rank's random streams, by key."""
     streams = {f"rng/{rank}": torch.get_rng_state()}
-    if device.type == "cuda":
-        streams[f"rng_cuda/{rank}"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        streams[f"rng_{device.type}/{rank}"] = module.get_rng_state(device)
     return streams
 
 
 def restore_rng(streams: dict[str, Tensor]) -> None:
     for name, state in streams.items():
-        setter = torch.cuda.set_rng_state if name.startswith("rng_cuda/") else torch.set_rng_state
-        setter(state)
+        stream, _, _ = name.partition("/")
+        module = torch if stream == "rng" else torch.get_device_module(stream.removeprefix("rng_"))
+        module.set_rng_state(state)

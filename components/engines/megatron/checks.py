@@ -1,12 +1,12 @@
 """Checks of the limits of the Megatron engine, before a process starts and without importing megatron."""
 
 import math
-from typing import Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from components.adapters import LoRA
+from components.contracts.device import DeviceKind
 from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
 from components.engines.megatron import hf_names
@@ -158,11 +158,16 @@ def check_mtp(layout: Layout, config: PreTrainedConfig) -> None:
         )
 
 
-def check_device(layout: Layout, device: Literal["cpu", "cuda"]) -> None:
+def check_device(layout: Layout, device: DeviceKind) -> None:
     if device == "cpu" and torch.cuda.is_available():
         raise ConfigError(
             "run.device: is cpu, but Megatron uses the GPU if one is visible; hide the GPUs with "
             "CUDA_VISIBLE_DEVICES= (empty), or use run.device=cuda."
+        )
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"run.device: is {device}, and the Megatron engine runs on NVIDIA GPUs and on the CPU; use "
+            "parallelism=fsdp2, or run.device=cpu."
         )
     if layout.optimizer_cpu_offload and device == "cpu":
         raise ConfigError(
@@ -305,7 +310,7 @@ def uses_transformer_engine(
     config: PreTrainedConfig,
     layout: Layout,
     dtype: torch.dtype,
-    device: Literal["cpu", "cuda"],
+    device: DeviceKind,
     adapter: LoRA | None = None,
 ) -> bool:
     """Return whether layers are those of transformer-engine; ``check_run`` must have passed.
@@ -323,7 +328,7 @@ def why_no_transformer_engine(
     config: PreTrainedConfig,
     layout: Layout,
     dtype: torch.dtype,
-    device: Literal["cpu", "cuda"],
+    device: DeviceKind,
     adapter: LoRA | None = None,
 ) -> str | None:
     """Return the reason why transformer-engine cannot compute this run, or None if it can.

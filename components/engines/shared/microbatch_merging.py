@@ -9,7 +9,7 @@ from torch import Tensor
 
 from components.contracts.batch import Batch
 
-MAX_TOKENS = {"cpu": 4096, "cuda": 32768}
+MAX_TOKENS = {"cpu": 4096, "cuda": 32768, "xpu": 32768, "npu": 32768}
 """Maximum number of tokens of a merged micro-batch. Only the activations of one block are alive at a time, so
 that on a GPU it takes less memory than a training micro-batch of a few thousand tokens: with hidden size 4096
 and intermediate size 14336 about 130 kB per token in bf16, 4 GiB. Larger micro-batches gather weights less

@@ -4,11 +4,11 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from components.contracts.device import DeviceKind
 from components.engines.shared.torch_private import set_group_timeouts
 from components.rank_info import RankInfo
 
@@ -18,7 +18,7 @@ GRACE_S = 120.0
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
-def init_process_group(kind: Literal["cpu", "cuda"]) -> torch.device:
+def init_process_group(kind: DeviceKind) -> torch.device:
     """Create the default process group and return this rank's device; every rank calls it.
 
     Launched ranks (by the runner, torchrun or srun) meet at MASTER_ADDR:MASTER_PORT. The store counts the
@@ -29,9 +29,10 @@ def init_process_group(kind: Literal["cpu", "cuda"]) -> torch.device:
     if kind == "cpu":
         keep_freed_memory()
     else:
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        device = torch.device(kind, place.local_rank)
+        torch.accelerator.set_device_index(device)
+    own = dist.get_default_backend_for_device(kind)
+    backend = own if kind == "cpu" else f"cpu:gloo,{kind}:{own}"
     if place.launched:
         store, rank, world_size = next(dist.rendezvous("env://"))
         number = store.add(f"groups_of_rank_{rank}", 1)
@@ -48,7 +49,7 @@ def init_process_group(kind: Literal["cpu", "cuda"]) -> torch.device:
 
 
 @contextmanager
-def joined(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[torch.device]:
+def joined(kind: DeviceKind, timeout_s: float) -> Iterator[torch.device]:
     """Join the process group and yield the device for building an engine.
 
     Apply ``set_timeouts`` when the context exits without an error.
@@ -81,13 +82,14 @@ def exit_unsynchronized() -> None:
 
 
 def destroy_process_group() -> None:
-    """Destroy every process group and free unused GPU memory, so that what follows starts clean.
+    """Destroy every process group and free unused device memory, so that what follows starts clean.
 
     The next run of this process, and the closing completion of this run, measure how much memory is free.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-    torch.cuda.empty_cache()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def keep_freed_memory() -> bool:

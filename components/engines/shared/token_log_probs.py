@@ -17,7 +17,7 @@ from components.contracts.batch import IGNORE
 from components.contracts.loss import TokenStats
 from components.engines.shared.vocab_parallel import FullVocabulary, Vocabulary, VocabularyShard
 
-CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
+CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20, "xpu": 512 << 20, "npu": 512 << 20}
 """Size of the fp32 logits of one chunk. Every chunk reads and writes the whole head gradient once, which is
 cheap compared to the matmul only if the chunk has many rows; a GPU needs more of them. On a CPU at V 128k,
 64, 128 and 256 MiB took 3.3, 2.7 and 2.6 s in bf16, 4.6, 4.4 and 4.8 s in fp32."""

@@ -24,6 +24,7 @@ from typing import Literal
 
 import torch
 
+from components.contracts.device import DeviceKind
 from components.engines.shared.sdpa import CPU_ROWS
 from components.engines.shared.token_log_probs import chunk_size
 from components.engines.shared.vocab_parallel import FullVocabulary
@@ -39,7 +40,7 @@ class RunShape:
     """Properties of the run that determine the activation memory of a given model."""
 
     dtype: torch.dtype
-    device: Literal["cpu", "cuda"]
+    device: DeviceKind
     recompute: Recompute
 
     @property
@@ -137,7 +138,7 @@ class BlockActivations:
 
 def mask_bytes(longest: int, run: RunShape) -> int:
     """Return the bytes of the masks of one sequence, which torch's CPU kernel gets per chunk of queries."""
-    if run.device == "cuda":
+    if run.device != "cpu":
         return 0
     rows = CPU_ROWS[run.size]
     ends = (min(begin + rows, longest) for begin in range(rows, longest, rows))

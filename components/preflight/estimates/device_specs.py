@@ -4,11 +4,12 @@ import difflib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 import psutil
 import torch
 
+from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
 from components.preflight.estimates.flops import DENSE_PEAKS, peak_flops
 
@@ -52,7 +53,7 @@ class Device:
     """The device of one rank, or its part of a shared CPU."""
 
     name: str
-    kind: Literal["cpu", "cuda"]
+    kind: DeviceKind
     memory: int
     """Bytes available for tensors."""
     certain: bool
@@ -69,7 +70,7 @@ class Device:
 
     def shared_by(self, ranks: int) -> Self:
         """Return the part of a CPU for each of ``ranks`` instead of ``per_node`` ranks, or a whole GPU."""
-        if self.kind == "cuda" or ranks == self.per_node:
+        if self.kind != "cpu" or ranks == self.per_node:
             return self
         whole = (self.memory + PROGRAM) * self.per_node
         memory = self.memory if self.certain else max(whole // ranks - PROGRAM, 0)
@@ -77,7 +78,7 @@ class Device:
 
 
 def find_device(
-    kind: Literal["cpu", "cuda"],
+    kind: DeviceKind,
     name: str | None,
     memory: float | str | None,
     *,
@@ -92,11 +93,11 @@ def find_device(
     budget = None if memory is None else parse_size(str(memory))
     if name is not None:
         return named(name, budget, dtype)
-    if kind == "cuda":
-        here = torch.cuda.get_device_name(0)
-        total = torch.cuda.get_device_properties(0).total_memory
+    if kind != "cpu":
+        module = torch.get_device_module(kind)
+        here, total = module.get_device_name(0), module.get_device_properties(0).total_memory
         _, link = next((GPUS[known] for known in by_length(GPUS) if known in here), (0, HOST))
-        flops = peak_flops(torch.device("cuda"), dtype)
+        flops = peak_flops(torch.device(kind), dtype)
         return Device(here, kind, budget or total, True, flops, GPU_MFU, link, NETWORK, PER_NODE)
     share = machine_memory() // local_ranks - PROGRAM
     flops = peak_flops(torch.device("cpu"), dtype) / local_ranks

@@ -125,7 +125,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     if (known := sheet_peak(device, dtype)) is not None:
         return known
     measured = measure_peak(device, dtype)
-    torch.cuda.empty_cache()  # the parent process of a run measures a GPU that a rank needs next
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()  # the parent process of a run measures a GPU that a rank needs next
     return measured
 
 
@@ -154,7 +155,7 @@ def data_sheet_peak(name: str, dtype: torch.dtype) -> float | None:
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
-    size = 8192 if device.type == "cuda" else 1024
+    size = 1024 if device.type == "cpu" else 8192
     a, b = torch.ones(2, size, size, device=device, dtype=dtype)
     best, deadline = inf, time.perf_counter() + MEASURE_SECONDS
     torch.mm(a, b)
@@ -168,5 +169,5 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

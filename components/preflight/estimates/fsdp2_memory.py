@@ -113,7 +113,7 @@ def memory(
         vocabulary=-(-output_head(model).out_features // layout.tp),
         shards=step.world_size // (layout.dp_replicate * layout.tp),
         reshards=layout.reshard_after_forward,
-        offloads=layout.cpu_offload and step.device == "cuda",
+        offloads=layout.cpu_offload and step.device != "cpu",
         num_microbatches=step.microbatch.num_microbatches,
         reduces_every=layout.reduce_gradients == "every",
         tokens=tokens,

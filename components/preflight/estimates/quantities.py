@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from components.contracts.device import DeviceKind
 from components.contracts.engine import Reference
 from components.contracts.loss import Loss
 
@@ -30,7 +31,7 @@ class MemoryInputs:
 
     world_size: int
     dtype: torch.dtype
-    device: Literal["cpu", "cuda"]
+    device: DeviceKind
     microbatch: MicrobatchShape
     loss: Loss
     reference: Reference

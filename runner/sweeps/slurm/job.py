@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
+from components.contracts.device import DeviceKind
 from components.contracts.errors import DONE, FAILED, MISTAKE
 from components.contracts.json_types import Config
 from components.rank_info import RankInfo
@@ -49,7 +50,7 @@ class SlurmJob:
         """
         from components import preflight
         from runner.config.instantiate import build_experiment
-        from runner.training.rank import Device, engine_options
+        from runner.training.rank import engine_options
 
         experiment = build_experiment(self.config, self.where)
         run, layout = experiment.run, experiment.parallelism
@@ -66,7 +67,7 @@ class SlurmJob:
         model = experiment.model.meta_model
         if experiment.adapter is not None:
             experiment.adapter.check(model)
-        device: Device = "cuda" if gpus and run.device != "cpu" else "cpu"
+        device: DeviceKind = "cuda" if gpus and run.device != "cpu" else "cpu"
         options = engine_options(experiment, device, adapter=experiment.adapter)
         layout.check(model, experiment.optimizer, options, world_size=world_size)
 

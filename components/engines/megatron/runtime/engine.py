@@ -119,7 +119,7 @@ class MegatronEngine(TrainStepEngine):
             fill_parameter(values, members, source)
             self.update.write(parameter, "model", values)
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+            torch.accelerator.reset_peak_memory_stats(device)
 
     def _frozen(self, model: ModelSpec) -> list[nn.Module]:
         """Build the chunks of ``model`` with its initial weights, frozen and in evaluation mode."""

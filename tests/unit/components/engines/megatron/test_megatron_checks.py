@@ -4,13 +4,14 @@ import itertools
 import os
 import re
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from components.adapters import LoRA
+from components.contracts.device import DeviceKind
 from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
 from components.engines.megatron import Megatron
@@ -39,7 +40,7 @@ def check(
     *,
     optimizer: Optimizer | None = None,
     dtype: torch.dtype = torch.float32,
-    device: Literal["cpu", "cuda"] = "cpu",
+    device: DeviceKind = "cpu",
     adapter: LoRA | None = None,
     freeze: tuple[str, ...] = (),
     ranks: int = 1,
@@ -285,6 +286,11 @@ def test_a_gpu_cannot_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     check(device="cuda")
     with pytest.raises(ConfigError, match=r"run\.device: is cpu.*CUDA_VISIBLE_DEVICES="):
         check(device="cpu")
+
+
+def test_other_accelerators_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"run\.device: is xpu.*parallelism=fsdp2"):
+        check(device="xpu")
 
 
 class OwnLlama(LlamaForCausalLM):
@@ -567,7 +573,7 @@ def test_tensor_parallelism_has_one_queue_to_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
     expected: str | None,
     tp: int,
-    device: Literal["cpu", "cuda"],
+    device: DeviceKind,
     started: bool,
 ) -> None:
     """The variable is set before the process group is joined, which starts CUDA."""

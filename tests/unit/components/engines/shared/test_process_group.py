@@ -25,7 +25,8 @@ def test_it_waits_longer_than_the_watchdog_in_every_group(timeout_s: float, expe
 
 def test_unused_gpu_memory_is_freed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     freed = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(dist.is_initialized()))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: freed.append(dist.is_initialized()))
     process_group.init_process_group("cpu")
     process_group.destroy_process_group()
     assert freed == [False]

@@ -143,19 +143,27 @@ def test_the_peak_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     peak_flops.cache_clear()
     calls: list[tuple[torch.device, torch.dtype]] = []
-    freed: list[int] = []
 
     def measured(device: torch.device, dtype: torch.dtype) -> float:
         calls.append((device, dtype))
         return measure_peak(device, dtype)
 
     monkeypatch.setattr(components.preflight.estimates.flops, "measure_peak", measured)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(calls)))
     first = peak_flops(torch.device("cpu"), torch.float32)
     assert 1e8 < first < 1e14
     assert peak_flops(torch.device("cpu"), torch.float32) == first
     assert calls == [(torch.device("cpu"), torch.float32)]
-    assert freed == [1], "what was measured with is freed after the measurement"
+    peak_flops.cache_clear()
+
+
+def test_the_matrices_of_the_measurement_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(
+        components.preflight.estimates.flops, "measure_peak", lambda *_: events.append("measured") or 1e12
+    )
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: events.append("freed"))
+    assert peak_flops(torch.device("xpu"), torch.bfloat16) == 1e12
+    assert events == ["measured", "freed"]
     peak_flops.cache_clear()
 
 

@@ -1,0 +1,23 @@
+"""The accelerator of this machine, as ``torch.accelerator`` finds it."""
+
+import torch
+
+UNSUPPORTED = {"mps": "FSDP2 needs streams, its sums need float64, and torch has neither on MPS"}
+"""Kinds of device that torch knows and no engine can use, and why."""
+
+
+def find_accelerator() -> torch.device | None:
+    """Return the kind of accelerator that engines can use on this machine. None means that there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type in UNSUPPORTED else found
+
+
+def inference_device(model: torch.nn.Module) -> torch.device:
+    """Return the accelerator if ``model`` takes less than half of its free memory, else the CPU.
+
+    A model that was trained on several devices may not fit on one.
+    """
+    found, size = find_accelerator(), sum(p.nbytes for p in model.parameters())
+    if found is None or 2 * size >= torch.accelerator.get_memory_info(0)[0]:
+        return torch.device("cpu")
+    return found
