@@ -1,14 +1,16 @@
 """Replacements of functions of torch that do not take fake tensors. They stay for the rest of the process."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch._subclasses.fake_impls import register_op_impl
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.optim.optimizer import _foreach_supported_types
 
 from components.rehearsal.mode import RehearsalMode, plausible
 
@@ -40,18 +42,29 @@ def install(mode: RehearsalMode) -> None:
     replace_resize(mode)
     replace_swap()
     pause_shape_propagation(mode)
+    # Optimizers update many tensors of a GPU in one call, if they are of these types.
+    _foreach_supported_types.append(FakeTensor)
     if not torch.backends.cuda.is_built():
         keep_whole()
 
 
 def keep_whole() -> None:
-    """Let the backward passes of SiLU and Mish be one operator each, as in a build of torch with CUDA.
+    """Let RMS norms and the backward passes of SiLU and Mish be one operator each, as in a build with CUDA.
 
     A build without it, which has no kernels of them for CUDA, takes them apart into seven and more operators,
-    whose results would count as memory. No gradient goes through them, so autograd has nothing to do there.
+    whose results would count as memory. No gradient goes through the backward passes, so autograd has nothing
+    to do there.
     """
     for name in ("silu_backward", "mish_backward"):
         ATEN.impl(name, torch.library.fallthrough_kernel, "AutogradCUDA")
+    ATEN.impl("_fused_rms_norm", rms_norm, "CUDA")  # with a kernel, autograd has its own backward pass
+    register_op_impl(torch.ops.aten._fused_rms_norm.default)(lambda _mode, _func, *args: rms_norm(*args))
+
+
+def rms_norm(rows: Tensor, shape: Sequence[int], *_: object) -> tuple[Tensor, Tensor]:
+    """Return what the kernel returns: the normalised rows, and the fp32 inverse of each root mean square."""
+    outer = rows.shape[: rows.ndim - len(shape)]
+    return torch.empty_like(rows), rows.new_empty([*outer, *[1] * len(shape)], dtype=torch.float32)
 
 
 def replace_reads(mode: RehearsalMode) -> None:

@@ -11,7 +11,8 @@ EIGHT_LAYERS = ["model=llama3_8b", "model.architecture.num_hidden_layers=8"]
 LARGE = {
     "1b": ["model=llama3_1b", "parallelism=single"],
     "1b dora": ["model=llama3_1b", "parallelism=single", "adapter=dora"],
-    "8b": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8"],
+    "8b": [*EIGHT_LAYERS, "model=qwen3_8b", "parallelism=fsdp2", "parallelism.dp=8"],
+    "8b muon": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "optimizer=muon"],
     "8b lora": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "adapter=lora"],
     "8b qlora": [
         "model=llama3_8b",
@@ -33,6 +34,7 @@ LARGE = {
         "parallelism.dp=4",
         "parallelism.sequence_parallel=true",
         "parallelism.distributed_optimizer=true",
+        "parallelism.activation_checkpointing=none",
     ],
 }
 FSDP2 = ["parallelism=fsdp2_tp2", "parallelism.dp=1"]

@@ -1,6 +1,7 @@
 """The weights of FSDP2 for an optimizer of whole weights, which are shards between steps."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -38,9 +39,14 @@ class ShardedWeight(OwnedWeight):
 
     def gather(self) -> None:
         assert self.view.parameter.grad is not None, f"{self.name} has no gradient"
-        gradient, whole = full_tensor(self.view.slices(self.view.parameter.grad)), full_tensor(self.shard)
+        self._gather("data", self.shard)
+        self._gather("grad", self.view.slices(self.view.parameter.grad))
+
+    def _gather(self, field: Literal["data", "grad"], part: Tensor) -> None:
+        """Gather one tensor. Ranks that do not own it free it before the next one is gathered."""
+        whole = full_tensor(part)
         if self.is_mine:
-            self.parameter.data, self.parameter.grad = whole, gradient
+            setattr(self.parameter, field, whole)
 
     def distribute(self) -> None:
         """Copy the owner's value into the shards of all ranks, and free it."""

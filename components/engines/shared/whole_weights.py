@@ -149,7 +149,7 @@ class WholeWeightOptimizer:
 
 
 def owners(weights: Iterable[tuple[int, int]]) -> list[int]:
-    """Give every weight to the rank with the fewest elements so far, of those that share the weight.
+    """Give every weight, the largest first, to the rank with the fewest elements of those that share it.
 
     Args:
         weights: numbers of the ranks that share a weight, and of its elements.
@@ -157,10 +157,12 @@ def owners(weights: Iterable[tuple[int, int]]) -> list[int]:
     Returns:
         The number of the owner of every weight, which is the same on all ranks that share it.
     """
+    each = list(weights)
     loads: dict[int, list[int]] = {}
-    found = []
-    for sharers, numel in weights:
+    found = [0] * len(each)
+    for place in sorted(range(len(each)), key=lambda place: -each[place][1]):
+        sharers, numel = each[place]
         load = loads.setdefault(sharers, [0] * sharers)
-        found.append(load.index(min(load)))
-        load[found[-1]] += numel
+        found[place] = load.index(min(load))
+        load[found[place]] += numel
     return found

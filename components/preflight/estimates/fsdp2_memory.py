@@ -180,6 +180,7 @@ class StepMemory:
         yield self.during_head()
         yield from (self.during_block(number) for number in range(len(self.blocks)))
         yield self.during_embedding()
+        yield self.before_root_reduction()
         yield self.during_root_reduction()
 
     def during_first_gather(self) -> Bytes:
@@ -200,7 +201,9 @@ class StepMemory:
         gradients = self.accumulated_grads(self.weights.parts) + self.weights.head * FP32
         gradients += self.sharded_grads(len(self.blocks))
         return add_by_name(
-            head_activations(self.labels, self.hidden, self.vocabulary, self.run),
+            head_activations(
+                self.labels, self.hidden, self.vocabulary, self.run, trained=self.weights.head > 0
+            ),
             {
                 "gathered": self.gathered(kept) + self.sent(self.weights.blocks[-1]),
                 "activations": self.saved(len(self.blocks))
@@ -239,6 +242,14 @@ class StepMemory:
             "buffers": self.weights.blocks[0].trained * FP32,
         }
 
+    def before_root_reduction(self) -> Bytes:
+        """Return the bytes when gradients outside of blocks have been copied to the buffer of their sum."""
+        root = self.weights.root
+        return {
+            "gradients": self.sharded_grads(0) + (self.accumulated_grads([root]) or root.trained * self.size),
+            "buffers": root.trained * FP32,
+        }
+
     def during_root_reduction(self) -> Bytes:
         """Return the bytes when gradients outside of blocks are reduced, which a single rank copies."""
         root = self.weights.root.trained * FP32
@@ -250,7 +261,7 @@ class StepMemory:
     def during_reference(self, weights: ModelParameters) -> Bytes:
         """Return the bytes of a pass without gradient through ``weights``, which merges micro-batches."""
         joined = largest_number([self.tokens] * self.num_microbatches, MAX_TOKENS[self.run.device])
-        chunks = head_activations(joined * self.labels, self.hidden, self.vocabulary, self.run)
+        chunks = head_activations(joined * self.labels, self.hidden, self.vocabulary, self.run, trained=False)
         block = max(weights.blocks, key=lambda part: part.gathered(self.size))
         forward = max(block.forward(joined * self.tokens) for block in set(self.blocks))
         return {

@@ -178,17 +178,17 @@ class StageMemory:
         yield self.during_last_layer()
         if self.holds("E"):
             yield self.during_embedding()
+        if self.blocks[0].run.device != "cpu":
+            return  # the norm and the update are kernels that make no copies
         # The norm of the gradient is summed in float64, one matrix after the other.
         yield {"buffers": 8 * max(self.weights.matrix, self.weights.embedding) // self.shards.plain}
-        if (
-            self.shards.plain > 1 and self.blocks[0].run.device == "cpu"
-        ):  # gloo gathers the updated weights into a copy
+        if self.shards.plain > 1:  # gloo gathers the updated weights into a copy
             yield {"buffers": self.weights.trained * self.size}
 
     def during_head(self) -> Bytes:
         """Return the bytes after the last layer of a micro-batch."""
         return add_by_name(
-            head_activations(self.labels, self.hidden, self.vocabulary_rows, self.blocks[0].run),
+            self.head_activations(trained=self.weights.embedding > 0),
             {
                 "activations": self.in_flight * self.saved,
                 "gradients": self.weights.embedding * FP32,
@@ -245,12 +245,15 @@ class StageMemory:
 
     def during_reference(self) -> Bytes:
         """Return the bytes of a pass without gradient for one micro-batch."""
-        chunks = head_activations(self.labels, self.hidden, self.vocabulary_rows, self.blocks[0].run)
-        logits = chunks["logits"] if self.holds("L") else 0
+        logits = self.head_activations(trained=False)["logits"] if self.holds("L") else 0
         return {
             "activations": max(block.forward(self.tokens) for block in set(self.blocks)),
             "logits": logits,
         }
+
+    def head_activations(self, *, trained: bool) -> Bytes:
+        run = self.blocks[0].run
+        return head_activations(self.labels, self.hidden, self.vocabulary_rows, run, trained=trained)
 
     def holds(self, what: str) -> bool:
         return any(what in chunk for chunk in self.chunks)

@@ -184,6 +184,8 @@ class MegatronOptimizers:
             for group in optimizer.param_groups:  # Megatron sets this only in its own scheduler
                 usual = description.weight_decay * group["wd_mult"]
                 group["weight_decay"] = group.get("own_weight_decay", usual)
+                if isinstance(optimizer.optimizer, torch.optim.AdamW):  # else with copies of the moments
+                    group["fused"] = True
             experts = optimizer.param_groups[0]["is_expert_parallel"]
             replicas, distributed = groups[experts], layout.distributed_optimizer
             members[experts] = DenseOrExpertOptimizer(optimizer, description.moments, replicas, distributed)

@@ -121,7 +121,7 @@ def test_the_peak_may_be_while_the_optimizer_is_built(layout: tuple[str, ...], c
     """Parameters are copied into a buffer, chunk by chunk, with the gradient buffer already there."""
     sharded = ("parallelism=megatron", "parallelism.dp=8", "parallelism.distributed_optimizer=true")
     short = MicrobatchShape(rows=1, length=64, labels=64, num_microbatches=16)
-    for rank in estimate("model=llama3_8b", *sharded, *layout, microbatch=short):
+    for rank in estimate("model=llama3_70b", *sharded, *layout, microbatch=short):
         weights = rank.parts["weights"]
         assert set(rank.parts) == {"weights", "gradients", "buffers"}
         assert rank.parts["gradients"] == 2 * weights
