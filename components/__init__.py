@@ -1,4 +1,5 @@
 import logging
 
-# It warns about a kernel that is not used here, also if only peft imports it.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+# They warn about kernels that are not used here and about their own use of torch, also if peft imports them.
+for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+    logging.getLogger(name).setLevel(logging.ERROR)

@@ -167,3 +167,5 @@ class EngineOptions:
     """Loss scaling for fp16. None means that the loss is not scaled."""
     timeout_s: float = 0
     """Lower bound of the timeout of collectives, in seconds."""
+    float8: bool = False
+    """Whether matrix products of linear layers are in float8. All else is in ``dtype``, bf16."""

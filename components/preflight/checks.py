@@ -17,7 +17,7 @@ from components.contracts.parallelism import ParallelismSpec
 from components.models.attention_shape import attention_shape
 from components.optimizers.muon import HEADS, Muon
 from components.preflight.engine_layouts import EngineLayout
-from components.preflight.estimates.device_specs import PROGRAM, machine_memory
+from components.preflight.estimates.device_specs import PROGRAM, WITHOUT_FLOAT8, machine_memory
 from components.yaml_text import parse_yaml
 
 FIRST_LENGTH = "original_max_position_embeddings"
@@ -84,6 +84,19 @@ def resolve_device(device: Literal["auto", DeviceKind], name: str | None = None)
             f"run.device: is {device}, but no {device.upper()} device is visible; use run.device=auto or cpu."
         )
     return here if device == "auto" else device
+
+
+def check_float8(device: str, name: str | None) -> None:
+    """Raise ConfigError if a GPU, that ``name`` if it is given, has no matrix products in float8.
+
+    A CPU computes with the rounded values.
+    """
+    lacks = device == "cuda" and name is None and torch.cuda.get_device_capability() < (8, 9)
+    if name in WITHOUT_FLOAT8 or lacks:
+        raise ConfigError(
+            f"run.dtype: fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or above, which "
+            f"{name or torch.cuda.get_device_name()} is not; use run.dtype=bf16."
+        )
 
 
 def check_ranks(world_size: int, device: str, local_ranks: int) -> None:

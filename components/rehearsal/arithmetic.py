@@ -12,7 +12,9 @@ from components.rehearsal.host_values import Arguments, HostValues
 
 aten = torch.ops.aten
 
-PRODUCTS = {packet: flop_registry[packet] for packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)}
+PRODUCTS = {
+    packet: flop_registry[packet] for packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm)
+}
 """Matrix products -> torch's formula of their FLOPs."""
 NO_KERNEL = ("empty", "detach", "_local_scalar_dense", "_reshape_alias", "set_", "resize_", "is_pinned")
 

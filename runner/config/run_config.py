@@ -29,7 +29,7 @@ class RunConfig:
     micro_batch_size: int | Literal["auto"]
     """``auto`` until the launch has chosen it: ranks always read a number."""
     seed: int
-    dtype: Literal["fp32", "bf16", "fp16"]
+    dtype: Literal["fp32", "bf16", "fp8", "fp16"]
     loss_scale: LossScaling
     device: Literal["auto", DeviceKind]
     log_every: int

@@ -227,6 +227,8 @@ def check_launch(
     world_size = experiment.parallelism.world_size(os.environ, gpus)
     local_ranks = place.local_world_size if place.launched else world_size
     preflight.check_rehearsed_rank(ahead.rank, world_size)
+    if run.dtype == "fp8":
+        preflight.check_float8(device, ahead.device_name)
     if ahead.mode == "check":
         preflight.check_ranks(world_size, device, local_ranks)
     preflight.check_restarts(run.max_restarts, place.launched)

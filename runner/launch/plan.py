@@ -71,6 +71,7 @@ def make_candidate(
         device=device,
         compiled=run.compile,
         kernels=run.kernels,
+        float8=run.dtype == "fp8",
         max_length=experiment.data.max_length,
         shares_prompts=experiment.data.share_prompt,
     )

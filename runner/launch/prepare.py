@@ -94,7 +94,8 @@ def reference_cache(launch: RunPreparation, data: Prepared) -> ReferenceCache | 
     run, source = launch.experiment.run, launch.reference
     if source.choice != "precomputed":
         return None
-    folder = source.folder(launch.experiment.data.cache(), run.seed, run.dtype)
+    recipe = getattr(launch.experiment.parallelism, "fp8_recipe", "") if run.dtype == "fp8" else ""
+    folder = source.folder(launch.experiment.data.cache(), run.seed, run.dtype + recipe)
     lacking: bool = data.missing_reference_logps(folder)
     how = "computed now, once, into" if lacking else "read from"
     launch.console.print(f"reference: {how} {folder}", soft_wrap=True, highlight=False)

@@ -68,6 +68,11 @@ READ_IF: tuple[tuple[tuple[str, ...], Callable[[Experiment], object], str], ...]
         "a stage that trains a language model",
     ),
     (
+        ("parallelism.fp8_recipe", "parallelism.fp8_all_gather"),
+        lambda e: e.run.dtype == "fp8",
+        "run.dtype=fp8",
+    ),
+    (
         ("parallelism.default_dp",),
         lambda e: getattr(e.parallelism, "dp", None) is None,
         "parallelism.dp=null",

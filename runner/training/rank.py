@@ -49,7 +49,7 @@ from runner.training.watchdog import Watchdog, end_process
 
 log = logging.getLogger("runner")
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
 def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_process) -> None:
@@ -183,6 +183,7 @@ def engine_options(experiment: Experiment, device: DeviceKind, **others: Any) ->
         count_zeros=run.log_num_zeros,
         loss_scaling=run.loss_scale if run.dtype == "fp16" else None,
         timeout_s=run.hang_timeout_s,
+        float8=run.dtype == "fp8",
         **others,
     )
 

@@ -11,6 +11,8 @@ BIG = ("model=llama3_70b", "preflight.mode=only", "preflight.device_name=H100", 
 MANY = ("run.global_batch_size=64", "run.micro_batch_size=1")
 UNTIED = "model.architecture.tie_word_embeddings=false"
 ON = "parallelism="
+FP8 = "run.dtype=fp8"
+GATHERED = (FP8, ON + "fsdp2", "parallelism.fp8_recipe=tensorwise", "parallelism.fp8_all_gather=true")
 TWELVE = ("run.global_batch_size=12", "run.micro_batch_size=1")
 
 # id: (arguments, the key that the message begins with, words of the remedy)
@@ -414,6 +416,41 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "parallelism.distributed_optimizer=true",
     ),
     "compiled Megatron": ((ON + "pp2", "run.compile=true"), "run.compile", "parallelism=fsdp2"),
+    # ---- float8
+    "fp8 on Megatron": ((ON + "tp2", FP8), "run.dtype: fp8", "parallelism=fsdp2"),
+    "fp8 with tp": ((ON + "fsdp2_tp2", FP8), "parallelism.tp", "parallelism.tp=1"),
+    "fp8 with dora": ((FP8, "adapter=dora"), "adapter.dora", "run.dtype=bf16"),
+    "fp8 in 4 bits": ((FP8, "adapter=qlora"), "adapter.quantize", "run.dtype=bf16"),
+    "fp8 without a layer": (
+        (FP8, *(f"model.architecture.{key}=40" for key in ("hidden_size", "intermediate_size", "head_dim"))),
+        "run.dtype: fp8",
+        "use bf16",
+    ),
+    "fp8 of an old GPU": (
+        (FP8, "preflight.mode=only", "preflight.device_name=A100"),
+        "run.dtype: fp8",
+        "use run.dtype=bf16",
+    ),
+    "rows gathered": (
+        (*GATHERED, "parallelism.fp8_recipe=rowwise"),
+        "parallelism.fp8_all_gather",
+        "tensorwise",
+    ),
+    "gathered from the host": (
+        (*GATHERED, "parallelism.cpu_offload=true"),
+        "parallelism.fp8_all_gather",
+        "leave one out",
+    ),
+    "gathered in odd parts": (
+        (*GATHERED, "parallelism.dp=3", "run.global_batch_size=6"),
+        "parallelism.fp8_all_gather: 3 ranks",
+        "leave it out",
+    ),
+    "a recipe of nothing": (
+        ("parallelism.fp8_recipe=tensorwise",),
+        "parallelism.fp8_recipe",
+        "run.dtype=fp8",
+    ),
     "dora on Megatron": ((ON + "tp2", "adapter=dora"), "adapter.dora", "adapter=lora"),
     "4 bits on Megatron": ((ON + "tp2", "adapter=qlora"), "adapter.quantize", "parallelism=fsdp2"),
     "4 bits with tp": ((ON + "fsdp2_tp2", "adapter=qlora"), "adapter.quantize", "parallelism.tp=1"),

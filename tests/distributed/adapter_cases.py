@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
     "mlp": {"target_modules": ["gate_proj", "up_proj", "down_proj"], "use_rslora": True},
     "all": {"target_modules": "all-linear", "r": 3},
+    "wide": {"target_modules": "all-linear", "r": 16},
     "dora": {"target_modules": "all-linear", "use_dora": True},
     "saved": {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head", "model.norm"]},
 }

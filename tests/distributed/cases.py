@@ -222,6 +222,7 @@ def make_engine(
     reference: Reference = "none",
     count_zeros: bool = False,
     compiled: bool = False,
+    float8: bool = False,
     adapter: LoRA | None = None,
     freeze: tuple[str, ...] = (),
     train_only: tuple[str, ...] = (),
@@ -241,6 +242,7 @@ def make_engine(
             compiled=compiled,
             adapter=adapter,
             loss_scaling=loss_scaling,
+            float8=float8,
         ),
     )
 
@@ -295,9 +297,9 @@ def plain_step(
     return Step(total.item() / count + added.item(), norm, grads)
 
 
-def plain_model(family: str) -> torch.nn.Module:
+def plain_model(family: str, attention: str = "eager") -> torch.nn.Module:
     description = spec(family)
-    model = AutoModelForCausalLM.from_config(description.config(), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(description.config(), attn_implementation=attention)
     weights = description.weights(0)
     with torch.no_grad():
         for name, parameter in unstack_experts([*model.named_parameters(), *persistent_buffers(model)]):

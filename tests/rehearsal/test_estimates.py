@@ -13,6 +13,15 @@ LARGE = {
     "1b dora": ["model=llama3_1b", "parallelism=single", "adapter=dora"],
     "8b": [*EIGHT_LAYERS, "model=qwen3_8b", "parallelism=fsdp2", "parallelism.dp=8"],
     "8b muon": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "optimizer=muon"],
+    "8b fp8": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "run.dtype=fp8"],
+    "8b fp8 gathered": [
+        *EIGHT_LAYERS,
+        "parallelism=fsdp2",
+        "parallelism.dp=8",
+        "run.dtype=fp8",
+        "parallelism.fp8_recipe=tensorwise",
+        "parallelism.fp8_all_gather=true",
+    ],
     "8b lora": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "adapter=lora"],
     "8b qlora": [
         "model=llama3_8b",
@@ -92,3 +101,17 @@ def test_the_traffic_of_owners(name: str, tmp_path: Path) -> None:
     found = rehearsed(tmp_path, "run.dtype=bf16", "preflight.steps=1", "optimizer=muon", *layout)
     (row,) = (row for row in found.sections["communication"] if row["dimension"] == dimension)
     assert row["estimated_bytes"] == pytest.approx(row["sent_bytes"], rel=WITHIN)
+
+
+def test_products_and_gathers_in_float8(tmp_path: Path) -> None:
+    """Tokens are padded to a multiple of 16 in float8, and a gathered weight is sent in one byte, not two."""
+    on = ["model=llama3_1b", "parallelism=fsdp2", "parallelism.dp=4", "preflight.steps=1"]
+    gathered = ["run.dtype=fp8", "parallelism.fp8_recipe=tensorwise", "parallelism.fp8_all_gather=true"]
+    half = rehearsed(tmp_path / "half", *on, "run.dtype=bf16")
+    less = rehearsed(tmp_path / "less", *on, *gathered)
+    flops = [sum(row["flops"] for row in found.record["flops"]) for found in (half, less)]
+    assert flops[0] < flops[1] < 1.01 * flops[0]
+    (before,), (after,) = half.sections["communication"], less.sections["communication"]
+    saved = before["sent_bytes"] - after["sent_bytes"]
+    assert saved > before["sent_bytes"] / 5
+    assert before["estimated_bytes"] - after["estimated_bytes"] == pytest.approx(saved, rel=WITHIN)

@@ -15,6 +15,8 @@ LITTLE = [word for word in SMALL if not word.startswith("run.device")]
 TINY_EXPERTS = ["model=moe_tiny", "data.max_length=128", "run.max_steps=4"]
 TINY_DEEPSEEK = ["model=deepseek_tiny", "data.max_length=128", "run.max_steps=4"]
 BF16 = ["run.dtype=bf16"]
+TENSORWISE = ["run.dtype=fp8", "parallelism.fp8_recipe=tensorwise"]
+GATHERED = ["parallelism=fsdp2", *TENSORWISE, "parallelism.fp8_all_gather=true"]
 
 FSDP2 = {
     "single": ["parallelism=single"],
@@ -41,6 +43,8 @@ FSDP2 = {
     "lora": ["parallelism=fsdp2", "adapter=lora", "stage=dpo"],
     "dora": ["parallelism=fsdp2", "adapter=dora"],
     "qlora": ["parallelism=fsdp2", "adapter=qlora", "stage=dpo"],
+    "fp8": ["parallelism=single", "run.dtype=fp8"],
+    "fp8 gathered": [*GATHERED, "stage=dpo"],
     "experts": [*TINY_EXPERTS, "parallelism=fsdp2"],
     "experts on ranks": [*TINY_EXPERTS, "parallelism=fsdp2_ep2"],
     "experts lora": [*TINY_EXPERTS, "parallelism=fsdp2", "adapter=lora"],

@@ -32,7 +32,7 @@ KEPT = {
     "components/data/store/reference_logps.py": {"_values"},  # our own
     "components/models/export/hf_folder.py": {"_reads_path"},  # our own
     # torch's: a rehearsal stands in for CUDA.
-    "components/rehearsal/arithmetic.py": {"_overloadpacket", "_schema"},
+    "components/rehearsal/arithmetic.py": {"_overloadpacket", "_scaled_mm", "_schema"},
     "components/rehearsal/call_site.py": {"_getframe"},
     "components/rehearsal/fake_cuda.py": {"_C", "_cuda_getCurrentRawStream", "_set_only_lift_cpu_tensors"},
     "components/rehearsal/fake_groups.py": {"_set_pg_timeout"},

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from components.adapters import LoRA
 from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
-from components.engines.fsdp2 import compile, context_parallel, moe_checks, tensor_parallel
+from components.engines.fsdp2 import compile, context_parallel, float8, moe_checks, tensor_parallel
 from components.engines.fsdp2.engine import FSDP2Engine
 from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.lora import check as adapter_check
@@ -82,6 +82,8 @@ class FSDP2(FSDP2Layout):
         moe_checks.check(model, ep=self.ep, tp=self.tp, ranks=ranks, adapter=options.adapter)
         context_parallel.check(model, self.cp, self.tp)
         adapter_check(options.adapter, self.tp)
+        if options.float8:
+            float8.check(model, self, options.adapter, ranks)
         compile.check(model, options.device, compiled=options.compiled, kernels=options.kernels)
 
     def build(self, model: ModelSpec, optimizer: Optimizer, options: EngineOptions) -> FSDP2Engine:

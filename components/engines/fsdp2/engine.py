@@ -1,6 +1,7 @@
 """The FSDP2 engine: sharded weights, with sums divided once per step."""
 
 import gc
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -16,7 +17,7 @@ from components.contracts.batch import Batch
 from components.contracts.engine import EngineOptions
 from components.contracts.json_types import Json
 from components.contracts.loss import Loss, TokenStats
-from components.engines.fsdp2 import state_dict
+from components.engines.fsdp2 import float8, state_dict
 from components.engines.fsdp2.context_parallel import ModelInput
 from components.engines.fsdp2.fsdp_private import discard_iteration, fsdp_modules, release
 from components.engines.fsdp2.grouped_experts import bias_buffers, grouped_experts
@@ -47,6 +48,8 @@ from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
 from components.optimizers import Optimizer
 
+log = logging.getLogger(__name__)
+
 
 class FSDP2Engine(TrainStepEngine):
     """Implementation of ``components.contracts.engine.Engine`` with ``torch.distributed.fsdp.fully_shard``.
@@ -74,6 +77,8 @@ class FSDP2Engine(TrainStepEngine):
         self.dp_rank, self.dp_size = data.get_local_rank(), data.size()
         weights, adapter = model.weights(options.seed), options.adapter
         self.scorer = build_model(model, weights, self.mesh, layout, options, device, trainable=True)
+        if self.scorer.float8:
+            log.info("products in float8: %s", ", ".join(f"{k} {v}" for k, v in self.scorer.float8.items()))
         self.scorer.neftune = NEFTune(model.neftune_alpha, options.seed)
         self.scorer.lm.get_input_embeddings().register_forward_hook(self.scorer.noise)
         self.reference: LogProbModel | None = None
@@ -151,6 +156,7 @@ class FSDP2Engine(TrainStepEngine):
         # Not with torch's own function, because experts may be on a different mesh than other parameters.
         clip([local_shard(g) for g in self._gradients()], grad_norm, self.max_grad_norm)
         self.optimizer.step(lr)
+        self._update_scales()
 
     def zero_grad(self) -> None:
         for parameter in self.weights.values():
@@ -195,10 +201,12 @@ class FSDP2Engine(TrainStepEngine):
         self.scorer.eval()
         try:
             with self.optimizer.evaluating():
+                self._update_scales()
                 yield
         finally:
             self.scorer.train()
         release(self.scorer)
+        self._update_scales()
 
     def evaluate_microbatches(self, microbatches: Sequence[Batch], loss: Loss, sums: LossAccumulator) -> None:
         with naming_microbatch(microbatches) as begin:
@@ -225,6 +233,7 @@ class FSDP2Engine(TrainStepEngine):
             load_tensors(path, state_dict.weight_tensors(self.synced, "reference"))
         load_scale(path, self.loss_scale)
         state_dict.load(path, self.trained, self.biases, self.optimizer, dist.get_rank(), self.device)
+        self._update_scales()
 
     def export(self, path: Path) -> None:
         def gathered() -> Iterator[tuple[str, Tensor]]:
@@ -250,6 +259,7 @@ class FSDP2Engine(TrainStepEngine):
             "engine": "fsdp2",
             "device": str(self.device),
             "dtype": str(self.options.dtype).removeprefix("torch."),
+            "float8": self.scorer.float8,
             "kernels": self.scorer.kernels,
             "compiled": self.options.compiled,
             "world_size": dist.get_world_size(),
@@ -267,6 +277,10 @@ class FSDP2Engine(TrainStepEngine):
         process_group.destroy_process_group()
 
     # ---- private
+
+    def _update_scales(self) -> None:
+        if self.scorer.float8.get("all_gather"):
+            float8.update_scales(self.scorer)
 
     def _given(self, here: Batch) -> ModelInput:
         return self.scorer.context.model_input(here, self.device)

@@ -35,6 +35,11 @@ class FSDP2Layout:
     reduce_gradients: Literal["last", "every"] = "last"
     """The micro-batches of a step after which gradients are reduced. With ``last`` they accumulate in fp32 on
     every rank for the whole model, with ``every`` only for this rank's shard, and are sent more often."""
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise"
+    """torchao's name of how ``run.dtype=fp8`` rounds. The scales of ``tensorwise`` depend on all tokens of a
+    micro-batch. Those of rows are powers of 2, so that a token is rounded alike in every micro-batch."""
+    fp8_all_gather: bool = False
+    """Whether weights are rounded to float8 before they are gathered."""
     dp_shard: int | None = field(default=None, repr=False)
     """Number of data-parallel ranks that share one copy of every parameter. None means ``dp / dp_replicate``;
     ``dp`` is set from it."""

@@ -60,6 +60,12 @@ def local_shard(tensor: Tensor) -> Tensor:
     return local_tensor(tensor)
 
 
+def without_wrapper(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` with a plain shard, which they share, if torchao has wrapped its own."""
+    wrapped = isinstance(tensor, DTensor) and hasattr(tensor.to_local(), "_tensor")
+    return placed_like(local_shard(tensor), tensor) if wrapped else tensor
+
+
 def placed_like(shard: Tensor, whole: Tensor) -> Tensor:
     """Return ``shard`` as this rank's part of a tensor that is placed as ``whole``; they share memory."""
     if not isinstance(whole, DTensor):

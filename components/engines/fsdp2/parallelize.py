@@ -18,6 +18,7 @@ from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.contracts.loss import TokenStats
+from components.engines.fsdp2 import float8
 from components.engines.fsdp2.compile import apply_liger, choose_kernels
 from components.engines.fsdp2.context_parallel import ContextParallel, ModelInput
 from components.engines.fsdp2.fsdp_private import fsdp_modules
@@ -70,6 +71,8 @@ class LogProbModel(nn.Module):
         self.vocabulary: VocabularyShard | None = None
         """This rank's rows of the head. None means that there is no tensor parallelism."""
         self.kernels: Literal["torch", "liger"] = "torch"
+        self.float8: Json = {}
+        """Description by ``float8.convert``. Empty means that no product is in float8."""
 
     def forward(
         self,
@@ -214,6 +217,7 @@ def build_model(
     for parameter in scorer.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+    scorer.float8 = float8.convert(scorer.lm, layout, device.type) if options.float8 else {}
     if layout.tp > 1:
         apply_tp(scorer.lm, mesh[TENSOR])
         scorer.vocabulary = vocabulary_shard(scorer.lm.config.vocab_size, mesh.get_group(TENSOR))

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from components.engines.fsdp2.mesh import without_wrapper
+
 
 @dataclass(frozen=True)
 class ParamView:
@@ -22,4 +24,4 @@ class ParamView:
 
 def full_view(name: str, parameter: nn.Parameter, *, first: bool) -> ParamView:
     """Return the member of a parameter that is not stacked, of which every rank has a part."""
-    return ParamView(name, parameter, lambda tensor: tensor, first)
+    return ParamView(name, parameter, without_wrapper, first)

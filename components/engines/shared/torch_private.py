@@ -43,7 +43,8 @@ def assert_async(condition: Tensor, message: str) -> None:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's shard, which shares memory with ``tensor``, outside of autograd."""
-    return getattr(tensor, "_local_tensor", tensor)
+    shard = getattr(tensor, "_local_tensor", tensor)
+    return getattr(shard, "_tensor", shard)  # that in torchao's wrapper for an all-gather in float8
 
 
 def clear_dtensor_caches() -> None:

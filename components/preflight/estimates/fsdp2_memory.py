@@ -1,6 +1,6 @@
 """Peak memory of an FSDP2 rank in a train step, estimated from the shapes of the model."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.adapters.lora_config import MAGNITUDE
+from components.engines.fsdp2.float8 import float8_linears
 from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.parallelize import decoder_blocks
 from components.engines.shared.microbatch_merging import MAX_TOKENS, largest_number
@@ -41,6 +42,9 @@ NORM_GRADIENTS = 5
 """Tensors in fp32 that exist at once in the backward pass of a norm of transformers: of its squares, their
 mean and its products."""
 
+ROUNDING = 2 * FP32 + 1
+"""Bytes per value while it is rounded to float8: two copies in fp32, and the result."""
+
 
 @dataclass(frozen=True)
 class BlockParameters:
@@ -56,10 +60,12 @@ class BlockParameters:
     """Bytes of 4-bit matrices and their scales, which ``numel`` and ``unsharded`` leave out."""
     largest: int = 0
     """Elements of the largest of these matrices."""
+    float8: int = 0
+    """Elements of ``numel`` that are gathered in float8."""
 
     def gathered(self, size: int) -> int:
         """Return the bytes of all parameters, gathered for computing in a dtype of ``size`` bytes."""
-        return self.numel * size + self.quantized_bytes
+        return (self.numel - self.float8) * size + self.float8 + self.quantized_bytes
 
     def dequantized_bytes(self, size: int) -> int:
         """Return the bytes of the largest 4-bit matrix, dequantised for a product, and of its fp32 scales.
@@ -107,8 +113,10 @@ def memory(
     """Estimate the peak memory of a rank; FSDP2 has one pipeline stage."""
     run = RunShape(step.dtype, step.device, layout.activation_checkpointing)
     tokens = step.microbatch.rows * -(-step.microbatch.length // layout.cp)
+    linears = float8_linears(model) if step.float8 else {}
+    in_float8 = linears if layout.fp8_all_gather else ()
     held = StepMemory(
-        weights=count_parameters(model, layout, step.adapter),
+        weights=count_parameters(model, layout, step.adapter, in_float8),
         blocks=block_activations(model, layout, run, step.microbatch, step.adapter),
         vocabulary=-(-output_head(model).out_features // layout.tp),
         shards=step.world_size // (layout.dp_replicate * layout.tp),
@@ -118,6 +126,8 @@ def memory(
         reduces_every=layout.reduce_gradients == "every",
         tokens=tokens,
         labels=min(step.microbatch.labels, tokens),
+        rounded_width=max((max(linear.weight.shape) for linear in linears.values()), default=0),
+        rounded_weight=max((linear.weight.numel() for linear in linears.values()), default=0),
     )
     resting = held.between_steps(len(optimizer.moments))
     asked = list(held.moments())
@@ -130,7 +140,7 @@ def memory(
         shards = held.weights.unsharded_trained * FP32 // held.shards
         asked.append({"gradients": shards, "gathered": gathered, "buffers": owned.buffers})
     if step.reference == "frozen":
-        other = count_parameters(step.reference_model or model, layout)
+        other = count_parameters(step.reference_model or model, layout, None, in_float8)
         resting["reference"] = (other.unsharded_trained + other.unsharded_frozen) * run.size // held.shards
         asked.append(held.during_reference(other))
     elif step.reference == "adapter_off" or step.loss.kind == "unpaired":
@@ -166,6 +176,10 @@ class StepMemory:
     """Tokens of a micro-batch on this rank."""
     labels: int
     """Labels on this rank, at most: a cp rank may have the end of every sequence of the micro-batch."""
+    rounded_width: int = 0
+    """Largest number of channels that are rounded to float8 at once. 0 means that none are."""
+    rounded_weight: int = 0
+    """Elements of the largest such weight."""
 
     def between_steps(self, num_moments: int) -> Bytes:
         """Return the bytes between two steps: shards, in fp32 if they are trained."""
@@ -227,6 +241,7 @@ class StepMemory:
             "gathered": self.gathered(kept) + (coming if self.reshards else 0),
             "activations": self.saved(number + 1) + self.blocks[number].backward(self.tokens),
             "dequantized": own.dequantized_bytes(self.size),
+            "rounded": self.rounded(self.tokens),
             "gradients": self.sharded_grads(number + 1)
             + self.accumulated_grads((self.weights.root, *blocks[: number + 1]))
             + (self.weights.head + own.trained) * self.size,
@@ -267,9 +282,17 @@ class StepMemory:
         return {
             "gathered": weights.root.gathered(self.size) + block.gathered(self.size) + self.sent(block),
             "dequantized": max(part.dequantized_bytes(self.size) for part in weights.blocks),
+            "rounded": self.rounded(joined * self.tokens),
             "activations": max(forward, chunks["activations"]),
             "logits": chunks["logits"],
         }
+
+    def rounded(self, tokens: int) -> int:
+        """Return the bytes for rounding the largest operand of a product in float8.
+
+        One of the two gradients of an MLP that the backward pass counts does not exist yet at that time.
+        """
+        return (ROUNDING - self.size) * max(tokens * self.rounded_width, self.rounded_weight)
 
     def gathered(self, blocks: Iterable[BlockParameters]) -> int:
         """Return the bytes of the gathered weights of ``blocks`` and of all modules outside of blocks."""
@@ -321,9 +344,12 @@ class StepMemory:
 
 
 def count_parameters(
-    model: PreTrainedModel, layout: FSDP2Layout, adapter: LoRA | None = None
+    model: PreTrainedModel,
+    layout: FSDP2Layout,
+    adapter: LoRA | None = None,
+    in_float8: Collection[str] = (),
 ) -> ModelParameters:
-    """Count the parameters of one tensor-parallel rank."""
+    """Count the parameters of one tensor-parallel rank; weights of layers ``in_float8`` are gathered so."""
     every = decoder_blocks(model)
     names = {id(module): f"{name}." for name, module in model.named_modules()}
     numbers = {names[id(block)]: number for number, block in enumerate(every)}
@@ -331,7 +357,7 @@ def count_parameters(
     for parameter in parameters(model, Cuts(layout.tp, layout.ep, layout.tp), adapter):
         inside = (number for name, number in numbers.items() if parameter.name.startswith(name))
         found[next(inside, len(every))].append(parameter)
-    *inner, root = (count_block(each, layout.ep) for each in found)
+    *inner, root = (count_block(each, layout.ep, in_float8) for each in found)
     ends = (model.get_input_embeddings().weight, output_head(model).weight)
     embedding, last = (
         -(-end.numel() // layout.tp) if adapter is None and end.requires_grad else 0 for end in ends
@@ -339,7 +365,7 @@ def count_parameters(
     return ModelParameters(tuple(inner), root, embedding, last)
 
 
-def count_block(found: Sequence[Parameter], ep: int) -> BlockParameters:
+def count_block(found: Sequence[Parameter], ep: int, in_float8: Collection[str]) -> BlockParameters:
     trained, plain = [p for p in found if p.trained], [p for p in found if not p.quantized_bytes]
     return BlockParameters(
         sum(p.numel for p in plain),
@@ -348,6 +374,7 @@ def count_block(found: Sequence[Parameter], ep: int) -> BlockParameters:
         sum(p.numel * (ep if p.of_experts else 1) for p in trained),
         sum(p.quantized_bytes for p in found),
         max((p.numel for p in found if p.quantized_bytes), default=0),
+        sum(p.numel for p in plain if p.name.removesuffix(".weight") in in_float8),
     )
 
 

@@ -38,6 +38,8 @@ class MemoryInputs:
     reference_model: Any = None
     """Model of a frozen reference, on the meta device. None means that it is the trained model."""
     adapter: Any = None
+    float8: bool = False
+    """Whether matrix products of linear layers are in float8."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class ModelSize:
     """Number of 4-bit parameters."""
     quantized_bytes: int = 0
     """Bytes of these parameters and their scales."""
+    float8: int = 0
+    """Number of parameters whose products are in float8."""
 
     @property
     def all_trained(self) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from components.contracts.data import BatchStats
+from components.engines.fsdp2.float8 import float8_linears
 from components.models.attention_shape import attention_shape
 from components.models.experts import moe_blocks, share_of_experts
 from components.models.mtp import num_mtp_layers
@@ -48,6 +49,7 @@ def model_size(case: Candidate) -> ModelSize:
         top_k=config.num_experts_per_tok if layers else 0,
         quantized=sum(p.numel for p in coarse),
         quantized_bytes=sum(p.quantized_bytes for p in coarse),
+        float8=sum(linear.weight.numel() for linear in float8_linears(case.model).values()) * case.float8,
     )
 
 

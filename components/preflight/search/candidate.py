@@ -44,6 +44,8 @@ class Candidate:
     device: Device
     compiled: bool
     kernels: Kernels
+    float8: bool
+    """Whether matrix products are in float8."""
     shares_prompts: bool
     max_length: int
     """``data.max_length``"""
@@ -75,6 +77,7 @@ class Candidate:
             reference=self.reference,
             reference_model=self.reference_model,
             adapter=self.adapter,
+            float8=self.float8,
         )
         return memory(self.layout, self.model, self.optimizer, step)
 
@@ -117,6 +120,7 @@ class Candidate:
             adapter=self.adapter,
             compiled=self.compiled,
             kernels=self.kernels,
+            float8=self.float8,
         )
         self.layout.check(self.model, self.optimizer, options, world_size=self.world_size)
         if self.adapter is not None:

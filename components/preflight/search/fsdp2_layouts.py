@@ -64,6 +64,8 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
         )
 
     gathered = spread(held, experts) * itemsize + all_gather_bytes(size.quantized_bytes, shards)
+    if layout.fp8_all_gather:
+        gathered -= all_gather_bytes(size.float8 * (itemsize - 1), shards)
     weights = gathers * gathered + reductions * spread(trained, taught) * FP32
     sent = [CommVolume("dp_shard", weights, when="overlapped")]
     if layout.dp_replicate > 1:

@@ -1,0 +1,29 @@
+"""What a machine needs for ``run.dtype=fp8``. The other checks are in tests/conf."""
+
+import pytest
+import torch
+
+from components.contracts.errors import ConfigError
+from components.engines.fsdp2 import FSDP2, float8
+from components.models import ModelSpec
+from components.preflight import check_float8
+from tests.unit.components.models.test_models import TINY
+
+
+def test_torchao_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelSpec(architecture=TINY).meta_model
+    float8.check(model, FSDP2(), None, 1)
+    monkeypatch.setattr(float8, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"run\.dtype: fp8 needs torchao.*pip install torchao"):
+        float8.check(model, FSDP2(), None, 1)
+
+
+def test_the_gpu_needs_products_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_float8("cpu", None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    check_float8("cuda", "H100")
+    with pytest.raises(ConfigError, match=r"which NVIDIA A100 is not; use run\.dtype=bf16"):
+        check_float8("cuda", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    check_float8("cuda", None)
