@@ -154,7 +154,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "fraction for a count": (["run.max_steps=1.5"], ["run.max_steps", "1.5"]),
     "text for a rate": (["optimizer.lr=fast"], ["optimizer.lr", "'fast'"]),
     "number for a switch": (["data.shuffle=3"], ["data.shuffle"]),
-    "choice": (["run.dtype=fp8"], ["run.dtype", "'bf16'"]),
+    "choice": (["run.dtype=fp4"], ["run.dtype", "'bf16'"]),
     "loss scale of bf16": (
         ["run.dtype=bf16", "run.loss_scale.initial=2"],
         ["run.loss_scale.initial", "nothing reads it", "run.dtype=fp16"],

@@ -36,6 +36,7 @@ KEPT = {
     "components/rehearsal/call_site.py": {"_getframe"},
     "components/rehearsal/fake_cuda.py": {"_C", "_cuda_getCurrentRawStream", "_set_only_lift_cpu_tensors"},
     "components/rehearsal/fake_groups.py": {"_set_pg_timeout"},
+    "components/rehearsal/fake_tensors.py": {"_fused_rms_norm"},
     "components/rehearsal/host_values.py": {"_cdata", "_schema", "_to_copy"},
     "components/rehearsal/host_waits.py": {"_schema"},
     "components/rehearsal/kernel_rules.py": {"_schema"},

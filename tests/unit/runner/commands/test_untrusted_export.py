@@ -97,7 +97,7 @@ BROKEN = {
     "too deep": b"[" * 1500,
     "without model": GOLDEN_TEXT.replace("\nmodel:", "\nmodels:").encode(),
     "without run": GOLDEN_TEXT.replace("run:", "runs:", 1).encode(),
-    "unknown dtype": GOLDEN_TEXT.replace("dtype: fp32", "dtype: fp8").encode(),
+    "unknown dtype": GOLDEN_TEXT.replace("dtype: fp32", "dtype: fp4").encode(),
     "text for seed": GOLDEN_TEXT.replace("seed: 0", "seed: zero").encode(),
 }
 
