@@ -105,6 +105,18 @@ COLUMNS = (
         adapted=True,
     ),
     Column(
+        "pissa sft packed",
+        "chat",
+        (
+            "stage=sft",
+            "data.packing=bfd",
+            "optimizer.lr=1e-3",
+            "adapter=lora",
+            "adapter.r=4",
+            "adapter.init_lora_weights=pissa",
+        ),
+    ),
+    Column(
         "lora rm",
         "preference",
         ("stage=rm", "data.packing=bfd", "optimizer.lr=1e-5"),

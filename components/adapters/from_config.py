@@ -24,6 +24,7 @@ def lora(
     modules_to_save: tuple[str, ...] | None,
     dropout: float,
     init_lora_weights: Init | None,
+    pissa_niter: int | None,
     dora: bool,
     quantize: Literal["nf4"] | None,
 ) -> LoRA:
@@ -53,7 +54,14 @@ def lora(
     for name, value in (asked if path else asked | {"init_lora_weights": init_lora_weights}).items():
         if value is None:
             raise ConfigError(f"adapter.{name}: is null, and there is no adapter.path; set it.")
-    return LoRA(**asked, dropout=dropout, init_lora_weights=init_lora_weights, quantize=quantize, path=path)
+    return LoRA(
+        **asked,
+        dropout=dropout,
+        init_lora_weights=init_lora_weights,
+        pissa_niter=pissa_niter,
+        quantize=quantize,
+        path=path,
+    )
 
 
 def agreed_setting(asked: Config, stored: Config, path: str) -> Json:

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.adapters.peft_folder import check_tensors, name_base, stored_weights
+from components.adapters.pissa import principal_factors
 from components.adapters.target_modules import (
     Targets,
     check_expert_targets,
@@ -27,10 +29,12 @@ from components.models.initialize import seeded
 from components.models.mtp import mtp_layers
 from components.models.scalar_head import SCORE, has_scalar_head
 
-Init = Literal["kaiming", "gaussian"]
+Init = Literal["kaiming", "gaussian", "pissa"]
 
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 """Suffixes of the names of an adapter's parameters, after the name of the adapted module."""
+INITIAL = "initial"
+"""Part before ``weight`` in the names of the frozen initial A and B of PiSSA."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,11 @@ class LoRA:
     """Low-rank adaptation (Hu et al., 2021): ``W x + scaling * B A x``, where ``W`` is frozen.
 
     With ``dora``, the rows of ``W + scaling * B A`` are scaled to learned norms (Liu et al., 2024, equation
-    5). Parameters are named ``<module>.lora_A.weight`` ``[r, in]``, ``<module>.lora_B.weight`` ``[out, r]``
-    and ``<module>.lora_magnitude_vector`` ``[out]``.
+    5). With pissa a layer computes ``W x + scaling * (B A - B0 A0) x``, where A and B begin as the frozen A0
+    and B0. That is the model of ``W - scaling * B0 A0`` with an adapter, but ``W`` stays as it is.
+
+    Parameters are named ``<module>.lora_A.weight`` ``[r, in]``, ``<module>.lora_B.weight`` ``[out, r]`` and
+    ``<module>.lora_magnitude_vector`` ``[out]``.
     """
 
     r: int = 16
@@ -52,7 +59,9 @@ class LoRA:
     """Scale by alpha / sqrt(r) (Kalajdzievski, 2023)."""
     init_lora_weights: Init | None = "kaiming"
     """Initial ``A``: uniform as in ``torch.nn.Linear``, or normal with standard deviation 1 / r. ``B`` is 0.
-    None means that the values are read from ``path``."""
+    With pissa, both are those of ``principal_factors``. None means that the values are read from ``path``."""
+    pissa_niter: int | None = None
+    """Power iterations of pissa's randomised decomposition. None means the exact decomposition."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that are trained whole in addition to the adapter, named like ``target_modules``."""
     dora: bool = False
@@ -68,10 +77,32 @@ class LoRA:
             raise ConfigError(f"adapter.alpha: must be above 0, got {self.alpha}.")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"adapter.dropout: must be at least 0 and below 1, got {self.dropout}.")
+        if self.pissa_niter is not None and (self.pissa_niter < 0 or not self.is_pissa):
+            raise ConfigError(
+                f"adapter.pissa_niter: is {self.pissa_niter}, but must be null, or at least 0 with "
+                "adapter.init_lora_weights=pissa."
+            )
+        if self.is_pissa and (self.dora or self.quantize):
+            what = "adapter.dora" if self.dora else "adapter.quantize"
+            raise ConfigError(
+                f"adapter.init_lora_weights: pissa is not supported with {what}; use kaiming or gaussian."
+            )
 
     @property
     def scaling(self) -> float:
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+    @property
+    def is_pissa(self) -> bool:
+        return self.init_lora_weights == "pissa"
+
+    @property
+    def exported(self) -> "LoRA":
+        """The adapter in an exported folder: with pissa an ordinary one of twice the rank, equal scaling."""
+        if not self.is_pissa:
+            return self
+        alpha = self.alpha * (math.sqrt(2) if self.rslora else 2)
+        return replace(self, r=2 * self.r, alpha=alpha, init_lora_weights="kaiming", pissa_niter=None)
 
     def check(self, model: PreTrainedModel) -> None:
         """Raise ConfigError if ``model`` (on any device) cannot be trained with this adapter.
@@ -93,7 +124,8 @@ class LoRA:
                 "an adapter, or adapter=none."
             )
         shapes = self.shapes(model)
-        check_expert_targets(model, self.expert_targets(model), dropout=self.dropout, dora=self.dora)
+        others = {"dropout": self.dropout, "dora": self.dora, "init_lora_weights": self.is_pissa and "pissa"}
+        check_expert_targets(model, self.expert_targets(model), others)
         if self.path is not None:
             check_tensors(self.path, shapes, file_names(model.config.model_type))
 
@@ -134,17 +166,19 @@ class LoRA:
         """Return the shape of each trainable parameter in the model's order, ``modules_to_save`` last.
 
         Raises:
-            ConfigError: if ``targets`` or ``saved`` does, or ``r`` is larger than a side of a matrix.
+            ConfigError: if ``targets`` or ``saved`` does, or the exported rank is larger than a side of a
+                matrix.
         """
         found: dict[str, torch.Size] = {}
         for name in self.targets(model):
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
             size = min(linear.in_features, linear.out_features)
-            if self.r > size:
+            if self.exported.r > size:
+                half = "half of " if self.is_pissa else ""
                 raise ConfigError(
-                    f"adapter.r: {self.r} is larger than a side of {name} "
-                    f"({linear.out_features} x {linear.in_features}); use at most {size}."
+                    f"adapter.r: {self.r} is larger than {half}a side of {name} ({linear.out_features} x "
+                    f"{linear.in_features}); use at most {size * self.r // self.exported.r}."
                 )
             found[name + A] = torch.Size((self.r, linear.in_features))
             found[name + B] = torch.Size((linear.out_features, self.r))
@@ -155,17 +189,31 @@ class LoRA:
             found |= {f"{name}.{leaf}": parameter.shape for leaf, parameter in own}
         return found
 
+    def initial_shapes(self, model: PreTrainedModel) -> dict[str, torch.Size]:
+        """Return the shapes of the frozen A0 and B0 of pissa, which checkpoints hold next to ``shapes``."""
+        own = self.shapes(model) if self.is_pissa else {}
+        return {initial_name(name): shape for name, shape in own.items() if name.endswith((A, B))}
+
     def weights(self, model: PreTrainedModel, seed: int, base: WeightSource) -> WeightSource:
         """Return the initial values by name: read from ``path``, else a function of (``seed``, name).
 
         Drawn ones are in float32. ``base`` is the source of the weights of ``model``, from which the
-        magnitudes of DoRA (row norms) and ``modules_to_save`` are initialised.
+        magnitudes of DoRA (row norms), ``modules_to_save`` and pissa's factors are initialised. The source
+        keeps these factors, whole, because their parts are read one by one.
         """
         shapes = self.shapes(model)
         if self.path is not None:
             return stored_weights(self.path, file_names(model.config.model_type))
 
+        @cache
+        def principal(module: str) -> tuple[Tensor, Tensor]:
+            weight = base(f"{module}.weight")
+            return principal_factors(weight, self.r, self.scaling, self.pissa_niter, seed, module)
+
         def draw(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+            module, added, leaf = name.rpartition(".lora_")
+            if added and self.is_pissa:
+                return principal(module)[leaf.startswith("B")][index]
             if name.endswith(A):
                 return self._draw_a(name, shapes[name], seed)[index]
             if name.endswith(B):
@@ -207,5 +255,10 @@ class LoRA:
     def shape_hash(self, model: PreTrainedModel) -> str:
         """Return a hash that is equal for adapters that compute the same function of the same parameters."""
         shapes = sorted((name, list(shape)) for name, shape in self.shapes(model).items())
-        frozen = [] if self.quantize is None else [self.quantize]
+        frozen = [kind for kind in (self.quantize, "pissa" if self.is_pissa else None) if kind is not None]
         return hashlib.sha256(json.dumps([shapes, self.scaling, *frozen]).encode()).hexdigest()
+
+
+def initial_name(name: str) -> str:
+    """Return the name of the frozen initial value of ``name``, which ends with ``A`` or ``B``."""
+    return f"{name.removesuffix('weight')}{INITIAL}.weight"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from components.adapters.lora_config import MAGNITUDE, A, B, LoRA
+from components.adapters.lora_config import MAGNITUDE, A, B, LoRA, initial_name
 from components.adapters.peft_folder import BASE, CONFIG, REVISION, adapter_file, read_settings
 from components.contracts.errors import ConfigError
 from components.json_text import read_json
@@ -59,7 +59,7 @@ def merged_weights(
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
         value = (own if name in shapes else weights)(name).float()
         value = nf4.rounded(value) if name in coarse else value
-        return added(value, name.removesuffix(".weight"), shapes, own, adapter.scaling)[index]
+        return added(value, name.removesuffix(".weight"), shapes, own, adapter)[index]
 
     return read
 
@@ -81,12 +81,15 @@ def base_of(adapter: str, base: str | None) -> ModelSpec:
 
 
 def added(
-    weight: Tensor, module: str, shapes: dict[str, torch.Size], own: WeightSource, scaling: float
+    weight: Tensor, module: str, shapes: dict[str, torch.Size], own: WeightSource, adapter: LoRA
 ) -> Tensor:
     """Return ``weight`` ``[out, in]`` of ``module`` merged with its adapter by the formulas of ``LoRA``."""
     if module + A not in shapes:
         return weight
-    weight = weight + scaling * own(module + B).float() @ own(module + A).float()
+    weight = weight + adapter.scaling * own(module + B).float() @ own(module + A).float()
+    if adapter.is_pissa:
+        initial_a, initial_b = (own(initial_name(module + factor)).float() for factor in (A, B))
+        weight = weight - adapter.scaling * initial_b @ initial_a
     if module + MAGNITUDE not in shapes:
         return weight
     lengths = torch.linalg.vector_norm(weight, dim=1)

@@ -5,12 +5,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from components.adapters.lora_config import LoRA
+from components.adapters.lora_config import INITIAL, A, B, LoRA, initial_name
 from components.adapters.peft_folder import CONFIG, PREFIX, TENSORS
 from components.adapters.target_modules import leaf_names, linear_names, matches
 from components.models import ModelSpec, nf4
@@ -34,7 +35,7 @@ def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, 
     Every rank calls this function with the tensors that it writes (our name, whole tensor; in fp32 training
     can continue from the copy bitwise). Over all ranks each tensor comes once. ``path`` is on a filesystem
     that all ranks share. The folder is complete when any rank returns. Iterating over ``tensors`` may be
-    collective.
+    collective. With pissa, A and B in the file are ``[A; A0]`` and ``[B, -B0]``, as in peft's conversion.
     """
     path.mkdir(parents=True, exist_ok=True)
     model = spec.build(spec.config())
@@ -47,15 +48,26 @@ def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, 
         merged: dict[str, Tensor] = {}
         for file in files:
             merged |= load_file(file)
-        write_safetensors(merged, path / TENSORS)
+        write_safetensors(with_initial(merged) if adapter.is_pissa else merged, path / TENSORS)
         for file in files:
             file.unlink()
-        peft_config(adapter, model, spec).save_pretrained(str(path))
+        peft_config(adapter.exported, model, spec).save_pretrained(str(path))
         if adapter.quantize is not None:
             nf4.write_config(path)
         shutil.copymode(path / CONFIG, path / TENSORS)  # safetensors lets only the owner read its files
     if dist.is_initialized():
         dist.barrier()
+
+
+def with_initial(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Join the initial A and B of pissa, which are subtracted, to the trained ones, by name."""
+    joined = {name: tensor for name, tensor in tensors.items() if f".{INITIAL}." not in name}
+    for name in joined:
+        if name.endswith(A):
+            joined[name] = torch.cat([tensors[name], tensors[initial_name(name)]])
+        elif name.endswith(B):
+            joined[name] = torch.cat([tensors[name], -tensors[initial_name(name)]], 1)
+    return joined
 
 
 def base_name(spec: ModelSpec) -> str | None:

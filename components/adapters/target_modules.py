@@ -1,6 +1,6 @@
 """Selection of the modules that an adapter trains."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torch import nn
@@ -153,18 +153,19 @@ def saved_modules(model: PreTrainedModel, wanted: Sequence[str], targets: Sequen
 
 
 def check_expert_targets(
-    model: PreTrainedModel, targets: Sequence[str], *, dropout: float, dora: bool
+    model: PreTrainedModel, targets: Sequence[str], others: Mapping[str, object]
 ) -> None:
     """Raise ConfigError if peft could not read an adapter of the expert layers ``targets``.
 
     transformers holds the experts of a layer in two tensors, and peft adapts each tensor as a whole.
+    ``others`` are the adapter's keys that are not supported for experts, with their values.
     """
     if not targets:
         return
-    for key, value in {"dropout": dropout, "dora": dora}.items():
+    for key, value in others.items():
         if value:
             raise ConfigError(
-                f"adapter.{key}: is {value}, which peft does not support for the experts in "
+                f"adapter.{key}: is {value}, which is not supported for the experts in "
                 "adapter.target_modules; leave it out, or use adapter.target_modules=attention."
             )
     if lacking := adapted_and_not(model, targets):

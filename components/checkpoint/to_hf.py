@@ -65,7 +65,7 @@ class CheckpointModel:
         """
         assert self.adapter is not None
         own = self._adapter_weights()
-        names = self.adapter.shapes(self.model.build(self.model.config()))
+        names = self._adapter_shapes()
         spec = self._started()
         export_adapter(self.adapter, spec, ((name, own(name)) for name in names if writes), target)
         if not writes:
@@ -86,9 +86,12 @@ class CheckpointModel:
         return target
 
     def _adapter_weights(self) -> WeightSource:
+        return checkpoint_weights(self.checkpoint, self._adapter_shapes(), OPTION, kind=self.kind)
+
+    def _adapter_shapes(self) -> dict[str, torch.Size]:
         assert self.adapter is not None
-        shapes = self.adapter.shapes(self.model.build(self.model.config()))
-        return checkpoint_weights(self.checkpoint, shapes, OPTION, kind=self.kind)
+        meta = self.model.build(self.model.config())
+        return self.adapter.shapes(meta) | self.adapter.initial_shapes(meta)
 
     def _started(self) -> ModelSpec:
         if self.init_from is None:

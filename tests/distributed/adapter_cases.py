@@ -152,6 +152,7 @@ def plain_step(model: Any, weights: dict[str, Tensor]) -> Step:
 def continued(folder: Path, **changes: Any) -> LoRA:
     read = dict.fromkeys(("r", "alpha", "target_modules", "rslora", "modules_to_save", "init_lora_weights"))
     settings: dict[str, Any] = {"dropout": 0.0, "dora": False, "quantize": None, "path": str(folder)}
+    settings["pissa_niter"] = None
     return lora(**read | settings | changes)
 
 

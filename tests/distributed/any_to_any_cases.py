@@ -61,9 +61,11 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 UNLUCKY = ("stage=sft", "stage._target_=tests.distributed.any_to_any_cases.Unlucky", "optimizer.lr=1e-3")
 LORA = (*UNLUCKY, "adapter=lora")
+PISSA = "adapter.init_lora_weights=pissa"
 WORK: dict[str, tuple[str, ...]] = {
     "full": UNLUCKY,
     "lora": LORA,
+    "pissa": (*LORA, "adapter.r=4", PISSA),
     "lora dropout": (*LORA, "adapter.dropout=0.2"),
     "qlora": (*LORA, "adapter.quantize=nf4"),
     "dpo": ("stage=dpo", "optimizer.lr=1e-5"),
@@ -149,7 +151,7 @@ class Matrix:
         chosen = (*WORK[work], *LAYOUTS[layout], *more)
         if work not in OF_PAIRS:
             chosen += (f"+stage.total={self.unlucky}",)
-        if "adapter=lora" in chosen:
+        if "adapter=lora" in chosen and PISSA not in chosen:
             chosen += (f"adapter.path={self.root}/adapter{'_rm' if 'stage=rm' in chosen else ''}",)
         here = (
             "run.name=matrix",

@@ -34,6 +34,8 @@ REDUCED = [
     ("fsdp2 cp2", "rm padded"),
     ("pp2vpp2", "rm padded"),
     ("cp2", "rm packed"),
+    ("fsdp2 tp2", "pissa sft packed"),
+    ("tp2pp2 sp", "pissa sft packed"),
     ("fsdp2 tp2", "lora rm"),
     ("tp2pp2 sp", "lora rm"),
 ]

@@ -129,6 +129,37 @@ def test_the_only_trained_part_is_the_rest_of_a_frozen_one(
     assert "other parameters were trained" in capsys.readouterr().err
 
 
+PISSA = ("adapter.init_lora_weights=pissa", "adapter.pissa_niter=2", "stage=dpo", "hook=ema")
+
+
+def test_pissa_resumes_and_is_exported_as_an_ordinary_adapter(tmp_path: Path) -> None:
+    """The export has twice the rank. Its merge is that of the checkpoint, and the average's is near it."""
+    run = run_here(tmp_path / "run", *LORA, *PISSA, "checkpoint.save_every=2", "checkpoint.keep_last=0")
+    half = f"checkpoint.resume={run / 'checkpoints' / 'step_00000002'}"
+    rest = run_here(tmp_path / "rest", *LORA, *PISSA, half)
+    assert curve(rest) == curve(run)[2:]
+    export([f"checkpoint={run}", f"output={tmp_path / 'out'}"])
+    file = "adapter_model.safetensors"
+    assert (tmp_path / "out" / file).read_bytes() == (run / "export" / file).read_bytes()
+    assert (rest / "export" / file).read_bytes() == (run / "export" / file).read_bytes()
+    export([f"checkpoint={run}", "merge=true", f"output={tmp_path / 'ours'}"])
+    export([f"adapter={run / 'export'}", "merge=true", f"output={tmp_path / 'merged'}"])
+    ids = torch.arange(12)[None]
+    base = AutoModelForCausalLM.from_pretrained(run / "base")
+    plain = base(ids).logits
+    adapted = PeftModel.from_pretrained(base, run / "export")(ids).logits
+    assert not torch.allclose(plain, adapted, atol=1e-3)
+    for folder in ("ours", "merged"):
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / folder)(ids).logits
+        torch.testing.assert_close(merged, adapted, rtol=1e-5, atol=1e-5)
+    average, last = (load_file(run / folder / file) for folder in ("ema", "export"))
+    assert all(
+        torch.equal(average[name].narrow(dim, 4, 4), last[name].narrow(dim, 4, 4))
+        for name in last
+        for dim in [int("lora_B" in name)]
+    )
+
+
 QLORA = (*SMALL, "adapter=qlora", "adapter.r=4", "optimizer.lr=1e-2", "stage=dpo")
 
 

@@ -22,7 +22,7 @@ from components.engines.fsdp2.context_parallel import ModelInput
 from components.engines.fsdp2.fsdp_private import discard_iteration, fsdp_modules, release
 from components.engines.fsdp2.grouped_experts import bias_buffers, grouped_experts
 from components.engines.fsdp2.layout import FSDP2Layout
-from components.engines.fsdp2.lora import without_adapter
+from components.engines.fsdp2.lora import is_initial, without_adapter
 from components.engines.fsdp2.mesh import (
     REPLICATE,
     SHARD,
@@ -95,8 +95,10 @@ class FSDP2Engine(TrainStepEngine):
         self.named_weights = list(self.scorer.named_weights())
         self.weights = {name: parameter for name, parameter in self.named_weights if parameter.requires_grad}
         self.sizes, self.routing = self.scorer.sizes(), self.scorer.routing
-        self.members = [m for m in self.scorer.members() if m.parameter.requires_grad or adapter is None]
-        self.trained = [m for m in self.members if m.parameter.requires_grad]
+        members = list(self.scorer.members())
+        self.trained = [m for m in members if m.parameter.requires_grad]
+        self.stored = [m for m in members if m.parameter.requires_grad or is_initial(m.name)]
+        self.members = members if adapter is None else self.stored
         # With an adapter, the router biases of the model do not change.
         self.biases = bias_buffers(self.scorer.lm) if adapter is None else {}
         self.optimizer = (
@@ -221,18 +223,18 @@ class FSDP2Engine(TrainStepEngine):
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         rank, device = dist.get_rank(), self.device
         if not model_only:
-            tensors = state_dict.saved_tensors(self.trained, self.biases, self.optimizer, rank, device)
+            tensors = state_dict.saved_tensors(self.stored, self.biases, self.optimizer, rank, device)
             tensors |= state_dict.weight_tensors(self.synced, "reference")
             return tensors | scale_tensors(self.loss_scale)
         with self.optimizer.evaluating() as changed:
-            tensors = state_dict.saved_tensors(self.trained, self.biases, None, rank, device)
+            tensors = state_dict.saved_tensors(self.stored, self.biases, None, rank, device)
             return {key: tensor.clone() for key, tensor in tensors.items()} if changed else tensors
 
     def load(self, path: Path) -> None:
         if self.synced:
             load_tensors(path, state_dict.weight_tensors(self.synced, "reference"))
         load_scale(path, self.loss_scale)
-        state_dict.load(path, self.trained, self.biases, self.optimizer, dist.get_rank(), self.device)
+        state_dict.load(path, self.stored, self.biases, self.optimizer, dist.get_rank(), self.device)
         self._update_scales()
 
     def export(self, path: Path) -> None:
@@ -270,7 +272,7 @@ class FSDP2Engine(TrainStepEngine):
 
     def close(self) -> None:
         del self.scorer, self.reference, self.optimizer, self.weights, self.named_weights
-        del self.members, self.trained, self.biases, self.routing, self.kept, self.synced
+        del self.members, self.trained, self.stored, self.biases, self.routing, self.kept, self.synced
         gc.collect()  # FSDP's hooks are reference cycles, and the next run of this process needs the memory
         # Else torch would hand the next mesh of the same ranks and names results with these groups.
         clear_dtensor_caches()

@@ -1,5 +1,6 @@
 """Insertion of peft's layers into the model, their names on disk, and switching them off."""
 
+import copy
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
+from components.adapters.lora_config import INITIAL
 from components.adapters.peft_export import peft_config, shortest_suffixes
 from components.adapters.target_modules import linear_names
 from components.contracts.errors import ConfigError
@@ -54,12 +56,27 @@ def describe_adapter(adapter: LoRA, model: PreTrainedModel) -> "LoraConfig":
     return config
 
 
-def inject(model: PreTrainedModel, config: "LoraConfig") -> None:
-    """Add the adapter to the layers of ``model`` (on the meta device), and freeze the model."""
-    from peft import inject_adapter_in_model  # here, because it takes seconds
+def inject(model: PreTrainedModel, config: "LoraConfig", *, is_pissa: bool) -> None:
+    """Add the adapter to the layers of ``model`` (on the meta device), and freeze the model.
 
+    With ``is_pissa`` they also get the initial factors as a second, frozen adapter, which they subtract.
+    """
+    from peft import inject_adapter_in_model  # here, because it takes seconds
+    from peft.tuners.lora import LoraLayer
+
+    if is_pissa:
+        subtracted = copy.copy(config)
+        subtracted.lora_dropout, subtracted.modules_to_save = 0.0, None
+        inject_adapter_in_model(subtracted, model, INITIAL, low_cpu_mem_usage=True)
+        del model.peft_config  # with which peft would warn of a second adapter
     if config.target_modules:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    for layer in model.modules():
+        if is_pissa and isinstance(layer, LoraLayer):
+            layer.set_adapter(["default", INITIAL])
+            layer.set_scale(INITIAL, -1)
+            for factors in (layer.lora_A, layer.lora_B):
+                factors[INITIAL].requires_grad_(False)
     for name, parameter in model.named_parameters():  # peft freezes all other parameters
         if not config.target_modules or name.rpartition(".")[0].endswith(".experts.adapter"):
             parameter.requires_grad_(".lora_" in name or name == f"{SCORE}.weight")
@@ -81,6 +98,11 @@ def name_on_disk(name: str) -> str:
     for part in ADDED:
         name = name.replace(part, "")
     return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
+
+
+def is_initial(name: str) -> bool:
+    """Return whether ``name`` is that of a frozen initial factor of PiSSA, which checkpoints contain."""
+    return name.endswith(f".{INITIAL}.weight")
 
 
 @contextmanager

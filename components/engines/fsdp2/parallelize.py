@@ -30,7 +30,7 @@ from components.engines.fsdp2.grouped_experts import (
     grouped_experts,
 )
 from components.engines.fsdp2.layout import FSDP2Layout
-from components.engines.fsdp2.lora import describe_adapter, inject, name_on_disk, quantize_layers
+from components.engines.fsdp2.lora import describe_adapter, inject, is_initial, name_on_disk, quantize_layers
 from components.engines.fsdp2.mesh import (
     CONTEXT,
     SHARD,
@@ -185,9 +185,10 @@ def build_model(
 
     Trained parameters have fp32 shards (the master weights), are cast to ``dtype`` for computing, and have
     their gradients reduced in fp32. Frozen parameters, which with an ``adapter`` are those of the model
-    itself, are stored in ``dtype``, or as the adapter quantises them. The initial values of an adapter may
-    depend on the seed. Peak memory is the shard plus this rank's part of one tensor, all of it if it is
-    quantised: then its values are the same for any number of ranks.
+    itself, are stored in ``dtype``, or as the adapter quantises them, but in fp32 if they are the initial
+    factors of PiSSA. The initial values of an adapter may depend on the seed. Peak memory is the shard plus
+    this rank's part of one tensor, all of it if it is quantised: then its values are the same for any number
+    of ranks. PiSSA decomposes whole matrices, one after the other.
     """
     dtype, adapter = options.dtype, options.adapter if trainable else None
     # A frozen model saves no activations.
@@ -200,8 +201,8 @@ def build_model(
     described = None if adapter is None else describe_adapter(adapter, scorer.lm)
     quantized = set() if adapter is None else adapter.quantized_weights(scorer.lm)
     group_experts(scorer.lm, experts, adapter)
-    if described is not None:
-        inject(scorer.lm, described)  # before any parameter is split
+    if adapter is not None and described is not None:
+        inject(scorer.lm, described, is_pissa=adapter.is_pissa)  # before any parameter is split
         quantize_layers(scorer.lm, quantized)
     scorer.kernels = choose_kernels(options.kernels, scorer.lm, device.type, compiled=options.compiled)
     if scorer.kernels == "liger":
@@ -214,8 +215,8 @@ def build_model(
             apply_ac(block)
     if not trainable:
         scorer.requires_grad_(False)
-    for parameter in scorer.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():
+    for name, parameter in scorer.named_parameters():
+        if not parameter.requires_grad and parameter.is_floating_point() and not is_initial(name):
             parameter.data = parameter.data.to(dtype)
     scorer.float8 = float8.convert(scorer.lm, layout, device.type) if options.float8 else {}
     if layout.tp > 1:
@@ -231,7 +232,7 @@ def build_model(
         trained = adapter.weights(spec.build(spec.config()), options.seed, weights)
     frozen = nf4.quantized(weights, quantized, device)
     for member in scorer.members():
-        source = trained if member.parameter.requires_grad else frozen
+        source = trained if member.parameter.requires_grad or is_initial(member.name) else frozen
         copy_slice(member.slices(member.parameter), member.name, source)
     load_router_biases(scorer.lm, weights, device)
     return scorer.train(trainable)

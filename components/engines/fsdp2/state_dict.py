@@ -13,7 +13,7 @@ from components.engines.shared.whole_weights import WholeWeightOptimizer
 
 WeightOptimizer = ShardedOptimizer | WholeWeightOptimizer
 Weights = Sequence[ParamView]
-"""This rank's shards of the trained weights."""
+"""This rank's shards of the trained weights and of pissa's initial factors."""
 
 
 def saved_tensors(

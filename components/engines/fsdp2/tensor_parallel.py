@@ -134,10 +134,11 @@ def make_colwise(module: Any, mesh: DeviceMesh) -> None:
     to_dtensors(linear, mesh, weight=Shard(0), bias=Shard(0))
     linear.forward = colwise(linear)
     if linear is not module:
-        a, b = module.lora_A["default"], module.lora_B["default"]
-        to_dtensors(a, mesh, weight=Replicate())
-        to_dtensors(b, mesh, weight=Shard(0))
-        a.forward, b.forward = with_local_weight(a, Partial()), colwise(b)
+        for key, a in module.lora_A.items():
+            b = module.lora_B[key]
+            to_dtensors(a, mesh, weight=Replicate())
+            to_dtensors(b, mesh, weight=Shard(0))
+            a.forward, b.forward = with_local_weight(a, Partial()), colwise(b)
 
 
 def make_rowwise(module: Any, mesh: DeviceMesh) -> None:
@@ -149,10 +150,11 @@ def make_rowwise(module: Any, mesh: DeviceMesh) -> None:
     to_dtensors(linear, mesh, weight=Shard(1), bias=Replicate())
     linear.forward = rowwise(linear, group)
     if linear is not module:
-        a, b = module.lora_A["default"], module.lora_B["default"]
-        to_dtensors(a, mesh, weight=Shard(1))
-        to_dtensors(b, mesh, weight=Replicate())
-        a.forward, b.forward = rowwise(a, group), with_local_weight(b, Replicate())
+        for key, a in module.lora_A.items():
+            b = module.lora_B[key]
+            to_dtensors(a, mesh, weight=Shard(1))
+            to_dtensors(b, mesh, weight=Replicate())
+            a.forward, b.forward = rowwise(a, group), with_local_weight(b, Replicate())
 
 
 def replicate(module: Layer, mesh: DeviceMesh) -> None:
@@ -173,7 +175,7 @@ def linears(module: Layer) -> list[nn.Module]:
     """Return ``module`` if it is a linear layer, or the linear layers in one of peft's."""
     if not hasattr(module, "base_layer"):
         return [module]
-    return [module.base_layer, module.lora_A["default"], module.lora_B["default"]]
+    return [module.base_layer, *module.lora_A.values(), *module.lora_B.values()]
 
 
 def to_dtensors(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:

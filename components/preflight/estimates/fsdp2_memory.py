@@ -62,6 +62,8 @@ class BlockParameters:
     """Elements of the largest of these matrices."""
     float8: int = 0
     """Elements of ``numel`` that are gathered in float8."""
+    initial: int = 0
+    """Those of ``numel`` that are frozen in fp32."""
 
     def gathered(self, size: int) -> int:
         """Return the bytes of all parameters, gathered for computing in a dtype of ``size`` bytes."""
@@ -104,7 +106,8 @@ class ModelParameters:
         return sum(part.unsharded for part in self.parts) - self.unsharded_trained
 
     def frozen_bytes(self, size: int) -> int:
-        return self.unsharded_frozen * size + sum(part.quantized_bytes for part in self.parts)
+        further = sum(part.quantized_bytes + part.initial * (FP32 - size) for part in self.parts)
+        return self.unsharded_frozen * size + further
 
 
 def memory(
@@ -375,6 +378,7 @@ def count_block(found: Sequence[Parameter], ep: int, in_float8: Collection[str])
         sum(p.quantized_bytes for p in found),
         max((p.numel for p in found if p.quantized_bytes), default=0),
         sum(p.numel for p in plain if p.name.removesuffix(".weight") in in_float8),
+        sum(p.numel for p in found if p.initial),
     )
 
 

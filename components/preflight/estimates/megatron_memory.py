@@ -104,12 +104,18 @@ class RankParameters:
     trained_experts: int
     """Trained expert parameters."""
     frozen: int
+    initial: int
+    """Those of ``frozen`` that are in fp32."""
     embedding: int
     """Size of an embedding or head matrix, 0 if it is frozen."""
     matrix: int
     """Size of the largest trained matrix of a layer."""
     tied: bool
     """Whether embedding and head are tied."""
+
+    def num_bytes(self, size: int) -> int:
+        """Return the bytes of all parameters in a dtype of ``size`` bytes."""
+        return (self.trained + self.frozen) * size + self.initial * (FP32 - size)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,7 @@ class StageMemory:
         """
         trained = self.weights.trained
         return {
-            "weights": (trained + self.weights.frozen) * self.size,
+            "weights": self.weights.num_bytes(self.size),
             "gradients": trained * FP32,
             "masters": 0 if self.size == FP32 else self.optimizer_shard,
             "moments": self.optimizer_shard * num_moments,
@@ -152,7 +158,7 @@ class StageMemory:
         ends = self.weights.embedding if {"E", "L"} & set(self.chunks[-1]) else 0
         experts = self.weights.trained_experts // number
         dense = (trained - self.weights.embedding) // number + ends - experts
-        weights = (trained + self.weights.frozen) * self.size
+        weights = self.weights.num_bytes(self.size)
         for moved, missing in ((dense, experts), (experts, 0)):
             gradients = (trained - missing) * FP32
             yield {"weights": weights, "gradients": gradients, "buffers": moved * self.size}
@@ -296,6 +302,7 @@ def count_parameters(
         trained=count([*layer, *share], trained=True),
         trained_experts=count([p for p in layer if p.of_experts], trained=True),
         frozen=count([*layer, *share], trained=False),
+        initial=sum(p.numel for p in layer if p.initial),
         embedding=max((p.numel for p in share if p.trained), default=0),
         matrix=max((p.numel // max(p.number, 1) for p in layer if p.trained), default=0),
         tied=ties_embedding(model),

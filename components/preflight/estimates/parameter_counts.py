@@ -35,6 +35,8 @@ class Parameter:
     """Number of experts. 0 means that it is not an expert parameter."""
     quantized_bytes: int = 0
     """Bytes of a 4-bit matrix and its scales. 0 means that it is in fp32 or ``run.dtype``."""
+    initial: bool = False
+    """Whether it is an initial factor of PiSSA, which is frozen in fp32."""
 
     @property
     def of_experts(self) -> bool:
@@ -75,7 +77,12 @@ def census(model: PreTrainedModel, adapter: LoRA | None = None) -> tuple[Paramet
     for name, shape in ({} if adapter is None else adapter.shapes(model)).items():
         cut = CUT_ADAPTER.search(name) is not None
         add(name, prod(shape), trained=True, cut=cut, beside=True)
-    return tuple(found.values())
+    initial = {} if adapter is None else adapter.initial_shapes(model)
+    factors = (
+        Parameter(name, prod(shape), trained=False, cut=CUT_ADAPTER.search(name) is not None, initial=True)
+        for name, shape in initial.items()
+    )
+    return (*found.values(), *factors)
 
 
 @lru_cache(maxsize=32)

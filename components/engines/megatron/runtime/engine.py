@@ -99,8 +99,8 @@ class MegatronEngine(TrainStepEngine):
             other = options.reference_model
             self.reference = self._frozen(model if other is None else other)
         parts = build_model_chunks(self.meta, self.config, layout, options)
-        self.blocks, self.frozen, self.bias_blocks = parts.trained, parts.frozen, parts.biases
-        load_weights(self.frozen | self.bias_blocks, source)
+        self.blocks, self.frozen, self.stored = parts.trained, parts.frozen, parts.stored
+        load_weights(self.frozen | self.stored, source)
         drops = layout.capacity_factor is not None
         self.routing = MegatronRouterState.build(model.moe, self.meta, parts.routers, device, drops=drops)
         self.meshes = TPMeshes.of_rank(device.type)
@@ -127,7 +127,7 @@ class MegatronEngine(TrainStepEngine):
         config = transformer_config(hf, self.layout, options)
         parts = build_model_chunks(model.build(hf), config, self.layout, options)
         self.kept = parts.trained | parts.frozen
-        load_weights(self.kept | parts.biases, model.weights(options.seed))
+        load_weights(self.kept | parts.stored, model.weights(options.seed))
         return [chunk.requires_grad_(False).eval() for chunk in parts.chunks]
 
     # ---- the train step
@@ -236,8 +236,8 @@ class MegatronEngine(TrainStepEngine):
     # ---- state
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
-        blocks, biases = self.blocks, self.bias_blocks
-        tensors = state_dict.saved_tensors(blocks, biases, self.update, self.device, model_only=model_only)
+        blocks, stored = self.blocks, self.stored
+        tensors = state_dict.saved_tensors(blocks, stored, self.update, self.device, model_only=model_only)
         if model_only:
             return tensors
         if self.options.sync_reference:
@@ -247,7 +247,7 @@ class MegatronEngine(TrainStepEngine):
     def load(self, path: Path) -> None:
         self.gather_parameters()  # a pending all-gather would overwrite the loaded parameters
         load_scale(path, self.loss_scale)
-        state_dict.load(path, self.blocks, self.bias_blocks, self.update, self.device)
+        state_dict.load(path, self.blocks, self.stored, self.update, self.device)
         if self.options.sync_reference:
             stored = StoredTensors(path)
             load_weights(self.kept, lambda name, index=(): stored.read(f"reference/{name}", index))
@@ -257,9 +257,10 @@ class MegatronEngine(TrainStepEngine):
         adapter, dtype = self.options.adapter, self.options.dtype
         if adapter is not None:
             added = full_hf_tensors(self.blocks, self.meshes, lambda p: self.update.read(p, "model"))
-            export_adapter(adapter, self.spec, added, path)
+            initial = full_hf_tensors(self.stored, self.meshes, lambda p: p)
+            export_adapter(adapter, self.spec, chain(added, initial), path)
         else:
-            held = self.blocks | self.frozen | self.bias_blocks
+            held = self.blocks | self.frozen | self.stored
             tensors = full_hf_tensors(held, self.meshes, lambda p: p)
             converted = ((n, t.to(stored_dtype(n, dtype))) for n, t in tensors)
             export_folder(self.spec, converted, path, dtype)
@@ -274,6 +275,7 @@ class MegatronEngine(TrainStepEngine):
         adapter = self.options.adapter
         shapes = {} if adapter is None else adapter.shapes(self.meta)
         added = sum(shape.numel() for shape in shapes.values())
+        initial = {} if adapter is None else adapter.initial_shapes(self.meta)
         return {
             "engine": "megatron",
             "device": str(self.device),
@@ -281,13 +283,15 @@ class MegatronEngine(TrainStepEngine):
             "world_size": dist.get_world_size(),
             "mesh": gather_mesh_info(self.layout),
             "chunks_per_stage": self.layout.vpp,
-            "parameters": sum(p.numel() for p in self.meta.parameters()) + added,
+            "parameters": sum(p.numel() for p in self.meta.parameters())
+            + added
+            + sum(shape.numel() for shape in initial.values()),
             "trained_parameters": added or sum(p.numel() for p in self.meta.parameters() if p.requires_grad),
         }
 
     def close(self) -> None:
         clear_router_state([*self.chunks, *(self.reference or ())])
-        del self.chunks, self.reference, self.kept, self.update, self.blocks, self.bias_blocks
+        del self.chunks, self.reference, self.kept, self.update, self.blocks, self.stored
         del self.frozen, self.meshes, self.routing
         RotaryEmbedding.forward.cache_clear()  # the cached method holds a reference to the model
         gc.collect()

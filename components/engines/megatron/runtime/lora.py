@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from components.adapters import LoRA
+from components.adapters.lora_config import initial_name
 from components.engines.megatron.runtime.hf_weights import HFTensorSlice, HFTensorSlices
 from components.engines.megatron.runtime.mla import WholeLinear
 
@@ -41,6 +42,8 @@ class AdaptedLinear(nn.Module):
     Replicated: so are A and B, without communication. This includes layers of experts, which
     ``check_lora`` requires to be unsplit and whose tokens are already on their rank. Gradients are summed
     over the ranks that hold the same expert.
+    With PiSSA the frozen initial factors of all members, in fp32, follow the trained ones, and their outputs
+    are subtracted.
     With sequence parallelism the replicated factor processes only this rank's positions, and Megatron's
     ``finalize_model_grads`` sums its gradient.
     """
@@ -56,10 +59,11 @@ class AdaptedLinear(nn.Module):
         self.enabled = True
         self.down: list[nn.Parameter] = []
         self.up: list[nn.Parameter] = []
-        for number, member in enumerate(members):
-            a, b = factor_shapes(member, adapter.r)
-            self.down.append(self._factor(f"lora_A_{number}", a, split=1 if self.row else None))
-            self.up.append(self._factor(f"lora_B_{number}", b, split=0 if self.column else None))
+        for kind in ("lora", "initial") if adapter.is_pissa else ("lora",):
+            for number, member in enumerate(members):
+                a, b = factor_shapes(member, adapter.r)
+                self.down.append(self._factor(f"{kind}_A_{number}", a, split=1 if self.row else None))
+                self.up.append(self._factor(f"{kind}_B_{number}", b, split=0 if self.column else None))
 
     @property
     def row(self) -> bool:
@@ -67,7 +71,7 @@ class AdaptedLinear(nn.Module):
 
     def _factor(self, name: str, shape: tuple[int, int], split: int | None) -> nn.Parameter:
         """Register a parameter in this module itself, before whose calls Megatron gathers it."""
-        parameter = nn.Parameter(self.base.weight.new_empty(shape))
+        parameter = nn.Parameter(self.base.weight.new_empty(shape), requires_grad=name.startswith("lora"))
         if self.expert:  # tp ranks hold different experts, so the gradient norm counts each rank's
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         elif split is None:
@@ -81,7 +85,8 @@ class AdaptedLinear(nn.Module):
     def blocks(self) -> HFTensorSlices:
         """Return the blocks of the factors, under their names in the adapter."""
         found: HFTensorSlices = {}
-        for member, a, b in zip(self.members, self.down, self.up, strict=True):
+        for number, (a, b) in enumerate(zip(self.down, self.up, strict=True)):
+            member = self.members[number % len(self.members)]
             module = member.name.removesuffix(".weight")
             (out_rows, in_columns), rank = member.index, slice(0, len(a))
             shapes = torch.Size([len(a), member.shape[1]]), torch.Size([member.shape[0], len(a)])
@@ -91,6 +96,7 @@ class AdaptedLinear(nn.Module):
                 (b, "B", shapes[1], (out_rows, rank), dims[1]),
             ):
                 name = f"{module}.lora_{letter}.weight"
+                name = name if parameter.requires_grad else initial_name(name)
                 found[parameter] = [
                     HFTensorSlice(
                         name, shape, index, dim, 1, 0, len(parameter), primary=True, expert=self.expert
@@ -106,7 +112,9 @@ class AdaptedLinear(nn.Module):
     def _narrow(self, hidden: Tensor) -> Tensor:
         """Return ``scaling * A x`` of all adapters, concatenated, for the positions of ``base``'s output."""
         with self._rng():
-            products = [F.linear(F.dropout(hidden, self.dropout, self.training), a) for a in self.down]
+            trained = self.down[: len(self.members)]
+            products = [F.linear(F.dropout(hidden, self.dropout, self.training), a) for a in trained]
+        products += [F.linear(hidden, a.to(hidden.dtype)) for a in self.down[len(self.members) :]]
         narrow = self.scaling * torch.cat(products, -1)
         if self.whole:
             return narrow
@@ -121,10 +129,14 @@ class AdaptedLinear(nn.Module):
     def _add(self, out: Tensor, narrow: Tensor) -> Tensor:
         """Add the product of each adapter with B to the rows of its layer in the output of ``base``."""
         rows = out.unflatten(-1, (self.members[0].groups, -1))
-        products = narrow.split(len(self.down[0]), -1)
+        products = zip(narrow.split(len(self.down[0]), -1), self.up, strict=True)
+        outputs = [F.linear(product, b.to(product.dtype)) for product, b in products]
+        trained, initial = outputs[: len(self.members)], outputs[len(self.members) :]
+        if initial:
+            trained = [own - first for own, first in zip(trained, initial, strict=True)]
         parts, end = [], 0
-        for member, b, product in zip(self.members, self.up, products, strict=True):
-            added = F.linear(product, b).unflatten(-1, (member.groups, -1))
+        for member, output in zip(self.members, trained, strict=True):
+            added = output.unflatten(-1, (member.groups, -1))
             parts += [rows[..., end : member.start], rows[..., member.start : member.stop] + added]
             end = member.stop
         return torch.cat([*parts, rows[..., end:]], -1).flatten(-2)

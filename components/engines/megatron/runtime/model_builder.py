@@ -31,8 +31,9 @@ class BuiltChunks:
     chunks: list[nn.Module]
     trained: HFTensorSlices
     frozen: HFTensorSlices
-    biases: HFTensorSlices
-    """Router biases. They have no gradient, but training changes them and checkpoints contain them."""
+    stored: HFTensorSlices
+    """Parameters in fp32 without a gradient that checkpoints contain: router biases, which training changes,
+    or the initial factors of PiSSA."""
     routers: list[Router]
 
 
@@ -57,18 +58,19 @@ def build_model_chunks(
     }
     found, recomputed = hf_slices(bare, named_shapes(meta)), layout.activation_checkpointing == "full"
     trained, frozen = freeze_parameters(bare, found, frozen_names, recomputed=recomputed)
+    stored: HFTensorSlices = {p: members for p, members in frozen.items() if members[0].name in moving}
     if adapter is not None:
         targets = frozenset(adapter.targets(meta))
         for chunk in bare:
-            trained |= adapt(chunk, frozen, adapter, targets)
+            for parameter, members in adapt(chunk, frozen, adapter, targets).items():
+                (trained if parameter.requires_grad else stored)[parameter] = members
     routers = find_routers(bare)
     number_layers(routers, found, meta)
     chunks = [Float16Module(config, chunk) if dtype != torch.float32 else chunk for chunk in bare]
-    kept: HFTensorSlices = {p: members for p, members in frozen.items() if members[0].name in moving}
-    for router in routers:  # kept in fp32: half precision would lose their small updates
-        if router.experts.biased:
-            router.expert_bias.data = router.expert_bias.data.float()
-    return BuiltChunks(chunks, trained, {p: m for p, m in frozen.items() if p not in kept}, kept, routers)
+    # Half precision would lose small updates of biases, and round what an export subtracts.
+    for parameter in (*stored, *(router.expert_bias for router in routers if router.experts.biased)):
+        parameter.data = parameter.data.float()
+    return BuiltChunks(chunks, trained, {p: m for p, m in frozen.items() if p not in stored}, stored, routers)
 
 
 def number_layers(routers: Sequence[Router], found: HFTensorSlices, meta: PreTrainedModel) -> None:
@@ -83,7 +85,8 @@ def initial_weights(spec: ModelSpec, meta: PreTrainedModel, options: EngineOptio
     base, adapter = spec.weights(options.seed), options.adapter
     if adapter is None:
         return base
-    added, names = adapter.weights(meta, options.seed, base), adapter.shapes(meta)
+    added = adapter.weights(meta, options.seed, base)
+    names = adapter.shapes(meta) | adapter.initial_shapes(meta)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
         return (added if name in names else base)(name, index)

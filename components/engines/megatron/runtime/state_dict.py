@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from components.checkpoint.dcp import load_tensors, saved_keys
 from components.checkpoint.flat_shard import FlatShard
+from components.checkpoint.reader import StoredTensors
 from components.engines.megatron.runtime.hf_weights import (
     HFTensorSlice,
     HFTensorSlices,
     TPMeshes,
     as_dtensor,
+    load_weights,
     replicas,
 )
 from components.engines.megatron.runtime.optimizer import DenseOrExpertOptimizer, MegatronOptimizers
@@ -35,7 +37,7 @@ Piece = tuple[nn.Parameter, str]
 
 def saved_tensors(
     blocks: HFTensorSlices,
-    biases: HFTensorSlices,
+    stored: HFTensorSlices,
     update: MegatronOptimizers | WholeWeightUpdate,
     device: torch.device,
     *,
@@ -43,7 +45,7 @@ def saved_tensors(
 ) -> dict[str, Tensor]:
     """Return the tensors that this rank writes, only weights if ``model_only``, without communication.
 
-    ``biases`` belong to no optimizer.
+    ``stored`` belong to no optimizer.
     """
     if isinstance(update, WholeWeightUpdate):
         tensors = update.masters(written=True) | ({} if model_only else update.tensors())
@@ -51,9 +53,9 @@ def saved_tensors(
         tensors = optimizer_tensors(blocks, update, model_only=model_only)
     if not model_only:
         tensors |= random_states(device)
-    for parameter, (member,) in biases.items():
+    for parameter, members in stored.items():
         if replicas(parameter).rank() == 0:
-            tensors[f"model/{member.name}"] = parameter.detach().cpu()
+            tensors |= parts_on_disk("model", parameter.detach(), members, TPMeshes.of_rank("cpu"))
     return tensors
 
 
@@ -124,7 +126,7 @@ def flat_shards(
 def load(
     path: Path,
     blocks: HFTensorSlices,
-    biases: HFTensorSlices,
+    stored: HFTensorSlices,
     update: MegatronOptimizers | WholeWeightUpdate,
     device: torch.device,
 ) -> None:
@@ -134,10 +136,9 @@ def load(
     """
     keys = saved_keys(path)
     streams = {name: value for name, value in random_states(device).items() if name in keys}
-    kept_apart = {f"model/{member.name}": torch.empty(member.shape) for (member,) in biases.values()}
-    load_tensors(path, {**streams, **kept_apart})
-    for parameter, (member,) in biases.items():
-        parameter.data.copy_(kept_apart[f"model/{member.name}"])
+    load_tensors(path, dict(streams))
+    source = StoredTensors(path)
+    load_weights(stored, lambda name, index=(): source.read(f"model/{name}", index))
     if isinstance(update, WholeWeightUpdate):
         with update.loading() as tensors:
             load_tensors(path, tensors)

@@ -25,6 +25,7 @@ SETTINGS: dict[str, Any] = {
     "modules_to_save": None,
     "dropout": 0.0,
     "init_lora_weights": "kaiming",
+    "pissa_niter": None,
     "dora": False,
     "quantize": None,
 }
