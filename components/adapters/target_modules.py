@@ -165,7 +165,7 @@ def check_expert_targets(
     for key, value in others.items():
         if value:
             raise ConfigError(
-                f"adapter.{key}: is {value}, which is not supported for the experts in "
+                f"adapter.{key}: is {value}, which peft does not support for the experts in "
                 "adapter.target_modules; leave it out, or use adapter.target_modules=attention."
             )
     if lacking := adapted_and_not(model, targets):

@@ -49,7 +49,7 @@ def test_the_factors_are_those_of_peft(niter: int | None, rslora: bool) -> None:
             "adapter.pissa_niter: is 4, .* with adapter.init_lora_weights=pissa",
         ),
         ("qwen3", {"r": 17}, "adapter.r: 17 is larger than half of a side of .* at most 16"),
-        ("qwen3_moe", {}, "adapter.init_lora_weights: is pissa, .* not supported for the experts"),
+        ("qwen3_moe", {}, "adapter.init_lora_weights: is pissa, .* does not support for the experts"),
     ],
 )
 def test_what_does_not_fit_is_refused(family: str, changes: dict[str, Any], message: str) -> None:
