@@ -85,6 +85,25 @@ def test_the_estimate_is_the_peak(name: str, tmp_path: Path) -> None:
         assert found.peak < 24 * GIB
 
 
+@pytest.mark.parametrize("name", ["8b", "8b megatron"])
+def test_offloaded_activations_are_not_on_the_gpu(name: str, tmp_path: Path) -> None:
+    """The peak falls by most of what is in host memory, and the host waits in no other line."""
+    kept, offloaded = (
+        rehearsed(
+            tmp_path / offloads,
+            *ROW,
+            "preflight.device_memory=400GiB",
+            *LARGE[name],
+            f"parallelism.activation_offloading={offloads}",
+        )
+        for offloads in ("false", "true")
+    )
+    assert offloaded.estimate == pytest.approx(offloaded.peak, rel=WITHIN)
+    (memory,) = offloaded.sections["memory"]
+    assert kept.peak - offloaded.peak > 0.7 * memory["activations (host)"]
+    assert offloaded.waits_inside() == kept.waits_inside()
+
+
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)
 def test_the_traffic_of_tensor_parallelism(name: str, tmp_path: Path) -> None:
     """An adapter also exchanges its own inputs and gradients, which the estimate leaves out."""

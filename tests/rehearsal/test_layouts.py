@@ -38,6 +38,7 @@ FSDP2 = {
     "offload": ["parallelism=fsdp2", "parallelism.cpu_offload=true"],
     "full recomputation": ["parallelism=fsdp2", "parallelism.activation_checkpointing=full"],
     "selective recomputation": ["parallelism=fsdp2", "parallelism.activation_checkpointing=selective"],
+    "activation offloading": ["parallelism=fsdp2", "parallelism.activation_offloading=true", "stage=dpo"],
     "no resharding": ["parallelism=fsdp2", "parallelism.reshard_after_forward=false"],
     "sgd": ["parallelism=fsdp2", "optimizer=sgd", "run.log_num_zeros=true"],
     "lora": ["parallelism=fsdp2", "adapter=lora", "stage=dpo"],
@@ -80,6 +81,11 @@ MEGATRON = {
     "padded": ["parallelism=tp2", "data.packing=none", "stage=kto"],
     "full recomputation": ["parallelism=tp2", "parallelism.activation_checkpointing=full"],
     "selective recomputation": ["parallelism=tp2", "parallelism.activation_checkpointing=selective"],
+    "activation offloading": [
+        "parallelism=pp2",
+        "parallelism.activation_offloading=true",
+        "parallelism.activation_checkpointing=selective",
+    ],
     "sgd": ["parallelism=tp2", "optimizer=sgd", "run.log_num_zeros=true"],
     "lora": ["parallelism=tp2", "adapter=lora", "stage=dpo"],
     "pissa": [

@@ -171,6 +171,8 @@ class FSDP2Engine(TrainStepEngine):
 
     def cancel_backward(self) -> None:
         discard_iteration(self.scorer)
+        if self.scorer.offloading is not None:
+            self.scorer.offloading.finish()
 
     @contextmanager
     def keeping_random_streams(self) -> Iterator[None]:

@@ -21,6 +21,8 @@ class FSDP2Layout:
     """Whether the gathered weights of a block are freed between its forward and its backward."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recomputation in the backward: nothing, every block, or attention only."""
+    activation_offloading: bool = False
+    """Whether activations of blocks are in host memory between the forward and the backward pass."""
     dp_replicate: int = 1
     """Number of groups of ranks that each hold a copy of every parameter, and exchange only gradients."""
     cp: int = 1

@@ -45,6 +45,7 @@ from components.engines.fsdp2.moe_router_hooks import RouterHooks
 from components.engines.fsdp2.mtp import MTPHead
 from components.engines.fsdp2.param_views import ParamView, full_view
 from components.engines.fsdp2.tensor_parallel import CopyToTP, apply_tp, local, vocabulary_shard
+from components.engines.shared.activation_offloading import ActivationOffloading
 from components.engines.shared.neftune import NO_NOISE, NoisyEmbedding
 from components.engines.shared.token_log_probs import scalar_stats, token_stats
 from components.engines.shared.varlen_attention import ATTENTION, ATTENTION_RECOMPUTED
@@ -71,6 +72,7 @@ class LogProbModel(nn.Module):
         self.vocabulary: VocabularyShard | None = None
         """This rank's rows of the head. None means that there is no tensor parallelism."""
         self.kernels: Literal["torch", "liger"] = "torch"
+        self.offloading: ActivationOffloading | None = None
         self.float8: Json = {}
         """Description by ``float8.convert``. Empty means that no product is in float8."""
 
@@ -224,6 +226,9 @@ def build_model(
         scorer.vocabulary = vocabulary_shard(scorer.lm.config.vocab_size, mesh.get_group(TENSOR))
     if trainable and grouped_experts(scorer.lm):
         scorer.routing = RouterHooks(spec.moe, scorer.lm, ranks, device)
+    scorer.offloading = (
+        apply_offloading(scorer.lm, device) if trainable and layout.activation_offloading else None
+    )
     apply_fsdp(scorer, mesh, experts, layout, dtype)
     scorer.to_empty(device="cpu" if layout.cpu_offload else device)
     materialize_buffers(scorer.lm, device)
@@ -297,6 +302,13 @@ def apply_ac(block: nn.Module) -> None:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     block.forward = checkpointed
+
+
+def apply_offloading(lm: PreTrainedModel, device: torch.device) -> ActivationOffloading:
+    """Offload the activations of the blocks of ``lm``, before ``fully_shard``, whose hooks precede."""
+    offloading = ActivationOffloading(device)
+    offloading.apply(lm.base_model, decoder_blocks(lm), grouped_experts(lm).values())
+    return offloading
 
 
 def decoder_blocks(lm: PreTrainedModel) -> list[nn.Module]:

@@ -342,6 +342,7 @@ def why_no_transformer_engine(
         "this run is on the CPU": device == "cpu",
         "it is not installed (pip install transformer-engine[pytorch])": (not has_transformer_engine()),
         "its linear layers hold the norm before them, where an adapter needs its output": adapter is not None,
+        "activations are offloaded (parallelism.activation_offloading)": layout.activation_offloading,
         "its attention to packed sequences has no fp32 (run.dtype=bf16 has)": dtype == torch.float32,
         f"its attention to packed sequences has no cp_comm_type={layout.cp_comm_type}": layout.cp > 1,
         "MTP layers (model.mtp.num_layers) are computed by local only": num_mtp_layers(config) > 0,

@@ -40,6 +40,8 @@ class Layout:
     last_stage_layers: int | None = None
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """The parts recomputed in the backward pass: nothing, every layer, or only core attention."""
+    activation_offloading: bool = False
+    """Whether activations of layers are in host memory between the forward and the backward pass."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Implementation of the layers; auto uses transformer-engine if it is installed, supports the run and has
     a fast kernel for packed rows on this GPU."""

@@ -47,6 +47,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return getattr(shard, "_tensor", shard)  # that in torchao's wrapper for an all-gather in float8
 
 
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that is equal for tensors in the same storage, whatever its current size."""
+    return local_tensor(tensor).untyped_storage()._cdata
+
+
 def clear_dtensor_caches() -> None:
     """Clear torch's caches of DTensor operations, whose place differs between releases.
 

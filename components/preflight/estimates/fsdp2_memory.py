@@ -127,6 +127,7 @@ def memory(
         offloads=layout.cpu_offload and step.device != "cpu",
         num_microbatches=step.microbatch.num_microbatches,
         reduces_every=layout.reduce_gradients == "every",
+        offloads_activations=layout.activation_offloading and step.device == "cuda",
         tokens=tokens,
         labels=min(step.microbatch.labels, tokens),
         rounded_width=max((max(linear.weight.shape) for linear in linears.values()), default=0),
@@ -149,10 +150,13 @@ def memory(
     elif step.reference == "adapter_off" or step.loss.kind == "unpaired":
         asked.append(held.during_reference(held.weights))
     parts = peak(add_by_name(resting, moment) for moment in asked)
-    if not held.offloads:
-        return [RankMemory(0, parts)]
-    host: Bytes = {name: parts.pop(name) for name in ("weights", "moments", "reference") if name in parts}
-    return [RankMemory(0, parts, host | {"gradients": held.weights.unsharded_trained * FP32 // held.shards})]
+    host: Bytes = {}
+    if held.offloads_activations:
+        host["activations"] = sum(held.saved_by_block) + held.final_norm
+    if held.offloads:
+        host |= {name: parts.pop(name) for name in ("weights", "moments", "reference") if name in parts}
+        host["gradients"] = held.weights.unsharded_trained * FP32 // held.shards
+    return [RankMemory(0, parts, host)]
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,8 @@ class StepMemory:
     num_microbatches: int
     reduces_every: bool
     """Whether the gradients of every micro-batch are reduced, not only those of the last one."""
+    offloads_activations: bool
+    """Whether activations of blocks are in host memory until their backward pass."""
     tokens: int
     """Tokens of a micro-batch on this rank."""
     labels: int
@@ -223,7 +229,7 @@ class StepMemory:
             ),
             {
                 "gathered": self.gathered(kept) + self.sent(self.weights.blocks[-1]),
-                "activations": self.saved(len(self.blocks))
+                "activations": self.saved(len(self.blocks), resident=1)
                 + self.final_norm
                 + self.tokens * self.hidden * self.size,
                 "gradients": gradients,
@@ -242,7 +248,7 @@ class StepMemory:
         coming = self.sent(blocks[number - 1]) * (2 if self.run.device == "cpu" else 1) if number else 0
         return {
             "gathered": self.gathered(kept) + (coming if self.reshards else 0),
-            "activations": self.saved(number + 1) + self.blocks[number].backward(self.tokens),
+            "activations": self.saved(number + 1, resident=2) + self.blocks[number].backward(self.tokens),
             "dequantized": own.dequantized_bytes(self.size),
             "rounded": self.rounded(self.tokens),
             "gradients": self.sharded_grads(number + 1)
@@ -305,9 +311,14 @@ class StepMemory:
         """Return the bytes of the buffer from which an all-gather copies the weights of ``part``."""
         return part.gathered(self.size) if self.shards > 1 else 0
 
-    def saved(self, num_blocks: int) -> int:
-        """Return the bytes of activations of the first ``num_blocks`` blocks."""
-        return sum(self.saved_by_block[:num_blocks])
+    def saved(self, num_blocks: int, resident: int) -> int:
+        """Return the bytes of activations of the first ``num_blocks`` blocks on the device.
+
+        If they are offloaded, they are those of the last ``resident`` blocks: of the current one, and in the
+        backward pass of the one before it, which is copied back meanwhile.
+        """
+        first = max(num_blocks - resident, 0) if self.offloads_activations else 0
+        return sum(self.saved_by_block[first:num_blocks])
 
     @cached_property
     def saved_by_block(self) -> list[int]:

@@ -76,6 +76,8 @@ def memory(
         host: Bytes = {}
         if layout.optimizer_cpu_offload:
             host = stage.offloaded(resting.pop("moments"))
+        if stage.offloads_activations:
+            host["activations"] = stage.in_flight * stage.saved_by_layers
         moments = [*(add_by_name(resting, moment) for moment in asked), *built]
         found.append(RankMemory(number, peak(moments), host))
     return found
@@ -196,7 +198,7 @@ class StageMemory:
         return add_by_name(
             self.head_activations(trained=self.weights.embedding > 0),
             {
-                "activations": self.in_flight * self.saved,
+                "activations": self.on_device(self.in_flight, layers=1),
                 "gradients": self.weights.embedding * FP32,
             },
         )
@@ -204,7 +206,7 @@ class StageMemory:
     def during_last_layer(self) -> Bytes:
         """Return the bytes in a layer's backward pass, including one matrix gradient besides the buffer."""
         return {
-            "activations": self.in_flight * self.saved
+            "activations": self.on_device(self.in_flight, layers=2)
             + max(block.backward(self.tokens) for block in set(self.blocks)),
             "gradients": self.weights.matrix * self.size + self.between_microbatches,
         }
@@ -215,7 +217,8 @@ class StageMemory:
         The activations of other micro-batches exist at the same time.
         """
         return {
-            "activations": (self.in_flight - 1) * self.saved + self.tokens * self.hidden * self.size,
+            "activations": self.on_device(self.in_flight - 1, layers=0)
+            + self.tokens * self.hidden * self.size,
             "gradients": self.weights.embedding * self.size + self.between_microbatches,
         }
 
@@ -239,15 +242,35 @@ class StageMemory:
             return min(behind + 1, number)
         return min(2 * behind + (vpp - 1) * pp + 1, -(-number // pp) * pp * vpp)
 
+    def on_device(self, number: int, layers: int) -> int:
+        """Return the bytes of the activations of ``number`` chunks on the device.
+
+        If they are offloaded, they are those of ``layers`` layers: of the current one, and in the backward
+        pass of the one before it, which is copied back meanwhile. The last layer of the newest of several
+        micro-batches is there, too.
+        """
+        if not self.offloads_activations:
+            return number * self.saved
+        layer = max(block.saved(self.tokens) for block in self.blocks)
+        return (layers + (self.in_flight > 1)) * layer + number * (self.saved - self.saved_by_layers)
+
+    @property
+    def offloads_activations(self) -> bool:
+        return self.layout.activation_offloading and self.blocks[0].run.device == "cuda"
+
     @property
     def saved(self) -> int:
         """Bytes of activations of one chunk for one micro-batch."""
-        layers = sum(b.saved(self.tokens) for b in self.blocks) if self.holds("t") else 0
         received = 0 if self.size == FP32 else self.tokens * self.blocks[0].hidden * self.size
         ends = (
             self.tokens * self.blocks[0].hidden * (self.blocks[0].norm + self.size) if self.holds("L") else 0
         )
-        return layers // len(self.chunks) + received + ends
+        return self.saved_by_layers + received + ends
+
+    @property
+    def saved_by_layers(self) -> int:
+        layers = sum(b.saved(self.tokens) for b in self.blocks) if self.holds("t") else 0
+        return layers // len(self.chunks)
 
     def during_reference(self) -> Bytes:
         """Return the bytes of a pass without gradient for one micro-batch."""

@@ -103,6 +103,7 @@ class MegatronEngine(TrainStepEngine):
         load_weights(self.frozen | self.stored, source)
         drops = layout.capacity_factor is not None
         self.routing = MegatronRouterState.build(model.moe, self.meta, parts.routers, device, drops=drops)
+        self.offloading = parts.offloading
         self.meshes = TPMeshes.of_rank(device.type)
         whole, sharded = updates_whole_weights(optimizer), layout.distributed_optimizer
         self.chunks = [
@@ -203,6 +204,8 @@ class MegatronEngine(TrainStepEngine):
                 group.grad_reduce_handle.wait()
                 group.grad_reduce_handle = None
             group.per_param_grad_ready_counts = {}  # those of an interrupted backward would pass for complete
+        if self.offloading is not None:
+            self.offloading.finish()
 
     @contextmanager
     def keeping_random_streams(self) -> Iterator[None]:

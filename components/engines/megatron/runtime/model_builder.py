@@ -21,6 +21,7 @@ from components.engines.megatron.runtime.hf_weights import HFTensorSlices, hf_sl
 from components.engines.megatron.runtime.lora import adapt
 from components.engines.megatron.runtime.model import build_chunks
 from components.engines.megatron.runtime.moe_router import Router, find_routers
+from components.engines.shared.activation_offloading import ActivationOffloading
 from components.models import ModelSpec, WeightSource, named_shapes
 from components.models.experts import moe_blocks, router_biases
 from components.models.scalar_head import has_scalar_head
@@ -35,6 +36,7 @@ class BuiltChunks:
     """Parameters in fp32 without a gradient that checkpoints contain: router biases, which training changes,
     or the initial factors of PiSSA."""
     routers: list[Router]
+    offloading: ActivationOffloading | None
 
 
 def build_model_chunks(
@@ -70,7 +72,13 @@ def build_model_chunks(
     # Half precision would lose small updates of biases, and round what an export subtracts.
     for parameter in (*stored, *(router.expert_bias for router in routers if router.experts.biased)):
         parameter.data = parameter.data.float()
-    return BuiltChunks(chunks, trained, {p: m for p, m in frozen.items() if p not in stored}, stored, routers)
+    offloading = None
+    if layout.activation_offloading:
+        offloading = ActivationOffloading(torch.device(options.device))
+        for chunk in bare:
+            offloading.apply(chunk.decoder, chunk.decoder.layers)
+    frozen = {p: m for p, m in frozen.items() if p not in stored}
+    return BuiltChunks(chunks, trained, frozen, stored, routers, offloading)
 
 
 def number_layers(routers: Sequence[Router], found: HFTensorSlices, meta: PreTrainedModel) -> None:

@@ -1,0 +1,175 @@
+"""Activations of decoder blocks in host memory between their forward and their backward pass.
+
+Autograd passes what it saves, which nothing may change in place, to
+``torch.autograd.graph.saved_tensors_hooks``. On CUDA a second stream copies it to pinned memory while the
+next block computes, and back while the next block is differentiated. The host never waits. On a CPU the
+copies are the tensors themselves.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from components.engines.shared.torch_private import storage_key
+
+MIN_BYTES = 1024
+"""Smaller tensors stay on the device: a copy costs more time than they take memory."""
+
+
+@dataclass(eq=False)
+class Saved:
+    """The storage of tensors that autograd has saved, as a vector; it lives as long as the graph needs it."""
+
+    group: "Group"
+    host: Tensor
+    device: Tensor | None
+    """None means that only the copy in host memory exists."""
+
+
+@dataclass(eq=False)
+class Group:
+    """What autograd has saved in one block for one micro-batch."""
+
+    previous: "Callable[[], Group | None]"
+    """The group of the block before it, which is the next one in the backward pass, unless it was freed."""
+    members: "list[weakref.ref[Saved]]" = field(default_factory=list)
+    copied: Any = None
+    """Event after the copies to host memory."""
+    fetched: Any = None
+    """Event after the copies back."""
+
+    def alive(self) -> list[Saved]:
+        return [saved for member in self.members if (saved := member()) is not None]
+
+
+class View(NamedTuple):
+    """A tensor in a saved storage."""
+
+    saved: Saved
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class ActivationOffloading:
+    """The activations of models on ``device``; for each of them ``apply`` is called once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.handle = device, torch.get_device_module(device)
+        self.copies = self.handle.Stream()
+        self.saving = False
+        self.parameters: set[int] = set()
+        """Storages of parameters, which are not copied."""
+        self.current: Group | None = None
+        self.last: Group | None = None
+        """The group whose copies overlap with the computation of ``current``, and which is still on the
+        device."""
+        self.seen: dict[object, Saved] = {}
+        """Storages in ``current``, of which several operators may have saved views."""
+
+    def apply(self, model: nn.Module, blocks: Iterable[nn.Module], others: Iterable[nn.Module] = ()) -> None:
+        """Offload what ``model`` saves from the call of the first of its ``blocks`` on.
+
+        Parameters of ``blocks`` and of the modules ``others`` may be gathered for each call.
+        """
+        forward = model.forward
+
+        def saving(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            self.saving, self.parameters = True, storages(model)
+            try:
+                with saved_tensors_hooks(self._pack, self._unpack):
+                    return forward(*args, **kwargs)
+            finally:
+                self._begin(None)
+                self.saving = False
+
+        model.forward = saving
+        for module in (*others, *blocks):
+            module.register_forward_pre_hook(self._know)
+        for block in blocks:
+            block.register_forward_pre_hook(self._enter)
+
+    def finish(self) -> None:
+        """Let the computation wait for copies whose results an interrupted backward pass has left unused."""
+        self._computing().wait_stream(self.copies)
+
+    def _know(self, module: nn.Module, _inputs: object) -> None:
+        if self.saving:
+            self.parameters |= storages(module)
+
+    def _enter(self, _block: nn.Module, _inputs: object) -> None:
+        if self.saving:  # not in a block that is recomputed in the backward pass
+            self._begin(Group(no_group if self.current is None else weakref.ref(self.current)))
+
+    def _begin(self, group: Group | None) -> None:
+        """End the current group, and free the one before it on the device."""
+        if self.last is not None:
+            self._computing().wait_event(self.last.copied)
+            for saved in self.last.alive():
+                saved.device = None
+        if self.current is not None:
+            self.current.copied = self.copies.record_event()
+        self.last, self.current = self.current, group
+        self.seen.clear()
+
+    def _pack(self, tensor: Tensor) -> Tensor | View:
+        if self.current is None or tensor.device.type != self.device.type or isinstance(tensor, DTensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage_key(tensor) in self.parameters or storage.nbytes() < MIN_BYTES:
+            return tensor
+        key = (storage_key(tensor), tensor.dtype)
+        if key not in self.seen:
+            vector = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+            self.copies.wait_stream(self._computing())
+            with self.handle.stream(self.copies):
+                host = vector.to("cpu", non_blocking=True)  # pinned
+            self.seen[key] = Saved(self.current, host, vector)
+            self.current.members.append(weakref.ref(self.seen[key]))
+        # With the strides of before, because kernels may round differently with others.
+        return View(self.seen[key], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _unpack(self, packed: Tensor | View) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        saved = packed.saved
+        group, before = saved.group, saved.group.previous()
+        self._fetch(group)
+        if group.fetched is not None:
+            self._computing().wait_event(group.fetched)
+        if before is not None:
+            self._fetch(before)
+        assert saved.device is not None
+        return saved.device.as_strided(packed.shape, packed.stride, packed.offset)
+
+    def _fetch(self, group: Group) -> None:
+        """Begin to copy what is left of ``group`` to the device, unless it is there."""
+        absent = [saved for saved in group.alive() if saved.device is None]
+        if not absent:
+            return
+        cpu = self.device.type == "cpu"
+        back = [s.host if cpu else torch.empty_like(s.host, device=self.device) for s in absent]
+        self.copies.wait_stream(self._computing())  # whose earlier work may use the same memory
+        with self.handle.stream(self.copies):
+            for saved, target in zip(absent, back, strict=True):
+                saved.device = target.copy_(saved.host, non_blocking=True)
+        group.fetched = self.copies.record_event()
+
+    def _computing(self) -> Any:
+        return self.handle.current_stream()
+
+
+def storages(module: nn.Module) -> set[int]:
+    return {storage_key(parameter) for parameter in module.parameters()}
+
+
+def no_group() -> None:
+    """Return nothing, as the reference to a group that was freed."""
