@@ -328,6 +328,7 @@ TE_RUN: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
         ({"shape": {"model_type": "mistral", "sliding_window": 16}}, "sliding window"),
         ({"shape": LATENT}, "the latent attention of deepseek_v3 is computed by local only"),
         ({"adapter": LoRA(r=2, alpha=2.0, target_modules="all-linear")}, "where an adapter needs its output"),
+        ({"activation_offloading": True}, "activations are offloaded"),
     ],
     ids=str,
 )
@@ -335,7 +336,8 @@ def test_auto_is_transformer_engine_where_it_can_be(arguments: dict[str, Any], r
     def uses(kind: str) -> bool:
         config = ModelSpec(architecture=SHAPE | arguments.get("shape", {})).config()
         dtype = arguments.get("dtype", torch.bfloat16)
-        chosen = Megatron(transformer_impl=kind, cp=arguments.get("cp", 1))
+        offloads = arguments.get("activation_offloading", False)
+        chosen = Megatron(transformer_impl=kind, cp=arguments.get("cp", 1), activation_offloading=offloads)
         return uses_transformer_engine(config, chosen, dtype, "cuda", arguments.get("adapter"))
 
     assert uses("auto") == (reason is None)
