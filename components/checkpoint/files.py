@@ -110,13 +110,19 @@ class MeasuredWriter(FileSystemWriter):
                 raise
 
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes by their size in bytes."""
+
+
 class AliasPlanner(DefaultSavePlanner):
     """A planner that writes parts of tensors in place. torch would copy each part and keep all copies."""
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         data = super().resolve_data(write_item)
         if isinstance(data, Tensor) and data.is_cpu and data.is_contiguous():
-            return torch.from_numpy(data.detach().numpy())  # its storage ends where it does
+            # A storage that ends where the part does; as integers, because numpy has no bfloat16.
+            part = torch.from_numpy(data.detach().view(INTEGERS[data.itemsize]).numpy())
+            return part.view(data.dtype)
         return data
 
 

@@ -53,13 +53,17 @@ def test_it_is_written_from_where_it_lies_and_read_by_the_whole(tmp_path: Path) 
         assert torch.equal(read["model/a"], whole)
 
 
-def test_nothing_is_copied_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_is_copied_to_be_written(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Tensor, "clone", lambda _: pytest.fail("a copy"))
-    matrix = torch.arange(12.0).view(4, 3)
-    save_tensors(tmp_path, {"model/a": matrix[1:3]})
-    read = {"model/a": torch.zeros(2, 3)}
+    matrix = torch.arange(12, dtype=dtype).view(4, 3)
+    save_tensors(tmp_path, {"model/a": matrix[1:3], "model/scalar": matrix[3, 2]})
+    read = {"model/a": torch.zeros(2, 3, dtype=dtype), "model/scalar": torch.zeros((), dtype=dtype)}
     load_tensors(tmp_path, read)
     assert torch.equal(read["model/a"], matrix[1:3])
+    assert read["model/scalar"] == 11
 
 
 def test_what_several_keys_share_is_copied_once() -> None:
