@@ -30,6 +30,7 @@ from components.preflight.checks import (
 )
 from components.preflight.engine_layouts import known_parts
 from components.preflight.estimates.device_specs import Device, find_device
+from components.preflight.estimates.flops import slowdown
 from components.preflight.eval_metrics import check_watched_metric, check_watched_set
 from components.preflight.forecast_report import Report, survey
 from components.preflight.search.candidate import Candidate
@@ -69,6 +70,7 @@ __all__ = [
     "known_parts",
     "next_batch",
     "resolve_device",
+    "slowdown",
     "steps_done",
     "survey",
 ]

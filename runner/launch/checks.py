@@ -21,16 +21,19 @@ from components.loggers import terminal
 from components.rank_info import RankInfo, check_place
 from components.reference.source import ReferenceSource, about_reference, resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
+from runner.config.run_config import RunConfig
 from runner.config.sources import ConfigSources
 from runner.launch.plan import PreparedRun, make_candidate
 from runner.launch.restart import begun_by_this_job
 from runner.launch.run_record import has_completed
 from runner.launch.unread_options import check_unread_options
 from runner.logging_setup import log_to
-from runner.training.rank import engine_options
+from runner.training.rank import DTYPES, engine_options
 from runner.training.state import TrainState
 
 ASSUMED_GPU = "H100"
+SLOW = 2.0
+"""Time of a matrix product, relative to fp32, from which a dtype is called slow."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,7 @@ def check_launch(
         world_size=world_size,
         local_ranks=local_ranks,
         console=terminal(experiment.logger),
-        notes=notes,
+        notes=(*notes, *(() if proves else slow_dtype(run, device))),
     )
     if ahead.mode in ("only", "rehearse") and not where.given("run.global_batch_size"):
         return with_assumed_batch(launch)
@@ -298,6 +301,17 @@ def with_assumed_gpu(experiment: Experiment) -> tuple[Experiment, tuple[str, ...
         return experiment, ()
     note = f"preflight.device_name is not given, and {ASSUMED_GPU} is assumed"
     return replace(experiment, preflight=replace(ahead, device_name=ASSUMED_GPU)), (note,)
+
+
+def slow_dtype(run: RunConfig, device: DeviceKind) -> tuple[str, ...]:
+    """Return the sentence to print if this CPU has no instructions for the matrix products of the run."""
+    if device != "cpu" or run.dtype not in ("bf16", "fp16"):  # fp8 computes in fp32
+        return ()
+    slower = preflight.slowdown(DTYPES[run.dtype])
+    if slower < SLOW:
+        return ()
+    what = f"a matrix product in {run.dtype} takes {slower:.0f} times as long as in fp32 on this CPU"
+    return (f"run.dtype: {what}; run.dtype=fp32 is faster here",)
 
 
 def with_assumed_batch(launch: RunPreparation) -> RunPreparation:

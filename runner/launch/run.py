@@ -45,9 +45,9 @@ def run(
         SystemExit: with code DONE if a signal has stopped it, so that no other job of a sweep begins.
     """
     launch, place = check_launch(config, where, command, began), RankInfo.read()
+    for note in launch.notes if place.rank == 0 else ():
+        launch.console.print(note, highlight=False)
     if launch.experiment.preflight.mode != "check":
-        for note in launch.notes:
-            launch.console.print(note, highlight=False)
         if launch.experiment.preflight.mode == "prove":
             return print_proof(launch)
         launch, found = inspect(launch)

@@ -34,7 +34,7 @@ class Saved:
 
 @dataclass(eq=False)
 class Group:
-    """What autograd has saved in one block for one micro-batch."""
+    """The activations of one block for one micro-batch."""
 
     previous: "Callable[[], Group | None]"
     """The group of the block before it, which is the next one in the backward pass, unless it was freed."""

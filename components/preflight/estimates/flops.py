@@ -135,6 +135,12 @@ def sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
     return data_sheet_peak(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
 
 
+def slowdown(dtype: torch.dtype) -> float:
+    """Return how many times as long as in fp32 a matrix product takes in ``dtype`` on this CPU, measured."""
+    here = torch.device("cpu")
+    return peak_flops(here, torch.float32) / peak_flops(here, dtype)
+
+
 def peak_name(device: torch.device, dtype: torch.dtype) -> str:
     """Return what ``peak_flops`` is, for a reader of the MFU."""
     return "the measured matmul peak" if sheet_peak(device, dtype) is None else "the data sheet's peak"
