@@ -58,7 +58,7 @@ class Engine(LossEngine, Protocol):
         """Compute the global counts of all terms of the loss and of the model.
 
         They are all-reduced over data-parallel ranks. Without arguments (losses of one term, models that add
-        no terms) the counts are summed during the step.
+        no terms, no loss scale) the counts are summed during the step.
         """
 
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:

@@ -87,10 +87,12 @@ def resolve_device(device: Literal["auto", DeviceKind], name: str | None = None)
 
 
 def check_float8(device: str, name: str | None) -> None:
-    """Raise ConfigError if a GPU, that ``name`` if it is given, has no matrix products in float8.
+    """Raise ConfigError if the device, the GPU ``name`` if it is given, has no products in float8.
 
     A CPU computes with the rounded values.
     """
+    if device not in ("cpu", "cuda"):
+        raise ConfigError("run.dtype: fp8 is for NVIDIA GPUs and the CPU; use run.dtype=bf16.")
     lacks = device == "cuda" and name is None and torch.cuda.get_device_capability() < (8, 9)
     if name in WITHOUT_FLOAT8 or lacks:
         raise ConfigError(

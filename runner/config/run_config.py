@@ -15,6 +15,8 @@ from components.proof.small_model import Limits
 
 MOST_DEVICES = 2**20
 """Layouts of more devices are not searched."""
+LARGEST_SCALE = 2.0**127
+"""Largest power of 2 in fp32."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class RunConfig:
         intervals = ("log_every", "eval_every_epochs", "final_sample_tokens")
         check_at_least_0("run", self, *intervals, "seed", "hang_timeout_s", "max_restarts")
         check_at_least_1("run.loss_scale", self.loss_scale, "initial", "growth_interval")
-        if not math.isfinite(self.loss_scale.initial):
-            raise ConfigError("run.loss_scale.initial: must be a finite number; use 65536.")
+        if not self.loss_scale.initial <= LARGEST_SCALE:
+            raise ConfigError(f"run.loss_scale.initial: must be at most {LARGEST_SCALE:g}; use 65536.")
         if not math.isfinite(self.hang_timeout_s):
             raise ConfigError(
                 f"run.hang_timeout_s: is {self.hang_timeout_s}; give a number of seconds, or 0 for off."

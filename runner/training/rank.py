@@ -113,7 +113,8 @@ def check_weights(engine: Engine, state: TrainState) -> None:
     if state.skipped == state.step:
         raise NonRetryableError(
             f"all {state.step} steps were skipped, as the log says, and no weight was trained; lower "
-            "optimizer.lr (with run.dtype=fp16 run.loss_scale.initial), or look at the samples that it names."
+            "optimizer.lr (with run.dtype=fp16 run.loss_scale.initial), or look at the samples that the log "
+            "names."
         )
     tensors = engine.tensors(model_only=True).items()
     shards = ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in tensors)

@@ -160,7 +160,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["run.loss_scale.initial", "nothing reads it", "run.dtype=fp16"],
     ),
     "loss scale": (["run.loss_scale.initial=0.5"], ["run.loss_scale.initial", "at least 1"]),
-    "endless loss scale": (["run.loss_scale.initial=inf"], ["run.loss_scale.initial", "finite"]),
+    "endless loss scale": (["run.loss_scale.initial=inf"], ["run.loss_scale.initial", "at most"]),
     "growth of the loss scale": (["run.loss_scale.growth_interval=0"], ["growth_interval", "at least 1"]),
     "choice of a component": (["data.packing=bdf"], ["data.packing", "'bfd'"]),
     "null": (["run.seed=null"], ["run.seed"]),

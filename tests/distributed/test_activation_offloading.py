@@ -14,6 +14,7 @@ ONE: dict[str, Case] = {
     "fsdp2 selective": (fsdp2(activation_checkpointing="selective"), "biased", HALF),
     "fsdp2 adapter": (fsdp2(), "llama", ADAPTED),
     "fsdp2 experts": (fsdp2(), "qwen3_moe", {}),
+    "fsdp2 float8": (fsdp2(fp8_recipe="tensorwise", fp8_all_gather=True), "qwen3", {"float8": True, **HALF}),
     "megatron": (megatron(dp=1), "qwen3", {}),
     "megatron full": (megatron(dp=1, activation_checkpointing="full"), "llama", {}),
     "megatron selective": (megatron(dp=1, activation_checkpointing="selective"), "biased", HALF),

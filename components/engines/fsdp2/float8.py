@@ -1,6 +1,6 @@
 """Linear layers of decoder blocks whose matrix products are in float8 (``run.dtype=fp8``), by torchao.
 
-Operands are rounded with a scale whenever they enter a product: activations and weights to e4m3, gradients of
+Each product rounds its operands, with a scale: activations and weights to e4m3, gradients of
 activations to e5m2 (``tensorwise``) or e4m3. Master weights, attention, norms, the embedding, the head,
 experts and adapters are as with ``run.dtype=bf16``.
 """
@@ -65,13 +65,13 @@ def block_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return those of ``block_linears`` whose sizes products in float8 take."""
+    """Return the layers of ``block_linears`` whose sizes are multiples of ``MULTIPLE``."""
     found = block_linears(model).items()
     return {name: one for name, one in found if not any(size % MULTIPLE for size in one.weight.shape)}
 
 
 def convert(model: PreTrainedModel, layout: FSDP2Layout, device: str) -> Json:
-    """Let torchao compute linear layers of ``model`` (on the meta device), before ``fully_shard``.
+    """Convert linear layers of ``model`` (on the meta device) to torchao's, before ``fully_shard``.
 
     Their parameters and names stay. On a CPU, products are of the rounded values in fp32.
 

@@ -2,8 +2,8 @@
 
 Autograd passes what it saves, which nothing may change in place, to
 ``torch.autograd.graph.saved_tensors_hooks``. On CUDA a second stream copies it to pinned memory while the
-next block computes, and back while the next block is differentiated. The host never waits. On a CPU the
-copies are the tensors themselves.
+next block computes, and back while the next block is differentiated. No operation here synchronises with the
+host. On a CPU the copies are the tensors themselves.
 """
 
 import weakref
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from components.engines.shared.torch_private import storage_key
 
@@ -74,7 +74,7 @@ class ActivationOffloading:
         """Storages in ``current``, of which several operators may have saved views."""
 
     def apply(self, model: nn.Module, blocks: Iterable[nn.Module], others: Iterable[nn.Module] = ()) -> None:
-        """Offload what ``model`` saves from the call of the first of its ``blocks`` on.
+        """Offload what autograd saves for ``model`` from the first of its ``blocks`` on.
 
         Parameters of ``blocks`` and of the modules ``others`` may be gathered for each call.
         """
@@ -93,19 +93,19 @@ class ActivationOffloading:
 
         model.forward = saving
         for module in (*others, *blocks):
-            module.register_forward_pre_hook(self._know)
+            module.register_forward_pre_hook(self._add_parameters)
         for block in blocks:
-            block.register_forward_pre_hook(self._enter)
+            block.register_forward_pre_hook(self._begin_block)
 
     def finish(self) -> None:
         """Let the computation wait for copies whose results an interrupted backward pass has left unused."""
         self._computing().wait_stream(self.copies)
 
-    def _know(self, module: nn.Module, _inputs: object) -> None:
+    def _add_parameters(self, module: nn.Module, _inputs: object) -> None:
         if self.saving:
             self.parameters |= storages(module)
 
-    def _enter(self, _block: nn.Module, _inputs: object) -> None:
+    def _begin_block(self, _block: nn.Module, _inputs: object) -> None:
         if self.saving:  # not in a block that is recomputed in the backward pass
             self._begin(Group(no_group if self.current is None else weakref.ref(self.current)))
 
@@ -121,7 +121,9 @@ class ActivationOffloading:
         self.seen.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor | View:
-        if self.current is None or tensor.device.type != self.device.type or isinstance(tensor, DTensor):
+        if self.current is None or tensor.device.type != self.device.type:
+            return tensor
+        if is_traceable_wrapper_subclass(tensor):  # its own storage holds nothing
             return tensor
         storage = tensor.untyped_storage()
         if storage_key(tensor) in self.parameters or storage.nbytes() < MIN_BYTES:
@@ -172,4 +174,4 @@ def storages(module: nn.Module) -> set[int]:
 
 
 def no_group() -> None:
-    """Return nothing, as the reference to a group that was freed."""
+    """Return None, as a weak reference to a group that was freed does."""

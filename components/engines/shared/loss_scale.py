@@ -30,20 +30,21 @@ class LossScale:
     def build(cls, given: LossScaling | None) -> "LossScale | None":
         return None if given is None else cls(given.initial, given.growth_interval)
 
-    def update(self, *, overflow: bool) -> None:
+    def update(self, *, overflow: bool, is_good: bool) -> None:
         """Change the scale after a step, in which some gradient was not finite if ``overflow``.
 
         Raises:
-            NonRetryableError: if there was an overflow and no smaller scale is left.
+            NonRetryableError: if there was an overflow in a step whose loss ``is_good``, and no smaller scale
+                is left.
         """
-        if overflow and self.value * BACKOFF < SMALLEST:
+        if overflow and is_good and self.value * BACKOFF < SMALLEST:
             raise NonRetryableError(
                 f"gradients overflow in fp16 even with the loss scale {self.value:g}, and the smallest is "
                 f"{SMALLEST:g}; use run.dtype=fp32, or bf16 if the device has it, or lower optimizer.lr."
             )
         self.steps = 0 if overflow else self.steps + 1
         if overflow:
-            self.value *= BACKOFF
+            self.value = max(self.value * BACKOFF, SMALLEST)
         elif self.steps == self.growth_interval:
             self.steps = 0
             if self.value * GROWTH <= torch.finfo(torch.float32).max:

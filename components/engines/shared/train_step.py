@@ -143,7 +143,7 @@ class TrainStepEngine(Engine):
         if self.loss_scale is None:
             return StepResult(loss, grad_norm, skipped, means, zeros)
         means["loss_scale"] = self.loss_scale.value
-        self.loss_scale.update(overflow=overflow)
+        self.loss_scale.update(overflow=overflow, is_good=is_good)
         return StepResult(loss, grad_norm, skipped, means, zeros, overflow and is_good)
 
     def abort_train_step(self) -> None:

@@ -127,7 +127,7 @@ def memory(
         offloads=layout.cpu_offload and step.device != "cpu",
         num_microbatches=step.microbatch.num_microbatches,
         reduces_every=layout.reduce_gradients == "every",
-        offloads_activations=layout.activation_offloading and step.device == "cuda",
+        offloads_activations=layout.activation_offloading and step.device != "cpu",
         tokens=tokens,
         labels=min(step.microbatch.labels, tokens),
         rounded_width=max((max(linear.weight.shape) for linear in linears.values()), default=0),
@@ -144,7 +144,8 @@ def memory(
         shards = held.weights.unsharded_trained * FP32 // held.shards
         asked.append({"gradients": shards, "gathered": gathered, "buffers": owned.buffers})
     if step.reference == "frozen":
-        other = count_parameters(step.reference_model or model, layout, None, in_float8)
+        another = step.reference_model or model
+        other = count_parameters(another, layout, None, float8_linears(another) if in_float8 else ())
         resting["reference"] = (other.unsharded_trained + other.unsharded_frozen) * run.size // held.shards
         asked.append(held.during_reference(other))
     elif step.reference == "adapter_off" or step.loss.kind == "unpaired":

@@ -67,7 +67,7 @@ class SlurmJob:
         model = experiment.model.meta_model
         if experiment.adapter is not None:
             experiment.adapter.check(model)
-        device: DeviceKind = "cuda" if gpus and run.device != "cpu" else "cpu"
+        device: DeviceKind = ("cuda" if gpus else "cpu") if run.device == "auto" else run.device
         options = engine_options(experiment, device, adapter=experiment.adapter)
         layout.check(model, experiment.optimizer, options, world_size=world_size)
 

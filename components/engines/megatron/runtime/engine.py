@@ -252,8 +252,8 @@ class MegatronEngine(TrainStepEngine):
         load_scale(path, self.loss_scale)
         state_dict.load(path, self.blocks, self.stored, self.update, self.device)
         if self.options.sync_reference:
-            stored = StoredTensors(path)
-            load_weights(self.kept, lambda name, index=(): stored.read(f"reference/{name}", index))
+            source = StoredTensors(path)
+            load_weights(self.kept, lambda name, index=(): source.read(f"reference/{name}", index))
 
     def export(self, path: Path) -> None:
         self.gather_parameters()
