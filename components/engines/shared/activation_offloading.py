@@ -121,16 +121,17 @@ class ActivationOffloading:
         self.seen.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor | View:
+        kept = tensor.detach()  # a result refers to the node that saves it, which would never be freed
         if self.current is None or tensor.device.type != self.device.type:
-            return tensor
+            return kept
         if is_traceable_wrapper_subclass(tensor):  # its own storage holds nothing
-            return tensor
+            return kept
         storage = tensor.untyped_storage()
         if storage_key(tensor) in self.parameters or storage.nbytes() < MIN_BYTES:
-            return tensor
+            return kept
         key = (storage_key(tensor), tensor.dtype)
         if key not in self.seen:
-            vector = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+            vector = kept.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
             self.copies.wait_stream(self._computing())
             with self.handle.stream(self.copies):
                 host = vector.to("cpu", non_blocking=True)  # pinned

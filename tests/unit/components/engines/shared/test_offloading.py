@@ -1,5 +1,7 @@
 """What is offloaded when, on a small stack of blocks whose activations go to other memory and come back."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -149,3 +151,21 @@ def test_an_interrupted_pass_leaves_nothing(model: Model, offloading: Watched) -
     offloading.finish()
     assert not offloading.saving
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), expected, strict=True))
+
+
+def test_a_graph_without_a_backward_pass_is_freed() -> None:
+    """The smallest tensors are saved as they are, and the softmax saves its own result."""
+
+    class Routed(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden.softmax(-1)
+
+    block = Routed()
+    ActivationOffloading(torch.device("cpu")).apply(block, [block])
+    freed: list[bool] = []
+    hidden = torch.rand(4, requires_grad=True)
+    weakref.finalize(hidden, freed.append, True)
+    result = block(hidden * 2)
+    del result, hidden
+    gc.collect()
+    assert freed == [True]
