@@ -55,7 +55,11 @@ class TrainState:
     def advance(
         self, *, num_samples: int, num_tokens: int, skipped: bool, loss: float, overflow: bool = False
     ) -> None:
-        """Count one step; that of an ``overflow`` (see ``StepResult``) is skipped, but not a bad one."""
+        """Count one step.
+
+        A step with an ``overflow`` (see ``StepResult``) counts as skipped, but not towards
+        ``skipped_in_a_row``.
+        """
         self.step += 1
         self.num_samples += num_samples
         self.num_tokens += num_tokens

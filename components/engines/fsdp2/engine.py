@@ -204,13 +204,15 @@ class FSDP2Engine(TrainStepEngine):
     def evaluating(self) -> Iterator[None]:
         self.scorer.eval()
         try:
-            with self.optimizer.evaluating():
-                self._update_scales()
+            with self.optimizer.evaluating() as changed:
+                if changed:
+                    self._update_scales()
                 yield
         finally:
             self.scorer.train()
         release(self.scorer)
-        self._update_scales()
+        if changed:
+            self._update_scales()
 
     def evaluate_microbatches(self, microbatches: Sequence[Batch], loss: Loss, sums: LossAccumulator) -> None:
         with naming_microbatch(microbatches) as begin:

@@ -7,7 +7,7 @@ host. On a CPU the copies are the tensors themselves.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class Saved:
 class Group:
     """The activations of one block for one micro-batch."""
 
-    previous: "Callable[[], Group | None]"
+    previous: "weakref.ref[Group] | None"
     """The group of the block before it, which is the next one in the backward pass, unless it was freed."""
     members: "list[weakref.ref[Saved]]" = field(default_factory=list)
     copied: Any = None
@@ -107,7 +107,7 @@ class ActivationOffloading:
 
     def _begin_block(self, _block: nn.Module, _inputs: object) -> None:
         if self.saving:  # not in a block that is recomputed in the backward pass
-            self._begin(Group(no_group if self.current is None else weakref.ref(self.current)))
+            self._begin(Group(None if self.current is None else weakref.ref(self.current)))
 
     def _begin(self, group: Group | None) -> None:
         """End the current group, and free the one before it on the device."""
@@ -144,7 +144,8 @@ class ActivationOffloading:
         if isinstance(packed, Tensor):
             return packed
         saved = packed.saved
-        group, before = saved.group, saved.group.previous()
+        group = saved.group
+        before = None if group.previous is None else group.previous()
         self._fetch(group)
         if group.fetched is not None:
             self._computing().wait_event(group.fetched)
@@ -172,7 +173,3 @@ class ActivationOffloading:
 
 def storages(module: nn.Module) -> set[int]:
     return {storage_key(parameter) for parameter in module.parameters()}
-
-
-def no_group() -> None:
-    """Return None, as a weak reference to a group that was freed does."""

@@ -30,14 +30,14 @@ class LossScale:
     def build(cls, given: LossScaling | None) -> "LossScale | None":
         return None if given is None else cls(given.initial, given.growth_interval)
 
-    def update(self, *, overflow: bool, is_good: bool) -> None:
+    def update(self, *, overflow: bool, accepted: bool) -> None:
         """Change the scale after a step, in which some gradient was not finite if ``overflow``.
 
         Raises:
-            NonRetryableError: if there was an overflow in a step whose loss ``is_good``, and no smaller scale
-                is left.
+            NonRetryableError: if there was an overflow although the loss was ``accepted``, finite and below
+                the limit, and no smaller scale is left.
         """
-        if overflow and is_good and self.value * BACKOFF < SMALLEST:
+        if overflow and accepted and self.value * BACKOFF < SMALLEST:
             raise NonRetryableError(
                 f"gradients overflow in fp16 even with the loss scale {self.value:g}, and the smallest is "
                 f"{SMALLEST:g}; use run.dtype=fp32, or bf16 if the device has it, or lower optimizer.lr."

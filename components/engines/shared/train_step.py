@@ -132,8 +132,8 @@ class TrainStepEngine(Engine):
             means |= added
         if max_loss < math.inf:  # so that rounding does not make ranks decide differently
             loss = self.max_over_ranks(loss)
-        is_good, overflow = math.isfinite(loss) and loss <= max_loss, not math.isfinite(grad_norm)
-        skipped = overflow or not is_good
+        accepted, overflow = math.isfinite(loss) and loss <= max_loss, not math.isfinite(grad_norm)
+        skipped = overflow or not accepted
         if not skipped:
             self.apply_update(lr, grad_norm)
             if self.routing is not None:
@@ -143,8 +143,8 @@ class TrainStepEngine(Engine):
         if self.loss_scale is None:
             return StepResult(loss, grad_norm, skipped, means, zeros)
         means["loss_scale"] = self.loss_scale.value
-        self.loss_scale.update(overflow=overflow, is_good=is_good)
-        return StepResult(loss, grad_norm, skipped, means, zeros, overflow and is_good)
+        self.loss_scale.update(overflow=overflow, accepted=accepted)
+        return StepResult(loss, grad_norm, skipped, means, zeros, overflow and accepted)
 
     def abort_train_step(self) -> None:
         self.sums = None

@@ -1,4 +1,4 @@
-"""What a machine needs for ``run.dtype=fp8``. The other checks are in tests/conf."""
+"""Checks of the machine for ``run.dtype=fp8``. Those of options are in tests/conf."""
 
 import pytest
 import torch

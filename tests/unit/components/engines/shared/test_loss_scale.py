@@ -25,20 +25,20 @@ def test_the_scale_is_that_of_torch(initial: float, interval: int) -> None:
         parameter.grad = torch.tensor([1.0, math.inf if overflow else 1.0])
         scaler.step(optimizer)
         scaler.update()
-        scale.update(overflow=overflow, is_good=True)
+        scale.update(overflow=overflow, accepted=True)
         assert (scale.value, scale.steps) == (scaler.get_scale(), scaler._get_growth_tracker())
 
 
 def test_the_smallest_scale_ends_the_run() -> None:
     scale = LossScale(3.0, growth_interval=1)
-    scale.update(overflow=True, is_good=True)
+    scale.update(overflow=True, accepted=True)
     assert scale.value == 1.5
     with pytest.raises(NonRetryableError, match=r"overflow in fp16 even with the loss scale 1\.5"):
-        scale.update(overflow=True, is_good=True)
+        scale.update(overflow=True, accepted=True)
 
 
 def test_a_loss_that_is_not_finite_does_not_end_the_run() -> None:
     scale = LossScale(1.5, growth_interval=1)
     for _ in range(2):
-        scale.update(overflow=True, is_good=False)
+        scale.update(overflow=True, accepted=False)
     assert scale.value == 1.0

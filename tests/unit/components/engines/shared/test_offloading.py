@@ -1,4 +1,4 @@
-"""What is offloaded when, on a small stack of blocks whose activations go to other memory and come back."""
+"""Which tensors are offloaded, and when they come back, in a small stack of blocks."""
 
 import gc
 import weakref
