@@ -112,6 +112,7 @@ def serve(descriptor: int, rank: int, kind: str, key: bytes) -> None:
         "LOCAL_RANK": str(rank),
         "MASTER_ADDR": "127.0.0.1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_GLOO_LAZY_INIT": "1",  # a small case uses few of the groups of its layout
     }
     current_process().authkey = key
     torch.set_num_threads(1)
@@ -135,4 +136,5 @@ def serve(descriptor: int, rank: int, kind: str, key: bytes) -> None:
             clear_dtensor_caches()
             function = args = None
             gc.collect()
+            gc.freeze()  # what is left are modules and caches: the next collections need not look at them
         pipe.send((ok, value, psutil.Process().num_threads()))

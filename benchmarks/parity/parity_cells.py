@@ -24,6 +24,7 @@ from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
 from runner.launch.prepare import prepare
+from runner.launch.run_dir import read_run_config
 from runner.launch.run_record import RunRecord
 from tests.ranks import Ranks
 
@@ -46,7 +47,8 @@ class Cell:
     """Relative errors against the reference."""
 
     gradient: float
-    """Error of the worst parameter in the first step: norm of the difference by norm of the reference."""
+    """Error of the worst parameter in the first step, before clipping: the norm of the difference divided by
+    the norm of the reference."""
     parameter: str
     loss: float
     grad_norm: float
@@ -79,8 +81,7 @@ class Bench:
         began = time.perf_counter()
         pool = Ranks(row.world_size, megatron=True)
         folder = self.prepare(row, column)
-        gradients = pool.run(parity_ranks.first_gradients, folder, row.fault)[0]
-        pool.run(parity_ranks.train, folder, row.fault)
+        clipped = pool.run(parity_ranks.train, folder, row.fault)[0]
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         facts = RunRecord.read(folder).to_json()
         mesh = check_mesh(row, facts)
@@ -88,6 +89,10 @@ class Bench:
             torch.tensor([r[f"train/{key}"] for r in rows], dtype=torch.float64)
             for key in ("loss", "grad_norm")
         )
+        # Clipping hides a factor that all gradients have in common.
+        most = read_run_config(folder)["optimizer"]["max_grad_norm"]
+        factor = max(1.0, float(norms[0]) / most)
+        gradients = {name: gradient * factor for name, gradient in clipped.items()}
         return Measured(gradients, losses, norms, facts["world_size"], mesh, time.perf_counter() - began)
 
     def prepare(self, row: Row, column: Column) -> Path:

@@ -14,40 +14,37 @@ import torch
 from torch import Tensor
 
 from benchmarks.parity.parity_rows import Fault
-from components.contracts.data import BatchShard
+from components.contracts.device import DeviceKind
+from components.contracts.engine import Engine
 from components.models import nf4
 from components.optimizers import Muon
-from runner.config.instantiate import build_experiment
-from runner.config.sources import ConfigSources
-from runner.launch.run_dir import read_run_config
-from runner.launch.run_record import RunRecord
-from runner.training.rank import build_engine, run_rank
-from tests.distributed.gradients import capture
+from runner.config.instantiate import Experiment
+from runner.training import rank
+from tests.distributed.gradients import capture_first
 
 
-def train(folder: Path, fault: Fault | None) -> None:
-    """Train the run that is prepared in ``folder`` without output on the terminal."""
-    with silence(), broken(fault), without_rounding():
-        run_rank(folder)
+def train(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
+    """Train the run that is prepared in ``folder`` without output on the terminal.
 
+    Returns:
+        the full clipped gradients of the first step by Hugging Face name on rank 0, {} on others.
+    """
+    found: dict[str, Tensor] = {}
+    build = rank.build_engine
 
-def first_gradients(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
-    """Return the full unclipped gradients of the first step by Hugging Face name on rank 0, {} on others."""
-    experiment, record = build_experiment(read_run_config(folder), ConfigSources()), RunRecord.read(folder)
-    run, loss = experiment.run, experiment.stage
-    unclipped = replace(experiment, optimizer=replace(experiment.optimizer, max_grad_norm=None))
-    with silence(), broken(fault), without_rounding():
-        engine = build_engine(unclipped, record.device)
-        data = experiment.data.restore(record.data).train_loader(
-            BatchShard(run.global_batch_size, run.micro_batch_size, engine.dp_rank, engine.dp_size)
-        )
-        microbatches = loss.prepare(data.microbatches(0), engine)
-        gradients = capture(engine)
-        engine.begin_train_step(microbatches, loss)
-        engine.train_microbatches(microbatches, loss, last=True)
-        engine.finish_train_step(experiment.optimizer.lr)
-        engine.close()
-    return gradients if os.environ["RANK"] == "0" else {}
+    def build_watched(experiment: Experiment, device: DeviceKind) -> Engine:
+        engine = build(experiment, device)
+        capture_first(engine, found)
+        return engine
+
+    with (
+        silence(),
+        broken(fault),
+        without_rounding(),
+        mock.patch.object(rank, "build_engine", build_watched),
+    ):
+        rank.run_rank(folder)
+    return found if os.environ["RANK"] == "0" else {}
 
 
 @contextmanager

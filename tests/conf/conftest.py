@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from hydra._internal.hydra import Hydra
 
 from components.contracts.errors import MISTAKE
 from runner.launch import run
@@ -45,8 +44,6 @@ def refused(
     """
     monkeypatch.setattr(run, "run_rank", forbidden)
     monkeypatch.setattr(run, "run_with_restarts", forbidden)
-    # Hydra composes everything once only to read hydra.mode, which is null here: half of the time of a row.
-    monkeypatch.setattr(Hydra, "get_mode", lambda *_args, **_options: None)
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> str:

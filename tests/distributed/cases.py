@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -206,10 +207,14 @@ def fsdp2(dp: int = 1, **others: Any) -> FSDP2:
 
 def megatron(**sizes: Any) -> Megatron:
     """Return the ``parallelism`` of conf/parallelism/megatron.yaml with other sizes."""
+    return Megatron(**(megatron_defaults() | sizes))
+
+
+@cache
+def megatron_defaults() -> dict[str, Any]:
     node = OmegaConf.to_container(OmegaConf.load("conf/parallelism/megatron.yaml"))
     assert isinstance(node, dict)
-    del node["_target_"]
-    return Megatron(**{str(key): value for key, value in node.items()} | sizes)
+    return {str(key): value for key, value in node.items() if key != "_target_"}
 
 
 def make_engine(

@@ -26,6 +26,18 @@ def capture(engine: Any) -> dict[str, Tensor]:
     return found
 
 
+def capture_first(engine: Any, found: dict[str, Tensor]) -> None:
+    """Fill ``found`` as `capture` does, but only in the first step."""
+    drop = engine.zero_grad
+
+    def look_first() -> None:
+        engine.zero_grad = drop
+        found.update(gradients(engine))
+        drop()
+
+    engine.zero_grad = look_first
+
+
 def gradients(engine: Any) -> dict[str, Tensor]:
     """Return the optimizer's gradients in float32 on every rank. This is a collective."""
     if hasattr(engine, "update"):

@@ -15,6 +15,8 @@ from typing import IO, Any
 from unittest import mock
 
 import psutil
+import yaml
+from hydra._internal.hydra import Hydra
 
 from components.contracts.data import SampleKind
 from components.data.demo import SplitName, stdlib_records
@@ -54,6 +56,7 @@ def call_here(*arguments: str) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with (
         little_data(),
+        one_composition(),
         mock.patch("sys.argv", ["runner", *arguments]),
         mock.patch("runner.launch.spawn.subprocess", FORKING),
         mock.patch("runner.sweeps.local_jobs.subprocess", FORKING),
@@ -72,6 +75,34 @@ def little_data() -> Iterator[None]:
 
     with mock.patch("components.data.data_sources.stdlib_records", first):
         yield
+
+
+@contextmanager
+def one_composition() -> Iterator[None]:
+    """Compose once, not twice, and parse each file of options once per process: a third of a small run.
+
+    Hydra composes everything a first time only to read ``hydra.mode``, which no test sets.
+    """
+    with (
+        mock.patch.object(Hydra, "get_mode", return_value=None),
+        mock.patch("omegaconf.omegaconf.yaml.load", parsed),
+    ):
+        yield
+
+
+def parsed(stream: Any, Loader: Any) -> Any:
+    """Return what `yaml.load` returns, from memory for a file that has been read before."""
+    if not isinstance(getattr(stream, "name", None), str):
+        return load_yaml(stream, Loader)
+    about = os.fstat(stream.fileno())
+    key = (stream.name, about.st_ino, about.st_mtime_ns, about.st_size)
+    if key not in _parsed:
+        _parsed[key] = load_yaml(stream, Loader)
+    return _parsed[key]
+
+
+load_yaml = yaml.load
+_parsed: dict[tuple[str, int, int, int], Any] = {}
 
 
 def write_chats(path: Path) -> None:
@@ -135,7 +166,7 @@ FORKING = SimpleNamespace(Popen=popen, TimeoutExpired=subprocess.TimeoutExpired)
 
 
 def run_runner(*arguments: str) -> None:
-    with little_data():
+    with little_data(), one_composition():
         run_module("runner", *arguments)
 
 
