@@ -25,6 +25,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
 """Ids of the tests with the marker ``slow``. The id of a function stands for all its cases."""
 SESSION = pytest.StashKey[Path]()
+FROZEN = pytest.StashKey[int]()
+"""Number of imported modules whose objects are exempt from garbage collection."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,8 +44,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Start no workers if only single tests are named, which start sooner without them."""
-    return 0 if config.args and all("::" in word for word in config.args) else None
+    """Start no workers if only single tests are named, which start sooner without them.
+
+    In the slow part one more than there are cores, because some of its tests wait for SLURM and for signals.
+    """
+    if config.args and all("::" in word for word in config.args):
+        return 0
+    return (os.cpu_count() or 1) + 1 if config.option.markexpr == "slow" else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -59,10 +66,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
 
-def pytest_collection_finish() -> None:
-    """Exempt the objects that exist now from garbage collection, which engines run when they close."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    freeze_imported(session.config)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if len(sys.modules) > item.config.stash[FROZEN] + 20:
+        freeze_imported(item.config)
+
+
+def freeze_imported(config: pytest.Config) -> None:
+    """Exempt what modules hold from garbage collection, which engines run when they close."""
     gc.collect()
     gc.freeze()
+    config.stash[FROZEN] = len(sys.modules)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -112,8 +112,11 @@ def serve(descriptor: int, rank: int, kind: str, key: bytes) -> None:
         "LOCAL_RANK": str(rank),
         "MASTER_ADDR": "127.0.0.1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCH_GLOO_LAZY_INIT": "1",  # a small case uses few of the groups of its layout
     }
+    if (
+        kind == "plain"
+    ):  # connect groups when they are used, which for sends of Megatron's pipelines can block
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     current_process().authkey = key
     torch.set_num_threads(1)
     pipe = Connection(descriptor)

@@ -41,9 +41,9 @@ from benchmarks.memory.memory_ranks import measure, on_cpu, resident
 bench = Bench("cpu")
 with mock.patch("components.engines.shared.process_group.keep_freed_memory"):
     # What the first run imports late, and leaves behind, is there before the second one.
-    for work, instrument in (("tiny", resident), ("small", resident), ("small", on_cpu)):
-        config, _ = bench.compose("single", work)
-        print(measure(config, WORKS[work].workload, "cpu", instrument).peak)
+    config, _ = bench.compose("single", "tiny")
+    for instrument in (resident, resident, on_cpu):
+        print(measure(config, WORKS["tiny"].workload, "cpu", instrument).peak)
 """
 
 

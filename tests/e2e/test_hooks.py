@@ -84,26 +84,36 @@ def test_a_killed_run_still_exports_its_average(tmp_path: Path) -> None:
     assert equal(load_file(run / "ema" / "model.safetensors"), expected)
 
 
-def test_gradient_norms_by_layer_add_up(tmp_path: Path) -> None:
-    options = (*RUN, "hook=[gradient_stats]", "optimizer.max_grad_norm=0.1", "run.max_steps=2")
-    one = run_here(tmp_path / "one", *options)
-    expected = rows(one, "grad_norm/model.layers.1")
-    for row, step in zip(expected, rows(one, "train/grad_norm"), strict=True):
+NORMS = (*RUN, "hook=[gradient_stats]", "optimizer.max_grad_norm=0.1", "run.max_steps=2")
+
+
+@pytest.fixture(scope="module")
+def norms(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_here(tmp_path_factory.mktemp("norms"), *NORMS)
+
+
+def test_gradient_norms_by_layer_add_up(norms: Path) -> None:
+    found = rows(norms, "grad_norm/model.layers.1")
+    for row, step in zip(found, rows(norms, "train/grad_norm"), strict=True):
         squares = [value**2 for key, value in row.items() if key.startswith("grad_norm/")]
         assert sum(squares) ** 0.5 == pytest.approx(step["train/grad_norm"], rel=1e-9)
-    assert set(expected[0]) == {
+    assert set(found[0]) == {
         *("step", "grad_norm/model.embed_tokens", "grad_norm/model.norm"),
         *(f"grad_norm/model.layers.{number}" for number in range(2)),
     }
-    for number, layout in enumerate(
-        (
-            *("tp2pp2", "fsdp2_tp2", "tp2 optimizer=muon"),
-            "megatron_dp2 parallelism.distributed_optimizer=true",
-        )
-    ):
-        other = run_here(tmp_path / str(number), *options, *f"parallelism={layout}".split())
-        first, *_ = rows(other, "grad_norm/model.norm")
-        assert first == pytest.approx(expected[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("tp2pp2", "fsdp2_tp2", "tp2 optimizer=muon"),
+        "megatron_dp2 parallelism.distributed_optimizer=true",
+    ],
+)
+def test_gradient_norms_do_not_depend_on_the_layout(norms: Path, tmp_path: Path, layout: str) -> None:
+    other = run_here(tmp_path, *NORMS, *f"parallelism={layout}".split())
+    expected, found = (rows(run, "grad_norm/model.norm")[0]["grad_norm/model.norm"] for run in (norms, other))
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_completions_after_every_evaluation(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from runner.sweeps.job_record import JobRecord
-from tests.e2e.commands import SMALL, curve, newest
+from tests.e2e.commands import SMALL, curve, newest, write_chats
 from tests.slurm.cluster import NODES, Cluster, need_slurm
 from tests.slurm.sweeps import ROOT, Sweep
 
@@ -30,9 +30,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Words:
     """Return the options of a run of a few seconds on a small data file."""
-    path = tmp_path_factory.mktemp("data") / "chats.json"
-    chats = [{"instruction": f"count to {n}", "output": "one more " * n} for n in range(1, 40)]
-    path.write_text(json.dumps(chats))
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    write_chats(path)
     data = ("data=files", f"data.train={path}")
     return (*SMALL, *data, *FAULTY, "run.export=false", "run.micro_batch_size=1")
 
@@ -180,13 +179,12 @@ def test_what_sbatch_refuses_is_a_mistake(
         assert "invalid partition" in sweep.said()
 
 
-def test_jobs_of_different_layouts(cluster: Cluster, limited: Sweep, tmp_path: Path) -> None:
+def test_jobs_of_different_layouts(cluster: Cluster, short: Words, limited: Sweep, tmp_path: Path) -> None:
     """Single tasks start the ranks of their layouts, and a refused point is not submitted."""
     points = ("parallelism=single,pp2", "model.architecture.num_hidden_layers=2,3")
     words = (
-        *(word for word in SMALL if "num_hidden_layers" not in word),
+        *(word for word in short if "num_hidden_layers" not in word and word not in FAULTY),
         "run.max_steps=2",
-        "run.export=false",
     )
     with Sweep(cluster, tmp_path / "o", *words, *points, "hydra.launcher.array_parallelism=2") as sweep:
         assert sweep.end() == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-VOCABULARY, TOKENS, HIDDEN = 128256, 4096, 32
+VOCABULARY, TOKENS, HIDDEN = 128256, 2048, 32
 
 PROGRAM = """
 import sys
