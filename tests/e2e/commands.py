@@ -79,15 +79,21 @@ def little_data() -> Iterator[None]:
 
 @contextmanager
 def one_composition() -> Iterator[None]:
-    """Compose once, not twice, and parse each file of options once per process: a third of a small run.
-
-    Hydra composes everything a first time only to read ``hydra.mode``, which no test sets.
-    """
+    """Compose once, not twice, and parse each file of options once per process: a third of a small run."""
     with (
-        mock.patch.object(Hydra, "get_mode", return_value=None),
+        mock.patch.object(Hydra, "get_mode", mode),
         mock.patch("omegaconf.omegaconf.yaml.load", parsed),
     ):
         yield
+
+
+def mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+    """Return what Hydra composes everything a first time for: ``hydra.mode``, which only sweeps set."""
+    swept = any(word.startswith("sweep=") for word in overrides)
+    return read_mode(hydra, config_name, overrides) if swept else None
+
+
+read_mode = Hydra.get_mode
 
 
 def parsed(stream: Any, Loader: Any) -> Any:
