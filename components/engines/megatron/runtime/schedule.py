@@ -2,14 +2,15 @@
 
 The stages of a micro-batch::
 
-    Batch [B, T]             the same on every pp, tp and cp rank of a data-parallel rank
-      -> Row [B, T / cp]     this rank's zig-zag share (cp_sharding.make_row), all equally long if pp > 1
-      -> Asked               with the statistics the loss needs, router input and the inputs of MTP layers
-      -> Item                numbered; with vpp > 1 fillers make the number of items a multiple of pp
-      -> hidden states       [T / cp, B, H], with sequence_parallel [T / cp / tp, B, H], from stage to stage
-      -> Scores [B, T / cp]  of the labels, on the last stage (model.Scorer)
-      -> Scores [B, T]       gathered over cp (gather_stats)
-      -> scalar              loss and sums by the engine's ``consume``; Megatron differentiates the scalar
+    Batch [B, T]                 the same on every pp, tp and cp rank of a data-parallel rank
+      -> CPShard [B, T / cp]     this rank's early and late pieces of each row (cp_sharding.shard_batch), equally
+                                 long in all micro-batches if pp > 1
+      -> ForwardRequest          with the statistics the loss needs, router input and the inputs of MTP layers
+      -> PipelineInput           numbered; with vpp > 1 fillers make their number a multiple of pp
+      -> hidden states           [T / cp, B, H], with sequence_parallel [T / cp / tp, B, H], from stage to stage
+      -> TokenStats [B, T / cp]  of the labels, on the last stage (model.LogProbGPTModel)
+      -> TokenStats [B, T]       gathered over cp (gather_stats)
+      -> scalar                  loss and sums by the engine's ``consume``; Megatron differentiates the scalar
 """
 
 from collections.abc import Callable, Iterator, Sequence
