@@ -3,11 +3,11 @@
 The stages of a micro-batch::
 
     Batch [B, T]                 the same on every pp, tp and cp rank of a data-parallel rank
-      -> CPShard [B, T / cp]     this rank's early and late pieces of each row (cp_sharding.shard_batch), equally
-                                 long in all micro-batches if pp > 1
+      -> CPShard [B, T / cp]     this rank's early and late pieces of each row (cp_sharding.shard_batch),
+                                 equally long in all micro-batches if pp > 1
       -> ForwardRequest          with the statistics the loss needs, router input and the inputs of MTP layers
       -> PipelineInput           numbered; with vpp > 1 fillers make their number a multiple of pp
-      -> hidden states           [T / cp, B, H], with sequence_parallel [T / cp / tp, B, H], from stage to stage
+      -> hidden states           [T / cp, B, H], or [T / cp / tp, B, H] with sequence_parallel, between stages
       -> TokenStats [B, T / cp]  of the labels, on the last stage (model.LogProbGPTModel)
       -> TokenStats [B, T]       gathered over cp (gather_stats)
       -> scalar                  loss and sums by the engine's ``consume``; Megatron differentiates the scalar
