@@ -49,7 +49,7 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
     else:
         known = recorded(folder)
     only = ["run.evaluate_only=true", "run.export=false", "run.final_sample_tokens=0"]
-    return newest_of([*known, *only, *evaluated_data(given), *given])
+    return newest_of([*known, *only, *evaluated_data(known, given), *given])
 
 
 def on_its_base(adapter: Path, given: Sequence[str]) -> list[str]:
@@ -81,15 +81,20 @@ def recorded(folder: Path) -> list[str]:
     return [*own, *initial, f"checkpoint.resume={folder}", "checkpoint.allow_mismatch=true"]
 
 
-def evaluated_data(given: Sequence[str]) -> list[str]:
-    """Return overrides that leave the training data unread, if other evaluation data is given."""
-    values = {key_of(word): word.partition("=")[2] for word in given}
-    if "data.eval_dataset" in values:
+def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return overrides that leave the training data unread, if other evaluation data is given.
+
+    ``known`` are the overrides of the run. If it trained on the demo data, a file is read by ``data=files``.
+    """
+    values = {key_of(word): word.partition("=")[2] for word in [*known, *given]}
+    new = {key_of(word) for word in given}
+    if "data.eval_dataset" in new:
         return [f"data.dataset={values['data.eval_dataset']}", "data.eval_fraction=0"]
-    if "data.eval" in values:
+    if "data.eval" in new:
         sets = yaml.safe_load(values["data.eval"])  # a path, or several by name
         path = next(iter(sets.values()), None) if isinstance(sets, dict) else values["data.eval"]
-        return [f"data.train={path}", "data.sources=null", "data.eval_fraction=0"]
+        of_files = ["data=files"] if values.get("data", "demo") in ("demo", "stdlib") else []
+        return [*of_files, f"data.train={path}", "data.sources=null", "data.eval_fraction=0"]
     return []
 
 

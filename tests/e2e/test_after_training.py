@@ -98,6 +98,13 @@ def test_a_run_is_evaluated_to_the_bit(
     assert "train loss" not in printed
 
 
+def test_a_run_on_the_demo_data_is_evaluated_on_a_file(tmp_path: Path, chats: Path) -> None:
+    """The two commands of the README, one after the other."""
+    run = run_here(tmp_path / "run", *SMALL, "run.max_steps=1", "run.export=false")
+    assert evaluated(tmp_path / "a", f"checkpoint={run}", f"data.eval={chats}")["eval/loss"] > 0
+    assert f"data.train={chats}" in (newest(tmp_path / "a") / "run.json").read_text()
+
+
 def test_another_layout_and_other_data(tmp_path: Path, pipelined: Path, chats: Path) -> None:
     own = rows(pipelined, "eval/loss")[-1]["eval/loss"]
     assert evaluated(tmp_path / "a", f"checkpoint={pipelined}")["eval/loss"] == own
