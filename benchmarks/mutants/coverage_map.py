@@ -27,6 +27,12 @@ def test_of(context: str) -> str:
     return SUFFIX.sub("", context)
 
 
+def names_module(file: Path, path: str) -> bool:
+    """Return whether a file has the dotted name of the module at ``path``."""
+    module = re.escape(path.removesuffix(".py").replace("/", "."))
+    return re.search(rf"\b{module}\b", file.read_text()) is not None
+
+
 def contexts_of(by_line: Mapping[int, list[str]], lines: Iterable[int]) -> set[str]:
     return {context for line in lines for context in by_line.get(line, ())}
 
@@ -60,19 +66,24 @@ class CoverageMap:
         direct = {test_of(context) for context in found}
         shared = {context.partition("::")[0] for context in found if re.search(r"\Wsetup\)?$", context)}
         known = {test for test in self.seconds if test in direct or test.partition("::")[0] in shared}
-        return self._ordered(known, direct)
+        return self._ordered(known, direct, self._naming(path, known))
 
     def _of_importers(self, path: str) -> set[str]:
         """Return the contexts of the files that import a module in which no function was called."""
-        module, found = re.escape(path.removesuffix(".py").replace("/", ".")), set[str]()
+        found = set[str]()
         for file in self.data.measured_files():
-            if re.search(rf"\b{module}\b", (self.root / file).read_text()):
+            if names_module(self.root / file, path):
                 by_line = self.data.contexts_by_lineno(file)
                 found |= contexts_of(by_line, by_line)
         return found
 
-    def _ordered(self, tests: set[str], direct: set[str]) -> list[str]:
-        """Sort by the mean duration of the tests of a file, the cheapest file first, and then by duration.
+    def _naming(self, path: str, tests: Iterable[str]) -> set[str]:
+        """Return the files of tests that name the module: these test it, others only run it."""
+        files = {test.partition("::")[0] for test in tests}
+        return {file for file in files if names_module(self.root / file, path)}
+
+    def _ordered(self, tests: set[str], direct: set[str], first: set[str]) -> list[str]:
+        """Sort by file, first those in ``first``, then those with the quickest tests; then by duration.
 
         The tests of a file stay together, since each change of file ends the fixtures of a module. If two
         tests take equally long, the one that covers fewer lines comes first, because it is more specific.
@@ -82,10 +93,10 @@ class CoverageMap:
         for test, file in files.items():
             by_file[file].append(min(self.seconds[test], SLOW_S))
 
-        def key(test: str) -> tuple[bool, bool, float, str, float, int, str]:
+        def key(test: str) -> tuple[bool, bool, bool, float, str, float, int, str]:
             file, seconds = files[test], self.seconds[test]
-            cost = mean(by_file[file])
-            return test not in direct, seconds > SLOW_S, cost, file, seconds, self.sizes[test], test
+            order = (test not in direct, file not in first, seconds > SLOW_S, mean(by_file[file]), file)
+            return *order, seconds, self.sizes[test], test
 
         return sorted(tests, key=key)
 

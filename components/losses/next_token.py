@@ -48,7 +48,7 @@ class NextToken:
         return {"loss": int((batch.sum_per_sequence(batch.labels != IGNORE) > 0).sum())}
 
     def weights(self, batch: Batch) -> Tensor | None:
-        return None if self.requires else self._token_weights(batch)
+        return None if self.requires else self.token_weights(batch)
 
     def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:  # noqa: ARG002
         return microbatches
@@ -63,14 +63,14 @@ class NextToken:
         if stats.logsumexp is not None:
             metrics["z_loss"] = self.z_loss * stats.logsumexp.square()
             per_token = per_token + metrics["z_loss"]
-        total = (self._token_weights(batch) * per_token).sum(dtype=torch.float64)
+        total = (self.token_weights(batch) * per_token).sum(dtype=torch.float64)
         tokens = len(batch.labelled())
         return LossOutput(
             {"loss": total},
             {name: (value.detach().sum(dtype=torch.float64), tokens) for name, value in metrics.items()},
         )
 
-    def _token_weights(self, batch: Batch) -> Tensor:
+    def token_weights(self, batch: Batch) -> Tensor:
         """Return 1, or 1 / labelled tokens of the sequence; 0 without a label. float32 like ``labels``."""
         labelled = batch.labels != IGNORE
         if self.normalize == "token":

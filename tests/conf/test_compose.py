@@ -13,6 +13,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from benchmarks.compose import composed
 from components.adapters.lora_config import LoRA
 from components.contracts.errors import ConfigError
 from components.preflight.search.layout_search import DEFAULTS
@@ -35,6 +36,15 @@ EXPERIMENTS = sorted(
 )
 DEBUG = sorted(path.stem for path in (CONF / "debug").glob("*.yaml"))
 SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
+HOLDS_OUT = {
+    "a file": (("data.train=a.jsonl",), 0.02),
+    "two files": (("data.train=a.jsonl", "data.eval=b.jsonl"), 0.0),
+    "dataset_info": (("data=llamafactory", "data.dataset_info=d", "data.dataset=a"), 0.02),
+    "both of dataset_info": (
+        ("data=llamafactory", "data.dataset_info=d", "data.dataset=a", "data.eval_dataset=b"),
+        0.0,
+    ),
+}
 HYDRA = ["help/runner.yaml", "launcher/local.yaml", "launcher/slurm.yaml", "sweeper/optuna.yaml"]
 LLAMAFACTORY = Path(__file__).parent / "dataset_info.json"
 NEEDED = {
@@ -205,3 +215,10 @@ def test_a_variable_of_the_environment_may_be_a_number_or_a_name(
     monkeypatch.setenv("SEED", "7")
     values = ("run.seed=${oc.env:SEED}", "run.name='${oc.env:SEED}'", "run.log_every='${oc.env:NONE,3}'")
     assert call_here(f"run.output_dir={tmp_path}", "preflight.mode=only", *values) == 0
+
+
+@pytest.mark.parametrize("name", HOLDS_OUT)
+def test_finetuning_holds_out_samples_unless_there_is_evaluation_data(name: str) -> None:
+    options, share = HOLDS_OUT[name]
+    config = composed(["run.name=a", "experiment=finetune", "model.path=m", *options])
+    assert config["data"]["eval_fraction"] == share

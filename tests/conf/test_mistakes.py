@@ -484,6 +484,13 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["model=moe_tiny", "adapter=lora", "parallelism=fsdp2_tp2"],
         ["parallelism.tp: 2", "adapter.target_modules=attention"],
     ),
+    "saved modules beside experts alone": (
+        [
+            *("model=moe_tiny", "parallelism=fsdp2_ep2", "adapter=lora", "adapter.target_modules=mlp"),
+            *("adapter.modules_to_save=[lm_head]", "model.architecture.tie_word_embeddings=false"),
+        ],
+        ["adapter.modules_to_save", "adapter.target_modules=all-linear"],
+    ),
     "key of another adapter": (["adapter.r=4"], ["adapter.r", "nothing reads"]),
     "dora on tp": (["adapter=dora", "parallelism=fsdp2_tp2"], ["adapter.dora", "parallelism.tp=1"]),
     "dropout on tp": (
