@@ -234,7 +234,11 @@ OmegaConf.register_new_resolver("unless", default_unless_set, replace=True)
 
 
 def resolved(config: DictConfig, where: ConfigSources) -> Json:
-    """Return the config with every interpolation replaced. Raises ConfigError if a value is missing."""
+    """Return the config as dicts and lists, with interpolations resolved and ``~`` in paths expanded.
+
+    Raises:
+        ConfigError: if a mandatory value (``???``) is missing.
+    """
     decode_environment(config)
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)

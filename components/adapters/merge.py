@@ -83,7 +83,11 @@ def base_of(adapter: str, base: str | None) -> ModelSpec:
 def added(
     weight: Tensor, module: str, shapes: dict[str, torch.Size], own: WeightSource, adapter: LoRA
 ) -> Tensor:
-    """Return ``weight`` ``[out, in]`` of ``module`` merged with its adapter by the formulas of ``LoRA``."""
+    """Return ``weight`` of ``module``, merged with its adapter by the formulas of ``LoRA``.
+
+    A merged weight is float32 ``[out, in]``. The weight of a module without an adapter, of any shape, is
+    returned as it is. ``shapes`` and ``own`` give the shapes and the values of the adapter's tensors.
+    """
     if module + A not in shapes:
         return weight
     weight = weight + adapter.scaling * own(module + B).float() @ own(module + A).float()

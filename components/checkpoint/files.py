@@ -115,7 +115,10 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class AliasPlanner(DefaultSavePlanner):
-    """A planner that writes parts of tensors in place. torch would copy each part and keep all copies."""
+    """A planner that hands parts of CPU tensors to the writer as views; torch would copy and keep each part.
+
+    The storage of such a view ends with the part: torch clones a tensor that does not fill its storage.
+    """
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         data = super().resolve_data(write_item)

@@ -120,7 +120,7 @@ class ModelConfig(Protocol):
     def load_tokenizer(self) -> Foreign: ...
 
     def with_any_tokenizer(self) -> Self:
-        """Return this model with another tokenizer if it has none, for a forecast."""
+        """Return this model, with a substitute tokenizer if it has none, so that a forecast is possible."""
 
     def add_tokenizer(self, folder: Path) -> Foreign:
         """Add the tokenizer to an exported folder and return it."""
@@ -214,7 +214,8 @@ class Prepared(Protocol):
     def train_loader(self, shard: BatchShard, reference: Path | None = None) -> DataLoader:
         """Return the loader of the training data.
 
-        ``reference`` is the folder of the reference log-probabilities to attach to batches. None means none.
+        ``reference`` is the folder of the reference log-probabilities to attach to batches. None means that
+        batches have no ``ref_logps``.
         """
 
     def eval_loaders(self, shard: BatchShard, reference: Path | None = None) -> Mapping[str, DataLoader]: ...
@@ -243,7 +244,7 @@ class DataConfig(Protocol):
 
     @property
     def share_prompt(self) -> bool:
-        """Whether the two sides of a pair share the tokens of their prompt."""
+        """Whether the prompt of a pair is computed once, for both of its answers."""
 
     def resolve_packing(self, kind: SampleKind) -> str:
         """Return how samples of ``kind`` are packed."""

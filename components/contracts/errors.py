@@ -8,7 +8,7 @@ INTERRUPTED = 130
 
 
 class ConfigError(ValueError):
-    """A mistake in the configuration, with exit code ``MISTAKE``, found before any worker starts.
+    """A mistake in the configuration, normally found before any rank starts (exit code ``MISTAKE``).
 
     The message is one or two lines: the option (and its file, if any), what is wrong with it, and what to do.
     """

@@ -13,7 +13,10 @@ from components.data.store.token_store import Bools, FilterResult, TokenSequence
 
 @dataclass(frozen=True)
 class SourceAudit:
-    """Statistics of one source. Tokens and lengths are those of the trained samples, after truncation."""
+    """Statistics of the samples that a split has of one source.
+
+    ``tokens`` and lengths are those after truncation, without the mismatched answers of unpaired data.
+    """
 
     name: str
     format: str

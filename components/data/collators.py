@@ -98,7 +98,10 @@ def read_segment(store: TokenSequences, segment: Sequence[int]) -> tuple[Ints, I
 
 
 def _sequence_keys(segments: Ints) -> torch.Tensor:
-    """Return a number of each segment: of its sequence and its start, at which a document may be cut."""
+    """Return a unique number for each segment, int64 ``[n]``, computed from its sequence and its start.
+
+    The start is needed because a document may be cut into several segments.
+    """
     return torch.from_numpy(segments[:, 0] * (1 << 20) + segments[:, 1])
 
 
@@ -121,7 +124,7 @@ def _has_pairs(store: TokenSequences) -> bool:
 
 
 def _sequence_labels(store: TokenSequences, segments: Ints) -> torch.Tensor | None:
-    """Return labels of answers, alternating with MISMATCHED; -1 for padding in the place of an answer."""
+    """Return labels of answers, alternating with KL_COMPLETION; -1 for padding in the place of an answer."""
     if store.desirable is None:
         return None
     real = segments[:, 2] > segments[:, 1]

@@ -75,7 +75,7 @@ class Data(ABC):
         return []
 
     def records_per_chunk(self) -> tuple[float, ...]:
-        """Return the records that a chunk of the stream has of each of its sources."""
+        """Return the mean number of records per chunk for each source of a stream; empty without a stream."""
         return ()
 
     @abstractmethod

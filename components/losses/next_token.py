@@ -71,7 +71,11 @@ class NextToken:
         )
 
     def token_weights(self, batch: Batch) -> Tensor:
-        """Return 1, or 1 / labelled tokens of the sequence; 0 without a label. float32 like ``labels``."""
+        """Return the weight of each position in the loss, float32 like ``labels``.
+
+        It is 1 with ``normalize=token``, and 1 / (number of labels of the sequence) with
+        ``normalize=sequence``. Positions without a label have weight 0.
+        """
         labelled = batch.labels != IGNORE
         if self.normalize == "token":
             return labelled.float()

@@ -20,9 +20,9 @@ class Reward:
 
     It is ``-logsigmoid(chosen - rejected - margin)`` (Touvron et al. 2023, equation 2), with the margin of
     the record, or 0. The score of an answer is the output of a scalar head at its last token. Preferences
-    determine scores only up to a constant for each prompt. ``center_rewards_coefficient`` times
-    ``(chosen + rejected) ** 2`` brings them near 0 (Eisenstein et al. 2023, section 2). Metrics have the
-    names of TRL's RewardTrainer.
+    determine scores only up to a constant for each prompt; the additional term
+    ``center_rewards_coefficient * (chosen + rejected) ** 2`` keeps them near 0 (Eisenstein et al. 2023,
+    section 2). ``accuracy``, ``margin`` and ``mean_reward`` are named as in TRL's RewardTrainer.
     """
 
     center_rewards_coefficient: float = 0.0

@@ -1,4 +1,4 @@
-"""``model.chat_template``: a template instead of the tokenizer's own, as for a base model that has none."""
+"""``model.chat_template``: a template that replaces the tokenizer's own, or is added if there is none."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -95,7 +95,11 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def unstack_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the named tensors of a transformers model, with stacked experts split into views of each one."""
+    """Yield the named tensors of a transformers model, with each stack of experts split into views.
+
+    There is one view for each expert and matrix: ``gate_up_proj`` ``[E, 2I, H]`` becomes E ``gate_proj`` and
+    E ``up_proj``, each ``[I, H]``.
+    """
     for name, tensor in tensors:
         found = FUSED.fullmatch(name)
         if found is None or tensor.dim() != 3:

@@ -28,7 +28,10 @@ FIRST_STEP = AdamW(lr=SCALE**2, betas=(0.0, 0.0), eps=SCALE, weight_decay=0.0, m
 
 
 class PerMicrobatch:
-    """The control: a loss that divides by the labels of its micro-batch, and so depends on its size."""
+    """The control of a proof: a loss with a known fault, which the comparison of gradients must detect.
+
+    It divides by the number of labels of each micro-batch, so gradients depend on ``run.micro_batch_size``.
+    """
 
     def __init__(self, loss: Loss) -> None:
         self.loss, self.kind, self.requires, self.reference = loss, loss.kind, loss.requires, loss.reference

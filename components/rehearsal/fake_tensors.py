@@ -88,7 +88,7 @@ def replace_reads(mode: RehearsalMode) -> None:
 
 
 def replace_resize(mode: RehearsalMode) -> None:
-    """Let storages report new sizes: FSDP frees and restores gathered weights in this way."""
+    """Let ``resize_`` report the new size of a storage to ``mode``; FSDP frees gathered weights with it."""
     plain = torch.UntypedStorage.resize_
 
     def resize(self: torch.UntypedStorage, size: int) -> object:

@@ -62,7 +62,11 @@ class HostValues:
         self._stale.discard(key)
 
     def follow(self, func: OpOverload, args: Arguments, kwargs: Keywords, out: object) -> None:
-        """Compute the values of ``out`` from those of the arguments, as far as they are known."""
+        """Compute the values of ``out``, the result of ``func``, if those of the arguments are known.
+
+        Otherwise the values of integer tensors that ``func`` writes to are no longer known. An exception of
+        the computation is kept in ``failures``.
+        """
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         try:
             for result, values in self._results(func, args, kwargs, results):

@@ -17,7 +17,11 @@ STEP = 1.003
 
 @dataclass
 class LiveMemory:
-    """Bytes of live storages by birth. ``moment`` names the part of the rehearsal that is running."""
+    """Bytes of the live storages of a fake device, now and at the peak.
+
+    Storages are counted by the moment and the line of code that allocated them. ``moment`` names the part of
+    the rehearsal that is running.
+    """
 
     moment: str = "build"
     now: int = 0

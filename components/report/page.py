@@ -140,7 +140,10 @@ def run_names(runs: Sequence[RunPage], columns: Sequence[str]) -> list[str]:
 
 
 def shown(run: RunPage, documents: list[object]) -> Json:
-    """Return the data of one run. Long tables that runs share are stored once, in ``documents``."""
+    """Return the data of one run for the page.
+
+    Long tables are appended to ``documents``, each only once for all runs, and replaced by their index there.
+    """
     entry, results, words = run.entry, run.results, run.facts.get("overrides")
     loss = results.get("eval/loss", results.get("train/loss")) if entry.loss is None else entry.loss
     group, ranked = run.group

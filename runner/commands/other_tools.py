@@ -341,7 +341,11 @@ def dataset_info(work: Translation) -> None:
 
 
 def hub_dataset(work: Translation) -> None:
-    """Set TRL's data: a data set of the hub, or a path."""
+    """Translate TRL's ``dataset_name`` (a data set of the hub, or a path) and ``dataset_test_split``.
+
+    Raises:
+        ConfigError: if ``dataset_name`` is missing.
+    """
     name = work.take("dataset_name")
     if name is None:
         raise ConfigError("dataset_name: the configuration names no data; add it, or the path of a file.")
@@ -410,7 +414,10 @@ def format_of(item: Mapping[str, Any]) -> str | None:
 
 
 def columns_of(item: Mapping[str, Any]) -> dict[str, object]:
-    """Return ``data.columns`` of an entry of ``datasets``, without names that are those of the format."""
+    """Return ``data.columns`` for an entry of axolotl's ``datasets``: our name of a field -> the record's.
+
+    Fields whose two names are equal are left out.
+    """
     mapped = item.get("message_property_mappings") or {}
     detailed = item["type"] if isinstance(item.get("type"), dict) else item
     found = {

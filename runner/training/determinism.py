@@ -1,4 +1,4 @@
-"""``run.deterministic=true``: equal runs give equal bits, or an operation that cannot raises an error."""
+"""``run.deterministic=true``: equal runs give equal bits; operations that cannot do so raise an error."""
 
 import os
 from collections.abc import Iterator

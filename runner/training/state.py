@@ -74,7 +74,7 @@ class TrainState:
             self.loss_mean = before + (loss - before) / 10
 
     def interval_mean(self) -> float:
-        """Return the mean of the losses since the last row of metrics, or NaN if none was finite."""
+        """Return the mean of the finite losses since the last row of metrics, or NaN if there are none."""
         return self.interval_loss / self.interval_steps if self.interval_steps else math.nan
 
     def begin_interval(self) -> None:
@@ -83,7 +83,8 @@ class TrainState:
     def max_loss(self, spike_factor: float | None) -> float:
         """Return the loss above which the next step is a spike, or infinity if there is no threshold.
 
-        There is none before ten steps were taken, or if the running mean is not positive.
+        There is none without ``spike_factor``, before ten steps that were not skipped, or if the running mean
+        is not positive.
         """
         if spike_factor is None or self.step - self.skipped < 10 or not self.loss_mean or self.loss_mean < 0:
             return math.inf

@@ -194,7 +194,14 @@ def _calls(raw: Any, where: str, origin: str) -> list[Tool]:
 
 
 def read_tools(record: Mapping[str, object], origin: str) -> list[Tool] | None:
-    """Return the function definitions of a list or JSON string, as ``{"type": "function", "function"}``."""
+    """Return the field ``tools`` of a record as a list of ``{"type": "function", "function": {...}}``.
+
+    The field is a list of such objects or of their bare ``function`` objects, or that list as JSON text. None
+    means that the record has no tools.
+
+    Raises:
+        RecordError: if the field is anything else.
+    """
     tools = record.get("tools")
     if isinstance(tools, str):
         tools = _json(tools, "tools", origin) if tools.strip() else None

@@ -31,7 +31,7 @@ RECORD = np.dtype([("place", np.int64), ("logp", np.float32)])
 
 @dataclass(frozen=True)
 class ReferenceLogps:
-    """The file at ``path`` for sequences of ``lengths`` tokens (int64 ``[S]``)."""
+    """Reference log-probabilities in the file ``path``, of ``lengths`` tokens for each sequence (int64)."""
 
     path: Path
     lengths: Ints
@@ -64,12 +64,19 @@ class ReferenceLogps:
     def records(
         self, batch: Batch, segments: Ints, logps: torch.Tensor, known: Bools
     ) -> npt.NDArray[np.void]:
-        """Return the ``logps`` (like the labels of ``batch``) of the tokens of ``segments``: ``RECORD [n]``.
+        """Return the records to store for ``batch``: the place of each token in the file and its ``logp``.
 
-        Sequences in ``known`` (bool ``[S]``) are left out.
+        Args:
+            batch: the micro-batch that consists of ``segments``.
+            segments: int64 ``[n, 3]``.
+            logps: the log-probabilities of the reference model, like the labels of ``batch``.
+            known: bool ``[S]``; sequences that are True are left out, because the file has them already.
+
+        Returns:
+            ``RECORD [m]``, one for each position of the segments that has a next token in its sequence.
 
         Raises:
-            TrainingError: if a log-probability is not a number.
+            TrainingError: if a log-probability is NaN.
         """
         places, real = self._places(segments)
         found = np.empty(len(places), RECORD)

@@ -60,7 +60,10 @@ class TokenSequences(Protocol):
         """Return token ids ``start`` to ``stop``, but at most to the end, in the dtype of the file."""
 
     def mask(self, sequence: int, start: int, stop: int) -> Bools:
-        """Return which of the tokens ``start`` to ``stop`` are targets of the loss."""
+        """Return which of the tokens ``start`` to ``stop`` are targets of the loss, bool ``[n]``.
+
+        Like ``tokens``, it ends at the last token of the sequence if ``stop`` is beyond it.
+        """
 
     def count(self, sequence: int, start: int, stop: int) -> int:
         """Return how many of the tokens ``start`` to ``stop`` are targets of the loss."""

@@ -1,4 +1,4 @@
-"""``parallelism=single``, ``fsdp2``, ``hsdp``, ``fsdp2_tp2``, ``fsdp2_cp2`` and ``fsdp2_tp2cp2``."""
+"""The check of an FSDP2 layout and the construction of its engine: ``parallelism=fsdp2`` and its variants."""
 
 import re
 from collections.abc import Mapping

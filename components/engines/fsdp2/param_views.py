@@ -1,4 +1,4 @@
-"""Views of the tensors in parameters: a stacked one holds many, each with its own name on disk."""
+"""Named views of parameters: one of stacked experts holds many tensors, each with its own name on disk."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

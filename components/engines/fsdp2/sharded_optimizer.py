@@ -68,7 +68,11 @@ class ShardedOptimizer:
                 shard.data.copy_(before)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's shards of the moments, not copied, and the numbers, by key of a checkpoint."""
+        """Return the optimizer state that this rank saves, by key of a checkpoint.
+
+        It consists of this rank's shards of the moments, which share the optimizer's memory, and of copies of
+        the scalars, such as the number of updates, each of shape ``(1,)``.
+        """
         created = self._create()
         tensors = self._moments() | self._numbers()
         for shard in created:

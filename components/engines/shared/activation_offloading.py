@@ -1,9 +1,9 @@
-"""Activations of decoder blocks in host memory between their forward and their backward pass.
+"""Offloading of the activations of decoder blocks to host memory between forward and backward pass.
 
-Autograd passes what it saves, which nothing may change in place, to
-``torch.autograd.graph.saved_tensors_hooks``. On CUDA a second stream copies it to pinned memory while the
-next block computes, and back while the next block is differentiated. No operation here synchronises with the
-host. On a CPU the copies are the tensors themselves.
+Hooks (``torch.autograd.graph.saved_tensors_hooks``) receive every tensor that autograd saves; no operator may
+change it in place afterwards. On CUDA a second stream copies it to pinned memory while the next block
+computes, and back during the backward pass of the next block. No operation here synchronises with the host.
+On a CPU the copies are the tensors themselves.
 """
 
 import weakref

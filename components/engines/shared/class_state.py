@@ -1,4 +1,4 @@
-"""The state of an optimizer of any class, which the class creates in its own first update."""
+"""The state of an optimizer of any ``torch.optim.Optimizer`` class, which creates it in its first update."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -40,7 +40,10 @@ def all_reduce_max(value: float) -> float:
 
 @dataclass
 class LossAccumulator:
-    """Unnormalized sums of this rank, kept on the device so that the host does not wait within a step."""
+    """Unnormalized sums of loss terms and metrics over the micro-batches of this rank, with their counts.
+
+    The sums stay on the device, so that the host does not wait within a step.
+    """
 
     counts: Mapping[str, int] | None = None
     """Global counts by term. None means that they are not known before the first forward pass."""

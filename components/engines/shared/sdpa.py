@@ -72,7 +72,10 @@ def by_rows(
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None, dropout: float
 ) -> Tensor:
-    """Call torch's SDPA. ``mask=None`` means causal."""
+    """Call torch's SDPA on tensors ``[B, heads, T, D]``, with fewer key-value heads for GQA.
+
+    ``mask`` is bool ``[T, keys]``, True for keys to attend to. None means causal attention.
+    """
     return F.scaled_dot_product_attention(
         query,
         key,

@@ -132,7 +132,10 @@ class BlockActivations:
         return again + int(tokens * (self.hidden * self.run.size + max(of_mlp, of_norm)))
 
     def forward(self, tokens: int) -> int:
-        """Return the bytes of a pass without gradient: MLP products, and the hidden state around its norm."""
+        """Return the peak bytes of a pass without gradient, which is assumed to be in the MLP.
+
+        Three tensors of the hidden size, around a norm, exist at the same time as ``mlp.products``.
+        """
         return int(tokens * (3 * self.hidden + self.mlp.products)) * self.run.size
 
 

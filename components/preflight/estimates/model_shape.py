@@ -60,7 +60,8 @@ def moe_activations(
     Args:
         split: number of ranks that split the matrices of an expert.
         shared_split: number of ranks that split the matrices of a shared expert.
-        share: fraction of the rank's tokens that it sends to experts on any rank.
+        share: tokens whose K copies the experts of this rank process, relative to the tokens of the rank. It
+            is below 1 if tp ranks hold the same tokens and divide them.
     """
     config = model.config.get_text_config()
     block: Any = next(iter(moe_blocks(model).values()))

@@ -71,7 +71,10 @@ class StepWork:
 
 
 def step_work(case: Candidate) -> StepWork:
-    """Return means over the first steps, with the FLOPs that ``perf/mfu`` counts."""
+    """Return the mean sizes and FLOPs of the first steps of the run.
+
+    ``flops`` are those that ``perf/mfu`` counts, including the forward pass of a reference model.
+    """
     sizes = matmul_sizes(case.model, adapted=case.adapter is not None)
     steps = first_steps(case.data)
     passes = 0 if case.reference == "none" else 1

@@ -28,7 +28,10 @@ class Variation:
     """Whether the training result changes, and not only memory and time."""
 
     def vary(self, case: Candidate, overrides: Mapping[str, object], *, alters: bool = False) -> "Variation":
-        """Return the variation ``case`` with further overrides."""
+        """Return a variation whose candidate is ``case``, with ``overrides`` added to those of this one.
+
+        ``alters`` says whether the added overrides change the training result.
+        """
         texts = {key: str(value).lower() for key, value in overrides.items()}
         return Variation(case, {**self.overrides, **texts}, self.alters or alters)
 

@@ -39,7 +39,7 @@ class SlurmJob:
         return self.where.sweep_job
 
     def check(self, tasks: int | None, gpus: int) -> None:
-        """Check keys, batch sizes and the model's fit with the layout, without the machine of the job.
+        """Check keys, batch sizes and the model's fit with the layout on the machine that starts the sweep.
 
         Args:
             tasks: number of tasks, each of which is a rank. None means one task that starts its own ranks.

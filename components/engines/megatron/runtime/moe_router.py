@@ -204,8 +204,8 @@ class MegatronRouterState(RouterState):
 def clear_router_state(chunks: Iterable[nn.Module]) -> None:
     """Drop the tensors that Megatron's token dispatchers keep from the last pass.
 
-    They hold its autograd graph, which refers to the model. Nothing of it would ever be freed, including the
-    threads of process groups.
+    These tensors hold the autograd graph of that pass, which refers to the model. Without this function, the
+    model and the threads of its process groups would never be freed.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, MoELayer):

@@ -62,7 +62,9 @@ def saved_tensors(
 def optimizer_tensors(
     blocks: HFTensorSlices, update: MegatronOptimizers, *, model_only: bool
 ) -> dict[str, Tensor]:
-    """Return the weights and moments that this rank writes.
+    """Return the weights, the moments and the update count that this rank writes, by key of a checkpoint.
+
+    With ``model_only`` these are only the weights.
 
     With the distributed optimizer, each of the ranks that hold the same parameters writes its own range.
     Without it, these ranks write whole parameters in turn (from host memory), so that together they write one
@@ -160,7 +162,10 @@ def load_optimizer(path: Path, blocks: HFTensorSlices, update: MegatronOptimizer
 
 
 def load_batches(blocks: HFTensorSlices, kinds: Sequence[str], limit: float) -> Iterator[list[Piece]]:
-    """Yield every piece of every parameter, in lists of at most ``limit`` bytes or of one piece."""
+    """Yield each pair of a parameter of ``blocks`` and one of ``kinds``, in lists to load together.
+
+    A list takes at most ``limit`` bytes in fp32. A parameter that is larger is in a list of its own.
+    """
     some: list[Piece] = []
     size = 0
     for piece in ((parameter, kind) for parameter in blocks for kind in kinds):

@@ -217,10 +217,10 @@ def windows(hf: PreTrainedConfig) -> tuple[int | None, ...]:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotary embedding as in transformers, because Megatron's llama3 scaling has fixed parameters."""
+    """Parameters of the rotary embedding from transformers, as Megatron hard-codes its llama3 scaling."""
 
     frequencies: torch.Tensor
-    """Inverse frequencies, float32 ``[D / 2]``."""
+    """Inverse frequencies, float32 ``[D / 2]``, for D rotated dimensions of a head."""
     scaling: float
     """Factor applied to the rotated dimensions (the attention scaling of yarn)."""
     interleaved: bool
