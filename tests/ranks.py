@@ -113,9 +113,8 @@ def serve(descriptor: int, rank: int, kind: str, key: bytes) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    if (
-        kind == "plain"
-    ):  # connect groups when they are used, which for sends of Megatron's pipelines can block
+    if kind == "plain":
+        # Groups connect when they are first used. A send of Megatron's pipelines would block until then.
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     current_process().authkey = key
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from components.models import nf4
 from components.optimizers import Muon
 from runner.config.instantiate import Experiment
 from runner.training import rank
-from tests.distributed.gradients import capture_first
+from tests.distributed.gradients import capture
 
 
 def train(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
@@ -29,12 +29,12 @@ def train(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
     Returns:
         the full clipped gradients of the first step by Hugging Face name on rank 0, {} on others.
     """
-    found: dict[str, Tensor] = {}
+    found: list[dict[str, Tensor]] = []
     build = rank.build_engine
 
     def build_watched(experiment: Experiment, device: DeviceKind) -> Engine:
         engine = build(experiment, device)
-        capture_first(engine, found)
+        found.append(capture(engine, first_only=True))
         return engine
 
     with (
@@ -44,7 +44,8 @@ def train(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
         mock.patch.object(rank, "build_engine", build_watched),
     ):
         rank.run_rank(folder)
-    return found if os.environ["RANK"] == "0" else {}
+    (gradients,) = found
+    return gradients if os.environ["RANK"] == "0" else {}
 
 
 @contextmanager

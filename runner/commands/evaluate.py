@@ -86,14 +86,15 @@ def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
 
     ``known`` are the overrides of the run. If it trained on the demo data, a file is read by ``data=files``.
     """
-    values = {key_of(word): word.partition("=")[2] for word in [*known, *given]}
-    new = {key_of(word) for word in given}
-    if "data.eval_dataset" in new:
+    values = {key_of(word): word.partition("=")[2] for word in given}
+    if "data.eval_dataset" in values:
         return [f"data.dataset={values['data.eval_dataset']}", "data.eval_fraction=0"]
-    if "data.eval" in new:
+    if "data.eval" in values:
         sets = yaml.safe_load(values["data.eval"])  # a path, or several by name
         path = next(iter(sets.values()), None) if isinstance(sets, dict) else values["data.eval"]
-        of_files = ["data=files"] if values.get("data", "demo") in ("demo", "stdlib") else []
+        # An experiment may select the data itself.
+        selects = {word for word in [*known, *given] if key_of(word) in ("data", "experiment")}
+        of_files = [] if selects - {"data=demo", "data=stdlib"} else ["data=files"]
         return [*of_files, f"data.train={path}", "data.sources=null", "data.eval_fraction=0"]
     return []
 

@@ -9,33 +9,23 @@ from torch import Tensor
 from components.engines.fsdp2.mesh import full_tensor
 
 
-def capture(engine: Any) -> dict[str, Tensor]:
+def capture(engine: Any, *, first_only: bool = False) -> dict[str, Tensor]:
     """Return a dict that is filled when the engine drops its gradients at the end of a step.
 
     Gradients are clipped if the engine clips them. Every rank of the engine calls this, and every rank gets
-    all gradients.
+    all gradients. With ``first_only`` the dict keeps those of the first step.
     """
     found: dict[str, Tensor] = {}
     drop = engine.zero_grad
 
     def look_first() -> None:
+        if first_only:
+            engine.zero_grad = drop
         found.update(gradients(engine))
         drop()
 
     engine.zero_grad = look_first
     return found
-
-
-def capture_first(engine: Any, found: dict[str, Tensor]) -> None:
-    """Fill ``found`` as `capture` does, but only in the first step."""
-    drop = engine.zero_grad
-
-    def look_first() -> None:
-        engine.zero_grad = drop
-        found.update(gradients(engine))
-        drop()
-
-    engine.zero_grad = look_first
 
 
 def gradients(engine: Any) -> dict[str, Tensor]:

@@ -79,7 +79,7 @@ def little_data() -> Iterator[None]:
 
 @contextmanager
 def one_composition() -> Iterator[None]:
-    """Compose once, not twice, and parse each file of options once per process: a third of a small run."""
+    """Compose once instead of twice, and parse each file of options once per process."""
     with (
         mock.patch.object(Hydra, "get_mode", mode),
         mock.patch("omegaconf.omegaconf.yaml.load", parsed),
