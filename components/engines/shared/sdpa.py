@@ -39,34 +39,38 @@ def causal_sdpa(
 
     If there are more keys than queries, the queries are the last tokens of the sequence.
     """
-    length, num_keys = query.shape[2], key.shape[2]
-    if num_keys > length or (window is not None and window < length):
-        out = sdpa(
-            query,
-            key,
-            value,
-            causal_mask(length, num_keys, window, query.device),
-            scale=scale,
-            dropout=dropout,
-        )
-    elif query.is_cpu and length > (rows := CPU_ROWS[query.element_size()]):
-        out = by_rows(query, key, value, rows, scale=scale, dropout=dropout)
-    else:
-        out = sdpa(query, key, value, None, scale=scale, dropout=dropout)
+    length = query.shape[2]
+    rows = min(length, CPU_ROWS[query.element_size()]) if query.is_cpu else length
+    out = by_rows(query, key, value, rows, window=window, scale=scale, dropout=dropout)
     return out.transpose(1, 2)
 
 
 def by_rows(
-    query: Tensor, key: Tensor, value: Tensor, rows: int, *, scale: float | None, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: int,
+    *,
+    window: int | None,
+    scale: float | None,
+    dropout: float,
 ) -> Tensor:
-    """Compute causal attention for ``rows`` queries at a time, with the keys up to the last of them."""
-    out, begin = [], 0
+    """Compute causal attention for ``rows`` queries at a time, with the keys that one of them attends to.
+
+    Autograd saves the mask of every call. They are parts of one, so that memory does not grow with T squared.
+    """
+    out, position, mask = [], key.shape[2] - query.shape[2], None
     for some in query.split(rows, dim=2):
-        end = begin + some.shape[2]
-        mask = causal_mask(end - begin, end, None, query.device) if begin else None
-        out.append(sdpa(some, key[:, :, :end], value[:, :, :end], mask, scale=scale, dropout=dropout))
-        begin = end
-    return torch.cat(out, dim=2)
+        first = 0 if window is None else max(0, position + 1 - window)
+        position += (count := some.shape[2])
+        keys, values = (tensor[:, :, first:position] for tensor in (key, value))
+        num_keys, part = position - first, None
+        if num_keys > count or (window is not None and window < count):
+            if mask is None:
+                mask = additive_mask(rows, key.shape[2], window, query)
+            part = mask[rows - count :, mask.shape[1] - num_keys :]
+        out.append(sdpa(some, keys, values, part, scale=scale, dropout=dropout))
+    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
 
 def sdpa(
@@ -74,7 +78,7 @@ def sdpa(
 ) -> Tensor:
     """Call torch's SDPA on tensors ``[B, heads, T, D]``, with fewer key-value heads for GQA.
 
-    ``mask`` is bool ``[T, keys]``, True for keys to attend to. None means causal attention.
+    ``mask`` is added to the scores, ``[T, keys]`` in their dtype. None means causal attention.
     """
     return F.scaled_dot_product_attention(
         query,
@@ -88,8 +92,14 @@ def sdpa(
     )
 
 
-def causal_mask(length: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask, bool ``[T, keys]``, of each token and those before it, or ``window - 1`` of them."""
-    diagonal = num_keys - length
-    mask = torch.ones(length, num_keys, dtype=torch.bool, device=device).tril(diagonal)
-    return mask if window is None else mask.triu(diagonal + 1 - window)
+def additive_mask(rows: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
+    """Return the mask of the last ``rows`` tokens of a sequence, for those keys that one of them attends to.
+
+    It is 0 where the token attends to the key: to itself and those before it, or ``window - 1`` of them; else
+    it is -inf. Its dtype and device are those of ``like``.
+    """
+    width = num_keys if window is None else min(num_keys, window - 1 + rows)
+    ones = torch.ones(rows, width, dtype=torch.bool, device=like.device)
+    after = ones.triu(width - rows + 1)
+    hidden = after if window is None else after | ones.tril(width - rows - window)
+    return torch.zeros(rows, width, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)

@@ -15,7 +15,7 @@ key-value width K and MLP width I:
     experts                     see ``model_shape.moe_activations``
 
 Compiled blocks and the kernels of liger and transformer-engine save less. A packed row is treated as one
-sequence, which has the largest masks (CPU). Memory of allocators and libraries is not included.
+sequence, which has the largest mask (CPU). Memory of allocators and libraries is not included.
 """
 
 from collections.abc import Iterable, Mapping
@@ -140,12 +140,9 @@ class BlockActivations:
 
 
 def mask_bytes(longest: int, run: RunShape) -> int:
-    """Return the bytes of the masks of one sequence, which torch's CPU kernel gets per chunk of queries."""
-    if run.device != "cpu":
-        return 0
+    """Return the bytes of the mask of one sequence, of which torch's CPU kernel gets a part per call."""
     rows = CPU_ROWS[run.size]
-    ends = (min(begin + rows, longest) for begin in range(rows, longest, rows))
-    return sum((end - (end - 1) // rows * rows) * end for end in ends) * run.size
+    return rows * longest * run.size if run.device == "cpu" and longest > rows else 0
 
 
 def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape, *, trained: bool) -> Bytes:

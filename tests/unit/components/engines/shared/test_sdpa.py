@@ -41,6 +41,34 @@ def test_results_and_gradients_of_long_sequences(window: int | None) -> None:
         torch.testing.assert_close(mine, theirs.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 50, 500])
+def test_queries_after_a_prefix(window: int | None) -> None:
+    spans, key_spans = [300, 7, CPU_ROWS[4]], [1000, 7, 2 * CPU_ROWS[4]]
+    query, key, value = tensors(key_spans)
+    last = [q[:, :, -n:] for q, n in zip(query.split(key_spans, dim=2), spans, strict=True)]
+    pieces = zip(*(t.split(key_spans, dim=2) for t in (query, key, value)), spans, strict=True)
+    expected = torch.cat([written_out(*piece, window)[:, -n:] for *piece, n in pieces], dim=1)
+    found = packed_sdpa(torch.cat(last, dim=2), key, value, spans, key_spans, window=window, **OPTIONS)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_saved_memory_is_proportional_to_the_length(window: int | None) -> None:
+    def saved_bytes(length: int) -> int:
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            result = packed_sdpa(*tensors([length]), [length], window=window, **OPTIONS)
+        assert result.grad_fn is not None  # until here, autograd holds what it has saved
+        return sum(storage.nbytes() for storage in storages.values())
+
+    assert saved_bytes(4096) < 2.05 * saved_bytes(2048)
+
+
 def test_only_long_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
     kernel = torch.nn.functional.scaled_dot_product_attention

@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.compose import composed
 from components.engines.megatron import pipeline_split
-from components.engines.shared.sdpa import causal_mask
+from components.engines.shared.sdpa import additive_mask, packed_sdpa
 from components.preflight.engine_layouts import EngineLayout, memory
-from components.preflight.estimates.activation_memory import CPU_ROWS, RunShape, mask_bytes
+from components.preflight.estimates.activation_memory import RunShape, mask_bytes
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
@@ -160,9 +160,15 @@ def test_what_stages_hold(sizes: dict[str, Any], expected: list[list[str]]) -> N
 
 
 @pytest.mark.parametrize("length", [1, 128, 129, 500, 1024])
-def test_masks_are_those_that_attention_makes(length: int) -> None:
-    rows, made = CPU_ROWS[4], 0
-    for begin in range(rows, length, rows):
-        end = min(begin + rows, length)
-        made += causal_mask(end - begin, end, None, torch.device("cpu")).numel()
-    assert mask_bytes(length, RunShape(torch.float32, "cpu", "none")) == 4 * made
+def test_masks_are_those_that_attention_makes(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def recorded(*arguments: Any) -> torch.Tensor:
+        made.append(additive_mask(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("components.engines.shared.sdpa.additive_mask", recorded)
+    inputs = (torch.randn(1, 2, length, 8) for _ in range(3))
+    packed_sdpa(*inputs, [length], window=None, scale=None, dropout=0.0)
+    found = mask_bytes(length, RunShape(torch.float32, "cpu", "none"))
+    assert found == sum(mask.nbytes for mask in made)
