@@ -58,8 +58,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.slow)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run long files first, so that the last worker does not start one when the others have finished."""
+    if not hasattr(config, "workerinput"):
+        return  # without other workers, tests run in the order of the command line
     order = ("slurm", "distributed", "e2e")
     items.sort(
         key=lambda item: next((i for i, part in enumerate(order) if part in item.path.parts), len(order))

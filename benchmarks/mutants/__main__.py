@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-least", type=float, default=0.85, help="share that must be killed")
     parser.add_argument("--only", nargs="+", metavar="PATH", default=MUTATED, help="files or folders")
-    parser.add_argument("--limit-s", type=float, default=90.0, help="per mutant, if each job has a core")
+    parser.add_argument("--limit-s", type=float, default=180.0, help="per mutant, if each job has a core")
     parser.add_argument("--jobs", type=int, default=2, help="mutants side by side")
     parser.add_argument("--map", type=Path, metavar="FILE", help="coverage data, next to a durations.jsonl")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")

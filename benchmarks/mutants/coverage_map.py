@@ -8,7 +8,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from statistics import mean
 
 import coverage
 
@@ -20,6 +19,8 @@ SUFFIX = re.compile(r"\|(?:setup|run|teardown)$| \((?:setup|call|teardown)\)$")
 """Suffix that pytest-cov, or PYTEST_CURRENT_TEST, adds to the id of a test."""
 SLOW_S = 2.0
 """Duration in seconds above which a test runs after all others."""
+FEW_LINES = 50
+"""Number of lines up to which tests are equally specific."""
 
 
 def test_of(context: str) -> str:
@@ -66,7 +67,8 @@ class CoverageMap:
         direct = {test_of(context) for context in found}
         shared = {context.partition("::")[0] for context in found if re.search(r"\Wsetup\)?$", context)}
         known = {test for test in self.seconds if test in direct or test.partition("::")[0] in shared}
-        return self._ordered(known, direct, self._naming(path, known))
+        in_module = Counter(test_of(context) for contexts in by_line.values() for context in contexts)
+        return self._ordered(known, direct, in_module)
 
     def _of_importers(self, path: str) -> set[str]:
         """Return the contexts of the files that import a module in which no function was called."""
@@ -77,26 +79,22 @@ class CoverageMap:
                 found |= contexts_of(by_line, by_line)
         return found
 
-    def _naming(self, path: str, tests: Iterable[str]) -> set[str]:
-        """Return the files of tests that name the module: these test it, others only run it."""
-        files = {test.partition("::")[0] for test in tests}
-        return {file for file in files if names_module(self.root / file, path)}
+    def _ordered(self, tests: set[str], direct: set[str], in_module: Counter[str]) -> list[str]:
+        """Sort by file, then by duration; tests that do not run the line, or take long, are at the end.
 
-    def _ordered(self, tests: set[str], direct: set[str], first: set[str]) -> list[str]:
-        """Sort by file, first those in ``first``, then those with the quickest tests; then by duration.
-
-        The tests of a file stay together, since each change of file ends the fixtures of a module. If two
-        tests take equally long, the one that covers fewer lines comes first, because it is more specific.
+        Files begin with the one that has the test with the largest share of its lines in the module, because
+        that is what it tests; others only run it. The tests of a file stay together, since each change of
+        file ends the fixtures of a module.
         """
         files = {test: test.partition("::")[0] for test in tests}
-        by_file: defaultdict[str, list[float]] = defaultdict(list)
+        shares: defaultdict[str, float] = defaultdict(float)
         for test, file in files.items():
-            by_file[file].append(min(self.seconds[test], SLOW_S))
+            share = in_module[test] / max(self.sizes[test], FEW_LINES)
+            shares[file] = max(shares[file], share)
 
-        def key(test: str) -> tuple[bool, bool, bool, float, str, float, int, str]:
+        def key(test: str) -> tuple[bool, bool, float, str, float, str]:
             file, seconds = files[test], self.seconds[test]
-            order = (test not in direct, file not in first, seconds > SLOW_S, mean(by_file[file]), file)
-            return *order, seconds, self.sizes[test], test
+            return test not in direct, seconds > SLOW_S, -shares[file], file, seconds, test
 
         return sorted(tests, key=key)
 

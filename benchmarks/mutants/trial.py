@@ -80,7 +80,7 @@ class Tree:
         """Run tests until one fails, and stop every process that they started."""
         self.record.unlink(missing_ok=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
-        self.scratch.mkdir()
+        self.scratch.mkdir(exist_ok=True)  # a process that is being killed may still write to it
         ids = self.record.with_name("ids")
         ids.write_text("\n".join(tests) + "\n")
         command = [sys.executable, "-m", "pytest", *FLAGS, f"@{ids}"]

@@ -171,24 +171,16 @@ def test_the_order_of_tests(tmp_path: Path) -> None:
         "t/wide.py::slow": 3.0,
     }
     known = map_with(tmp_path, seconds, lines)
-    (tmp_path / "t").mkdir()
-    for name in ("wide", "narrow", "shares"):
-        (tmp_path / "t" / f"{name}.py").touch()
     narrow = ["t/narrow.py::b", "t/narrow.py::a"]
     assert known.tests(mutant_at(6)) == ["t/wide.py::a"]
     assert known.tests(mutant_at(4)) == ["t/wide.py::a", *narrow, "t/narrow.py::slow"]
-    assert known.tests(mutant_at(3)) == [
-        *narrow,
-        "t/wide.py::a",
-        "t/narrow.py::slow",
-        "t/wide.py::slow",
-    ]
+    slow = ["t/wide.py::slow", "t/narrow.py::slow"]
+    assert known.tests(mutant_at(3)) == ["t/wide.py::a", *narrow, *slow]
     assert known.tests(mutant_at(8)) == ["t/shares.py::a", "t/shares.py::other"]
     assert known.tests(mutant_at(9)) == []
-    (tmp_path / "t" / "wide.py").write_text("from a import X")
-    of_the_module = ["t/wide.py::a", "t/wide.py::slow"]
-    assert known.tests(mutant_at(3)) == [*of_the_module, *narrow, "t/narrow.py::slow"]
     assert set(known.tests(mutant_at(1))) == set(known.tests(mutant_at(5, at_import=True))) == {*seconds}
+    known = map_with(tmp_path, seconds, {"t/wide.py::a|run": [*range(1, 101)]}, file="b.py")
+    assert known.tests(mutant_at(3)) == [*narrow, "t/wide.py::a", *reversed(slow)]
 
 
 def test_a_file_without_functions_is_tested_where_it_is_imported(tmp_path: Path) -> None:
