@@ -89,7 +89,7 @@ class FSDP2Engine(TrainStepEngine):
             self.reference = build_model(model, weights, self.mesh, layout, options, device, trainable=False)
         self.kept = [] if self.reference is None else list(self.reference.named_weights())
         self.synced = list(self.reference.members()) if self.reference and options.sync_reference else []
-        self.reduces_every = layout.reduce_gradients == "every"
+        self.layout = layout
         self.max_grad_norm, self.loss_scale = optimizer.max_grad_norm, LossScale.build(options.loss_scaling)
         # Collected once, because a gathered module has its whole parameters instead of the shards.
         self.named_weights = list(self.scorer.named_weights())
@@ -124,7 +124,7 @@ class FSDP2Engine(TrainStepEngine):
         with naming_microbatch(microbatches) as begin:
             for index, here in enumerate(microbatches):
                 begin(index)
-                self._set_gradient_sync(self.reduces_every or index == len(microbatches) - 1)
+                self._prepare_fsdp(last=index == len(microbatches) - 1)
                 given, ahead = self._given(here), self.spec.mtp.batches(here)
                 stats, mtp = self._stats(self.scorer, given, loss, ahead, self.sums.factor)
                 output, counts = add_mtp_losses(
@@ -305,10 +305,14 @@ class FSDP2Engine(TrainStepEngine):
         number = len(fields(TokenStats))
         return TokenStats(*found[:number]), list(found[number:])
 
-    def _set_gradient_sync(self, enabled: bool) -> None:
+    def _prepare_fsdp(self, *, last: bool) -> None:
+        """Set what FSDP does in the next backward pass; ``last`` is the last one before an update."""
+        reduces = last or self.layout.reduce_gradients == "every"
         for module in fsdp_modules(self.scorer):
-            module.set_requires_gradient_sync(enabled, recurse=False)
-            module.set_is_last_backward(enabled)
+            module.set_requires_gradient_sync(reduces, recurse=False)
+            module.set_is_last_backward(reduces)
+            # Weights that a forward pass keeps are gathered once for all micro-batches.
+            module.set_reshard_after_backward(last or self.layout.reshard_after_forward, recurse=False)
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.weights.values() if p.grad is not None]

@@ -123,6 +123,7 @@ def memory(
         blocks=block_activations(model, layout, run, step.microbatch, step.adapter),
         vocabulary=-(-output_head(model).out_features // layout.tp),
         shards=step.world_size // (layout.dp_replicate * layout.tp),
+        replicated=layout.dp_replicate > 1,
         reshards=layout.reshard_after_forward,
         offloads=layout.cpu_offload and step.device != "cpu",
         num_microbatches=step.microbatch.num_microbatches,
@@ -174,6 +175,8 @@ class StepMemory:
     """Rows of the head on this rank."""
     shards: int
     """Number of ranks that shard a parameter."""
+    replicated: bool
+    """Whether other ranks have the same shards."""
     reshards: bool
     offloads: bool
     """Whether state of a GPU is offloaded to host memory."""
@@ -276,11 +279,11 @@ class StepMemory:
         }
 
     def during_root_reduction(self) -> Bytes:
-        """Return the bytes when gradients outside of blocks are reduced, which a single rank copies."""
+        """Return the bytes when gradients outside of blocks are reduced, and divided if unsharded."""
         root = self.weights.root.trained * FP32
         return {
             "gradients": self.sharded_grads(0) + root // self.shards,
-            "buffers": root * (2 if self.shards == 1 else 1),
+            "buffers": root * (2 if self.shards == 1 and self.replicated else 1),
         }
 
     def during_reference(self, weights: ModelParameters) -> Bytes:

@@ -45,8 +45,9 @@ def mesh_info(layout: FSDP2Layout, world_size: int) -> Json:
 def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCost:
     """Estimate the communication of a step (Rajbhandari et al., 2020, section 7).
 
-    Each micro-batch gathers the weights, and again for its backward pass if blocks are resharded. A reference
-    gathers its own once. Gradients are reduce-scattered in fp32, with the last micro-batch or with each.
+    The weights are gathered once, or, if blocks are resharded, by each micro-batch for its forward and its
+    backward pass. A reference gathers its own once. Gradients are reduce-scattered in fp32, with the last
+    micro-batch or with each.
     """
     tokens, itemsize = step.tokens / layout.cp, step.dtype.itemsize
     shards = step.world_size // (layout.dp_replicate * layout.tp)
@@ -55,7 +56,7 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     recomputed = layout.activation_checkpointing
     passes = passes_through_blocks(recomputed, reference=step.reference)
     reductions = step.num_microbatches if layout.reduce_gradients == "every" else 1
-    gathers = step.num_microbatches * (2 if layout.reshard_after_forward else 1) + step.reference
+    gathers = (2 * step.num_microbatches if layout.reshard_after_forward else 1) + step.reference
 
     def spread(whole: float, experts: float) -> float:
         """Return the elements sent to gather ``whole``, whose ``experts`` are split over ep ranks first."""

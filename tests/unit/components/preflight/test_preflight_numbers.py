@@ -165,7 +165,7 @@ def test_what_fsdp2_sends() -> None:
     gathers, scatter = 3 * 2 * 0.75 * 1000 * 2, 0.75 * 800 * 4
     assert sent(fsdp2(4), 4) == {"dp_shard": gathers + scatter}
     kept = replace(fsdp2(4), reshard_after_forward=False)
-    assert sent(kept, 4) == {"dp_shard": gathers / 2 + scatter}
+    assert sent(kept, 4) == {"dp_shard": 0.75 * 1000 * 2 + scatter}  # once for all micro-batches
     coarse = replace(SIZE, trained=10, quantized=600, quantized_bytes=310)
     few = 3 * 2 * 0.75 * (400 * 2 + 310)
     assert sent(fsdp2(4), 4, size=coarse) == {"dp_shard": few + 0.75 * 10 * 4}
