@@ -150,6 +150,7 @@ OVERLAPPED = (
     "parallelism.overlap_grad_reduce=true",
     "parallelism.overlap_param_gather=true",
     "parallelism.bucket_size=100000",  # small enough for several buckets
+    "parallelism.bias_activation_fusion=true",
 )
 
 REFERENCE = Row("fsdp2, one process", ("parallelism=single",), engine="fsdp2")

@@ -16,7 +16,11 @@ PRODUCTS = {
     packet: flop_registry[packet] for packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm)
 }
 """Matrix products -> torch's formula of their FLOPs."""
-NO_KERNEL = ("empty", "detach", "_local_scalar_dense", "_reshape_alias", "set_", "resize_", "is_pinned")
+NO_KERNEL = (
+    *("prim::", "aten::empty", "aten::detach", "aten::_local_scalar_dense", "aten::_reshape_alias"),
+    *("aten::_unsafe_view", "aten::set_", "aten::resize_", "aten::is_pinned"),
+)
+"""Beginnings of names of operators that launch no kernel, besides views."""
 
 
 @dataclass
@@ -35,7 +39,7 @@ class Arithmetic:
     def see(self, func: OpOverload, args: Arguments, out: object, values: HostValues) -> None:
         """Count the call ``out = func(*args)``."""
         packet, name = func._overloadpacket, func._schema.name
-        if not func.is_view and not name.removeprefix("aten::").startswith(NO_KERNEL):
+        if not func.is_view and not name.startswith(NO_KERNEL):
             self.kernels[self.moment] += 1
         if packet in PRODUCTS:
             self.flops[self.moment, "matmul"] += PRODUCTS[packet](*args, out_val=out)

@@ -12,7 +12,7 @@ from components.contracts.engine import EngineOptions
 from components.contracts.loss import Loss
 from components.contracts.parallelism import ParallelismSpec
 from components.models import ModelSpec
-from components.rehearsal import fake_cuda, fake_groups, fake_tensors
+from components.rehearsal import compiled_kernels, fake_cuda, fake_groups, fake_tensors
 from components.rehearsal.fake_weights import FakeWeightsModel
 from components.rehearsal.mode import RehearsalMode
 
@@ -55,6 +55,7 @@ def rehearse(run: RehearsedRun, mode: RehearsalMode, steps: int) -> dict[str, fl
     with mode:
         began = time.perf_counter()
         engine = run.parallelism.build(fake(run.model, mode), run.optimizer, options)
+        compiled_kernels.install(mode)
         took["build"] = time.perf_counter() - began
         shard = BatchShard(run.global_batch_size, run.micro_batch_size, engine.dp_rank, engine.dp_size)
         loader = run.data.train_loader(shard)

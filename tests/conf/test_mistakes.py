@@ -348,7 +348,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["parallelism.cp_comm_type", "parallelism.cp"],
     ),
     "buckets that do not overlap": (
-        ["parallelism=megatron_dp2", "parallelism.bucket_size=1000"],
+        ["parallelism=megatron_dp2", "parallelism.bucket_size=1000", "parallelism.overlap_grad_reduce=false"],
         ["parallelism.bucket_size", "parallelism.overlap_grad_reduce"],
     ),
     "gathering what is not sharded": (

@@ -47,6 +47,22 @@ def split_step(on: Megatron, last: bool) -> dict[str, Tensor]:
     return found
 
 
+def reduces_in_backward(on: Megatron) -> bool:
+    """Return whether all reductions of a step begin in the backward pass of its last micro-batch.
+
+    It is the second of two steps, because Megatron counts in the first one how often gradients are computed.
+    """
+    engine, loss = build(on), next_token()
+    batches = share(engine, "packed", MICRO_BATCH)
+    for _ in range(2):
+        engine.begin_train_step()
+        engine.train_microbatches(batches, loss, last=True)
+        begun = [group.grad_reduce_handle is not None for group in engine._bucket_groups()]
+        engine.finish_train_step(lr=0.0)
+    engine.close()
+    return len(begun) > 0 and all(begun)
+
+
 def own_step(on: Megatron) -> dict[str, Tensor]:
     """Return the gradients of the second of two steps by Megatron's schedule with its own reductions.
 

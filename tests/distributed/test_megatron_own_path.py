@@ -15,6 +15,7 @@ LAYOUTS = {
     "dp2 distributed optimizer": megatron(dp=2, distributed_optimizer=True),
     "dp2 distributed optimizer, overlapped": megatron(dp=2, **SHARDED),
     "cp2": megatron(cp=2, dp=1),
+    "pp2dp2 overlapped": megatron(pp=2, dp=2, **OVERLAPPED),
     "pp2vpp2": megatron(pp=2, vpp=2, dp=1),
     "pp2vpp2dp2 overlapped": megatron(pp=2, vpp=2, dp=2, **OVERLAPPED),
     "tp2pp2 sp": megatron(tp=2, pp=2, dp=1, sequence_parallel=True),
@@ -36,3 +37,9 @@ def test_two_calls_and_one_finish_are_megatrons_own_step(pools: dict[int, Ranks]
         for name, expected in own.items():
             error = (ours[name] - expected).norm() / expected.norm()
             assert error <= 1e-6, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "overlapped" in name])
+def test_gradients_are_reduced_during_the_backward_pass(pools: dict[int, Ranks], name: str) -> None:
+    layout = LAYOUTS[name]
+    assert all(pools[layout.world_size({}, 0)].run(cases.reduces_in_backward, layout))

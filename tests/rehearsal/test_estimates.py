@@ -122,6 +122,37 @@ def test_the_traffic_of_owners(name: str, tmp_path: Path) -> None:
     assert row["estimated_bytes"] == pytest.approx(row["sent_bytes"], rel=WITHIN)
 
 
+def test_kept_weights_are_gathered_once_for_all_micro_batches(tmp_path: Path) -> None:
+    on = ["parallelism=fsdp2", "parallelism.reshard_after_forward=false", "run.micro_batch_size=1"]
+    found = rehearsed(tmp_path, *ROW, "preflight.steps=1", *on)
+    gathers = [row for row in found.sections["traffic"] if "allgather" in row["collective"]]
+    assert found.sections["batch"]["microbatches_per_rank"] > 1
+    assert {row["moment"] for row in gathers} == {"forward"}
+    (row,) = found.sections["communication"]
+    assert row["estimated_bytes"] == pytest.approx(row["sent_bytes"], rel=WITHIN)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_gradients_and_weights_are_exchanged_during_passes(rank: int, tmp_path: Path) -> None:
+    """What is left after the backward pass are norms and counts."""
+    on = ["parallelism=pp2", "parallelism.dp=2", "parallelism.distributed_optimizer=true"]
+    found = rehearsed(tmp_path, *ROW, *on, f"preflight.rank={2 * rank}")
+    sent = {row["moment"]: row["bytes"] for row in found.sections["traffic"] if row["group"] == "dp"}
+    assert min(sent["forward"], sent["backward"]) > 100 * sent.get("update", 0)
+
+
+def test_a_fused_activation_is_one_kernel_that_saves_less(tmp_path: Path) -> None:
+    on = [*ROW, "parallelism=tp2", "preflight.steps=1"]
+    fused, apart = (
+        rehearsed(tmp_path / flag, *on, f"parallelism.bias_activation_fusion={flag}")
+        for flag in ("true", "false")
+    )
+    assert fused.peak < apart.peak
+    # Apart, they are silu, two additions of 0 and a product, and as many in the backward pass.
+    for moment in ("forward", "backward"):
+        assert fused.record["kernels"][moment] < apart.record["kernels"][moment]
+
+
 def test_products_and_gathers_in_float8(tmp_path: Path) -> None:
     """Tokens are padded to a multiple of 16 in float8, and a gathered weight is sent in one byte, not two."""
     on = ["model=llama3_1b", "parallelism=fsdp2", "parallelism.dp=4", "preflight.steps=1"]

@@ -64,7 +64,7 @@ def check_keys(layout: Layout) -> None:
 def contradictions(layout: Layout) -> dict[str, str]:
     """Return, for each key that contradicts another, an explanation and a remedy."""
     staged = "there is one pipeline stage; set parallelism.pp above 1, or leave it out"
-    overlapping = "gradients are reduced at once; set parallelism.overlap_grad_reduce=true, or leave it out"
+    overlapping = "gradients are reduced at once; use parallelism.overlap_grad_reduce=true, or leave it out"
     gathered = "needs parallelism.distributed_optimizer=true and parallelism.overlap_grad_reduce=true"
     unlimited = "experts take all tokens; set parallelism.capacity_factor, or leave it out"
     told = layout.first_stage_layers is not None or layout.last_stage_layers is not None

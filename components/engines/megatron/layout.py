@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from components.contracts.device import DeviceKind
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -30,8 +32,11 @@ class Layout:
     """Communication of attention under ``cp``: all-gather of keys and values, or all-to-all of heads."""
     distributed_optimizer: bool = False
     """Whether optimizer state and fp32 master weights are sharded over dp x cp."""
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
+    overlap_grad_reduce: bool = True
+    """Whether gradients are reduced during the backward pass of a step's last micro-batch."""
+    overlap_param_gather: bool | None = None
+    """Whether what the distributed optimizer has updated is gathered during the next forward pass. None means
+    wherever Megatron can."""
     bucket_size: int | None = None
     """Gradient elements per reduction bucket. None means Megatron's default."""
     pipeline_layout: str | None = None
@@ -45,6 +50,8 @@ class Layout:
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Implementation of the layers; auto uses transformer-engine if it is installed, supports the run and has
     a fast kernel for packed rows on this GPU."""
+    bias_activation_fusion: bool | None = None
+    """Whether SwiGLU is one function that saves only its input, compiled on a GPU. None means on a GPU."""
     optimizer_cpu_offload: bool = False
     moe_token_dispatcher: Literal["allgather", "alltoall"] = "alltoall"
     """Token exchange: all-gather over the ep x etp ranks, or all-to-all to the chosen experts' ranks."""
@@ -58,6 +65,16 @@ class Layout:
     """Whether shared experts are computed during the token exchange."""
     transformer_config: Mapping[str, Any] | None = field(default=None, hash=False)
     """Further fields of Megatron's ``TransformerConfig``, which no other key sets."""
+
+    def gathers_during_forward(self, *, whole_updates: bool) -> bool:
+        """Return ``overlap_param_gather``; ``whole_updates``: the optimizer is not one of Megatron's."""
+        if self.overlap_param_gather is not None:
+            return self.overlap_param_gather
+        can = self.distributed_optimizer and self.overlap_grad_reduce
+        return can and not (whole_updates or self.optimizer_cpu_offload)
+
+    def fuses_activation(self, device: DeviceKind) -> bool:
+        return device == "cuda" if self.bias_activation_fusion is None else self.bias_activation_fusion
 
     @property
     def model_ranks(self) -> int:

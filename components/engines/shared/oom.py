@@ -24,13 +24,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def naming_microbatch(
-    microbatches: Sequence[Batch], *, before: int = 0, after: int = 0
-) -> Iterator[Callable[[int], None]]:
+def naming_microbatch(microbatches: Sequence[Batch]) -> Iterator[Callable[[int], None]]:
     """Name the micro-batch in out-of-memory errors of a pass over ``microbatches``.
 
-    The caller calls the yielded function with the index of each micro-batch as it begins. ``before`` and
-    ``after`` are the numbers of micro-batches of the same step in earlier and later passes.
+    The caller calls the yielded function with the index of each micro-batch as it begins.
 
     Raises:
         MicrobatchOutOfMemory: if the pass runs out of memory, with the number of the last micro-batch begun.
@@ -47,10 +44,10 @@ def naming_microbatch(
         if not is_out_of_memory(error) or isinstance(error, TrainingError):
             raise
         batch = microbatches[at]
-        number, total = before + at + 1, before + len(microbatches) + after
         rows = len(batch.labels)
         raise MicrobatchOutOfMemory(
-            f"out of memory in micro-batch {number} of {total} ({rows} {'row' if rows == 1 else 'rows'}, "
+            f"out of memory in micro-batch {at + 1} of {len(microbatches)} "
+            f"({rows} {'row' if rows == 1 else 'rows'}, "
             f"{batch.labels.numel()} tokens, longest {int(batch.seqlens.max())}): {REMEDY}"
         ) from error
 

@@ -355,14 +355,14 @@ def block_activations(
     """Return the activation widths of Megatron's layers with this project's attention, in order.
 
     Every layer saves its own cosines and sines for queries and for keys. The MLP adds an offset of 0 to up
-    and saves the sum too. Norms are torch's: separate fp32 operators on a CPU, and on a GPU one kernel, which
-    saves its input.
+    and saves the sum too; as one function, it saves gate, up and the product. Norms are torch's: separate
+    fp32 operators on a CPU, and on a GPU one kernel, which saves its input.
     """
     config, of, tp = model.config, attention_shape(model.config), layout.tp
     number = of.number // tp
     query, key, value = number * of.key, of.shared // tp * of.key, of.shared // tp * of.value
     norm = run.size if run.device == "cuda" else FP32 + (FP32 if adapter is None else 0)
-    normed = norms_heads(model)
+    normed, kept = norms_heads(model), 3 if layout.fuses_activation(run.device) else 5
     plain = BlockActivations(
         run,
         hidden=config.hidden_size // (tp if layout.sequence_parallel else 1),
@@ -372,7 +372,7 @@ def block_activations(
         attended=attended(layout, query, key + value, normed=normed) + 4 * of.key,
         result=number * of.value,
         heads=number,
-        mlp=mlp_activations(config.intermediate_size // tp, kept=5),
+        mlp=mlp_activations(config.intermediate_size // tp, kept),
         latent=of.latent,
         masks=workload.rows * masks_of_a_row(layout, workload.length, run),
     )

@@ -46,7 +46,7 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     """
     tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, step.world_size // layout.model_ranks
     itemsize = step.dtype.itemsize
-    sent = [gradients(layout, size, dp * cp, step)]
+    sent = [*gradients(layout, size, dp * cp, step)]
     if step.whole_weights:
         sent += (v for v in whole_updates(layout, size, dp * cp, itemsize) if v.num_bytes)
     own, recomputed = step.tokens / cp, layout.activation_checkpointing
@@ -77,8 +77,8 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     return StepCost(sent, bubble=(pp - 1) / turns, recomputed=recomputed)
 
 
-def gradients(layout: Layout, size: ModelSize, ranks: int, step: CommInputs) -> CommVolume:
-    """Estimate the bytes of gradients in fp32, reduced once per step over ``ranks``.
+def gradients(layout: Layout, size: ModelSize, ranks: int, step: CommInputs) -> Iterator[CommVolume]:
+    """Estimate the bytes of gradients in fp32, reduced once per step over ``ranks``, and of updated weights.
 
     Expert gradients are reduced over the ranks with the same experts. The distributed optimizer uses a
     reduce-scatter and gathers the updated weights, except for an optimizer of whole weights.
@@ -89,14 +89,14 @@ def gradients(layout: Layout, size: ModelSize, ranks: int, step: CommInputs) -> 
     def sent(whole: int, experts: int, how: Callable[[float, int], float]) -> float:
         return how((whole - experts) / split, ranks) + how(experts / dealt, alike)
 
-    trained = size.trained, size.trained_experts
-    if layout.distributed_optimizer and not step.whole_weights:
-        weights = sent(size.parameters, size.experts, all_gather_bytes) * step.dtype.itemsize
-        num_bytes = sent(*trained, all_gather_bytes) * FP32 + weights
-    else:
-        num_bytes = sent(*trained, all_reduce_bytes) * FP32
-    overlaps = layout.overlap_grad_reduce and layout.pp == 1
-    return CommVolume("dp", num_bytes, when="overlapped" if overlaps else "at_end")
+    scattered = layout.distributed_optimizer and not step.whole_weights
+    how = all_gather_bytes if scattered else all_reduce_bytes
+    num_bytes = sent(size.trained, size.trained_experts, how) * FP32
+    yield CommVolume("dp", num_bytes, when="overlapped" if layout.overlap_grad_reduce else "at_end")
+    if scattered:
+        num_bytes = sent(size.parameters, size.experts, all_gather_bytes) * step.dtype.itemsize
+        overlapped = layout.gathers_during_forward(whole_updates=step.whole_weights)
+        yield CommVolume("dp", num_bytes, when="overlapped" if overlapped else "at_end")
 
 
 def whole_updates(layout: Layout, size: ModelSize, ranks: int, itemsize: int) -> Iterator[CommVolume]:

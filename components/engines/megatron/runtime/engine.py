@@ -106,6 +106,7 @@ class MegatronEngine(TrainStepEngine):
         self.offloading = parts.offloading
         self.meshes = TPMeshes.of_rank(device.type)
         whole, sharded = updates_whole_weights(optimizer), layout.distributed_optimizer
+        self.gathers_during_forward = layout.gathers_during_forward(whole_updates=whole)
         self.chunks = [
             wrap_ddp(self.config, chunk, layout, number, scattered=sharded and not whole)
             for number, chunk in enumerate(parts.chunks)
@@ -135,21 +136,15 @@ class MegatronEngine(TrainStepEngine):
 
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:
         assert self.sums is not None, "train_microbatches outside of a train step"
-        overlap = last and self.layout.overlap_grad_reduce and self.layout.pp == 1
-        alone = len(microbatches) - 1 if overlap else len(microbatches)
-        routers = None if self.routing is None else self.routing.routers
-        neftune = NEFTune(self.spec.neftune_alpha, self.options.seed)
-        begun = schedule.Pass(
+        wanted = schedule.Pass(
             loss,
             self.spec.mtp,
-            routers,
-            after=len(microbatches) - alone,
-            neftune=neftune,
+            None if self.routing is None else self.routing.routers,
+            reduce=last and self.layout.overlap_grad_reduce,
+            neftune=NEFTune(self.spec.neftune_alpha, self.options.seed),
             factor=self.sums.factor,
         )
-        ending = replace(begun, reduce=True, before=alone, after=0)
-        for part, wanted in ((microbatches[:alone], begun), (microbatches[alone:], ending)):
-            self._run(self.chunks, part, partial(self._add, self.sums, part, loss), wanted)
+        self._run(self.chunks, microbatches, partial(self._add, self.sums, microbatches, loss), wanted)
 
     def reduce_sums(self, sums: LossAccumulator) -> tuple[dict[str, float], int]:
         """Return the last pipeline stage's means and count, on every rank."""
@@ -270,7 +265,7 @@ class MegatronEngine(TrainStepEngine):
 
     def gather_parameters(self) -> None:
         """Complete the parameter all-gather that the last update has deferred to the next forward pass."""
-        if self.layout.overlap_param_gather:
+        if self.gathers_during_forward:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 

@@ -113,7 +113,7 @@ def wrap_ddp(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=scattered,
         overlap_grad_reduce=layout.overlap_grad_reduce,
-        overlap_param_gather=layout.overlap_param_gather,
+        overlap_param_gather=layout.gathers_during_forward(whole_updates=not scattered),
         bucket_size=layout.bucket_size,
     )
     # Later chunks finish their backward pass early, so there is no gain from reducing them in buckets.

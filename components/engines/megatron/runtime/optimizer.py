@@ -42,7 +42,7 @@ def optimizer_config(description: Optimizer, layout: Layout, dtype: torch.dtype)
         bf16=dtype != torch.float32,  # with fp16, Megatron would scale and check all gradients once more
         params_dtype=dtype,
         use_distributed_optimizer=layout.distributed_optimizer,
-        overlap_param_gather=layout.overlap_param_gather,
+        overlap_param_gather=layout.gathers_during_forward(whole_updates=False),
         optimizer_cpu_offload=layout.optimizer_cpu_offload,
         optimizer_offload_fraction=1.0 if layout.optimizer_cpu_offload else 0.0,
     )

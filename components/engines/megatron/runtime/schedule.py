@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
 from components.contracts.batch import IGNORE, Batch
@@ -72,11 +72,7 @@ class Pass:
     """The router terms of the loss and load counts. None means that nothing is added or counted."""
     forward_only: bool = False
     reduce: bool = False
-    """Whether buckets are reduced during the backward pass, for a last pass of one micro-batch."""
-    before: int = 0
-    """Number of micro-batches in earlier passes of the train step."""
-    after: int = 0
-    """Number of micro-batches in later passes of the train step."""
+    """Whether every stage reduces its gradients during the backward pass of the last micro-batch."""
     neftune: NEFTune = NO_NOISE
     factor: float = 1.0
     """Factor of the loss in the backward pass."""
@@ -94,8 +90,8 @@ def run_schedule(
 
     Every rank passes the micro-batches of its data-parallel rank, all with the same number of rows.
 
-    Megatron's hooks for a whole step (reducing gradients with the last micro-batch, finalising them) are not
-    set: gradients accumulate in this rank's buffers over all passes of the train step.
+    Gradients accumulate in this rank's buffers over all passes of the train step. Megatron's hook that
+    finalises them is not set.
     """
     if not microbatches:
         return
@@ -119,11 +115,11 @@ def run_schedule(
             scalar = consume(item.number, whole)
         return scalar, torch.zeros((), dtype=torch.int), {}  # the engine counts labels itself
 
-    schedule = get_forward_backward_func()
-    with (
-        nullcontext() if wanted.reduce else local_gradients(chunks),
-        naming_microbatch(microbatches, before=wanted.before, after=wanted.after) as begin,
-    ):
+    schedule, accumulate = get_forward_backward_func(), partial(local_gradients, chunks)
+    # The schedule calls it for all micro-batches but the last. Without ``grad_sync_func``, stages after the
+    # first do not delay their reductions until the pipeline is empty.
+    get_model_config(chunks[0]).no_sync_func = accumulate if wanted.reduce else None
+    with nullcontext() if wanted.reduce else accumulate(), naming_microbatch(microbatches) as begin:
         schedule(
             forward_step_func=forward_step,
             data_iterator=[iter(items) for _ in chunks],

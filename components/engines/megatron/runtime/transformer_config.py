@@ -44,6 +44,7 @@ RENAMED_OF_EXPERTS = {
 OURS = {theirs: f"parallelism.{ours}" for ours, theirs in (RENAMED | RENAMED_OF_EXPERTS).items()} | {
     "virtual_pipeline_model_parallel_size": "parallelism.vpp",
     "pipeline_model_parallel_layout": "parallelism.pipeline_layout",
+    "bias_activation_fusion": "parallelism.bias_activation_fusion",
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "run.dtype"),
     **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"), "model.moe"),
 }
@@ -78,10 +79,10 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, options: EngineOpti
         # most of them would be missing from the gradient norm.
         init_method=leave_empty,
         output_layer_init_method=leave_empty,
-        # Fused kernels of Apex and torch.compile do not exist on a CPU, and sequence lengths vary.
+        bias_activation_fusion=layout.fuses_activation(options.device),
+        # These need Apex, or, as for dropout and biases after a projection, have nothing to fuse.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         # The kernel of transformer-engine reads sequence boundaries on the device. Without it, Megatron reads

@@ -93,6 +93,7 @@ def test_arithmetic_of_products_and_causal_attention() -> None:
     found.see(aten.mm.default, (a, b), a @ b, HostValues())
     args, values = attention_arguments()
     found.see(torch.ops.torch_attn._varlen_attn.default, args, None, values)
+    found.see(torch.ops.prim.device.default, (a,), a.device, HostValues())  # asks, and launches nothing
     pairs = (6**2 + 4**2) / 2
     assert found.flops == {("build", "matmul"): 2 * 3 * 5 * 7, ("build", "attention"): 4 * 4 * 64 * pairs}
     assert found.kernels == {"build": 2}

@@ -71,7 +71,7 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"tp": 0}, ["parallelism.tp", "at least 1"]),
     ({"dp": -1}, ["parallelism.dp", "at least 1"]),
-    ({"bucket_size": 0, "overlap_grad_reduce": True}, ["parallelism.bucket_size", "at least 1"]),
+    ({"bucket_size": 0}, ["parallelism.bucket_size", "at least 1"]),
     ({"vpp": 2}, ["parallelism.vpp", "parallelism.pp"]),
     ({"pipeline_layout": "EtL"}, ["parallelism.pipeline_layout", "parallelism.pp"]),
     ({"first_stage_layers": 1}, ["parallelism.first_stage_layers", "parallelism.pp"]),
@@ -82,7 +82,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"sequence_parallel": True, "pp": 2}, ["parallelism.sequence_parallel", "parallelism.tp"]),
     ({"cp_comm_type": "a2a"}, ["parallelism.cp_comm_type", "parallelism.cp"]),
-    ({"bucket_size": 1000}, ["parallelism.bucket_size", "parallelism.overlap_grad_reduce"]),
+    (
+        {"bucket_size": 1000, "overlap_grad_reduce": False},
+        ["parallelism.bucket_size", "parallelism.overlap_grad_reduce"],
+    ),
     ({"ep": 0}, ["parallelism.ep", "at least 1"]),
     ({"capacity_factor": 0.0}, ["parallelism.capacity_factor", "above 0"]),
     (
@@ -95,11 +98,11 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         ["parallelism.shared_expert_overlap", "moe_token_dispatcher=alltoall"],
     ),
     (
-        {"overlap_param_gather": True, "overlap_grad_reduce": True},
+        {"overlap_param_gather": True},
         ["parallelism.overlap_param_gather", "parallelism.distributed_optimizer"],
     ),
     (
-        {"overlap_param_gather": True, "distributed_optimizer": True},
+        {"overlap_param_gather": True, "distributed_optimizer": True, "overlap_grad_reduce": False},
         ["parallelism.overlap_param_gather", "parallelism.overlap_grad_reduce"],
     ),
 ]
@@ -116,9 +119,7 @@ def test_what_belongs_together_is_accepted() -> None:
     Megatron(pp=2, vpp=2)
     Megatron(tp=2, sequence_parallel=True)
     Megatron(cp=2, cp_comm_type="a2a")
-    Megatron(
-        overlap_grad_reduce=True, overlap_param_gather=True, distributed_optimizer=True, bucket_size=1000
-    )
+    Megatron(overlap_param_gather=True, distributed_optimizer=True, bucket_size=1000)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
+from components.contracts.device import DeviceKind
 from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
 from components.engines.megatron.runtime import transformer_config as module
@@ -18,6 +19,16 @@ def test_stages_do_not_wait_for_the_whole_gpu(pp: int, vpp: int) -> None:
     options = EngineOptions(torch.float32, "cpu")
     config = transformer_config(spec("qwen2_four").config(), megatron(pp=pp, vpp=vpp), options)
     assert not (config.batch_p2p_comm and config.batch_p2p_sync)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "fused"),
+    [("cuda", None, True), ("cpu", None, False), ("cuda", False, False), ("cpu", True, True)],
+)
+def test_the_activation_is_fused_on_a_gpu(device: DeviceKind, asked: bool | None, fused: bool) -> None:
+    layout = megatron(bias_activation_fusion=asked)
+    config = transformer_config(spec("llama").config(), layout, EngineOptions(torch.float32, device))
+    assert config.bias_activation_fusion is fused
 
 
 @pytest.mark.parametrize("uses_te", [True, False])

@@ -1,0 +1,43 @@
+"""Megatron's functions that torch compiles to one kernel on a GPU, and a rehearsal runs op by op."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from components.rehearsal.mode import RehearsalMode
+
+MODULE = "megatron.core.fusions.fused_bias_swiglu"
+FUNCTIONS = ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")
+
+
+def install(mode: RehearsalMode) -> None:
+    """Let each function count as one kernel, without memory for what is between its operators."""
+    if (module := sys.modules.get(MODULE)) is not None:
+        for name in FUNCTIONS:
+            setattr(module, name, one_kernel(getattr(module, name), mode))
+
+
+def one_kernel(function: Callable[..., object], mode: RehearsalMode) -> Callable[..., object]:
+    @wraps(function)
+    def call(*args: object) -> object:
+        if mode.memory.paused:
+            return function(*args)  # a part of another one
+        kernels = mode.arithmetic.kernels
+        before = kernels.copy()
+        mode.memory.paused += 1
+        try:
+            out = function(*args)
+        finally:
+            mode.memory.paused -= 1
+        kernels.clear()
+        kernels.update(before)
+        kernels[mode.moment] += 1
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.device.type == "cuda":
+                mode.memory.hold(leaf)
+        return out
+
+    return call
