@@ -14,7 +14,10 @@ FUNCTIONS = ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")
 
 
 def install(mode: RehearsalMode) -> None:
-    """Let each function count as one kernel, without memory for what is between its operators."""
+    """Let each function count as one kernel, and as memory only its result.
+
+    It must be called after the engine is built, which imports Megatron.
+    """
     if (module := sys.modules.get(MODULE)) is not None:
         for name in FUNCTIONS:
             setattr(module, name, one_kernel(getattr(module, name), mode))

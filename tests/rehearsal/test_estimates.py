@@ -134,7 +134,7 @@ def test_kept_weights_are_gathered_once_for_all_micro_batches(tmp_path: Path) ->
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_gradients_and_weights_are_exchanged_during_passes(rank: int, tmp_path: Path) -> None:
-    """What is left after the backward pass are norms and counts."""
+    """After the backward pass, data-parallel ranks exchange only norms and counts."""
     on = ["parallelism=pp2", "parallelism.dp=2", "parallelism.distributed_optimizer=true"]
     found = rehearsed(tmp_path, *ROW, *on, f"preflight.rank={2 * rank}")
     sent = {row["moment"]: row["bytes"] for row in found.sections["traffic"] if row["group"] == "dp"}

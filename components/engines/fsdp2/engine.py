@@ -306,7 +306,7 @@ class FSDP2Engine(TrainStepEngine):
         return TokenStats(*found[:number]), list(found[number:])
 
     def _prepare_fsdp(self, *, last: bool) -> None:
-        """Set what FSDP does in the next backward pass; ``last`` is the last one before an update."""
+        """Set what FSDP does in the next backward pass; ``last`` is the last one of a call of the engine."""
         reduces = last or self.layout.reduce_gradients == "every"
         for module in fsdp_modules(self.scorer):
             module.set_requires_gradient_sync(reduces, recurse=False)

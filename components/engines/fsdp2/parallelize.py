@@ -264,9 +264,8 @@ def apply_fsdp(
     for block in decoder_blocks(scorer.lm):
         fully_shard(block, reshard_after_forward=layout.reshard_after_forward, **options)
     fully_shard(scorer, **options)
-    if data_mesh(mesh).size() == 1:
-        return  # a single rank would copy its gradients once more to divide them by 1
-    for module in fsdp_modules(scorer):
+    # A single rank would copy its gradients once more to divide them by 1.
+    for module in fsdp_modules(scorer) if data_mesh(mesh).size() > 1 else ():
         # The engine divides once, at the end of the step. On gloo, factor 1 is not enough for a plain sum.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

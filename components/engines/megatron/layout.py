@@ -33,10 +33,11 @@ class Layout:
     distributed_optimizer: bool = False
     """Whether optimizer state and fp32 master weights are sharded over dp x cp."""
     overlap_grad_reduce: bool = True
-    """Whether gradients are reduced during the backward pass of a step's last micro-batch."""
+    """Whether reductions of gradients begin in the backward pass of a step's last micro-batch: by bucket on
+    the first pipeline stage, and at the end of this pass on others, to which Megatron gives one bucket."""
     overlap_param_gather: bool | None = None
     """Whether what the distributed optimizer has updated is gathered during the next forward pass. None means
-    wherever Megatron can."""
+    that it is with ``overlap_grad_reduce``, except if owners update whole weights, or in host memory."""
     bucket_size: int | None = None
     """Gradient elements per reduction bucket. None means Megatron's default."""
     pipeline_layout: str | None = None
@@ -67,13 +68,17 @@ class Layout:
     """Further fields of Megatron's ``TransformerConfig``, which no other key sets."""
 
     def gathers_during_forward(self, *, whole_updates: bool) -> bool:
-        """Return ``overlap_param_gather``; ``whole_updates``: the optimizer is not one of Megatron's."""
+        """Return ``overlap_param_gather``, or its default.
+
+        ``whole_updates`` means that owners update whole weights, in place of Megatron's own optimizers.
+        """
         if self.overlap_param_gather is not None:
             return self.overlap_param_gather
         can = self.distributed_optimizer and self.overlap_grad_reduce
         return can and not (whole_updates or self.optimizer_cpu_offload)
 
     def fuses_activation(self, device: DeviceKind) -> bool:
+        """Return ``bias_activation_fusion``, or its default on a kind of device."""
         return device == "cuda" if self.bias_activation_fusion is None else self.bias_activation_fusion
 
     @property

@@ -57,7 +57,8 @@ def by_rows(
 ) -> Tensor:
     """Compute causal attention for ``rows`` queries at a time, with the keys that one of them attends to.
 
-    Autograd saves the mask of every call. They are parts of one, so that memory does not grow with T squared.
+    Autograd saves the mask of every call. These masks are views of one tensor ``[rows, keys]``, so that for
+    fixed ``rows`` memory grows with T and not with its square.
     """
     out, position, mask = [], key.shape[2] - query.shape[2], None
     for some in query.split(rows, dim=2):
@@ -95,8 +96,8 @@ def sdpa(
 def additive_mask(rows: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
     """Return the mask of the last ``rows`` tokens of a sequence, for those keys that one of them attends to.
 
-    It is 0 where the token attends to the key: to itself and those before it, or ``window - 1`` of them; else
-    it is -inf. Its dtype and device are those of ``like``.
+    It is 0 where the token attends to the key: to itself and all keys before it, or the last ``window - 1``
+    of these; else it is -inf. Its dtype and device are those of ``like``.
     """
     width = num_keys if window is None else min(num_keys, window - 1 + rows)
     ones = torch.ones(rows, width, dtype=torch.bool, device=like.device)

@@ -279,7 +279,7 @@ class StepMemory:
         }
 
     def during_root_reduction(self) -> Bytes:
-        """Return the bytes when gradients outside of blocks are reduced, and divided if unsharded."""
+        """Return the bytes when gradients outside of blocks are reduced; unsharded replicas divide a copy."""
         root = self.weights.root.trained * FP32
         return {
             "gradients": self.sharded_grads(0) + root // self.shards,
