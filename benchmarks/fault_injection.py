@@ -1,13 +1,16 @@
-"""A run of two ranks that is killed many times: ``python -m benchmarks.fault_injection [--kills 40]``.
+"""Runs of two ranks that are killed many times: ``python -m benchmarks.fault_injection [--kills 100]``.
 
 SIGKILL, SIGTERM, or SIGSTOP and then SIGKILL is sent to a random rank or to the parent at random times, half
 of them while a checkpoint is being written. Each time, the run is started again with
-``checkpoint.resume=auto``. At the end, the weights must be bitwise those of an uninterrupted run, no process
-may be left, and every complete checkpoint must have been readable.
+``checkpoint.resume=auto``. There is one run for each engine and way to save, at once or in the
+background. At the end of each, the weights must be bitwise those of an uninterrupted run, no process may be
+left, and every complete checkpoint must have been readable.
 """
 
 import argparse
+import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -15,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -44,6 +47,8 @@ SMALL = (
     "model.architecture.intermediate_size=96",
     "model.architecture.num_hidden_layers=2",
 )
+STEPS_A_KILL = 20
+"""Steps of a run for each kill: more than a start takes before it is killed."""
 START_S = 300.0
 """Time limit in seconds for the first step of a run."""
 LEAVING_S, GONE_S = 60.0, 5.0
@@ -217,37 +222,27 @@ def measure(
     return {"layout": layout, "async_save": in_background, **asdict(tally), "bitwise": same}
 
 
-def keep(found: Sequence[Mapping[str, object]], arguments: Sequence[str]) -> None:
-    """Write results to results/fault_injection.json, next to those of other layouts and ways to save."""
-    about = report("benchmarks.fault_injection", arguments, "2 ranks on the CPU, gloo", [], {})
-    facts = {key: about[key] for key in ("command", "date", "device", "versions")}
-    path = RESULTS / "fault_injection.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    for row in found:
-        known[f"{row['layout']}{' async_save' * bool(row['async_save'])}"] = facts | row
-    path.write_text(json.dumps(known, indent=2) + "\n")
-
-
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fault_injection", description=__doc__)
-    parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--parallelism", nargs="+", choices=LAYOUTS, default=LAYOUTS)
-    parser.add_argument("--async-save", action="store_true", help="kill runs that save in the background")
-    parser.add_argument("--steps", type=int, help="of the run; default: 20 a kill")
+    parser.add_argument("--kills", type=int, default=100, help="of all runs together")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(arguments)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    found = []
+    runs = list(itertools.product(LAYOUTS, (False, True)))
+    kills = math.ceil(asked.kills / len(runs))
+    found = {}
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
-        for layout in asked.parallelism:
-            steps = asked.steps or 20 * asked.kills
-            where = Path(scratch, layout)
-            found.append(
-                measure(layout, asked.kills, steps, asked.seed, where, in_background=asked.async_save)
-            )
-            print(" ".join(f"{key} {value}" for key, value in found[-1].items()))
-    keep(found, arguments)
-    if not all(row["bitwise"] and not row["orphans"] and not row["unreadable"] for row in found):
+        for layout, in_background in runs:
+            name = f"{layout}{' async_save' * in_background}"
+            where = Path(scratch, name.replace(" ", "_"))
+            steps = STEPS_A_KILL * kills
+            found[name] = measure(layout, kills, steps, asked.seed, where, in_background=in_background)
+            print(" ".join(f"{key} {value}" for key, value in found[name].items()), flush=True)
+    about = report("benchmarks.fault_injection", arguments, "2 ranks on the CPU, gloo", [], {})
+    facts = {key: about[key] for key in ("command", "date", "device", "versions")}
+    results = json.dumps(facts | {"runs": found}, indent=2)
+    (RESULTS / "fault_injection.json").write_text(results + "\n")
+    if not all(row["bitwise"] and not row["orphans"] and not row["unreadable"] for row in found.values()):
         sys.exit("a run did not survive")
 
 
