@@ -77,6 +77,20 @@ def test_every_layout_is_plain_transformers(call: Call, name: str) -> None:
         assert reported == pytest.approx(means if terms is TERMS else {}, rel=1e-5)
 
 
+def test_experts_computed_together_have_the_gradients_of_experts_in_turn(call: Call) -> None:
+    on, family, layout = LAYOUTS["tp2ep2etp2"]
+    pairs = zip(
+        call(run, on, work(family, layout)),
+        call(run, replace(on, moe_grouped_gemm=False), work(family, layout)),
+        strict=True,
+    )
+    for together, in_turn in pairs:
+        assert together.first.loss == in_turn.first.loss
+        names = [name for name in in_turn.first.grads if ".experts." in name]
+        assert names
+        assert all(torch.equal(together.first.grads[name], in_turn.first.grads[name]) for name in names)
+
+
 @pytest.mark.parametrize("name", ["tp2ep2", "cp2ep2 full", "tp2ep2etp2 allgather"])
 def test_sigmoid_scores_and_biases_in_every_layout(call: Call, name: str) -> None:
     """Three steps are equal, after each of which the router biases change."""
@@ -158,8 +172,16 @@ def test_what_pads_experts_adds_nothing(call: Call) -> None:
         ("deepseek", "tp2ep2 sharded", LAYOUTS["cp2ep2 full"][0]),
         ("mixtral", "tp2ep2 sharded", fsdp2(2, ep=2)),
         ("mixtral", "tp2ep2etp2", fsdp2()),
+        ("qwen3_moe_four", "tp2ep2etp2", megatron(dp=2, ep=2, moe_grouped_gemm=False)),
     ],
-    ids=["pp2ep2 to single", "etp2 to ep2", "tp2ep2 to cp2ep2", "tp2ep2 to fsdp2", "etp2 to fsdp2"],
+    ids=[
+        "pp2ep2 to single",
+        "etp2 to ep2",
+        "tp2ep2 to cp2ep2",
+        "tp2ep2 to fsdp2",
+        "etp2 to fsdp2",
+        "in turn",
+    ],
 )
 def test_a_checkpoint_goes_on_in_any_layout(
     call: Call, tmp_path: Path, family: str, before: str, after: FSDP2 | Megatron

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
@@ -31,10 +29,9 @@ from components.engines.fsdp2.mesh import (
 from components.engines.fsdp2.param_views import ParamView
 from components.engines.fsdp2.tensor_parallel import ReduceFromTP
 from components.engines.fsdp2.token_dispatcher import AllToAll, Permute, inverse_permutation
+from components.engines.shared.grouped_mm import ALIGNED, grouped, has_grouped_kernel, per_expert
 from components.models.experts import BIAS, ExpertList, moe_blocks
 
-ALIGNED = 8
-"""Sizes in grouped bf16 matrix products must be multiples of this."""
 KINDS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -111,8 +108,8 @@ class GroupedExperts(nn.Module):
         return answers
 
     def _compute(self, rows: Tensor, loads: Tensor) -> Tensor:
-        """Apply the experts of this rank to ``rows`` ``[N, H]``, sorted by expert, ``loads[e]`` of each."""
-        product = grouped if pad_for_grouped(rows, self.rows) else per_expert
+        """Apply this rank's experts to ``rows`` ``[N, H]``, sorted by expert: ``loads[e]`` for expert e."""
+        product = grouped if has_grouped_kernel(rows, self.rows) else per_expert
         gate, up = product(rows, self.gate_up_proj, loads).chunk(2, -1)
         gate, up = self._adapted(gate, rows, loads, "gate_proj"), self._adapted(up, rows, loads, "up_proj")
         inner = self.activation(gate) * up
@@ -124,7 +121,7 @@ class GroupedExperts(nn.Module):
         if self.adapter is None or factors is None:
             return out
         a, b = factors
-        fits = pad_for_grouped(rows, a.shape[1]) and out.shape[1] % ALIGNED == 0
+        fits = has_grouped_kernel(rows, a.shape[1]) and out.shape[1] % ALIGNED == 0
         product = grouped if fits else per_expert
         return out + self.adapter.scaling * product(product(rows, a, loads), b, loads)
 
@@ -163,45 +160,6 @@ class GroupedExperts(nn.Module):
         if names not in self.meshes:
             self.meshes[names] = self.mesh[names]
         return from_local_shard(local, self.meshes[names], list(cuts.values()))
-
-
-def pad_for_grouped(rows: Tensor, size: int) -> bool:
-    """Return whether torch supports a grouped product of ``rows`` with matrices of ``H`` and ``size``."""
-    fits = rows.shape[1] % ALIGNED == 0 and size % ALIGNED == 0 and len(rows) > 0
-    return rows.is_cuda and rows.dtype == torch.bfloat16 and fits
-
-
-def grouped(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
-    """Multiply ``rows`` ``[N, in]``, ``loads[e]`` of them by ``weight[e]`` ``[out, in]``, to ``[N, out]``.
-
-    The host does not wait for ``loads``.
-    """
-    visited = UsedExpertsOnly.apply(weight, loads)
-    return F.grouped_mm(rows, visited.transpose(1, 2), offs=loads.cumsum(0, dtype=torch.int32))
-
-
-class UsedExpertsOnly(torch.autograd.Function):
-    """Identity on ``weight`` that zeros the gradient of experts without rows.
-
-    A kernel may leave it uninitialized.
-    """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, weight: Tensor, loads: Tensor) -> Tensor:
-        ctx.save_for_backward(loads)
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: BackwardCFunction, *grads: Tensor) -> tuple[Tensor, None]:
-        (loads,) = ctx.saved_tensors
-        return grads[0].masked_fill(loads[:, None, None] == 0, 0), None
-
-
-def per_expert(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
-    """Compute ``grouped`` in a loop, including experts without rows, so that they have a gradient of 0."""
-    # Unbound once, because the gradient of every slice would be as large as the whole tensor.
-    parts = zip(rows.split(loads.tolist()), weight.unbind(0), strict=True)
-    return torch.cat([F.linear(own, matrix) for own, matrix in parts])
 
 
 def group_experts(model: PreTrainedModel, mesh: DeviceMesh, adapter: LoRA | None) -> None:

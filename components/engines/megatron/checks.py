@@ -126,14 +126,14 @@ def check_run(
     check_moe(layout, model, world_size)
     check_stages(layout, model.config.num_hidden_layers)
     check_mtp(layout, model.config)
-    check_frozen(model)
+    check_frozen(model, stacked=layout.groups_experts(model, options.adapter))
     if optimizer.groups:
-        together = tensors(model, options.adapter)
+        together = tensors(layout, model, options.adapter)
         if updates_whole_weights(optimizer):  # query, key and value are separate weights
             together = [[name] for names in together for name in names]
         check_matches(optimizer.groups, together)
     if options.adapter is not None:
-        check_lora(options.adapter, model, layout.etp)
+        check_lora(layout, options.adapter, model)
     reason = why_no_transformer_engine(model.config, layout, options.dtype, options.device, options.adapter)
     if layout.transformer_impl == "transformer_engine" and reason:
         raise ConfigError(
@@ -251,21 +251,24 @@ def has_latents(config: PreTrainedConfig) -> bool:
     return getattr(config, "kv_lora_rank", None) is not None
 
 
-def tensors(model: PreTrainedModel, adapter: LoRA | None) -> list[list[str]]:
+def tensors(layout: Layout, model: PreTrainedModel, adapter: LoRA | None) -> list[list[str]]:
     """Return the names of the trained weights; together those that Megatron keeps in one tensor."""
     if adapter is not None:
         return [[name] for name in adapter.shapes(model)]
     trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
     names = [name for name, _ in unstack_experts(trained)]
-    together = hf_names.fused(names)
+    together = hf_names.fused(names, stacked=layout.groups_experts(model, adapter))
     fused = {name for group in together for name in group}
     return [*together, *([name] for name in names if name not in fused)]
 
 
-def check_frozen(model: PreTrainedModel) -> None:
-    """Check the frozen parameters against fused tensors and against the biases of frozen layers."""
+def check_frozen(model: PreTrainedModel, *, stacked: bool) -> None:
+    """Check the frozen parameters against fused tensors and against the biases of frozen layers.
+
+    ``stacked`` means that the experts of a layer are in the same tensors.
+    """
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    parts = hf_names.fused(trained)
+    parts = hf_names.fused(trained, stacked=stacked)
     for names in parts:
         frozen = [name for name in names if not trained[name]]
         if frozen and len(frozen) < len(names):
@@ -284,7 +287,7 @@ def check_frozen(model: PreTrainedModel) -> None:
             )
 
 
-def check_lora(adapter: LoRA, model: PreTrainedModel, etp: int) -> None:
+def check_lora(layout: Layout, adapter: LoRA, model: PreTrainedModel) -> None:
     if adapter.dora:
         raise ConfigError(
             "adapter.dora: the Megatron engine does not support it; use adapter=lora, or parallelism=fsdp2."
@@ -299,9 +302,14 @@ def check_lora(adapter: LoRA, model: PreTrainedModel, etp: int) -> None:
             "adapter.modules_to_save: the Megatron engine trains only the adapter; leave it out, or use "
             "parallelism=fsdp2."
         )
-    if etp > 1 and adapter.expert_targets(model):
+    if layout.moe_grouped_gemm and adapter.expert_targets(model):
         raise ConfigError(
-            f"parallelism.etp: {etp} ranks would split the experts in adapter.target_modules; use "
+            "parallelism.moe_grouped_gemm: is true, but adapter.target_modules has experts, whose adapters "
+            "need separate layers; leave it out, or use adapter.target_modules=attention."
+        )
+    if layout.etp > 1 and adapter.expert_targets(model):
+        raise ConfigError(
+            f"parallelism.etp: {layout.etp} ranks would split the experts in adapter.target_modules; use "
             "parallelism.etp=1, or adapter.target_modules=attention."
         )
 

@@ -8,6 +8,8 @@ and for transformer-engine's, except norms, which the latter keep inside the lin
 import re
 from collections.abc import Iterable
 
+from components.models.experts import EXPERT_PARAM
+
 LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
 ATTENTION, HF_ATTENTION = LAYER + "self_attention.", HF_LAYER + "self_attn."
 MLP, HF_MLP = LAYER + "mlp.", HF_LAYER + "mlp."
@@ -107,10 +109,17 @@ def unknown(names: Iterable[str]) -> list[str]:
     return [name for name in names if not any(rule.fullmatch(name) for rule in PRODUCED)]
 
 
-def fused(names: Iterable[str]) -> list[list[str]]:
-    """Group those of ``names`` (Hugging Face parameters) that Megatron fuses into one, such as q, k and v."""
+def fused(names: Iterable[str], *, stacked: bool) -> list[list[str]]:
+    """Group those of ``names`` (Hugging Face parameters) that Megatron fuses into one, such as q, k and v.
+
+    ``stacked`` means that the experts of a layer are fused too: all gate and up, and all down.
+    """
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in names:
+        if stacked and (found := EXPERT_PARAM.fullmatch(name)):
+            is_down = found["leaf"].startswith("down_proj")
+            groups.setdefault((found["experts"], "down" if is_down else "gate and up"), []).append(name)
+            continue
         for part, members in MEMBERS:
             if found := part.fullmatch(name):
                 key = tuple(member.format(**found.groupdict()) for member in members)

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from transformers import PreTrainedModel
+
+from components.adapters import LoRA
 from components.contracts.device import DeviceKind
 
 
@@ -56,6 +59,9 @@ class Layout:
     optimizer_cpu_offload: bool = False
     moe_token_dispatcher: Literal["allgather", "alltoall"] = "alltoall"
     """Token exchange: all-gather over the ep x etp ranks, or all-to-all to the chosen experts' ranks."""
+    moe_grouped_gemm: bool | None = None
+    """Whether the experts of a rank are stacked in two parameters and computed together, on a GPU in bf16 by
+    one grouped product per projection. None means that they are, except if an adapter targets experts."""
     capacity_factor: float | None = None
     """Maximum load of an expert, as a multiple of its even share of a rank's tokens. None means no limit."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
@@ -80,6 +86,12 @@ class Layout:
     def fuses_activation(self, device: DeviceKind) -> bool:
         """Return ``bias_activation_fusion``, or its default on a kind of device."""
         return device == "cuda" if self.bias_activation_fusion is None else self.bias_activation_fusion
+
+    def groups_experts(self, model: PreTrainedModel, adapter: LoRA | None) -> bool:
+        """Return ``moe_grouped_gemm``, or its default for a model with experts."""
+        if self.moe_grouped_gemm is not None:
+            return self.moe_grouped_gemm
+        return adapter is None or not adapter.expert_targets(model)
 
     @property
     def model_ranks(self) -> int:

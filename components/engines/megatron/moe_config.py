@@ -16,6 +16,7 @@ KEYS = (
     "ep",
     "etp",
     "moe_token_dispatcher",
+    "moe_grouped_gemm",
     "capacity_factor",
     "moe_token_drop_policy",
     "moe_pad_to_capacity",

@@ -116,7 +116,7 @@ class RankParameters:
     """Whether embedding and head are tied."""
 
     def num_bytes(self, size: int) -> int:
-        """Return the bytes of all parameters in a dtype of ``size`` bytes."""
+        """Return the bytes of all parameters in a dtype of ``size`` bytes, with ``initial`` in fp32."""
         return (self.trained + self.frozen) * size + self.initial * (FP32 - size)
 
 
@@ -378,8 +378,17 @@ def block_activations(
     )
     if not (routed := moe_block_numbers(model)):
         return [plain] * len(model.base_model.layers)
-    # tp ranks have the same tokens and send a part of them each, which etp ranks gather again.
-    mlp = moe_activations(model, run, split=layout.etp, shared_split=tp, share=layout.etp / tp)
+    # tp ranks have the same tokens and send a part of them each, which etp ranks gather again. The results of
+    # experts are not saved, because routing weights multiply the inputs of the last matrix.
+    mlp = moe_activations(
+        model,
+        run,
+        split=layout.etp,
+        shared_split=tp,
+        share=layout.etp / tp,
+        hidden_kept=1,
+        inner_kept=3 if layout.fuses_activation(run.device) else 6,
+    )
     other = replace(plain, mlp=mlp)
     return [other if layer in routed else plain for layer in range(len(model.base_model.layers))]
 

@@ -45,7 +45,14 @@ def intermediate_size(config: PreTrainedConfig) -> int:
 
 
 def moe_activations(
-    model: PreTrainedModel, run: RunShape, *, split: int, shared_split: int, share: float = 1.0
+    model: PreTrainedModel,
+    run: RunShape,
+    *,
+    split: int,
+    shared_split: int,
+    share: float = 1.0,
+    hidden_kept: int = 2,
+    inner_kept: int = 4,
 ) -> MlpActivations:
     """Return the activation widths of an MoE block with a balanced load.
 
@@ -60,6 +67,8 @@ def moe_activations(
     Args:
         split: number of ranks that split the matrices of an expert.
         shared_split: number of ranks that split the matrices of a shared expert.
+        hidden_kept: tensors of width H that each copy saves.
+        inner_kept: tensors of width I that each copy saves.
         share: tokens whose K copies the experts of this rank process, relative to the tokens of the rank. It
             is below 1 if tp ranks hold the same tokens and divide them.
     """
@@ -70,7 +79,7 @@ def moe_activations(
     own = beside.gate_proj.out_features / shared_split if beside is not None else 0
     copies, router = share * config.num_experts_per_tok, 2 * len(block.experts) * FP32 / run.size
     return MlpActivations(
-        kept=copies * (2 * hidden + 4 * inner) + 4 * own + router,
+        kept=copies * (hidden_kept * hidden + inner_kept * inner) + 4 * own + router,
         gradients=max(copies * (hidden + 2 * inner), 2 * own),
         products=copies * (2 * hidden + 3 * inner) + router,
     )

@@ -47,7 +47,7 @@ class DropRecord:
 
 @cache
 def install() -> None:
-    """Silence exactly these messages, once per process and before the first import of megatron."""
+    """Silence the messages listed above, once per process; call it before the first import of megatron."""
     useless = WARNINGS if torch.cuda.is_available() else WARNINGS + ABOUT_GPUS
     for message, category, module in useless:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)

@@ -30,7 +30,7 @@ Shapes = Mapping[str, torch.Size]
 class HFTensorSlice:
     """The part of one Hugging Face tensor that lies in one parameter of this rank.
 
-    The parameter's rows form ``groups`` equal groups; the block is rows ``start:stop`` of every group.
+    The parameter's rows form ``groups`` equal groups; the slice is rows ``start:stop`` of every group.
     """
 
     name: str
@@ -50,7 +50,7 @@ class HFTensorSlice:
     """Whether it belongs to an expert, of which each rank of ``ep`` holds different ones."""
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the block of ``tensor``: weight, master weight, moment or gradient of the whole parameter.
+        """Return this part of ``tensor``: weight, master weight, moment or gradient of the whole parameter.
 
         The result shares memory with ``tensor`` if ``groups`` is 1, and is contiguous if ``tensor`` is.
         """
@@ -65,7 +65,7 @@ class HFTensorSlice:
             target.copy_(group)
 
     def flat_chunks(self, shape: torch.Size, where: slice) -> Iterator[FlatChunk]:
-        """Yield the Hugging Face tensor's boxes in elements ``where`` of the flattened parameter."""
+        """Yield the parts of the Hugging Face tensor in elements ``where`` of the flattened parameter."""
         columns, height, rows = math.prod(shape[1:]), shape[0] // self.groups, self.stop - self.start
         for group in range(self.groups):
             first = (group * height + self.start) * columns
@@ -88,9 +88,9 @@ HFTensorSlices = dict[nn.Parameter, list[HFTensorSlice]]
 
 
 def hf_slices(chunks: Sequence[GPTModel], shapes: Shapes) -> HFTensorSlices:
-    """Return the blocks of every parameter of ``chunks`` (unwrapped), without communication.
+    """Return the slices that every parameter of ``chunks`` (unwrapped) holds, without communication.
 
-    Assert that every row, except vocabulary padding, belongs to exactly one block that fits ``shapes``.
+    Assert that every row, except vocabulary padding, belongs to exactly one slice that fits ``shapes``.
     """
     found: HFTensorSlices = {}
     for chunk in chunks:
@@ -124,7 +124,7 @@ def sharded_parameters(chunk: GPTModel) -> Iterator[tuple[nn.Parameter, list[Sha
 def tensor_slices(
     parameter: nn.Parameter, tensor: ShardedTensor, shapes: Shapes, query_groups: int
 ) -> list[HFTensorSlice]:
-    """Return the blocks of ``tensor``, which consists of rows of ``parameter``."""
+    """Return the slices of Hugging Face tensors that ``tensor`` holds; its rows are rows of ``parameter``."""
     names = hf_names(tensor.key)
     rows, offset = tensor.local_shape[0], tensor.global_offset[0]
     first = (tensor.data.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
@@ -182,7 +182,7 @@ def chunk_range(size: int, parts: int, rank: int) -> slice:
 
 
 def check_rows(parameter: nn.Parameter, tensor: ShardedTensor, members: Sequence[HFTensorSlice]) -> None:
-    """Assert that every row of ``parameter`` is in one block, except padding, if Megatron allows it there."""
+    """Assert that every row of ``parameter`` is in one slice, except padding, if Megatron allows it there."""
     covered = torch.zeros(parameter.shape[0], dtype=torch.int64)
     for member in members:
         member.write(covered, member.read(covered) + 1)
@@ -224,7 +224,7 @@ def replicas(parameter: Tensor) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class TPMeshes:
-    """The meshes over which ``Block.dim`` is split."""
+    """The meshes over which ``HFTensorSlice.dim`` is split."""
 
     dense: DeviceMesh
     experts: DeviceMesh
@@ -247,7 +247,7 @@ class TPMeshes:
 def as_dtensor(member: HFTensorSlice, value: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return ``value``, shaped like ``member.read``, as this rank's part of the Hugging Face tensor.
 
-    The result is a DTensor over ``mesh`` that shares memory with ``value``, or ``value`` itself if the block
+    The result is a DTensor over ``mesh`` that shares memory with ``value``, or ``value`` itself if the slice
     is replicated. No communication.
     """
     if member.dim is None:

@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig
 from components.contracts.loss import TokenStats
 from components.engines.megatron.runtime.attention import CoreAttention, packed_seq_params
 from components.engines.megatron.runtime.cp_sharding import CPShard
+from components.engines.megatron.runtime.grouped_experts import GroupedExperts
 from components.engines.megatron.runtime.mla import LatentAttention
 from components.engines.megatron.runtime.moe_router import Router, TokenRouting, find_routers
 from components.engines.megatron.runtime.mtp import mtp_spec
@@ -45,9 +46,10 @@ class ForwardRequest:
     shard: CPShard
     requires: frozenset[str] = frozenset()
     weights: Tensor | None = None
-    """float32, shaped like ``row.labels``."""
+    """float32, shaped like ``shard.labels``."""
     noise: tuple[Tensor, Tensor] | None = None
-    """Keys and ranges of the noise on embeddings, like the input ids of this rank. None means no noise."""
+    """Keys and ranges of the noise on embeddings (see ``NEFTune.noise_of``): ``[B, L]``, or ``[L / tp, B]``
+    with sequence parallelism. None means no noise."""
     routing: TokenRouting | None = None
     """Input for the routers. None means that this rank has no routers."""
     mtp: tuple["ForwardRequest", ...] = ()
@@ -236,6 +238,8 @@ def layer_spec(config: TransformerConfig, *, routed: bool) -> ModuleSpec:
     layer.submodules.self_attention.submodules.core_attention = CoreAttention
     if routed:
         layer.submodules.mlp.submodules.router = Router
+        if config.groups_experts:
+            layer.submodules.mlp.submodules.experts = GroupedExperts
     return layer
 
 

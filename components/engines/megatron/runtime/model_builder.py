@@ -47,6 +47,7 @@ def build_model_chunks(
     Parameters frozen in ``meta`` are frozen here; with an adapter, all parameters except its own are.
     """
     dtype, adapter = options.dtype, options.adapter
+    config.groups_experts = layout.groups_experts(meta, adapter)
     bare = build_chunks(meta.config, config, scalar_head=has_scalar_head(meta))
     if (padding := meta.get_input_embeddings().padding_idx) is not None:
         for chunk in bare:

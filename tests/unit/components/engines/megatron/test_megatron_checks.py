@@ -515,6 +515,7 @@ LORA = LoRA(r=2, alpha=2.0, target_modules="mlp")
 EXPERTS: list[tuple[dict[str, Any], list[str]]] = [
     (DENSE | {"ep": 2, "ranks": 2}, ["parallelism.ep", "qwen3 has no experts"]),
     (DENSE | {"moe_token_dispatcher": "allgather"}, ["parallelism.moe_token_dispatcher", "no experts"]),
+    (DENSE | {"moe_grouped_gemm": True}, ["parallelism.moe_grouped_gemm", "no experts"]),
     (DENSE | {"capacity_factor": 1.5}, ["parallelism.capacity_factor", "no experts"]),
     (QWEN_MOE | {"ep": 4, "ranks": 4}, ["parallelism.ep: 4", "use 1 or 2"]),
     (QWEN_MOE | {"etp": 5, "ranks": 5}, ["parallelism.etp: 5", "24; use 1"]),
@@ -528,6 +529,14 @@ EXPERTS: list[tuple[dict[str, Any], list[str]]] = [
     (
         QWEN_MOE | {"adapter": LORA, "etp": 2, "ranks": 2},
         ["parallelism.etp: 2", "adapter.target_modules=attention"],
+    ),
+    (
+        QWEN_MOE | {"adapter": LORA, "moe_grouped_gemm": True},
+        ["parallelism.moe_grouped_gemm: is true", "leave it out, or use adapter.target_modules=attention"],
+    ),
+    (
+        QWEN_MOE | {"freeze": ("*.experts.0.*",)},
+        ["experts.0.gate_proj.weight is frozen and", "experts.1.gate_proj.weight is not", "in one tensor"],
     ),
 ]
 
@@ -548,6 +557,8 @@ def test_what_experts_do_not_fit_is_refused(arguments: dict[str, Any], words: li
         | {"ep": 2, "ranks": 2, "moe_token_dispatcher": "allgather", "moe_token_drop_policy": "position"}
         | {"capacity_factor": 1.25},
         QWEN_MOE | {"adapter": LORA},
+        QWEN_MOE | {"freeze": ("*.experts.0.*",), "moe_grouped_gemm": False},
+        QWEN_MOE | {"freeze": ("*.experts.*_proj.*",)},
         QWEN_MOE | {"adapter": replace(LORA, target_modules="attention"), "etp": 2, "ranks": 2},
         SHARED | {"ep": 4, "ranks": 4, "shared_expert_overlap": True},
     ],
