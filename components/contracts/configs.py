@@ -230,7 +230,7 @@ class Prepared(Protocol):
         """Write ``folder``/bad_records.jsonl if records were left out because they cannot be read."""
 
     def write_samples(self, folder: Path, tokenizer: Foreign) -> None:
-        """Write ``folder``/samples.json, which shows some training samples and which tokens are trained."""
+        """Write ``folder``/samples.json: some training samples, and which of their tokens are trained on."""
 
     def to_json(self) -> Json: ...
 

@@ -92,7 +92,7 @@ class Engine(LossEngine, Protocol):
         """
 
     def abort_train_step(self) -> None:
-        """Discard gradients and sums, so that weights and optimizer are as before ``begin``.
+        """Discard gradients and sums, so that weights and optimizer are as before ``begin_train_step``.
 
         A second call does nothing.
         """

@@ -65,7 +65,7 @@ class SplitAudit:
 class Audit:
     train: SplitAudit
     eval: Mapping[str, SplitAudit] = field(hash=False)
-    """The evaluation sets by the beginning of their metrics: ``eval``, or ``eval/NAME`` each."""
+    """The evaluation sets by the prefix of their metrics: ``eval``, or ``eval/NAME`` for a named set."""
 
     def to_json(self) -> str:
         splits = {name: asdict(split) for name, split in self._splits().items()}

@@ -80,7 +80,7 @@ class Data(ABC):
 
     @abstractmethod
     def eval_sources(self) -> Mapping[str, Source]:
-        """Return the evaluation sets by the beginning of their metrics: ``eval``, or ``eval/NAME`` each."""
+        """Return the evaluation sets by the prefix of their metrics, ``eval`` or ``eval/NAME``."""
 
     def shares(self) -> Shares | None:
         """Return the share of each training source in an epoch. None means that they say how often."""

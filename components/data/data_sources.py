@@ -44,7 +44,7 @@ class SourceItems:
     options: RecordOptions = field(default_factory=RecordOptions)
     """How the records become samples, with the format resolved. Not read for items that are samples."""
     fraction: Callable[[], float | None] = lambda: None
-    """Returns the share of the source that has been read. None means not known."""
+    """Function that returns the share of the source that has been read, 0 to 1. None means not known."""
 
 
 class Source(Protocol):

@@ -29,7 +29,7 @@ SHOWN_SAMPLES, SHOWN_TOKENS = 3, 1000
 
 
 class TokenDataLoader:
-    """See ``components.contracts.data.DataLoader``; ``GlobalBatch.shares`` says which rows a rank takes."""
+    """A ``components.contracts.data.DataLoader``; ``GlobalBatch.shares`` selects the rows of each rank."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class PreparedData:
 
     train: SplitFiles
     eval: Mapping[str, SplitFiles] = field(hash=False)
-    """The evaluation sets by the beginning of their metrics: ``eval``, or ``eval/NAME`` each."""
+    """The evaluation sets by the prefix of their metrics: ``eval``, or ``eval/NAME`` for a named set."""
     packing: str
     pad_id: int
     global_batch_size: int

@@ -109,7 +109,7 @@ class Split:
         return PlanOptions(self.packing, self.max_length, bool(self.shuffle), self.seed)
 
     def files(self, num_steps: int, *, drop_last: bool) -> SplitFiles:
-        """Return what the ranks need to make the same plans."""
+        """Save ``repeats``, and return the description from which all ranks make the same plans."""
         self.plans.save_repeats()
         stores = tuple(part.files for part in self.parts)
         return SplitFiles(stores, str(self.folder), self.options, self.share_prompt, num_steps, drop_last)

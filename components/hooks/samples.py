@@ -28,7 +28,7 @@ class Samples(Hook):
     generates_text: ClassVar[bool] = True
 
     prompts: str
-    """Files of records with ``messages``, ``prompt`` or ``text``."""
+    """Path of a file or folder, or a pattern: records with ``messages``, ``prompt`` or ``text``."""
     max_new_tokens: int = 64
     strings: Literal["plain", "chat"] = "plain"
 

@@ -18,7 +18,7 @@ from components.loggers.base import RunInfo
 
 @dataclass(frozen=True)
 class Console:
-    """Shows a run on the terminal. Its lines are those of train.log, so it takes no rows."""
+    """Shows the lines of train.log and a progress bar on the terminal. It takes no rows of metrics."""
 
     progress: bool = True
 

@@ -309,7 +309,7 @@ def check_neftune(alpha: float, share_prompt: bool) -> None:
 
 
 def check_mtp_stage(layers: int, kind: str) -> None:
-    """Raise ConfigError if MTP layers are combined with a ``kind`` of samples for comparing answers."""
+    """Raise ConfigError if there are MTP ``layers`` and the ``kind`` of samples is neither text nor chat."""
     if layers and kind not in ("text", "chat"):
         raise ConfigError(
             f"model.mtp.num_layers: is {layers}, but this stage compares answers and predicts no next token; "

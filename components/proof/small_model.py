@@ -24,9 +24,10 @@ class Limits:
 
 
 def small_config(config: PreTrainedConfig, limits: Limits, sizes: Mapping[str, int]) -> Json:
-    """Return the fields of a model of at most ``limits`` that a layout of these ``sizes`` can split.
+    """Return the fields of ``config``, reduced to about ``limits``, such that a layout can split the model.
 
-    Dropout is 0, because its random streams differ between layouts.
+    ``sizes`` are the numbers of ranks of the layout by dimension, such as ``tp``, and ``vpp``. Dropout is 0,
+    because its random streams differ between layouts.
     """
     fields = config.to_dict()
     found: Json = {name: 0.0 for name, value in fields.items() if "drop" in name and isinstance(value, float)}

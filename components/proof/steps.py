@@ -80,9 +80,10 @@ class ProofRun:
         return lr * min(max(CHANGE / change, 1e-3), 1e3) if 0 < change < math.inf else lr
 
     def take(self, folder: Path, peak: float) -> None:
-        """Write the weights before and after the first step, the same with the control, and the curve.
+        """Write to ``folder`` the weights before and after the first step, and the losses of several steps.
 
-        ``peak`` is the learning rate of the curve.
+        ``gradients`` has these weights with the loss itself, ``control`` with the loss ``PerMicrobatch``.
+        ``curve.json`` has a loss and a gradient norm for each step; ``peak`` is its peak learning rate.
         """
         self.first_step(self.loss, folder / "gradients")
         self.first_step(PerMicrobatch(self.loss), folder / "control")

@@ -13,7 +13,10 @@ LIBRARIES = ("megatron/core", "transformers/models", "torch/distributed/fsdp", "
 
 @cache
 def shown(code: CodeType) -> tuple[str, bool] | None:
-    """Return the short name of a file and whether it is the program's; None for all other files."""
+    """Return the short name of the file of ``code``, and whether it is the program's, not a library's.
+
+    None means that it is not shown: a file of the rehearsal, or of neither the program nor ``LIBRARIES``.
+    """
     name = code.co_filename
     if name.startswith(SKIPPED):
         return None

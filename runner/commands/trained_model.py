@@ -69,6 +69,9 @@ def open_model(given: Mapping[str, str]) -> tuple[PreTrainedModel, PreTrainedTok
     That is a folder that transformers or peft reads, such as an export or an adapter, or a checkpoint or run
     folder of this program. A checkpoint is first exported to a temporary folder ($TMPDIR). The model is moved
     to the GPU if it takes less than half of its free memory.
+
+    Raises:
+        ConfigError: if the model cannot be read, is a reward model, or needs code that is not trusted.
     """
     folder = Path(given["checkpoint"])
     if any((folder / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):

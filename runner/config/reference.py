@@ -125,7 +125,7 @@ def rows(prefix: str, node: Json, reader: Any, comments: Mapping[str, str]) -> I
 
 
 def table(prefix: str, node: Json, reader: Any, comments: Mapping[str, str]) -> Iterator[str]:
-    """Yield the table of a node, and a block with the fields of a model's shape, which have no types."""
+    """Yield the Markdown table of a node, and a YAML block with a model's ``architecture``, if it has one."""
     described = {f"{prefix}.{key}": words for key, words in comments.items()}
     if lines := list(rows(prefix, node, reader, described)):  # adapter=none has no keys
         yield from (*TABLE_HEAD, *lines)

@@ -21,7 +21,7 @@ LARGEST_SCALE = 2.0**127
 
 @dataclass(frozen=True)
 class RunConfig:
-    """``run.*`` of the composed config."""
+    """``run.*``: length, batches, numbers and output of a run."""
 
     name: str
     output_dir: str
@@ -127,7 +127,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EarlyStoppingConfig:
-    """``early_stopping.*``."""
+    """``early_stopping.*``: the metric whose lack of improvement ends a run."""
 
     metric: str | None
     patience: int
@@ -139,7 +139,7 @@ class EarlyStoppingConfig:
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """``profiler.*``."""
+    """``profiler.*``: the steps and ranks that torch's profiler records, and in which detail."""
 
     enabled: bool
     steps: tuple[int, int]
@@ -159,7 +159,7 @@ class ProfilerConfig:
 
 @dataclass(frozen=True)
 class PreflightConfig:
-    """``preflight.*``."""
+    """``preflight.*``: what is computed or forecast in place of the run, and for which devices."""
 
     mode: Literal["check", "only", "plan", "rehearse", "prove"]
     devices: int | None

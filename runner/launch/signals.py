@@ -17,9 +17,9 @@ FORCE_QUIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Send every stop signal to ``handler``; call it in the main thread only.
+    """Send every stop signal to ``handler`` while the context is open; only the main thread may open it.
 
-    That includes signals that the shell set to be ignored, except SIGHUP, which ``nohup`` ignores on purpose.
+    This includes signals that the shell set to be ignored, except SIGHUP, which ``nohup`` ignores on purpose.
     """
     wanted = [n for n in REQUESTS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in wanted}

@@ -77,7 +77,7 @@ def read_job_record(path: Path) -> JobRecord:
 
 
 def read_job_records(sweep: Path) -> list[JobRecord]:
-    """Return the outcomes of the jobs that have begun, by number."""
+    """Return the outcomes of the jobs that have begun, sorted by number."""
     paths = (sweep / "jobs").glob("*.json")
     found = [read_job_record(path) for path in paths if path.stem.isdecimal()]
     return sorted(found, key=lambda record: record.number)

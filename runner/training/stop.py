@@ -26,7 +26,7 @@ Pruner = Callable[[int, float], bool]
 
 
 class StopPolicy:
-    """Whether the run is to end at this boundary, agreed over all ranks.
+    """The decision, the same on all ranks, whether the run ends before its last step.
 
     Args:
         agree: returns the maximum of a value over all ranks; collective.

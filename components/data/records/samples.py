@@ -67,7 +67,10 @@ class PreferenceSample:
 
 @dataclass(frozen=True)
 class UnpairedSample:
-    """A continuation of a prompt, desirable or not. As messages, it has the assistant's turn at both ends."""
+    """A continuation of a prompt, labelled desirable or not.
+
+    If it is a list of messages, it begins and ends with an assistant turn.
+    """
 
     prompt: Turns
     completion: Turns

@@ -25,7 +25,7 @@ class DamagedFile(Exception):
 
 
 class HashedFile:
-    """A binary file that is written, with the size and the checksum of its content so far."""
+    """A binary file that is open for writing, with the size and the checksum of its content so far."""
 
     def __init__(self, path: Path, size: int = 0) -> None:
         """Open ``path`` and keep its first ``size`` bytes, or fewer if it has fewer."""

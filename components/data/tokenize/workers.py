@@ -172,7 +172,9 @@ def _encode_in_worker(batch: list[EncoderInput]) -> TokenChunk:
 
 
 def build_store(source: Source, encoder: Encoder, cache: Path, num_workers: int) -> tuple[TokenStore, str]:
-    """Return the token store of ``source``, written unless it is complete, and its content's identity.
+    """Return the token store of ``source``, and a digest of its content, the tokenizer and the options.
+
+    The store is written unless it is complete.
 
     Raises:
         ConfigError: if a record is invalid, the source is of another kind, or no sample is left.
@@ -266,7 +268,10 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @cache
 def _code() -> list[str]:
-    """Return digests of the code that makes tokens, so that no version number has to be maintained."""
+    """Return a digest of the code that makes tokens, and the versions of its libraries.
+
+    With these in the name of a store, no version number has to be maintained.
+    """
     folder = Path(__file__).parents[1]
     own = [folder / name for name in ("data_sources.py", "demo.py", "store/token_store.py")]
     own += [*(folder / "records").glob("*.py"), *(folder / "tokenize").glob("*.py")]

@@ -14,8 +14,9 @@ def check(model: PreTrainedModel, *, ep: int, tp: int, ranks: int, adapter: LoRA
     ``ranks`` is the number of ranks that shard a copy of the parameters, dp / dp_replicate x cp.
 
     Raises:
-        ConfigError: if ``ep`` or ``tp`` cannot split the experts of ``model``, which may have none; if their
-            parts cannot be sharded; or if only some experts of a layer are trained.
+        ConfigError: if ``ep`` is above 1 and ``model`` has no experts; if ``ep`` or ``tp`` cannot split them;
+            if their parts cannot be sharded; if only some experts of a layer are trained; or if their adapter
+            is not supported.
     """
     found = [module for module in model.modules() if isinstance(module, ExpertList)]
     if not found:

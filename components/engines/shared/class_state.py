@@ -57,14 +57,14 @@ def create_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Param
 
 
 def group_numbers(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return copies of numbers that all parameter groups share, by key of a checkpoint."""
+    """Return the numbers ``names``, which all parameter groups share, by checkpoint key: float64 ``[1]``."""
     return {f"optimizer_group/{name}": number(optimizer.param_groups[0][name]) for name in names}
 
 
 def set_group_numbers(
     optimizer: torch.optim.Optimizer, names: Iterable[str], numbers: Mapping[str, Tensor]
 ) -> None:
-    """Set what ``group_numbers`` returned in all parameter groups."""
+    """Set the numbers ``names`` of all parameter groups to those that ``group_numbers`` returned."""
     for group in optimizer.param_groups:
         for name in names:
             group[name] = type(group[name])(numbers[f"optimizer_group/{name}"].item())

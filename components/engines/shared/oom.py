@@ -10,7 +10,7 @@ from components.contracts.errors import TrainingError
 
 REMEDY = "lower run.micro_batch_size or data.max_length, or set parallelism.activation_checkpointing=full"
 HOST = ("not enough memory", "DefaultCPUAllocator", "Cannot allocate memory")
-"""Messages of torch's host memory allocator, which raises an ordinary RuntimeError."""
+"""Parts of the messages of torch's host memory allocator, which raises an ordinary RuntimeError."""
 
 
 class MicrobatchOutOfMemory(TrainingError):

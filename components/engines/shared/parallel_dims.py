@@ -1,4 +1,4 @@
-"""The number of ranks of a layout, the sizes that fit a model, and suggestions for the others."""
+"""The number of ranks of a layout, checks that its sizes fit a model, and suggestions of sizes that do."""
 
 from collections.abc import Iterable, Mapping
 

@@ -2,7 +2,8 @@
 
 With logits ``z = h @ W.T + b``, label ``y`` and softmax ``p`` over a vocabulary of V, the gradients are
     d logp / dz = onehot(y) - p        d logsumexp / dz = p        d mean_logp / dz = 1 / V - p
-Given logsumexp, the columns of ``dz`` are independent: with a split vocabulary only the forward communicates.
+Given logsumexp, the columns of ``dz`` are independent. So with a split vocabulary only the forward pass
+communicates here; in the backward pass the caller sums the gradient of ``h`` over the ranks.
 """
 
 from collections.abc import Iterator

@@ -34,7 +34,7 @@ GPUS = {
 """Memory in GB, and bytes/s to another GPU of the node in one direction (NVLink, else PCIe 4 x16), from
 NVIDIA's data sheets. A card reports slightly more memory than its GB: the rest is left to CUDA and NCCL."""
 WITHOUT_FLOAT8 = ("A100", "A10", "RTX 3090", "RTX A6000")
-"""Those of compute capability below 8.9, which have no products in float8."""
+"""GPUs of compute capability below 8.9, which cannot multiply matrices in float8."""
 
 GPU_MFU = 0.4
 """Assumed MFU on GPUs. Large runs on H100 reach 0.38 to 0.43 (Llama Team, 2024, table 4)."""

@@ -99,7 +99,7 @@ def parameters(model: PreTrainedModel, cuts: Cuts, adapter: LoRA | None = None) 
 
 
 class OwnedState(NamedTuple):
-    """Bytes of an optimizer of whole weights on the rank that has the most."""
+    """Bytes on the rank that has the most, if every weight is updated as a whole by one rank, its owner."""
 
     weights: int
     moments: int

@@ -50,7 +50,7 @@ class Candidate:
     max_length: int
     """``data.max_length``"""
     cut: int = 1
-    """Divisor of ``max_length`` in a variation."""
+    """Divisor of ``max_length``; above 1 only in a variation with shorter rows."""
 
     @property
     def dp_size(self) -> int:

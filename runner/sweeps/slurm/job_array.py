@@ -132,7 +132,8 @@ def wants_cancel(count: int) -> bool:
 def finalize_job(job: SubmittedJob, state: str, reason: str, *, cancelled: bool) -> None:
     """Complete the outcome of a job that is over, and print its failure.
 
-    Rank 0 writes the outcome, so it can be missing or say ``done`` although another rank failed.
+    Rank 0 writes the outcome, so it can be missing, or have the status ``completed`` although another rank
+    failed.
     """
     known = read_final_record(job, expected=state == "COMPLETED")
     healthy = state in {"COMPLETED", NOT_IN_QUEUE}
