@@ -7,7 +7,7 @@ from components.data.plans import count_steps
 
 
 class ListedPlans:
-    """See ``components.data.plans.Plans``. These are of epochs whose numbers of rows may differ."""
+    """See ``components.data.plans.CachedPlans``. These are of epochs whose numbers of rows may differ."""
 
     same_number_of_rows = False
     same_rows = False

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.compose import composed
 from components.contracts.batch import IGNORE, Batch
-from components.contracts.data import BatchShard, BatchStats, DataLoader
-from components.preflight.estimates.flops import matmul_sizes, peak_flops, train_flops
+from components.contracts.data import BatchShard, DataLoader
+from components.preflight.estimates.flops import matmul_sizes, peak_flops, step_flops
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
 from runner.training.prefetch import Prefetched
@@ -60,19 +60,10 @@ class Clock:
             peak_bytes = torch.cuda.max_memory_allocated()
         return {
             "tokens_per_s": round(sum(stat.num_tokens for stat in stats) / seconds, 1),
-            "mfu": round(sum(needed(sizes, stat) for stat in stats) / seconds / peak, 4),
+            "mfu": round(sum(step_flops(sizes, stat) for stat in stats) / seconds / peak, 4),
             "peak_memory_gib": round(peak_bytes / 2**30, 2),
             "steps": len(stats),
         }
-
-
-def needed(sizes: Any, stats: BatchStats) -> float:
-    return train_flops(
-        sizes,
-        num_tokens=stats.num_computed_tokens,
-        num_labels=stats.num_labels,
-        sum_squared_seqlens=stats.sum_squared_seqlens,
-    )
 
 
 def ours(experiment: Experiment, loader: DataLoader, clock: Clock, steps: int) -> None:

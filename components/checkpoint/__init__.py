@@ -1,25 +1,11 @@
 """Checkpoints that can be loaded by any engine in any layout."""
 
-from components.checkpoint.folder import CheckpointMeta, complete_checkpoints, read_meta
-from components.checkpoint.manager import CheckpointManager
-from components.checkpoint.resume import (
-    Resume,
-    RunIdentity,
-    newest_valid,
-    resolve_checkpoint,
-    run_order,
-    verify_checkpoint,
-)
-
-__all__ = [
-    "CheckpointManager",
-    "CheckpointMeta",
-    "Resume",
-    "RunIdentity",
-    "complete_checkpoints",
-    "newest_valid",
-    "read_meta",
-    "resolve_checkpoint",
-    "run_order",
-    "verify_checkpoint",
-]
+from components.checkpoint.folder import complete_checkpoints as complete_checkpoints
+from components.checkpoint.folder import read_meta as read_meta
+from components.checkpoint.manager import CheckpointManager as CheckpointManager
+from components.checkpoint.resume import Resume as Resume
+from components.checkpoint.resume import RunIdentity as RunIdentity
+from components.checkpoint.resume import newest_valid as newest_valid
+from components.checkpoint.resume import resolve_checkpoint as resolve_checkpoint
+from components.checkpoint.resume import run_order as run_order
+from components.checkpoint.resume import verify_checkpoint as verify_checkpoint

@@ -38,11 +38,7 @@ def save_tensors(
     try:
         no_dist = not dist.is_initialized()
         dcp.save(
-            dict(tensors),
-            storage_writer=writer,
-            planner=AliasPlanner(),
-            process_group=group,
-            no_dist=no_dist,
+            dict(tensors), storage_writer=writer, planner=AliasPlanner(), process_group=group, no_dist=no_dist
         )
     except dcp.CheckpointException as error:
         raise cause(error, f"{path}: the checkpoint could not be written: {error}") from error

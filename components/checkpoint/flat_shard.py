@@ -55,11 +55,7 @@ class FlatShard(Tensor):
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=properties,
-                    size=self.whole,
-                ),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.whole),
             )
             for chunk in self.__create_chunk_list__()
         ]

@@ -123,7 +123,9 @@ class CheckpointManager:
         try:
             work()
         except OSError as error:
-            free = shutil.disk_usage(nearest_existing(self.folder)).free
+            # The nearest folder that exists.
+            there = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
+            free = shutil.disk_usage(there).free
             message = (
                 f"{self.folder}: the checkpoint could not be written: {error} ({free / 2**20:,.0f} MiB are "
                 "free here); earlier checkpoints are untouched. Free some space, or lower "
@@ -172,8 +174,3 @@ class CheckpointManager:
         for refused in all_gather_objects(refusal, group):
             if refused is not None:
                 raise refused
-
-
-def nearest_existing(folder: Path) -> Path:
-    """Return ``folder`` or its nearest parent that exists."""
-    return next(path for path in (folder, *folder.parents) if path.is_dir())

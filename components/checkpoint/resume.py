@@ -75,11 +75,8 @@ class Resume:
         """
         if self.mode == "never":
             return None
-        point = (
-            newest(output_dir / name)
-            if self.mode == "auto"
-            else find_checkpoint("checkpoint.resume", self.mode)
-        )
+        named = self.mode != "auto"
+        point = find_checkpoint("checkpoint.resume", self.mode) if named else newest(output_dir / name)
         if point is not None:
             meta = verify_checkpoint(point, checksums=self.verify)
             check_same_run(point, meta, identity, force=self.force)
@@ -196,13 +193,5 @@ def check_same_run(point: Path, meta: CheckpointMeta, identity: RunIdentity, *, 
             raise ConfigError(
                 f"checkpoint.resume: {point}: {remedy}, or checkpoint.allow_mismatch=true to resume anyway."
             )
-        log.warning(
-            "checkpoint.allow_mismatch: %s of %s differs and is ignored: %s",
-            key,
-            point,
-            changed(key, theirs, ours),
-        )
-
-
-def changed(key: str, theirs: object, ours: dict[str, object]) -> str:
-    return "other batches follow" if key == "data" else f"it was {theirs}, and is {ours[key]}"
+        effect = "other batches follow" if key == "data" else f"it was {theirs}, and is {ours[key]}"
+        log.warning("checkpoint.allow_mismatch: %s of %s differs and is ignored: %s", key, point, effect)

@@ -1,13 +1,12 @@
 """Statistics of the data, printed and saved with every run."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 from rich.table import Table
 
-from components.data.packing import Plan
 from components.data.store.token_store import Bools, FilterResult, TokenSequences
 
 
@@ -126,9 +125,9 @@ def audit_source(
         tokens=int(lengths.sum()),
         supervised=int(record.num_supervised[sequences].sum()),
         truncated=int(record.truncated[selected].sum()),
-        dropped=record.dropped if with_left_out else 0,
-        unsupervised=record.unsupervised if with_left_out else 0,
-        identical=record.identical if with_left_out else 0,
+        dropped=record.left_out["dropped"] if with_left_out else 0,
+        unsupervised=record.left_out["unsupervised"] if with_left_out else 0,
+        identical=record.left_out["identical"] if with_left_out else 0,
         bad=len(record.bad) if with_left_out else 0,
         unread=tuple(sorted(record.unread)),
         long_prompts=record.long_prompts if with_left_out else 0,
@@ -144,13 +143,6 @@ def audit_source(
 def _share(flags: Bools | None, selected: Bools) -> float | None:
     """Return the share of true flags, or None if it is not known or nothing is selected."""
     return None if flags is None or not selected.any() else float(flags[selected].mean())
-
-
-def audit_split(sources: Sequence[SourceAudit], plan: Plan, packing: str, capacity: int) -> SplitAudit:
-    """Return a split's statistics with the plan of its first epoch. Packed rows fit ``capacity`` tokens."""
-    tokens = int((plan.segments[:, 2] - plan.segments[:, 1]).sum())
-    fill = None if packing == "none" else tokens / (plan.num_rows * capacity)
-    return SplitAudit(tuple(sources), packing, plan.num_rows, fill)
 
 
 def _cell(value: str | float | tuple[str, ...] | None) -> str:

@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -123,18 +124,22 @@ class Data(ABC):
             ConfigError: if an option or a record is invalid, or if no sample or no step is left.
         """
         self.check_kind(kind)
-        cache, packing = cache_folder(self.cache_dir), self.resolve_packing(kind)
+        cache, packing = self.cache(), self.resolve_packing(kind)
         if packing == "concat" and self.long_samples != "truncate":
             raise ConfigError(
                 f"data.long_samples: is {self.long_samples}, but data.packing=concat cuts documents across "
                 "rows, and none is too long; leave it out, or use data.packing=bfd."
             )
         self._check_share_prompt(kind, packing)
-        self._check_stream(max_steps)
+        if self.streamed_sources() and max_steps is None:
+            raise ConfigError(
+                "run.max_steps: is null, but a stream (data.streaming) has no end; give a number."
+            )
         encoder = self._encoder(kind, tokenizer)
-        train, held = self._train_split(encoder, cache, packing, seed)
+        split_of = partial(Split, cache, packing, self.max_length, seed, self.share_prompt)
+        train, held = self._train_split(encoder, cache, seed, split_of)
         num_steps = self._count_steps(train, global_batch_size, max_steps, epochs)
-        evaluated = self._eval_splits(encoder, cache, packing, seed) if held is None else {"eval": held}
+        evaluated = self._eval_splits(encoder, cache, split_of) if held is None else {"eval": held}
         audit = Audit(
             train=train.audit(),
             eval={name: split.audit(with_left_out=held is None) for name, split in evaluated.items()},
@@ -175,19 +180,14 @@ class Data(ABC):
             position: where in the stream ``step`` begins, from ``advance`` of a loader. Empty for its start.
         """
         restored = self.restore(prepared)
-        assert restored.stream is not None
+        stream, num_steps = restored.stream, restored.num_steps
+        assert stream is not None
         producer = None
         if main:
             sources, encoder = tuple(self.streamed_sources()), self._encoder(kind, tokenizer)
-            producer = Producer(StreamReader(restored.stream, sources, encoder, self._workers()), folder)
+            producer = Producer(StreamReader(stream, sources, encoder, self._workers()), folder)
         return StreamLoader(
-            restored.stream,
-            shard,
-            folder,
-            producer,
-            num_steps=restored.num_steps,
-            step=step,
-            position=position,
+            stream, shard, folder, producer, num_steps=num_steps, step=step, position=position
         )
 
     def _stream(self, plan: PlanOptions, collation: Collation) -> Stream | None:
@@ -196,12 +196,6 @@ class Data(ABC):
             return None
         options = tuple(source.option for source in sources)
         return Stream(options, self.records_per_chunk(), plan, self.share_prompt, collation)
-
-    def _check_stream(self, max_steps: int | None) -> None:
-        if self.streamed_sources() and max_steps is None:
-            raise ConfigError(
-                "run.max_steps: is null, but a stream (data.streaming) has no end; give a number."
-            )
 
     def _encoder(self, kind: SampleKind, tokenizer: PreTrainedTokenizerBase) -> Encoder:
         # Documents that are cut across rows may have any length.
@@ -217,8 +211,22 @@ class Data(ABC):
             raise ConfigError("data.train_on_prompt: a document has no prompt; leave it out with stage=pt.")
 
     def cache(self) -> Path:
-        """Return the cache folder, which outlives runs."""
-        return cache_folder(self.cache_dir)
+        """Create and return the cache folder: ``cache_dir``, else $RUNNER_CACHE, else ~/.cache/runner.
+
+        Raises:
+            ConfigError: if the folder cannot be created or written to.
+        """
+        given = self.cache_dir or os.environ.get("RUNNER_CACHE") or "~/.cache/runner"
+        folder = Path(expand_home("data.cache_dir" if self.cache_dir else "RUNNER_CACHE", given)).absolute()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"data.cache_dir: cannot make {folder} ({error.strerror}); name another."
+            ) from error
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"data.cache_dir: cannot write to {folder}; name another.")
+        return folder
 
     def _check_share_prompt(self, kind: SampleKind, packing: Packing) -> None:
         if not self.share_prompt:
@@ -244,7 +252,7 @@ class Data(ABC):
         return PreparedData.from_json(prepared)
 
     def _train_split(
-        self, encoder: Encoder, cache: Path, packing: Packing, seed: int
+        self, encoder: Encoder, cache: Path, seed: int, split_of: partial[Split]
     ) -> tuple[Split, Split | None]:
         """Return the training split and the split held out of it, or None if nothing is held out."""
         parts: Sequence[SourceTokens]
@@ -253,7 +261,7 @@ class Data(ABC):
         held = np.zeros_like(kept)
         held[kept] = hold_out(int(kept.sum()), self.held_out_fraction(), seed)
         parts = self._mixed(parts, kept & ~held, encoder.kind)
-        train = self._split(parts, kept & ~held, cache, packing, seed, self.shuffle)
+        train = split_of(parts, kept & ~held, self.shuffle)
         if not train.selected.any():
             raise ConfigError(
                 f"data.eval_fraction: {self.held_out_fraction()} of {int(kept.sum())} sample(s) leaves none "
@@ -263,7 +271,7 @@ class Data(ABC):
             return train, None
         if self.max_eval_samples is not None:
             held[np.flatnonzero(held)[self.max_eval_samples :]] = False
-        return train, self._split(parts, held, cache, packing, seed)
+        return train, split_of(parts, held)
 
     def _mixed(
         self, parts: Sequence[SourceTokens], selected: Bools, kind: SampleKind
@@ -288,27 +296,12 @@ class Data(ABC):
             )
         return [replace(part, repeats=each) for part, each in zip(parts, shares.repeats(sizes), strict=True)]
 
-    def _eval_splits(self, encoder: Encoder, cache: Path, packing: Packing, seed: int) -> Mapping[str, Split]:
+    def _eval_splits(self, encoder: Encoder, cache: Path, split_of: partial[Split]) -> Mapping[str, Split]:
         parts = {name: self._part(source, encoder, cache) for name, source in self.eval_sources().items()}
-        return {
-            name: self._split([part], part.outcome.kept, cache, packing, seed) for name, part in parts.items()
-        }
-
-    def _split(
-        self,
-        parts: Sequence[SourceTokens],
-        selected: Bools,
-        cache: Path,
-        packing: Packing,
-        seed: int,
-        shuffle: bool | None = None,
-    ) -> Split:
-        return Split(parts, selected, cache, packing, self.max_length, seed, shuffle, self.share_prompt)
+        return {name: split_of([part], part.outcome.kept) for name, part in parts.items()}
 
     def _part(self, source: Source, encoder: Encoder, cache: Path, repeats: float = 1.0) -> SourceTokens:
-        prefix = indexed_prefix(source.path) if isinstance(source, FileSource) else None
-        if prefix is not None:
-            assert isinstance(source, FileSource)
+        if isinstance(source, FileSource) and (prefix := indexed_prefix(source.path)) is not None:
             return indexed_source(source, prefix, encoder, cache, repeats)
         store, identity = build_store(source, encoder, cache, self._workers())
         files = StoreFiles(str(store.path), name=source.option)
@@ -360,25 +353,6 @@ def _no_step(num_rows: int, epoch: int, global_batch_size: int) -> ConfigError:
         f"run.global_batch_size: {global_batch_size} is more than the {num_rows} row(s) of epoch {epoch}, "
         "and data.drop_last leaves out a smaller batch; lower it, or add data."
     )
-
-
-def cache_folder(cache_dir: str | None) -> Path:
-    """Create and return ``cache_dir``, else $RUNNER_CACHE, else ~/.cache/runner.
-
-    Raises:
-        ConfigError: if the folder cannot be created or written to.
-    """
-    given = cache_dir or os.environ.get("RUNNER_CACHE") or "~/.cache/runner"
-    folder = Path(expand_home("data.cache_dir" if cache_dir else "RUNNER_CACHE", given)).absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"data.cache_dir: cannot make {folder} ({error.strerror}); name another."
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"data.cache_dir: cannot write to {folder}; name another.")
-    return folder
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

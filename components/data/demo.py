@@ -139,18 +139,14 @@ def _definitions(
 
 def _sample(kind: SampleKind, entry: _Entry, entries: list[_Entry]) -> Sample | None:
     if kind == "chat":
-        return _chat(entry)
+        answer = {"role": "assistant", "content": entry.answer}
+        return ChatSample([{"role": "user", "content": entry.question()}, answer], tools=None)
     pair = _preference(entry, entries)
     if kind in PAIRS or pair is None:
         return pair
     desirable = _stable_hash(f"label {entry.origin} {entry.name}") % 2 == 0
     completion = pair.chosen if desirable else pair.rejected
     return UnpairedSample(pair.prompt, completion, desirable, None, kl_completion=completion)
-
-
-def _chat(entry: _Entry) -> ChatSample:
-    answer = {"role": "assistant", "content": entry.answer}
-    return ChatSample([{"role": "user", "content": entry.question()}, answer], tools=None)
 
 
 def _preference(entry: _Entry, entries: list[_Entry]) -> PreferenceSample | None:

@@ -194,7 +194,8 @@ class FilesData(RecordsData):
                 (replace(source, max_samples=min(int(records), source.max_samples or sys.maxsize)), 1.0)
                 for source, records in zip(self.streamed_sources(), self.records_per_chunk(), strict=True)
             ]
-        return list(zip(self._named_sources(), self._repeats(), strict=True))
+        repeats = [float(source.get("repeats", 1.0)) for source in self._sources] or [1.0]
+        return list(zip(self._named_sources(), repeats, strict=True))
 
     def streamed_sources(self) -> Sequence[RecordSource]:
         return [replace(source, streaming=True) for source in self._named_sources()] if self.streaming else []
@@ -207,9 +208,6 @@ class FilesData(RecordsData):
         if self.train is not None:
             return [self._source("data.train", {"path": self.train})]
         return [self._source(f"data.sources[{i}]", source) for i, source in enumerate(self._sources)]
-
-    def _repeats(self) -> list[float]:
-        return [float(source.get("repeats", 1.0)) for source in self._sources] or [1.0]
 
     def shares(self) -> Shares | None:
         if self.streaming:

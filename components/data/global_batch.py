@@ -70,12 +70,12 @@ class GlobalBatch:
         computed = segments[:, 2] - segments[:, 1]
         lengths = computed + prefixes
         begun = int((segments[:, 1] == prefixes).sum())
-        counts = (self.tokens.count(seq, start + 1, stop + 1) for seq, start, stop in segments.tolist())
+        targets = (self.tokens.mask(seq, start + 1, stop + 1) for seq, start, stop in segments.tolist())
         return BatchStats(
             num_tokens=int(lengths.sum()),
             num_computed_tokens=int(computed.sum()),
             num_samples=begun // per_sample,
-            num_labels=sum(counts),
+            num_labels=sum(int(np.count_nonzero(mask)) for mask in targets),
             seqlen_mean=float(lengths.mean()),
             seqlen_max=int(lengths.max()),
             sum_squared_seqlens=int((lengths**2 - prefixes**2).sum()),

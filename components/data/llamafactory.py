@@ -49,11 +49,10 @@ class LlamaFactoryData(RecordsData):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("dataset_info", "dataset"):
-            if getattr(self, name) is None:
-                raise ConfigError(
-                    "data.dataset_info, data.dataset: give both, a folder of LLaMA-Factory and names."
-                )
+        if self.dataset_info is None or self.dataset is None:
+            raise ConfigError(
+                "data.dataset_info, data.dataset: give both, a folder of LLaMA-Factory and names."
+            )
         if self.eval_dataset is not None and self.eval_fraction:
             raise ConfigError("data.eval_fraction: is not read if data.eval_dataset is given; remove one.")
         if self.format != "auto":
@@ -123,14 +122,8 @@ class LlamaFactoryData(RecordsData):
         tags = entry.get("tags", {})
         if chat:
             fields |= {"role": tags.get("role_tag", "from"), "content": tags.get("content_tag", "value")}
-        roles = {tags.get(tag, default): role for tag, (default, role) in _TAGS.items()}
-        return replace(
-            self.record_options(),
-            format=format,
-            columns=fields,
-            roles=roles if chat else {},
-            only_columns=True,
-        )
+        roles = {tags.get(tag, default): role for tag, (default, role) in _TAGS.items()} if chat else {}
+        return replace(self.record_options(), format=format, columns=fields, roles=roles, only_columns=True)
 
 
 def _format(entry: Json, columns: Json, *, chat: bool) -> Format:

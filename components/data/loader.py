@@ -16,7 +16,7 @@ from components.contracts.json_types import Json
 from components.data.audit import Audit
 from components.data.global_batch import Collation, GlobalBatch
 from components.data.packing import Ints, PlanOptions
-from components.data.plans import REPEATS, CachedPlans, Plans, StepIndex
+from components.data.plans import REPEATS, CachedPlans, StepIndex
 from components.data.store.checked_files import load_array
 from components.data.store.concat_store import ConcatTokens
 from components.data.store.indexed import IndexedTokens
@@ -34,7 +34,7 @@ class TokenDataLoader:
     def __init__(
         self,
         store: TokenSequences,
-        plans: Plans,
+        plans: CachedPlans,
         shard: BatchShard,
         collate: Collation,
         *,
@@ -44,12 +44,8 @@ class TokenDataLoader:
     ) -> None:
         """Create a loader. ``reference``, if given, has the ``ref_logps`` of the sequences of ``store``."""
         self._store, self._plans, self._shard, self._collate = store, plans, shard, collate
-        self._reference, self._num_steps = reference, num_steps
+        self._reference, self.num_steps = reference, num_steps
         self._steps = StepIndex(plans, shard.global_batch_size, drop_last=drop_last)
-
-    @property
-    def num_steps(self) -> int:
-        return self._num_steps
 
     @property
     def sequences_per_sample(self) -> int:
@@ -89,7 +85,7 @@ class TokenDataLoader:
         """
         seen, left = np.zeros(len(self._store.lengths), np.bool_), self._plans.num_samples
         *_, epoch_end = self._steps.locate(0)
-        for step in range(min(self._num_steps, epoch_end) if self._plans.same_rows else self._num_steps):
+        for step in range(min(self.num_steps, epoch_end) if self._plans.same_rows else self.num_steps):
             sequences = np.unique(self.segments(step)[:, 0])
             if not seen[sequences].all():
                 yield step, seen
@@ -101,7 +97,7 @@ class TokenDataLoader:
     def largest_microbatch(self) -> tuple[int, int]:
         rows, size = self._shard.global_batch_size, self._shard.micro_batch_size
         *_, end = self._steps.locate(0)
-        steps = min(end, self._num_steps)
+        steps = min(end, self.num_steps)
         lengths = self._plans.plan(0).microbatch_lengths(size, packed=self._collate.packed)
         step, place = divmod(int(lengths[: steps * rows // size].argmax()), rows // size)
         return step, place // self._shard.dp_size
@@ -119,7 +115,7 @@ class TokenDataLoader:
 
     def batch(self, step: int) -> GlobalBatch:
         """Return the rows of the step in the plan of its epoch."""
-        assert 0 <= step < self._num_steps, (step, self._num_steps)
+        assert 0 <= step < self.num_steps, (step, self.num_steps)
         epoch, first, _ = self._steps.locate(step)
         plan = self._plans.plan(epoch)
         start = (step - first) * self._shard.global_batch_size
@@ -157,7 +153,7 @@ class SplitFiles:
     num_steps: int
     drop_last: bool
 
-    def open(self) -> tuple[TokenSequences, Plans]:
+    def open(self) -> tuple[TokenSequences, CachedPlans]:
         tokens, folder = ConcatTokens([store.open() for store in self.stores]), Path(self.plans)
         repeats = load_array(folder / REPEATS)
         return tokens, CachedPlans(folder, tokens, self.options, repeats, self.share_prompt)

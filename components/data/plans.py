@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,30 +23,12 @@ REPEATS = "repeats.npy"
 """Name of the file, in the folder of the plans, with how often an epoch contains each sample."""
 
 
-class Plans(Protocol):
-    """The plans of as many epochs as a run needs."""
-
-    @property
-    def same_number_of_rows(self) -> bool:
-        """Whether all epochs have as many rows as the first one."""
-
-    @property
-    def same_rows(self) -> bool:
-        """Whether all epochs have the same plan."""
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples that some epoch contains."""
-
-    def rows(self, epoch: int) -> int:
-        """Return the number of rows of an epoch."""
-
-    def plan(self, epoch: int) -> Plan: ...
-
-
 @dataclass(frozen=True, eq=False)
 class CachedPlans:
-    """See ``Plans``. A plan is a function of the other fields, so that every process makes the same one."""
+    """The plans of as many epochs as a run needs.
+
+    A plan is a function of the other fields, so that every process makes the same one.
+    """
 
     folder: Path
     tokens: TokenSequences
@@ -58,17 +39,21 @@ class CachedPlans:
 
     @cached_property
     def same_number_of_rows(self) -> bool:
+        """Whether all epochs have as many rows as the first one."""
         return same_number_of_rows(self.repeats, self.options)
 
     @cached_property
     def same_rows(self) -> bool:
+        """Whether all epochs have the same plan."""
         return same_rows(self.repeats, self.options)
 
     @property
     def num_samples(self) -> int:
+        """Number of samples that some epoch contains."""
         return int(np.count_nonzero(self.repeats))
 
     def rows(self, epoch: int) -> int:
+        """Return the number of rows of an epoch."""
         if self.same_number_of_rows:
             return self.plan(0).num_rows
         return int(self._counted[epoch]) if epoch < len(self._counted) else self.plan(epoch).num_rows
@@ -154,7 +139,7 @@ class CachedPlans:
 class StepIndex:
     """The steps of each epoch of ``plans``, found only as far as they are asked for."""
 
-    def __init__(self, plans: Plans, global_batch_size: int, *, drop_last: bool) -> None:
+    def __init__(self, plans: CachedPlans, global_batch_size: int, *, drop_last: bool) -> None:
         self._plans, self._size, self._drop_last = plans, global_batch_size, drop_last
         self._firsts, self._lock = [0], Lock()  # batches are read ahead in a thread
 

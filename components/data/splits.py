@@ -10,7 +10,7 @@ import numpy as np
 from components.contracts.errors import ConfigError
 from components.data import packing as packing_module
 from components.data import shared_prefix as prompts_module
-from components.data.audit import SplitAudit, audit_source, audit_split
+from components.data.audit import SplitAudit, audit_source
 from components.data.data_sources import FileSource
 from components.data.loader import SplitFiles, StoreFiles
 from components.data.packing import Packing, PlanOptions
@@ -47,8 +47,8 @@ def indexed_source(
     record = tokens.outcome(drop=encoder.long_samples == "drop")
     if not record.kept.any():
         raise ConfigError(
-            f"{source.name}: no sequence is left ({record.dropped} longer than data.max_length="
-            f"{encoder.max_length}, {record.unsupervised} of a single token)."
+            f"{source.name}: no sequence is left ({record.left_out['dropped']} longer than data.max_length="
+            f"{encoder.max_length}, {record.left_out['unsupervised']} of a single token)."
         )
     # A plan depends only on the lengths, so there is no need to read the whole corpus.
     index = file_digest(prefix.with_name(f"{prefix.name}.idx").resolve(), cache)
@@ -63,17 +63,17 @@ def indexed_source(
 class Split:
     """A selection of samples from some sources, and its plans in the cache."""
 
-    parts: Sequence[SourceTokens]
-    selected: Bools = field(repr=False)
-    """bool per sample of all parts."""
     cache: Path
     packing: Packing
     max_length: int
     seed: int
+    share_prompt: bool
+    """Whether only the chosen sequence of a pair computes the prompt."""
+    parts: Sequence[SourceTokens]
+    selected: Bools = field(repr=False)
+    """bool per sample of all parts."""
     shuffle: bool | None = None
     """Whether samples are shuffled. None means evaluation: every sample once and in order."""
-    share_prompt: bool = False
-    """Whether only the chosen sequence of a pair computes the prompt."""
 
     @cached_property
     def tokens(self) -> ConcatTokens:
@@ -96,13 +96,8 @@ class Split:
     def plans(self) -> CachedPlans:
         counts = [len(part.outcome.kept) for part in self.parts]
         repeats = [1.0 if self.shuffle is None else part.repeats for part in self.parts]
-        return CachedPlans(
-            self.folder,
-            self.tokens,
-            self.options,
-            np.repeat(repeats, counts) * self.selected,
-            self.share_prompt,
-        )
+        chosen = np.repeat(repeats, counts) * self.selected
+        return CachedPlans(self.folder, self.tokens, self.options, chosen, self.share_prompt)
 
     @property
     def options(self) -> PlanOptions:
@@ -122,8 +117,11 @@ class Split:
             sources.append(
                 audit_source(part.name, part.tokens, part.outcome, selected, with_left_out=with_left_out)
             )
-        capacity = self.max_length * self.tokens.sequences_per_sample
-        return audit_split(sources, self.plans.plan(0), self.packing, capacity)
+        plan = self.plans.plan(0)
+        tokens = int((plan.segments[:, 2] - plan.segments[:, 1]).sum())
+        capacity = plan.num_rows * self.max_length * self.tokens.sequences_per_sample
+        fill = None if self.packing == "none" else tokens / capacity
+        return SplitAudit(tuple(sources), self.packing, plan.num_rows, fill)
 
 
 def plan_eval(split: Split, global_batch_size: int) -> SplitFiles:

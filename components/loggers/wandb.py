@@ -7,7 +7,7 @@ from secrets import token_hex
 from typing import Literal
 
 from components.contracts.errors import ConfigError
-from components.contracts.json_types import Config, Json
+from components.contracts.json_types import Config
 from components.loggers.base import Row, RunInfo, RunResult, require
 
 DOCUMENTS = ("config.yaml", "run.json", "audit.json", "preflight.json", "code.diff")
@@ -22,9 +22,11 @@ class WandbLogger:
         import wandb  # slow to import
 
         online = settings["mode"] == "online"
+        # The file code.diff of the artifact has the uncommitted changes.
+        code = {key: start.facts.get(key) for key in ("git_commit", "versions", "command")}
         self._run = wandb.init(
             dir=start.folder,
-            config=dict(start.config) | {"code": code_state(start.facts)},
+            config=dict(start.config) | {"code": code},
             id=run_id(start.folder),
             resume="allow" if online else None,  # wandb sync merges the files of an offline run by id
             **settings,
@@ -106,8 +108,3 @@ def run_id(folder: Path) -> str:
         path.parent.mkdir(exist_ok=True)
         path.write_text(token_hex(4))
     return path.read_text()
-
-
-def code_state(facts: Config) -> Json:
-    """Return the commit, versions and command; ``code.diff`` of the artifact has the uncommitted changes."""
-    return {key: facts.get(key) for key in ("git_commit", "versions", "command")}

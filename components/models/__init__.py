@@ -5,8 +5,7 @@ from components.models.checkpoint_weights import checkpoint_weights
 from components.models.config import ModelSpec
 from components.models.export.hf_folder import export_folder
 from components.models.export.safetensors_writer import stream_folder
-from components.models.initialize import materialize_buffers, random_weights
-from components.models.pretrained import pretrained_weights
+from components.models.initialize import materialize_buffers
 from components.models.weights import named_shapes, shape_hash
 
 __all__ = [
@@ -16,8 +15,6 @@ __all__ = [
     "export_folder",
     "materialize_buffers",
     "named_shapes",
-    "pretrained_weights",
-    "random_weights",
     "shape_hash",
     "stream_folder",
 ]

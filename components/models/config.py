@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 import torch
-from transformers import (
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from components.contracts.batch import Batch
 from components.contracts.configs import WeightSource

@@ -15,12 +15,8 @@ UNBUILDABLE = (*INVALID, AssertionError, ImportError, IndexError, RuntimeError, 
 
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (r".*", lambda x: abs(x) < 2**63, "a finite number"),
-    (
-        r"num_(hidden_layers|attention_heads|key_value_heads)|max_position_embeddings",
-        lambda x: x >= 1,
-        "1 or more",
-    ),
-    (r"(?!shared_)\w+_(size|dim|rank)", lambda x: x >= 1, "1 or more"),
+    (r"num_(hidden_layers|attention_heads|key_value_heads)", lambda x: x >= 1, "1 or more"),
+    (r"max_position_embeddings|(?!shared_)\w+_(size|dim|rank)", lambda x: x >= 1, "1 or more"),
     (r"\w*(dropout|pdrop)", lambda x: 0 <= x < 1, "at least 0 and below 1"),
     (r"\w*(eps|epsilon)|initializer_range|\w+_std", lambda x: x >= 0, "0 or more"),
     (r"(.*\.)?(rope_theta|factor|partial_rotary_factor)", lambda x: x > 0, "above 0"),

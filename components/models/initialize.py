@@ -93,26 +93,18 @@ def materialize_buffers(model: PreTrainedModel, device: torch.device) -> None:
         setattr(model.get_submodule(owner), leaf, model.get_parameter(source))
     for path, module in model.named_modules():
         buffers = {name: getattr(module, name) for name in computed_buffers(module)}
-        if not any(buffer is not None for buffer in buffers.values()):
+        buffers = {name: buffer for name, buffer in buffers.items() if buffer is not None}
+        if not buffers:
             continue
-        for name, buffer in buffers.items():
-            setattr(module, name, blank(buffer, device))
+        for name, buffer in buffers.items():  # NaN shows below whether a float was written
+            value, dtype = (torch.nan, torch.float32) if buffer.is_floating_point() else (0, buffer.dtype)
+            setattr(module, name, torch.full(buffer.shape, value, dtype=dtype, device=device))
         rules, _ = initializers(model, path)[0]
         with initialized(module.parameters()), guard_torch_init_functions():
             init_weights(rules, module)
         for name in buffers:
-            if is_blank(getattr(module, name)):
+            written = getattr(module, name)
+            if written.is_floating_point() and written.isnan().any():
                 raise ConfigError(
                     f"model: transformers does not say how to compute the buffer {path}.{name}."
                 )
-
-
-def blank(buffer: Tensor | None, device: torch.device) -> Tensor | None:
-    """Return a buffer full of NaN, so that ``is_blank`` shows whether it was written (zeros for integers)."""
-    if buffer is None or not buffer.is_floating_point():
-        return None if buffer is None else torch.zeros_like(buffer, device=device)
-    return torch.full(buffer.shape, torch.nan, dtype=torch.float32, device=device)
-
-
-def is_blank(buffer: Tensor | None) -> bool:
-    return buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().any())

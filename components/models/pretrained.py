@@ -78,16 +78,14 @@ def pretrained_weights(
     lacking = added - places.keys()
     shapes = {name: shape for name, shape in shapes.items() if name not in lacking}
     if shapes.keys() <= places.keys() and not any(True for _ in unused_names(unread, model)):
-        weights = lazy_weights(folder, shapes, places)
-        stored_twice = {alias: lazy_tensor(places, alias) for alias in tied.keys() & places.keys()}
+        weights, found = lazy_weights(folder, shapes, places), set(places)
     else:
         log.warning("%s: not under the names of %s; converting on CPU.", folder, type(model).__name__)
         tensors = converted_weights(folder, model, trust_remote_code)
         lacking = added - tensors.keys()
-        weights = in_memory(tensors)
-        stored_twice = {alias: tensors[alias] for alias in tied.keys() & tensors.keys()}
-    for alias, value in stored_twice.items():
-        if not torch.equal(value, weights(tied[alias])):
+        weights, found = in_memory(tensors), set(tensors)
+    for alias in tied.keys() & found:
+        if not torch.equal(weights(alias), weights(tied[alias])):
             raise ConfigError(
                 f"model.path: {folder}: {alias} and {tied[alias]} differ, but config.json ties them; "
                 "set its tie_word_embeddings to false."
@@ -97,12 +95,8 @@ def pretrained_weights(
 
 def completed(weights: WeightSource, drawn: WeightSource, lacking: set[str], folder: Path) -> WeightSource:
     """Return a source of ``weights`` that takes the names ``lacking`` in ``folder`` from ``drawn``."""
-    log.warning(
-        "%s: has no %s (%d lacking): these weights, which language models lack, begin at random.",
-        folder,
-        min(lacking),
-        len(lacking),
-    )
+    message = "%s: has no %s (%d lacking): these weights, which language models lack, begin at random."
+    log.warning(message, folder, min(lacking), len(lacking))
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
         return (drawn if name in lacking else weights)(name, index)
@@ -187,11 +181,6 @@ def in_memory(tensors: Mapping[str, Tensor]) -> WeightSource:
         return tensors[name][index]
 
     return read
-
-
-def lazy_tensor(places: Places, name: str) -> Tensor:
-    file, stored = places[name]
-    return open_file(file).get_tensor(stored)
 
 
 def quantised(file: Path, name: str, stored: str) -> ConfigError:

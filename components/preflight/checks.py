@@ -17,7 +17,8 @@ from components.contracts.parallelism import ParallelismSpec
 from components.models.attention_shape import attention_shape
 from components.optimizers.muon import HEADS, Muon
 from components.preflight.engine_layouts import EngineLayout
-from components.preflight.estimates.device_specs import PROGRAM, WITHOUT_FLOAT8, machine_memory
+from components.preflight.estimates.data_sheets import WITHOUT_FLOAT8
+from components.preflight.estimates.device_specs import PROGRAM, machine_memory
 from components.yaml_text import parse_yaml
 
 FIRST_LENGTH = "original_max_position_embeddings"
@@ -286,8 +287,7 @@ def check_profile(last_step: int, ranks: Sequence[int], steps_left: int, world_s
 
 def steps_done(resume: Path | None) -> int:
     """Return the number of steps in the checkpoint, 0 without one."""
-    done: int = 0 if resume is None else read_meta(resume).state["step"]
-    return done
+    return 0 if resume is None else read_meta(resume).state["step"]
 
 
 def check_shared_prompt(share_prompt: bool, layout: ParallelismSpec) -> None:
@@ -334,10 +334,7 @@ def check_normalisation(normalize: str | None, packing: str) -> None:
 
 
 def check_adapter(
-    adapter: AdapterConfig | None,
-    model: PreTrainedModel,
-    bias_update_rate: float,
-    adds_tokens: bool,
+    adapter: AdapterConfig | None, model: PreTrainedModel, bias_update_rate: float, adds_tokens: bool
 ) -> None:
     """Raise ConfigError if the adapter does not fit the model, or freezes what other options change."""
     if adapter is None:

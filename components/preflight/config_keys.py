@@ -2,30 +2,25 @@
 
 from collections.abc import Iterator, Mapping
 
-from components.contracts.json_types import Config, Json
+from components.contracts.json_types import Json
 
 RUN = "runner.config.run_config.RunConfig"
 
 
-def key_rows(config: Config) -> list[Json]:
-    """Return one row per key with the class that reads it.
+def key_rows(node: object, prefix: str = "", reader: str = RUN) -> Iterator[Json]:
+    """Yield one row per key with the class that reads it.
 
     Keys below a ``_target_`` are arguments of that class (unknown ones have been rejected); the runner reads
     all others.
     """
-    return [
-        {"key": key, "value": value, "reader": reader} for key, value, reader in flatten_rows("", config, RUN)
-    ]
-
-
-def flatten_rows(prefix: str, node: object, reader: str) -> Iterator[tuple[str, object, str]]:
     if not isinstance(node, Mapping) or not node:
         scalar = node is None or isinstance(node, bool | int | float | str)
-        yield prefix, node if scalar else str(node), reader
+        yield {"key": prefix, "value": node if scalar else str(node), "reader": reader}
         return
     own = node.get("_target_", reader)
-    for key, value in node.items():
-        if key == "_target_":
-            yield f"{prefix}.{key}".lstrip("."), value, "runner.config.instantiate.build_component"
+    for name, value in node.items():
+        key = f"{prefix}.{name}".lstrip(".")
+        if name == "_target_":
+            yield {"key": key, "value": value, "reader": "runner.config.instantiate.build_component"}
         else:
-            yield from flatten_rows(f"{prefix}.{key}".lstrip("."), value, own)
+            yield from key_rows(value, key, own)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
@@ -42,8 +43,14 @@ def known_parts(
 def mesh_info(layout: EngineLayout, world_size: int) -> Json:
     """Return the mesh of ``Engine.describe``: size by dimension, and the global rank at every coordinate."""
     if isinstance(layout, FSDP2):
-        return fsdp2_layouts.mesh_info(layout, world_size)
-    return megatron_layouts.mesh_info(layout, world_size)
+        dims, experts = fsdp2_layouts.mesh_dims(layout, world_size)
+    else:
+        dims, experts = megatron_layouts.mesh_dims(layout, world_size)
+
+    def numbered(sizes: dict[str, int]) -> Json:
+        return {"dims": sizes, "ranks": torch.arange(world_size).view(*sizes.values()).tolist()}
+
+    return numbered(dims) | ({} if experts is None else {"experts": numbered(experts)})
 
 
 def memory(

@@ -59,7 +59,7 @@ def survey(case: Candidate | None, config: Config) -> Report:
     None means that the layout belongs to neither engine; the report then has only the keys.
     """
     if case is None:
-        return Report({"keys": key_rows(config)}, {"forecast": NO_FORECAST})
+        return Report({"keys": list(key_rows(config))}, {"forecast": NO_FORECAST})
     work = step_work(case)
     sections: dict[str, Section] = {
         "layout": layout_section(case),
@@ -69,7 +69,7 @@ def survey(case: Candidate | None, config: Config) -> Report:
         "device": device_section(case),
         "memory": memory_section(case),
         "step": step_section(case, work),
-        "keys": key_rows(config),
+        "keys": list(key_rows(config)),
     }
     if not sections["groups"]:  # one rank has none
         del sections["groups"]
@@ -130,15 +130,7 @@ def device_section(case: Candidate) -> Scalars:
 
 def step_section(case: Candidate, work: StepWork) -> Scalars:
     time = step_time(case, work)
-    return {
-        "flops": work.flops,
-        "seconds": time.total,
-        "compute_s": time.compute,
-        "waiting_s": time.waiting,
-        "idle_s": time.idle,
-        "behind_s": time.behind,
-        "tokens_per_s": work.tokens / time.total,
-    }
+    return {"flops": work.flops, **time.to_json(), "tokens_per_s": work.tokens / time.total}
 
 
 def lines(case: Candidate, work: StepWork, sections: Mapping[str, Section]) -> dict[str, str]:

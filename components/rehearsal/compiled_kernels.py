@@ -28,16 +28,14 @@ def one_kernel(function: Callable[..., object], mode: RehearsalMode) -> Callable
     def call(*args: object) -> object:
         if mode.memory.paused:
             return function(*args)  # a part of another one
-        kernels = mode.arithmetic.kernels
-        before = kernels.copy()
+        kernels = mode.arithmetic.kernels.copy()
         mode.memory.paused += 1
         try:
             out = function(*args)
         finally:
             mode.memory.paused -= 1
-        kernels.clear()
-        kernels.update(before)
         kernels[mode.moment] += 1
+        mode.arithmetic.kernels = kernels
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type == "cuda":
                 mode.memory.hold(leaf)

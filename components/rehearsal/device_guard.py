@@ -42,16 +42,9 @@ def build_guard(folder: Path) -> Path:
         )
     folder.mkdir(parents=True, exist_ok=True)
     include, lib = torch_folder() / "include", torch_folder() / "lib"
+    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{include}", f"-I{include}/torch/csrc/api/include"]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch, library.name)
-        flags = [
-            "-std=c++20",
-            "-O1",
-            "-shared",
-            "-fPIC",
-            f"-I{include}",
-            f"-I{include}/torch/csrc/api/include",
-        ]
         command = [*compiler, *flags, str(SOURCE), f"-L{lib}", "-lc10", "-ltorch_cpu", "-o", str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)

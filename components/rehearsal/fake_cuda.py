@@ -10,20 +10,10 @@ from typing import Any, Self
 import torch
 from torch._subclasses import fake_tensor
 
+from components.preflight.estimates.data_sheets import GPUS, LONGEST_FIRST
 from components.rehearsal.mode import RehearsalMode
 
 GPU = torch.device("cuda", 0)
-CAPABILITIES = {
-    "A100": (8, 0),
-    "A10": (8, 6),
-    "B200": (10, 0),
-    "L40S": (8, 9),
-    "L4": (8, 9),
-    "RTX 3090": (8, 6),
-    "RTX 4090": (8, 9),
-    "RTX A6000": (8, 6),
-}
-"""Compute capabilities of GPUs that are not Hopper's, from NVIDIA's list."""
 HOPPER = (9, 0)
 
 NOTHING = (
@@ -53,8 +43,7 @@ class Gpu:
 
     @property
     def capability(self) -> tuple[int, int]:
-        known = (name for name in sorted(CAPABILITIES, key=len, reverse=True) if name in self.name)
-        return CAPABILITIES.get(next(known, ""), HOPPER)
+        return next((GPUS[known].capability for known in LONGEST_FIRST if known in self.name), HOPPER)
 
 
 class Stream:
@@ -102,7 +91,6 @@ class Event:
 def install(gpu: Gpu, mode: RehearsalMode) -> None:
     """Replace ``torch.cuda`` by a node of eight ``gpu``, whose waits and memory are those of ``mode``."""
     cuda: Any = torch.cuda
-    facts = properties(gpu)
     Stream.on_wait = Event.on_wait = mode.waits.wait
     stream = Stream()
     answers: dict[str, object] = {
@@ -110,7 +98,7 @@ def install(gpu: Gpu, mode: RehearsalMode) -> None:
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
         "current_device": 0,
         "device_count": 8,
-        "get_device_properties": facts,
+        "get_device_properties": properties(gpu),
         "get_device_name": gpu.name,
         "get_device_capability": gpu.capability,
         "current_stream": stream,

@@ -66,8 +66,7 @@ class HostWaits:
             if target is not None and not kwargs.get("non_blocking"):
                 self._copy(args[0].device, target)
         elif name == "aten::copy_":
-            blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-            if blocking:
+            if not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
                 self._copy(args[1].device, args[0].device)
         elif name in SYNCHRONIZING or (name == REPEAT and kwargs.get("output_size") is None):
             self.wait(name.removeprefix("aten::"))

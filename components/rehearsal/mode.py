@@ -48,15 +48,9 @@ class RehearsalMode(TorchDispatchMode):
 
     def count_anew(self) -> None:
         """Forget waits, traffic and arithmetic so far, but not memory."""
-        for counter in (
-            self.waits.waits,
-            self.waits.copies,
-            self.traffic.calls,
-            self.traffic.num_bytes,
-            self.arithmetic.flops,
-            self.arithmetic.kernels,
-        ):
-            counter.clear()
+        self.waits.waits.clear()
+        self.waits.copies.clear()
+        self.traffic, self.arithmetic = Traffic(), Arithmetic()
 
     @property
     def moment(self) -> str:

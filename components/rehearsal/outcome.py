@@ -21,14 +21,7 @@ def describe(mode: RehearsalMode) -> Json:
             ],
         },
         "traffic": [
-            {
-                "collective": exchange.collective,
-                "ranks": list(exchange.ranks),
-                "dtype": exchange.dtype,
-                "moment": exchange.moment,
-                "calls": calls,
-                "bytes": traffic.num_bytes[exchange],
-            }
+            vars(exchange) | {"calls": calls, "bytes": traffic.num_bytes[exchange]}
             for exchange, calls in traffic.calls.most_common()
         ],
         "waits": wait_rows(mode.waits.waits),

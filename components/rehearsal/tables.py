@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from components.contracts.json_types import Config, Json
-from components.preflight import Candidate, Report
 from components.preflight.engine_layouts import comm_cost
 from components.preflight.estimates.step_time import comm_inputs, step_work
+from components.preflight.forecast_report import Report
 from components.preflight.formatting import as_count, as_size
+from components.preflight.search.candidate import Candidate
 from components.preflight.search.rank_groups import format_ranks, groups
 
 TOP_LINES = 15

@@ -107,8 +107,7 @@ def numbers(column: pa.ChunkedArray) -> Floats | None:
     """Return the values, NaN if missing, or None if the column does not hold numbers."""
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         return None
-    values: Floats = column.cast(pa.float64()).to_numpy()
-    return values
+    return column.cast(pa.float64()).to_numpy()
 
 
 def training_seconds(steps: Floats, step_ms: Floats) -> Floats:

@@ -94,7 +94,6 @@ def without_infinities(data: object) -> object:
 
 def page_data(title: str, runs: Sequence[RunPage]) -> Json:
     documents: list[object] = []
-    keys = chart_keys(runs)
     common, differing = split_configs(runs)
     columns = [key for key in varied_keys([run.overrides for run in runs]) if key not in NOT_TRAINED]
     peaks = {str(run.facts["mfu_peak"]) for run in runs if run.facts.get("mfu_peak")}
@@ -120,7 +119,7 @@ def page_data(title: str, runs: Sequence[RunPage]) -> Json:
                     if key in run.curves
                 ],
             }
-            for key in keys
+            for key in chart_keys(runs)
         ],
     }
 
@@ -179,7 +178,7 @@ def limited_documents(documents: list[object], document: object) -> int | None:
     """Return the index of ``document`` in ``documents``, adding it if needed; None if it is empty."""
     if not document:
         return None
-    document = json.loads(json.dumps(document), parse_constant=str)  # NaN is not JSON, but Python writes it
+    document = without_infinities(document)
     if document not in documents:
         documents.append(document)
     return documents.index(document)

@@ -13,11 +13,13 @@ Keys = Mapping[str, tuple[str, ...] | None]
 PATHS = ("checkpoint", "adapter", "base", "output", "prompts")
 
 
-def parse_pairs(arguments: Sequence[str], keys: Keys) -> dict[str, str]:
+def parse_pairs(
+    arguments: Sequence[str], keys: Keys, *needed: str, usage: str | None = None
+) -> dict[str, str]:
     """Parse KEY=VALUE arguments; ``~`` is expanded in paths.
 
     Raises:
-        ConfigError: if an argument is not KEY=VALUE, or a key or a value is unknown.
+        ConfigError: if an argument is not KEY=VALUE, a key or a value is unknown, or a key is missing.
     """
     given: dict[str, str] = {}
     for argument in arguments:
@@ -28,6 +30,9 @@ def parse_pairs(arguments: Sequence[str], keys: Keys) -> dict[str, str]:
         if allowed is not None and value not in allowed:
             raise ConfigError(f"{argument}: must be {' or '.join(allowed)}.")
         given[key] = expand_home(key, value) if key in PATHS else value
+    for key in needed:
+        if key not in given:
+            raise ConfigError(f"{key}: is missing. Usage: {first_line(usage)}")
     return given
 
 

@@ -18,8 +18,7 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from runner.cli import run_or_answer
 from runner.commands import sampling
-from runner.commands.arguments import Keys, first_line, parse_pairs
-from runner.commands.sampling import Sampling
+from runner.commands.arguments import Keys, parse_pairs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,10 +28,10 @@ KEYS: Keys = {"checkpoint": None, "system": None, **sampling.KEYS}
 
 def chat(arguments: Sequence[str]) -> None:
     """Answer the lines of standard input until it ends."""
-    given = parse_pairs(arguments, KEYS)
-    if "checkpoint" not in given:
-        raise ConfigError(f"checkpoint: is missing. Usage: {first_line(__doc__)}")
-    options = Sampling.read(given)
+    given = parse_pairs(arguments, KEYS, "checkpoint", usage=__doc__)
+    options, seed = sampling.read_sampling(given)
+    import torch
+
     from runner.commands.trained_model import open_model
 
     model, tokenizer = open_model(given)
@@ -41,7 +40,7 @@ def chat(arguments: Sequence[str]) -> None:
             f"checkpoint: {given['checkpoint']} has no chat template; train with model.chat_template, or use "
             "runner.generate."
         )
-    sampling.set_seed(options.seed)
+    torch.manual_seed(seed)
     begin = [{"role": "system", "content": given["system"]}] if "system" in given else []
     messages: list[Json] = [*begin]
     for line in asked():
@@ -66,7 +65,7 @@ def asked() -> Iterator[str]:
 
 
 def answer(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", messages: list[Json], options: Sampling
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", messages: list[Json], options: Json
 ) -> str:
     """Print the answer to the messages as it is made, and return it."""
     import torch
@@ -82,7 +81,7 @@ def answer(
             attention_mask=inputs["attention_mask"],
             streamer=streamer,
             pad_token_id=tokenizer.pad_token_id or 0,
-            **options.options(),
+            **options,
         )
     reply: str = tokenizer.decode(whole[0, length:], skip_special_tokens=True)
     return reply

@@ -49,7 +49,8 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
     else:
         known = recorded(folder)
     only = ["run.evaluate_only=true", "run.export=false", "run.final_sample_tokens=0"]
-    return newest_of([*known, *only, *evaluated_data(known, given), *given])
+    words = [*known, *only, *evaluated_data(known, given), *given]
+    return list({key_of(word): word for word in words}.values())  # of each key the last one
 
 
 def on_its_base(adapter: Path, given: Sequence[str]) -> list[str]:
@@ -97,11 +98,6 @@ def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
         of_files = [] if selects - {"data=demo", "data=stdlib"} else ["data=files"]
         return [*of_files, f"data.train={path}", "data.sources=null", "data.eval_fraction=0"]
     return []
-
-
-def newest_of(words: Sequence[str]) -> list[str]:
-    """Return the words without those whose key a later one has, too."""
-    return list({key_of(word): word for word in words}.values())
 
 
 def key_of(word: str) -> str:

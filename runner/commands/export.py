@@ -18,20 +18,14 @@ from typing import NoReturn
 
 from components.contracts.errors import ConfigError
 from runner.cli import run_or_answer
-from runner.commands.arguments import first_line, parse_pairs
+from runner.commands.arguments import Keys, first_line, parse_pairs
 
-KEYS = {
-    "checkpoint": None,
-    "adapter": None,
-    "output": None,
+KEYS: Keys = {
+    **dict.fromkeys(("checkpoint", "adapter", "output", "base", "hook", "trust")),
     "merge": ("true", "false"),
-    "base": None,
-    "hook": None,
     "dtype": ("fp32", "bf16", "fp16"),
-    "trust": None,
     "trust_remote_code": ("true", "false"),
 }
-"""The allowed values of each key. None means that any value is allowed."""
 
 
 def parse(arguments: Sequence[str]) -> dict[str, str]:
@@ -40,9 +34,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigError: if an argument is not KEY=VALUE, or a key or value is unknown, missing, or not read.
     """
-    given = parse_pairs(arguments, KEYS)
-    if "output" not in given:
-        raise ConfigError(f"output: is missing. Usage: {first_line(__doc__)}")
+    given = parse_pairs(arguments, KEYS, "output", usage=__doc__)
     if ("checkpoint" in given) == ("adapter" in given):
         have = "both are given" if "adapter" in given else "is missing"
         raise ConfigError(f"checkpoint, adapter: {have}; give one of them. Usage: {first_line(__doc__)}")

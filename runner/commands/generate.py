@@ -22,37 +22,31 @@ from typing import TYPE_CHECKING, NoReturn
 from components.contracts.errors import ConfigError
 from runner.cli import run_or_answer
 from runner.commands import sampling
-from runner.commands.arguments import Keys, first_line, parse_pairs, whole_number
-from runner.commands.sampling import Sampling
+from runner.commands.arguments import Keys, parse_pairs, whole_number
 from runner.distribution import pip_install
 
 if TYPE_CHECKING:
     from components.data.tokenize.prompts import Prompt
 
 KEYS: Keys = {
-    "checkpoint": None,
-    "prompts": None,
-    "output": None,
-    "answer": None,
+    **dict.fromkeys(("checkpoint", "prompts", "output", "answer", "batch_size")),
     "metric": ("exact_match", "rouge1", "rouge2", "rougeL"),
     "strings": ("plain", "chat"),
-    "batch_size": None,
     **sampling.KEYS,
 }
 
 
 def generate(arguments: Sequence[str]) -> None:
     """Write the completion of each prompt."""
-    given = parse_pairs(arguments, KEYS)
-    for key in ("checkpoint", "prompts"):
-        if key not in given:
-            raise ConfigError(f"{key}: is missing. Usage: {first_line(__doc__)}")
+    given = parse_pairs(arguments, KEYS, "checkpoint", "prompts", usage=__doc__)
     metric = given.get("metric", "exact_match")
     if "metric" in given and "answer" not in given:
         raise ConfigError("metric: compares completions with answers; give answer=FIELD, or leave it out.")
     score = scorer(metric)
-    options = Sampling.read(given)
+    options, seed = sampling.read_sampling(given)
     batch_size = whole_number(given, "batch_size", 8, least=1)
+    import torch
+
     from components.data.tokenize.prompts import read_prompts
     from components.models.generate import complete
     from runner.commands.trained_model import open_model
@@ -61,7 +55,7 @@ def generate(arguments: Sequence[str]) -> None:
     answers = [right_answer(prompt, given["answer"]) for prompt in records] if "answer" in given else []
     model, tokenizer = open_model(given)
     prompts = [prompt.token_ids(tokenizer) for prompt in records]
-    sampling.set_seed(options.seed)
+    torch.manual_seed(seed)
     scores: list[float] = []
     with ExitStack() as files:  # opened last: an error before leaves an older file as it is
         try:
@@ -69,7 +63,7 @@ def generate(arguments: Sequence[str]) -> None:
         except OSError as error:
             raise ConfigError(f"output: cannot be written ({error.strerror}); name another file.") from error
         for start in range(0, len(prompts), batch_size):
-            found = complete(model, tokenizer, prompts[start : start + batch_size], **options.options())
+            found = complete(model, tokenizer, prompts[start : start + batch_size], **options)
             for number, completion in enumerate(found, start):
                 row = {**records[number].record, **completion}
                 if answers:

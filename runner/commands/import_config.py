@@ -49,12 +49,8 @@ def page(result: Translation) -> list[str]:
     words = [f"{key}={hydra_value(value)}" for key, value in result.words.items()]
     lines = ["python -m runner", *(f"  {shlex.quote(word)}" for word in words)]
     out = [" \\\n".join(lines)]
-    sections = (
-        ("Check", result.checks),
-        ("No equivalent here", result.missing),
-        ("Not needed", result.needless),
-    )
-    for title, reasons in sections:
+    sections = {"Check": result.checks, "No equivalent here": result.missing, "Not needed": result.needless}
+    for title, reasons in sections.items():
         if reasons:
             out += ["", f"# {title}:", *(f"#   {name}: {why}" for name, why in reasons.items())]
     return out

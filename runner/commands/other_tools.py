@@ -24,8 +24,6 @@ COMBINED = ("stage.loss", "stage.loss_weights")
 """Keys that may be lists."""
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "input_output": "segments"}
 """The formats of axolotl's types without ``chat_template``."""
-
-
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
 
@@ -384,18 +382,11 @@ def axolotl_datasets(work: Translation) -> None:
     held_out(work, "val_set_size")
 
 
+FIELDS = ("instruction", "input", "output", "system", "chosen", "rejected")
+"""Our names of fields, the names of which in the records are read of ``field_NAME``."""
 READ = {"path", "data_files", "ds_type", "type", "split", "name", "revision", "field", "field_messages"}
 READ |= {"message_field_role", "message_field_content", "message_property_mappings", "roles", "chat_template"}
-READ |= {
-    "field_chosen",
-    "field_rejected",
-    "field_system",
-    "field_instruction",
-    "field_input",
-    "field_output",
-    "roles_to_train",
-    "train_on_eos",
-}
+READ |= {"roles_to_train", "train_on_eos", *(f"field_{key}" for key in FIELDS)}
 """The keys of an entry of ``datasets`` that are read, or have no effect."""
 
 
@@ -425,10 +416,7 @@ def columns_of(item: Mapping[str, Any]) -> dict[str, object]:
         "messages": item.get("field_messages"),
         "role": mapped.get("role", item.get("message_field_role")),
         "content": mapped.get("content", item.get("message_field_content")),
-        **{
-            key: detailed.get(f"field_{key}")
-            for key in ("instruction", "input", "output", "system", "chosen", "rejected")
-        },
+        **{key: detailed.get(f"field_{key}") for key in FIELDS},
     }
     return {ours: theirs for ours, theirs in found.items() if theirs not in (None, ours)}
 

@@ -16,6 +16,7 @@ from components.contracts.errors import ConfigError
 from components.home import expand_home
 from components.report import Entry, RunPage, write_page
 from runner.cli import run_or_answer
+from runner.commands.arguments import first_line
 from runner.sweeps.job_record import JobRecord, read_job_records
 
 WATCH_S = 5.0
@@ -60,7 +61,7 @@ def parse(arguments: Sequence[str]) -> tuple[Path, Path]:
     Raises:
         ConfigError: if the arguments are anything else, or FOLDER or the path cannot be used.
     """
-    usage = f"Usage: {(__doc__ or '').splitlines()[0]}"
+    usage = f"Usage: {first_line(__doc__)}"
     folders = [argument for argument in arguments if "=" not in argument]
     options = dict(argument.split("=", maxsplit=1) for argument in arguments if "=" in argument)
     for key in options:
@@ -100,15 +101,8 @@ def entries(folder: Path) -> list[Entry]:
 
 
 def entry(sweep: Path, record: JobRecord) -> Entry:
-    return Entry(
-        number=record.number,
-        folder=None if record.folder is None else where_now(sweep, Path(record.folder)),
-        overrides=record.overrides,
-        status=record.status,
-        loss=record.loss,
-        error=record.error,
-        seconds=record.seconds,
-    )
+    folder = None if record.folder is None else where_now(sweep, Path(record.folder))
+    return Entry(**vars(record) | {"folder": folder})
 
 
 def where_now(sweep: Path, folder: Path) -> Path:

@@ -6,25 +6,31 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from rich.console import Console
 from torch import nn
 
-from components import preflight
 from components.checkpoint import Resume, RunIdentity, newest_valid, verify_checkpoint
 from components.contracts.configs import AdapterConfig, Prepared
 from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 from components.loggers import terminal
+from components.preflight import checks
+from components.preflight.engine_layouts import known_parts
+from components.preflight.estimates.device_specs import find_device
+from components.preflight.estimates.flops import slowdown
+from components.preflight.eval_metrics import check_watched_metric, check_watched_set
+from components.preflight.search.candidate import Candidate
 from components.rank_info import RankInfo, check_place
 from components.reference.source import ReferenceSource, about_reference, resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.run_config import RunConfig
 from runner.config.sources import ConfigSources
-from runner.launch.plan import PreparedRun, make_candidate
 from runner.launch.restart import begun_by_this_job
+from runner.launch.run_dir import create_run_folder, write_config
 from runner.launch.run_record import has_completed
 from runner.launch.unread_options import check_unread_options
 from runner.logging_setup import log_to
@@ -34,6 +40,20 @@ from runner.training.state import TrainState
 ASSUMED_GPU = "H100"
 SLOW = 2.0
 """Time of a matrix product, relative to fp32, from which a dtype is called slow."""
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that has passed all checks except that of its size."""
+
+    data: Prepared
+    identity: RunIdentity
+    resume: Path | None
+    """The checkpoint to resume from. None means a new run."""
+    previous_run_dir: Path | None
+    """The run folder of an earlier start of this run, if SLURM has started it again."""
+    candidate: Candidate | None
+    """Inputs of the forecast. None means that the layout has no forecast."""
 
 
 @dataclass(frozen=True)
@@ -58,53 +78,37 @@ class RunPreparation:
 
     def inspect(self) -> PreparedRun:
         """Run all checks that need no ranks, and prepare the data."""
+        experiment, run = self.experiment, self.experiment.run
         model = self.check_components()
         with log_to(None, self.console):
             data = self.prepare_data()
         if data.streamed:
-            preflight.check_stream(
-                self.experiment.run.eval_every_epochs,
-                self.experiment.checkpoint.save_every_epochs,
-                self.reference.choice,
-            )
-        peak = self.experiment.optimizer.lr
-        self.experiment.scheduler.check(peak=peak, total_steps=data.num_steps)
-        identity, run = self.identity(model, data), self.experiment.run
+            save_every_epochs = experiment.checkpoint.save_every_epochs
+            checks.check_stream(run.eval_every_epochs, save_every_epochs, self.reference.choice)
+        experiment.scheduler.check(peak=experiment.optimizer.lr, total_steps=data.num_steps)
+        identity = self.identity(model, data)
         own = begun_by_this_job(Path(run.output_dir, run.name), self.command, os.environ)
         resume = self.resume_point(own, identity, data)
-        case = make_candidate(
-            self.experiment,
-            self.reference,
-            model,
-            data,
-            world_size=self.world_size,
-            kind=self.device,
-            local_ranks=self.experiment.preflight.devices or self.local_ranks,
-        )
-        return PreparedRun(data, identity, resume, own, case)
+        return PreparedRun(data, identity, resume, own, self.candidate(model, data))
 
     def check_components(self) -> nn.Module:
         """Check each component and its fit with the layout; return the model, on the meta device."""
         run, experiment = self.experiment.run, self.experiment
         if experiment.preflight.mode != "plan":  # "plan" searches for another layout
             dp_size = experiment.parallelism.dp_size(self.world_size)
-            preflight.check_batch(run.global_batch_size, run.rows_per_microbatch, dp_size)
-        preflight.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
-        preflight.check_neftune(experiment.model.neftune_alpha, experiment.data.share_prompt)
-        preflight.check_mtp_stage(experiment.model.mtp.num_layers, experiment.stage.kind)
+            checks.check_batch(run.global_batch_size, run.rows_per_microbatch, dp_size)
+        checks.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
+        checks.check_neftune(experiment.model.neftune_alpha, experiment.data.share_prompt)
+        checks.check_mtp_stage(experiment.model.mtp.num_layers, experiment.stage.kind)
         for logger in experiment.logger.values():
             logger.check()
-        preflight.check_scalar_head(experiment.model.scalar_head, experiment.hook)
+        checks.check_scalar_head(experiment.model.scalar_head, experiment.hook)
         for hook in experiment.hook.values():
             hook.check()
         model = experiment.model.meta_model
-        preflight.check_adapter(
-            experiment.adapter,
-            model,
-            experiment.model.moe.bias_update_rate,
-            bool(experiment.model.add_tokens),
-        )
-        preflight.check_head_dim(experiment.optimizer, model, adapted=experiment.adapter is not None)
+        rate, adds_tokens = experiment.model.moe.bias_update_rate, bool(experiment.model.add_tokens)
+        checks.check_adapter(experiment.adapter, model, rate, adds_tokens)
+        checks.check_head_dim(experiment.optimizer, model, adapted=experiment.adapter is not None)
         self.check_layout(model, experiment.adapter)
         if (init_from := experiment.checkpoint.init_from) is not None and experiment.checkpoint.verify:
             verify_checkpoint(Path(init_from), checksums=True, option="checkpoint.init_from")
@@ -162,33 +166,33 @@ class RunPreparation:
         if saved is not None:
             return resume
         if checkpoint.resume != "auto":  # "auto" uses init_from if there is no checkpoint to resume from
-            preflight.check_start(self.config["checkpoint"]["init_from"], resume)
+            checks.check_start(self.config["checkpoint"]["init_from"], resume)
         if run.evaluate_only:
-            preflight.check_evaluate_only(bool(data.eval), experiment.hook)
+            checks.check_evaluate_only(bool(data.eval), experiment.hook)
             return resume
         for key, metric in watched_metrics(experiment).items():
-            preflight.check_watched_set(metric, data.eval, key)
+            check_watched_set(metric, data.eval, key)
         for name in ("eval_every", "eval_every_epochs", "eval_on_start"):
-            preflight.check_evaluation(name, getattr(run, name), bool(data.eval))
-        left, profiler = data.num_steps - preflight.steps_done(resume), experiment.profiler
+            checks.check_evaluation(name, getattr(run, name), bool(data.eval))
+        left, profiler = data.num_steps - checks.steps_done(resume), experiment.profiler
         unfinished = resume is not None and not has_completed(resume)
         if unfinished and left == 0:  # killed or stopped before its last evaluation, its export or its report
             return resume
-        preflight.check_length(data.num_steps, resume)
+        checks.check_length(data.num_steps, resume)
         if not unfinished:
             stopping = experiment.early_stopping
-            preflight.check_early_stop(stopping.metric, stopping.mode, stopping.patience, resume)
+            checks.check_early_stop(stopping.metric, stopping.mode, stopping.patience, resume)
         if profiler.enabled:
-            preflight.check_profile(profiler.steps[1], profiler.ranks, left, self.world_size)
+            checks.check_profile(profiler.steps[1], profiler.ranks, left, self.world_size)
         return resume
 
     def prepare_data(self) -> Prepared:
         """Prepare tokens and batch plans in the cache of this machine's filesystem."""
         run, experiment = self.experiment.run, self.experiment
         stage, data = experiment.stage, experiment.data
-        preflight.check_normalisation(getattr(stage, "normalize", None), data.resolve_packing(stage.kind))
+        checks.check_normalisation(getattr(stage, "normalize", None), data.resolve_packing(stage.kind))
         tokenizer = experiment.model.load_tokenizer()
-        preflight.check_model_fits_data(
+        checks.check_model_fits_data(
             experiment.model.config(), tokenizer, data.max_length, run.final_sample_tokens
         )
         return data.prepare(
@@ -199,6 +203,54 @@ class RunPreparation:
             max_steps=run.max_steps,
             epochs=run.epochs,
         )
+
+    def candidate(self, model: nn.Module, data: Prepared) -> Candidate | None:
+        """Collect the inputs of the estimates: ``model`` (on the meta device), data, layout and devices.
+
+        None means that there is no forecast, because the layout, optimizer or adapter is the user's own
+        class.
+        """
+        experiment, run, ahead = self.experiment, self.experiment.run, self.experiment.preflight
+        parts = known_parts(experiment.parallelism, experiment.optimizer, experiment.adapter)
+        if parts is None:
+            return None
+        layout, optimizer, adapter = parts
+        reference, dtype, ranks = self.reference, DTYPES[run.dtype], ahead.devices or self.local_ranks
+        name, memory = ahead.device_name, ahead.device_memory
+        device = find_device(self.device, name, memory, local_ranks=ranks, dtype=dtype)
+        return Candidate(
+            layout=layout,
+            world_size=self.world_size,
+            model=model,
+            adapter=adapter,
+            optimizer=optimizer,
+            loss=experiment.stage,
+            reference=reference.engine_mode,
+            reference_model=reference.model.meta_model if reference.is_separate_model else None,
+            data=data,
+            micro_batch_size=run.rows_per_microbatch,
+            dtype=dtype,
+            device=device,
+            compiled=run.compile,
+            kernels=run.kernels,
+            float8=run.dtype == "fp8",
+            max_length=experiment.data.max_length,
+            shares_prompts=experiment.data.share_prompt,
+        )
+
+    def preflight_folder(self) -> Path:
+        """Create the folder of a forecast, a rehearsal or a proof, with the config in it."""
+        folder = create_run_folder(self.experiment.run.output_dir, "preflight")
+        if self.where.sweep_job is not None:
+            self.where.sweep_job.mark_running(folder)
+        write_config(folder, self.config)
+        return folder
+
+    def with_run(self, **keys: Any) -> Self:
+        """Return a copy with other values of these keys of ``run``."""
+        experiment = replace(self.experiment, run=replace(self.experiment.run, **keys))
+        config = {**self.config, "run": {**self.config["run"], **keys}}
+        return replace(self, experiment=experiment, config=config)
 
 
 def check_launch(
@@ -216,26 +268,26 @@ def check_launch(
     experiment, notes = with_assumed_gpu(experiment)
     run, ahead, checkpoint = experiment.run, experiment.preflight, experiment.checkpoint
     for key, metric in watched_metrics(experiment).items():
-        preflight.check_watched_metric(metric, experiment.stage, key)
+        check_watched_metric(metric, experiment.stage, key)
     if checkpoint.init_from is not None:  # so that ranks read the checkpoint that is the newest now
         config = {**config, "checkpoint": {**config["checkpoint"], "init_from": checkpoint.init_from}}
     reference = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     check_place(os.environ)
     place = RankInfo.read()
-    preflight.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=place.launched)
-    preflight.check_forecast(ahead.mode, experiment.parallelism)
+    checks.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=place.launched)
+    checks.check_forecast(ahead.mode, experiment.parallelism)
     proves = ahead.mode == "prove"
-    device = "cpu" if proves else preflight.resolve_device(run.device, ahead.device_name)
+    device = "cpu" if proves else checks.resolve_device(run.device, ahead.device_name)
     gpus = 0 if device == "cpu" else torch.accelerator.device_count()
     world_size = experiment.parallelism.world_size(os.environ, gpus)
     local_ranks = place.local_world_size if place.launched else world_size
-    preflight.check_rehearsed_rank(ahead.rank, world_size)
+    checks.check_rehearsed_rank(ahead.rank, world_size)
     if run.dtype == "fp8":
-        preflight.check_float8(device, ahead.device_name)
+        checks.check_float8(device, ahead.device_name)
     if ahead.mode == "check":
-        preflight.check_ranks(world_size, device, local_ranks)
-    preflight.check_restarts(run.max_restarts, place.launched)
-    preflight.check_shared_name(
+        checks.check_ranks(world_size, device, local_ranks)
+    checks.check_restarts(run.max_restarts, place.launched)
+    checks.check_shared_name(
         checkpoint.resume, of_sweep=where.sweep_job is not None, named=where.given("run.name")
     )
     launch = RunPreparation(
@@ -276,13 +328,7 @@ def inspect(launch: RunPreparation) -> tuple[RunPreparation, PreparedRun]:
             "not known; give a number."
         )
     case = found.candidate.with_largest_microbatch()
-    size = case.micro_batch_size
-    sized = replace(
-        launch,
-        experiment=replace(launch.experiment, run=replace(run, micro_batch_size=size)),
-        config={**launch.config, "run": {**launch.config["run"], "micro_batch_size": size}},
-    )
-    return sized, replace(found, candidate=case)
+    return launch.with_run(micro_batch_size=case.micro_batch_size), replace(found, candidate=case)
 
 
 def watched_metrics(experiment: Experiment) -> dict[str, str]:
@@ -307,7 +353,7 @@ def slow_dtype(run: RunConfig, device: DeviceKind) -> tuple[str, ...]:
     """Return the sentence to print if this CPU has no instructions for the matrix products of the run."""
     if device != "cpu" or run.dtype not in ("bf16", "fp16"):  # fp8 computes in fp32
         return ()
-    slower = preflight.slowdown(DTYPES[run.dtype])
+    slower = slowdown(DTYPES[run.dtype])
     if slower < SLOW:
         return ()
     what = f"a matrix product in {run.dtype} takes {slower:.0f} times as long as in fp32 on this CPU"
@@ -318,12 +364,8 @@ def with_assumed_batch(launch: RunPreparation) -> RunPreparation:
     """Round up the default batch size for a forecast of a large layout; a run needs an explicit value."""
     run = launch.experiment.run
     unit = run.rows_per_microbatch * launch.experiment.parallelism.dp_size(launch.world_size)
-    assumed = preflight.next_batch(run.global_batch_size, unit)
+    assumed = checks.next_batch(run.global_batch_size, unit)
     if assumed == run.global_batch_size:
         return launch
-    return replace(
-        launch,
-        experiment=replace(launch.experiment, run=replace(run, global_batch_size=assumed)),
-        config={**launch.config, "run": {**launch.config["run"], "global_batch_size": assumed}},
-        notes=(*launch.notes, f"run.global_batch_size is not given, and {assumed} is assumed"),
-    )
+    note = f"run.global_batch_size is not given, and {assumed} is assumed"
+    return replace(launch.with_run(global_batch_size=assumed), notes=(*launch.notes, note))

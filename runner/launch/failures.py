@@ -93,11 +93,6 @@ def clear_failure_reports(folder: Path) -> None:
         path.unlink()
 
 
-def has_stalled(folder: Path) -> bool:
-    """Return whether the watchdog of any rank has ended it."""
-    return any(report.stalled for report in read_failure_reports(folder))
-
-
 def root_cause(folder: Path, codes: Sequence[int | None]) -> TrainingError:
     """Return the failure that came first; broken connections of peers are only its consequences.
 

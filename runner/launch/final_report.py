@@ -11,7 +11,7 @@ from components.contracts.data import SampleKind
 from components.contracts.errors import TrainingError
 from runner.config.command_line import is_sweep, single_job_overrides
 from runner.config.instantiate import Experiment
-from runner.config.run_config import CheckpointConfig
+from runner.launch.checks import RunPreparation
 from runner.launch.run_record import RunRecord, Stopped
 from runner.training.rank import DTYPES
 from runner.training.run_summary import Results
@@ -86,13 +86,7 @@ def export_facts(experiment: Experiment, folder: Path, record: RunRecord) -> dic
     return facts
 
 
-def print_stopped(
-    config: CheckpointConfig,
-    stopped: Stopped,
-    saved: Path | None,
-    command: Sequence[str],
-    overrides: Sequence[str],
-) -> bool:
+def print_stopped(launch: RunPreparation, stopped: Stopped, saved: Path | None) -> bool:
     """Print where a run stopped before its end and how to resume it from ``saved``, its newest checkpoint.
 
     Return whether it can resume.
@@ -101,11 +95,10 @@ def print_stopped(
     if saved is None:
         print(f"{words}, without a checkpoint")
         return False
-    checkpoint = str(saved)
-    if config.model_only:
-        print(f"{words}; only weights, from which no run can resume: {checkpoint}")
+    if launch.experiment.checkpoint.model_only:
+        print(f"{words}; only weights, from which no run can resume: {saved}")
         return False
-    print(f"{words}; resume with: {resume_command(command, overrides, checkpoint)}")
+    print(f"{words}; resume with: {resume_command(launch.command, launch.where.overrides, str(saved))}")
     return True
 
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from components import preflight
 from components.contracts.configs import Prepared
+from components.preflight.checks import steps_done
+from components.preflight.forecast_report import survey
+from components.preflight.search.memory_advice import check_fits
 from runner.launch import slurm_env
-from runner.launch.checks import RunPreparation, inspect
+from runner.launch.checks import PreparedRun, RunPreparation, inspect
 from runner.launch.failures import clear_failure_reports
-from runner.launch.plan import PreparedRun
 from runner.launch.run_dir import (
     create_run_folder,
     git_commit,
@@ -31,8 +32,8 @@ def prepare(launch: RunPreparation) -> Path:
     launch, found = inspect(launch)
     point, console = launch.where.sweep_job, launch.console
     if found.candidate is not None:
-        preflight.check_fits(found.candidate)
-    survey = preflight.survey(found.candidate, launch.config)
+        check_fits(found.candidate)
+    forecast = survey(found.candidate, launch.config)
     folder, record = open_folder(launch, found)
     if point is not None:
         point.mark_running(folder)
@@ -65,10 +66,10 @@ def prepare(launch: RunPreparation) -> Path:
     (folder / "audit.json").write_text(audit)
     found.data.write_bad_records(folder)
     found.data.write_samples(folder, launch.experiment.model.load_tokenizer())
-    (folder / "preflight.json").write_text(survey.to_json())
+    (folder / "preflight.json").write_text(forecast.to_json())
     shown = point is None or point.is_first_with(audit)
     data = found.data.audit.render() if shown else "data        as in an earlier job of the sweep: audit.json"
-    console.print(data, survey.render(), sep="\n")
+    console.print(data, forecast.render(), sep="\n")
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
     return folder
 
@@ -83,7 +84,7 @@ def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRe
         launch.resources.enter_context(locked(folder))
         return folder, RunRecord()
     launch.resources.enter_context(locked(own.absolute()))
-    folder = reopen_run_folder(own.absolute(), preflight.steps_done(found.resume))
+    folder = reopen_run_folder(own.absolute(), steps_done(found.resume))
     clear_failure_reports(folder)
     recorded = (folder / "run.json").exists()  # perhaps only its checkpoints were copied
     return folder, RunRecord.read(folder) if recorded else RunRecord()

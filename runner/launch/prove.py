@@ -18,7 +18,6 @@ from components.proof.verdict import BOUND, Errors, compare
 from components.reference.source import resolve_reference
 from runner.config.instantiate import build_experiment
 from runner.launch.checks import RunPreparation
-from runner.launch.run_dir import create_run_folder, write_config
 from runner.launch.spawn import run_workers
 from runner.logging_setup import log_to
 from runner.training.prove import proof_run
@@ -49,10 +48,7 @@ def print_proof(launch: RunPreparation) -> float:
             f"preflight.steps={prepared.num_steps}, or raise run.max_steps or run.epochs."
         )
     data = prepared.to_json()
-    folder = create_run_folder(run.output_dir, "preflight")
-    if launch.where.sweep_job is not None:
-        launch.where.sweep_job.mark_running(folder)
-    write_config(folder, small.config)
+    folder = small.preflight_folder()
     one = replace(small.experiment, parallelism=ONE_PROCESS)
     of_size = (replace(one, run=replace(run, micro_batch_size=size)) for size in (other, rows))
     runs = [proof_run(experiment, folder, data) for experiment in of_size]

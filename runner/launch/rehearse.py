@@ -5,18 +5,16 @@ import math
 import subprocess
 from pathlib import Path
 
-import torch
-
-from components import preflight
 from components.contracts.errors import ConfigError, TrainingError
 from components.contracts.json_types import Json
 from components.preflight.engine_layouts import mesh_info
+from components.preflight.forecast_report import Report, survey
 from components.preflight.formatting import as_size
+from components.preflight.search.candidate import Candidate
+from components.preflight.search.memory_advice import check_fits
 from components.rehearsal.device_guard import build_guard
 from components.rehearsal.tables import report
-from runner.launch.checks import RunPreparation
-from runner.launch.plan import PreparedRun
-from runner.launch.run_dir import create_run_folder, write_config
+from runner.launch.checks import PreparedRun, RunPreparation
 from runner.search_path import python_module
 
 
@@ -33,10 +31,7 @@ def print_rehearsal(launch: RunPreparation, found: PreparedRun) -> float:
     stage = stages(case)
     rank = stage.index(case.peak.stage) if ahead.rank is None else ahead.rank
     library = build_guard(experiment.data.cache() / "rehearsal")
-    folder = create_run_folder(experiment.run.output_dir, "preflight")
-    if launch.where.sweep_job is not None:
-        launch.where.sweep_job.mark_running(folder)
-    write_config(folder, launch.config)
+    folder = launch.preflight_folder()
     request = {
         "rank": rank,
         "world_size": case.world_size,
@@ -46,16 +41,14 @@ def print_rehearsal(launch: RunPreparation, found: PreparedRun) -> float:
     }
     record = run_rehearsal(folder, library, request)
     told = report(case, stage[rank], record, ahead.num_steps)
-    forecast = preflight.survey(case, launch.config)
-    (folder / "preflight.json").write_text(
-        preflight.Report({**forecast.sections, **told.sections}, {}).to_json()
-    )
+    forecast = survey(case, launch.config)
+    (folder / "preflight.json").write_text(Report({**forecast.sections, **told.sections}, {}).to_json())
     console.print(found.data.audit.render(), forecast.render(), told.render_all(), told.render(), sep="\n")
     console.print(f"preflight folder: {folder}", soft_wrap=True, highlight=False)
     if record["violations"]:
         raise TrainingError(f"rank {rank} would fail on a GPU: {record['violations'][0]}.")
     if record["memory"]["peak"] > case.device.memory:
-        preflight.check_fits(case)
+        check_fits(case)
         raise ConfigError(
             f"preflight.device_memory: rank {rank} needs {as_size(record['memory']['peak'])} of "
             f"{as_size(case.device.memory)}; the table above says which lines hold it."
@@ -70,16 +63,10 @@ def run_rehearsal(folder: Path, library: Path, request: Json) -> Json:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise TrainingError(f"the rehearsal of rank {request['rank']} failed:\n{done.stderr.strip()}")
-    record: Json = json.loads((folder / "rehearsal.json").read_text())
-    return record
+    return json.loads((folder / "rehearsal.json").read_text())
 
 
-def stages(case: preflight.Candidate) -> list[int]:
-    """Return the pipeline stage of every rank, 0 without pipelining."""
-    mesh = mesh_info(case.layout, case.world_size)
-    dims = mesh["dims"]
-    if "pp" not in dims:
-        return [0] * case.world_size
-    by_stage = torch.tensor(mesh["ranks"]).view(*dims.values()).movedim(list(dims).index("pp"), 0).flatten(1)
-    stage = {rank: number for number, ranks in enumerate(by_stage.tolist()) for rank in ranks}
-    return [stage[rank] for rank in range(case.world_size)]
+def stages(case: Candidate) -> list[int]:
+    """Return the pipeline stage of every rank, 0 without pipelining; pp is the outermost dimension."""
+    pp = mesh_info(case.layout, case.world_size)["dims"].get("pp", 1)
+    return [rank * pp // case.world_size for rank in range(case.world_size)]

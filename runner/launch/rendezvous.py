@@ -109,5 +109,4 @@ def publish(store: dist.Store, key: str, prepare: Callable[[], Path]) -> Path:
 
 def receive(store: dist.Store, key: str) -> dict[str, str]:
     store.wait([key], PATIENCE)
-    answer: dict[str, str] = json.loads(store.get(key))
-    return answer
+    return json.loads(store.get(key))

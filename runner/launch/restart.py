@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from components import preflight
 from components.checkpoint import newest_valid, run_order
 from components.contracts.errors import NonRetryableError, TrainingError
+from components.preflight.checks import steps_done
 from runner.launch.run_dir import reopen_run_folder
 from runner.launch.run_record import RunRecord
 from runner.launch.slurm_env import job_facts, max_requeues
@@ -44,7 +44,7 @@ def go_back(folder: Path, restarts: int) -> int:
     """Restore ``folder`` to its newest checkpoint, or to the start of the run; return that step."""
     record = RunRecord.read(folder)
     point = newest_valid(folder / "checkpoints") or record.checkpoint
-    step = preflight.steps_done(point)
+    step = steps_done(point)
     reopen_run_folder(folder, step)
     resumed_from = None if point is None else str(point)
     replace(record, resumed_from=resumed_from, restarts=restarts).write(folder)

@@ -53,7 +53,7 @@ def run(
         launch, found = inspect(launch)
         if launch.experiment.preflight.mode == "rehearse":
             return print_rehearsal(launch, found)
-        return print_forecast(found, launch.config, launch.experiment, where.sweep_job)
+        return print_forecast(launch, found)
     if place.launched:
         with launch.resources:
             return run_launched(launch, place, on_folder)
@@ -101,11 +101,8 @@ def finish(launch: RunPreparation, folder: Path) -> float:
         with naming_file(folder / "export"):
             print_summary(launch.experiment, folder, record, saved)
     else:
-        reason, overrides = record.stopped.reason, launch.where.overrides
-        resumable = print_stopped(
-            launch.experiment.checkpoint, record.stopped, saved, launch.command, overrides
-        )
-        if resumable and reason in slurm_env.REASONS:
+        resumable = print_stopped(launch, record.stopped, saved)
+        if resumable and record.stopped.reason in slurm_env.REASONS:
             slurm_env.queue_again(os.environ)
     if not launch.experiment.run.evaluate_only:
         check_saved(record, saved)

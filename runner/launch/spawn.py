@@ -11,7 +11,7 @@ from typing import IO
 
 from components.contracts.errors import DONE, NonRetryableError
 from components.rank_info import CORES, RankInfo
-from runner.launch.failures import clear_failure_reports, has_stalled, rank_log, root_cause
+from runner.launch.failures import clear_failure_reports, rank_log, read_failure_reports, root_cause
 from runner.launch.rendezvous import host_loopback_store
 from runner.launch.signals import REQUESTS, SignalHandler, announce, handling
 from runner.search_path import python_module
@@ -89,7 +89,7 @@ def wait_for_ranks(folder: Path, ranks: Ranks, request: SignalHandler) -> None:
     if request.number and any(-number in codes for number in REQUESTS):
         # A rank had not begun to train.
         raise KeyboardInterrupt(signal.Signals(request.number).name)
-    if has_stalled(folder):
+    if any(report.stalled for report in read_failure_reports(folder)):
         ask_for_stacks(folder, ranks)
     failure = root_cause(folder, codes)
     raise NonRetryableError(failure) if request.number else failure

@@ -11,72 +11,53 @@ from runner.config.instantiate import Experiment
 from runner.config.sources import ConfigSources
 from runner.launch.slurm_env import MAX_REQUEUES
 
-READ_IF: tuple[tuple[tuple[str, ...], Callable[[Experiment], object], str], ...] = (
+READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
     (
-        tuple(f"profiler.{key}" for key in ("steps", "ranks", "memory", "shapes", "stacks")),
+        "profiler.steps profiler.ranks profiler.memory profiler.shapes profiler.stacks",
         lambda e: e.profiler.enabled,
         "profiler.enabled=true",
     ),
     (
-        ("checkpoint.verify",),
+        "checkpoint.verify",
         lambda e: e.checkpoint.resume != "never" or e.checkpoint.init_from or MAX_REQUEUES in os.environ,
         "checkpoint.resume or checkpoint.init_from",
     ),
     (
-        ("checkpoint.allow_mismatch",),
+        "checkpoint.allow_mismatch",
         lambda e: e.checkpoint.resume != "never" or MAX_REQUEUES in os.environ,
         "checkpoint.resume",
     ),
     (
-        ("checkpoint.keep_best_mode",),
+        "checkpoint.keep_best_mode",
         lambda e: e.checkpoint.keep_best or e.early_stopping.metric,
         "checkpoint.keep_best=eval/loss",
     ),
     (
-        ("early_stopping.patience", "early_stopping.mode"),
+        "early_stopping.patience early_stopping.mode",
         lambda e: e.early_stopping.metric,
         "early_stopping.metric=eval/loss",
     ),
     (
-        ("run.loss_scale.initial", "run.loss_scale.growth_interval"),
+        "run.loss_scale.initial run.loss_scale.growth_interval",
         lambda e: e.run.dtype == "fp16",
         "run.dtype=fp16",
     ),
+    ("preflight.rank", lambda e: e.preflight.mode == "rehearse", "preflight.mode=rehearse"),
     (
-        ("preflight.rank",),
-        lambda e: e.preflight.mode == "rehearse",
-        "preflight.mode=rehearse",
-    ),
-    (
-        ("preflight.steps",),
+        "preflight.steps",
         lambda e: e.preflight.mode in ("rehearse", "prove"),
         "preflight.mode=rehearse or prove",
     ),
     (
-        tuple(f"preflight.shrink.{key}" for key in ("layers", "hidden", "vocabulary", "max_length")),
+        "preflight.shrink.layers preflight.shrink.hidden preflight.shrink.vocabulary "
+        "preflight.shrink.max_length",
         lambda e: e.preflight.mode == "prove",
         "preflight.mode=prove",
     ),
-    (
-        ("preflight.device_memory",),
-        lambda e: e.preflight.mode != "prove",
-        "preflight.mode=check",
-    ),
-    (
-        ("run.final_sample_tokens",),
-        lambda e: not e.model.scalar_head,
-        "a stage that trains a language model",
-    ),
-    (
-        ("parallelism.fp8_recipe", "parallelism.fp8_all_gather"),
-        lambda e: e.run.dtype == "fp8",
-        "run.dtype=fp8",
-    ),
-    (
-        ("parallelism.default_dp",),
-        lambda e: getattr(e.parallelism, "dp", None) is None,
-        "parallelism.dp=null",
-    ),
+    ("preflight.device_memory", lambda e: e.preflight.mode != "prove", "preflight.mode=check"),
+    ("run.final_sample_tokens", lambda e: not e.model.scalar_head, "a stage that trains a language model"),
+    ("parallelism.fp8_recipe parallelism.fp8_all_gather", lambda e: e.run.dtype == "fp8", "run.dtype=fp8"),
+    ("parallelism.default_dp", lambda e: getattr(e.parallelism, "dp", None) is None, "parallelism.dp=null"),
 )
 """Keys, whether anything reads them, and what to set if nothing does."""
 
@@ -84,7 +65,7 @@ READ_IF: tuple[tuple[tuple[str, ...], Callable[[Experiment], object], str], ...]
 def check_unread_options(experiment: Experiment, config: Config, where: ConfigSources) -> None:
     """Raise ConfigError if the command line or an experiment sets an option that nothing reads."""
     for keys, is_read, remedy in READ_IF:
-        for key in keys:
+        for key in keys.split():
             *nodes, name = key.split(".")
             value = reduce(getitem, nodes, config).get(name)
             if where.chosen(key) and value not in (None, False) and not is_read(experiment):

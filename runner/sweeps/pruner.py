@@ -42,7 +42,6 @@ def pruner_of(sweep: SweepPlace | None) -> Pruner | None:
         return None
     try:
         found = as_type(PrunerFile, read_json(path))
-        pruner: Pruner = pkgutil.resolve_name(found.target)(number=sweep.number, **found.options)
+        return pkgutil.resolve_name(found.target)(number=sweep.number, **found.options)
     except (ValueError, TypeError, ImportError, AttributeError) as error:
         raise ConfigError(f"{path}: is damaged ({one_line(error)}); start the sweep again.") from error
-    return pruner

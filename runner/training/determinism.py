@@ -17,10 +17,8 @@ def deterministic(enabled: bool) -> Iterator[None]:
         yield
         return
     environ = {name: os.environ.get(name) for name in ENVIRONMENT}
-    algorithms, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    algorithms = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
     os.environ |= ENVIRONMENT
     torch.use_deterministic_algorithms(True)

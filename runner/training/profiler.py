@@ -31,7 +31,7 @@ class Profiler:
         """The first recorded step. None means that recording has not begun."""
         if profiler.enabled and rank in profiler.ranks:
             self.recorder = profile(
-                activities=activities(device),
+                activities={ProfilerActivity.CPU} if device.type == "cpu" else supported_activities(),
                 record_shapes=profiler.shapes,
                 profile_memory=profiler.memory,
                 with_stack=profiler.stacks,
@@ -70,7 +70,3 @@ class Profiler:
         table = averages.table(sort_by=f"self_{self.device.type}_time_total", row_limit=ROWS)
         trace.with_suffix(".txt").write_text(table)
         log.info(f"profile of steps {first} to {last}: {trace}")
-
-
-def activities(device: torch.device) -> set[ProfilerActivity]:
-    return {ProfilerActivity.CPU} if device.type == "cpu" else set(supported_activities())

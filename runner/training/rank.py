@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from components.checkpoint import CheckpointManager, RunIdentity
-from components.contracts.data import BatchShard, BatchStats, DataLoader
+from components.contracts.data import BatchShard, DataLoader
 from components.contracts.device import DeviceKind
 from components.contracts.engine import Engine, EngineOptions
 from components.contracts.errors import NonRetryableError, TrainingError
@@ -22,8 +22,8 @@ from components.contracts.hook import Hook, HookRun
 from components.contracts.json_types import Config
 from components.loggers import CompositeLogger, RunInfo
 from components.loggers.console import Terminal, terminal
-from components.preflight import steps_done
-from components.preflight.estimates.flops import matmul_sizes, peak_flops, peak_name, train_flops
+from components.preflight.checks import steps_done
+from components.preflight.estimates.flops import matmul_sizes, peak_flops, peak_name, step_flops
 from components.rank_info import RankInfo
 from components.reference.precompute import precompute
 from components.reference.source import resolve_reference
@@ -76,9 +76,7 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
         ) as watchdog,
         ExitStack() as handlers,
     ):
-        if record.reference is not None and record.reference.compute:
-            with closing(build_reference(experiment, record.device), record.world_size) as engine:
-                fill_reference(experiment, engine, folder, record, main, watchdog)
+        fill_reference(experiment, folder, record, watchdog)
         watchdog.beat("building the engine")
         with closing(build_engine(experiment, record.device), record.world_size) as engine:
             peak = {"mfu_peak": peak_name(engine.device, DTYPES[experiment.run.dtype])}
@@ -152,8 +150,14 @@ def closing(engine: Engine, world_size: int) -> Iterator[Engine]:
 
 def build_engine(experiment: Experiment, device: DeviceKind) -> Engine:
     """Build the engine that trains, with its reference model if there is one."""
+    options = training_options(experiment, device)
+    return experiment.parallelism.build(experiment.model, experiment.optimizer, options)
+
+
+def training_options(experiment: Experiment, device: DeviceKind) -> EngineOptions:
+    """Build the options of the engine that trains."""
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
-    options = engine_options(
+    return engine_options(
         experiment,
         device,
         adapter=experiment.adapter,
@@ -161,15 +165,6 @@ def build_engine(experiment: Experiment, device: DeviceKind) -> Engine:
         reference_model=source.model if source.is_separate_model else None,
         sync_reference=source.sync_every > 0,
     )
-    return experiment.parallelism.build(experiment.model, experiment.optimizer, options)
-
-
-def build_reference(experiment: Experiment, device: DeviceKind) -> Engine:
-    """Build an engine that only computes the log-probabilities of the reference model."""
-    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
-    # Its reference is the model itself, without dropout.
-    options = engine_options(experiment, device, reference="adapter_off")
-    return experiment.parallelism.build(source.frozen_spec(), experiment.optimizer, options)
 
 
 def engine_options(experiment: Experiment, device: DeviceKind, **others: Any) -> EngineOptions:
@@ -189,26 +184,25 @@ def engine_options(experiment: Experiment, device: DeviceKind, **others: Any) ->
     )
 
 
-def fill_reference(
-    experiment: Experiment,
-    engine: Engine,
-    folder: Path,
-    record: RunRecord,
-    main: bool,
-    watchdog: Watchdog,
-) -> None:
-    """Compute with ``engine`` the reference log-probabilities that the cache lacks; every rank calls it."""
-    assert record.reference is not None
-    precompute(
-        engine,
-        experiment.data.restore(record.data),
-        Path(record.reference.folder),
-        scratch=folder / "reference",
-        micro_batch_size=experiment.run.rows_per_microbatch,
-        writes=main,
-        merges=RankInfo.read().local_rank == 0,
-        beat=partial(watchdog.beat, "computing the reference's log-probabilities"),
-    )
+def fill_reference(experiment: Experiment, folder: Path, record: RunRecord, watchdog: Watchdog) -> None:
+    """Compute the reference log-probabilities that the cache lacks; every rank calls it."""
+    if record.reference is None or not record.reference.compute:
+        return
+    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+    # The reference of this engine is the model itself, without dropout.
+    options = engine_options(experiment, record.device, reference="adapter_off")
+    engine = experiment.parallelism.build(source.frozen_spec(), experiment.optimizer, options)
+    with closing(engine, record.world_size):
+        precompute(
+            engine,
+            experiment.data.restore(record.data),
+            Path(record.reference.folder),
+            scratch=folder / "reference",
+            micro_batch_size=experiment.run.rows_per_microbatch,
+            writes=RankInfo.read().rank == 0,
+            merges=RankInfo.read().local_rank == 0,
+            beat=partial(watchdog.beat, "computing the reference's log-probabilities"),
+        )
 
 
 def build_loop(
@@ -360,25 +354,11 @@ def reporter(
     """Build the reporter, which prints and logs only if there is a ``console``, on rank 0."""
     sizes = matmul_sizes(experiment.model.meta_model, adapted=experiment.adapter is not None)
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
-
-    def flops(stats: BatchStats) -> float:
-        return train_flops(
-            sizes,
-            num_tokens=stats.num_computed_tokens,
-            num_labels=stats.num_labels,
-            sum_squared_seqlens=stats.sum_squared_seqlens,
-            forward_only_passes=source.forward_only_passes,
-        )
-
-    if console is None:
-        return MetricsReporter(experiment.run.log_every, flops, None, engine.max_over_ranks)
-    begun = RunInfo(folder, config, record.to_json(), steps_done(record.checkpoint))
-    return MetricsReporter(
-        experiment.run.log_every,
-        flops,
-        peak_flops(engine.device, DTYPES[experiment.run.dtype]) * record.world_size,
-        engine.max_over_ranks,
-        CompositeLogger(experiment.logger, begun),
-        console.progress_bar(),
-        record.results,
-    )
+    flops = partial(step_flops, sizes, forward_only_passes=source.forward_only_passes)
+    report = MetricsReporter(experiment.run.log_every, flops, None, engine.max_over_ranks)
+    if console is not None:
+        begun = RunInfo(folder, config, record.to_json(), steps_done(record.checkpoint))
+        report.peak_flops = peak_flops(engine.device, DTYPES[experiment.run.dtype]) * record.world_size
+        report.loggers = CompositeLogger(experiment.logger, begun)
+        report.progress, report.results = console.progress_bar(), record.results
+    return report

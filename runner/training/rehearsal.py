@@ -4,14 +4,13 @@ import os
 from pathlib import Path
 
 from components.contracts.json_types import Json
-from components.reference.source import resolve_reference
 from components.rehearsal.fake_cuda import Gpu
 from components.rehearsal.outcome import describe
 from components.rehearsal.rehearsed_run import RehearsedRun, install, rehearse
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.run_dir import read_run_config
-from runner.training.rank import engine_options
+from runner.training.rank import training_options
 
 
 def rehearse_rank(folder: Path, request: Json) -> Json:
@@ -20,18 +19,11 @@ def rehearse_rank(folder: Path, request: Json) -> Json:
     rank, world_size = request["rank"], request["world_size"]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     run = RehearsedRun(
         parallelism=experiment.parallelism,
         model=experiment.model,
         optimizer=experiment.optimizer,
-        options=engine_options(
-            experiment,
-            "cuda",
-            adapter=experiment.adapter,
-            reference=source.engine_mode,
-            reference_model=source.model if source.is_separate_model else None,
-        ),
+        options=training_options(experiment, "cuda"),
         loss=experiment.stage,
         data=experiment.data.restore(request["data"]),
         global_batch_size=experiment.run.global_batch_size,

@@ -154,9 +154,5 @@ def _chat(
     excluded |= set(range(first))
     if options.mask_history:
         excluded |= set(answers[:-1])
-    return ChatSample(
-        messages,
-        read_tools(record, origin),
-        excluded & set(answers),
-        read_template_kwargs(record, options, origin),
-    )
+    tools, kwargs = read_tools(record, origin), read_template_kwargs(record, options, origin)
+    return ChatSample(messages, tools, excluded & set(answers), kwargs)

@@ -95,21 +95,15 @@ def read_turns(record: Mapping[str, object], key: str, origin: str) -> list[Mess
 
 def read_message(raw: object, where: str, origin: str) -> Message:
     if not isinstance(raw, dict):
-        fail(
-            origin,
-            f"{where} is of type {type(raw).__name__}",
-            "Write {'role', 'content'} or {'from', 'value'}.",
-        )
+        what = f"{where} is of type {type(raw).__name__}"
+        fail(origin, what, "Write {'role', 'content'} or {'from', 'value'}.")
     name = raw.get("role") or raw.get("from")
     role = SPELLINGS.get(name, name) if isinstance(name, str) else None
     if role not in ROLES:
         known = ", ".join([*ROLES, *SPELLINGS])
-        fail(
-            origin,
-            f"{where} has the role {name!r}",
-            f"Use 'role' or 'from' with one of: {known}; or name the role in data.roles.",
-        )
-    message: Message = {"role": role} | _content(_given(raw, "content", "value"), where, origin)
+        remedy = f"Use 'role' or 'from' with one of: {known}; or name the role in data.roles."
+        fail(origin, f"{where} has the role {name!r}", remedy)
+    message: Message = {"role": role} | _content(raw.get(_present(raw, "content", "value")), where, origin)
     if name == "function_call":
         called = _calls(_json(message["content"], where, origin), where, origin)
         message |= {"content": "", "tool_calls": called}
@@ -119,10 +113,6 @@ def read_message(raw: object, where: str, origin: str) -> Message:
     if not _is_trained(raw, role, where, origin):
         message[_UNTRAINED] = True
     return message
-
-
-def _given(raw: Message, name: str, other: str) -> object:
-    return raw.get(other) if raw.get(name) is None else raw[name]
 
 
 def _is_trained(raw: Message, role: str, where: str, origin: str) -> bool:
@@ -159,7 +149,7 @@ def _content(value: object, where: str, origin: str) -> Message:
 def _parts(parts: list[object], where: str, origin: str) -> Message:
     found: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
     for part in parts:
-        text = _given(part, "text", "value") if isinstance(part, dict) else None
+        text = part.get(_present(part, "text", "value")) if isinstance(part, dict) else None
         kind = part.get("type", "text") if isinstance(part, dict) else None
         if kind not in found or not isinstance(text, str):
             fail(origin, f"{where} has a part that is not text", "Only text can be trained on; remove it.")
@@ -216,11 +206,8 @@ def read_template_kwargs(record: Mapping[str, object], options: RecordOptions, o
     """Return the variables of the chat template: ``data.chat_template_kwargs``, then those of the record."""
     own = record.get("chat_template_kwargs") or {}
     if not isinstance(own, dict) or any(name in RESERVED for name in own):
-        fail(
-            origin,
-            "field 'chat_template_kwargs' is not an object of variables",
-            f"Remove {', '.join(RESERVED)} from it.",
-        )
+        remedy = f"Remove {', '.join(RESERVED)} from it."
+        fail(origin, "field 'chat_template_kwargs' is not an object of variables", remedy)
     return {**options.chat_template_kwargs, **own}
 
 

@@ -84,17 +84,14 @@ def _is_plain(record: Mapping[str, object], answers: tuple[str, ...], options: R
 
 def _check_plain(record: Mapping[str, object], options: RecordOptions, origin: str) -> None:
     chats = {
-        "a system prompt": record.get("system") or options.default_system,
+        "system prompt": record.get("system") or options.default_system,
         "tools": record.get("tools"),
         "chat_template_kwargs": record.get("chat_template_kwargs") or options.chat_template_kwargs,
     }
     for what, value in chats.items():
         if value:
-            fail(
-                origin,
-                f"its prompt and answers are strings, which take no {what.removeprefix('a ')}",
-                "Set data.strings=chat to make turns of them, or remove it.",
-            )
+            text = f"its prompt and answers are strings, which take no {what}"
+            fail(origin, text, "Set data.strings=chat to make turns of them, or remove it.")
 
 
 def read_completion(record: Mapping[str, object], options: RecordOptions, origin: str) -> tuple[Turns, Turns]:
@@ -156,11 +153,7 @@ def _check_answer(prompt: list[Message], answer: list[Message], origin: str) -> 
         fail(origin, f"an answer ends with a {answer[-1]['role']} turn", "End it with the assistant's.")
     _, excluded = split_untrained(answer)
     if excluded:
-        fail(
-            origin,
-            "a turn of an answer is excluded from training",
-            "Remove its flag.",
-        )
+        fail(origin, "a turn of an answer is excluded from training", "Remove its flag.")
     if answer[0]["role"] != "assistant":
         fail(origin, f"an answer begins with a {answer[0]['role']} turn", "Begin it with the assistant's.")
 
@@ -211,9 +204,6 @@ def _whole_prompt(explicit: list[Message], shared: list[Message], origin: str) -
     """
     short, long = sorted((explicit, shared), key=len)
     if long[len(long) - len(short) :] != short:
-        fail(
-            origin,
-            "'prompt' is not the prompt that 'chosen' and 'rejected' begin with",
-            "Remove one of them.",
-        )
+        what = "'prompt' is not the prompt that 'chosen' and 'rejected' begin with"
+        fail(origin, what, "Remove one of them.")
     return long

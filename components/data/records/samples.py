@@ -64,6 +64,10 @@ class PreferenceSample:
     margin: float = 0.0
     """How much more the chosen answer should score than the rejected one."""
 
+    @property
+    def answers(self) -> tuple[Turns, Turns]:
+        return self.chosen, self.rejected
+
 
 @dataclass(frozen=True)
 class UnpairedSample:
@@ -79,6 +83,10 @@ class UnpairedSample:
     kl_completion: Turns
     """The completion of another prompt."""
     template_kwargs: Json = field(default_factory=dict)
+
+    @property
+    def answers(self) -> tuple[Turns, Turns]:
+        return self.completion, self.kl_completion
 
 
 Sample = TextSample | CompletionSample | SegmentsSample | ChatSample | PreferenceSample | UnpairedSample

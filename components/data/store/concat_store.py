@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from components.data.store.token_store import Array, Bools, Floats, Ints, TokenSequences
 
@@ -39,12 +38,6 @@ class ConcatTokens:
     def lengths(self) -> Ints:
         return np.concatenate([part.lengths for part in self._parts])
 
-    @cached_property
-    def sources(self) -> npt.NDArray[np.int32]:
-        """int32 per sample: index of the part that it comes from."""
-        counts = [len(part.lengths) // self.sequences_per_sample for part in self._parts]
-        return np.repeat(np.arange(len(self._parts), dtype=np.int32), counts)
-
     def tokens(self, sequence: int, start: int, stop: int) -> Array:
         part, local = self._locate(sequence)
         return part.tokens(local, start, stop)
@@ -52,10 +45,6 @@ class ConcatTokens:
     def mask(self, sequence: int, start: int, stop: int) -> Bools:
         part, local = self._locate(sequence)
         return part.mask(local, start, stop)
-
-    def count(self, sequence: int, start: int, stop: int) -> int:
-        part, local = self._locate(sequence)
-        return part.count(local, start, stop)
 
     def origin(self, sample: int) -> str:
         part, sequence = self._locate(sample * self.sequences_per_sample)

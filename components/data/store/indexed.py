@@ -10,6 +10,7 @@ replace few of these lines, because it rejects damaged files with bare asserts o
 """
 
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Self
@@ -89,11 +90,8 @@ class IndexedTokens:
         return self.buffer[begin + min(start, length) : begin + min(stop, length)]
 
     def mask(self, sequence: int, start: int, stop: int) -> Bools:
-        return np.ones(self.count(sequence, start, stop), np.bool_)
-
-    def count(self, sequence: int, start: int, stop: int) -> int:
         length = self._length(sequence)
-        return min(stop, length) - min(start, length)
+        return np.ones(min(stop, length) - min(start, length), np.bool_)
 
     def origin(self, sample: int) -> str:
         return f"{self.name}:{sample + 1}"
@@ -108,8 +106,9 @@ class IndexedTokens:
             truncated=overlong & (not drop),
             stop_trained=None,
             num_supervised=np.maximum(self.lengths - 1, 0),
-            dropped=int(overlong.sum()) if drop else 0,
-            unsupervised=int(unsupervised.sum()),
+            left_out=Counter(
+                {"dropped": int(overlong.sum()) if drop else 0, "unsupervised": int(unsupervised.sum())}
+            ),
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -122,11 +121,8 @@ class IndexedTokens:
         low, high = int(probe.min()), int(probe.max())
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
-            _fail(
-                _with(self.prefix, ".bin"),
-                f"has the token {bad}, but the tokenizer's vocabulary is {vocab_size}",
-                "Set model.tokenizer to the one that made it.",
-            )
+            what = f"has the token {bad}, but the tokenizer's vocabulary is {vocab_size}"
+            _fail(_with(self.prefix, ".bin"), what, "Set model.tokenizer to the one that made it.")
 
     def _length(self, sequence: int) -> int:
         length = int(self.raw_lengths[sequence])

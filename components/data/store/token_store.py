@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ Array = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+LeftOut = Literal["dropped", "unsupervised", "identical"]
+"""Why a sample is left out: longer than ``data.max_length``, without a target, a pair of equal answers."""
 
 _TRUNCATED, _STOP_TRAINED, _DESIRABLE = 1, 2, 4
 _BAD = "bad_records"
@@ -65,9 +67,6 @@ class TokenSequences(Protocol):
         Like ``tokens``, it ends at the last token of the sequence if ``stop`` is beyond it.
         """
 
-    def count(self, sequence: int, start: int, stop: int) -> int:
-        """Return how many of the tokens ``start`` to ``stop`` are targets of the loss."""
-
     def origin(self, sample: int) -> str:
         """Return the source of the sample and the number of its record, from 1: ``data.train:17``."""
 
@@ -95,12 +94,8 @@ class TokenChunk:
     """Per sample: whether the token that ends its last assistant turn is a target."""
     records: Ints
     """Per sample: index of its record, from 0, among those that the chunk was made from."""
-    dropped: int
-    """Samples left out because they are longer than ``data.max_length``."""
-    unsupervised: int
-    """Samples left out because they have no target."""
-    identical: int = 0
-    """Pairs left out because both answers are the same."""
+    left_out: Counter[LeftOut]
+    """Number of samples left out, by reason."""
     long_prompts: int = 0
     """Samples, kept or left out, whose prompt without the answer is longer than ``data.max_length``."""
     desirable: Bools | None = None
@@ -114,11 +109,10 @@ class TokenChunk:
     @property
     def num_records(self) -> int:
         """Number of records, including those that were left out."""
-        left_out = self.dropped + self.unsupervised + self.identical + len(self.bad)
-        return len(self.truncated) + left_out
+        return len(self.truncated) + self.left_out.total() + len(self.bad)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StoreMeta:
     """The content of meta.json, which is next to the arrays and is written last."""
 
@@ -126,19 +120,17 @@ class StoreMeta:
     sequences_per_sample: int
     masked: bool
     """Whether there is a mask; otherwise every token is a target."""
-    unpaired: bool
     format: str
-    dropped: int
-    unsupervised: int
-    identical: int
-    long_prompts: int
-    bad: int
-    records: int
+    unpaired: bool = False
+    left_out: Counter[LeftOut] = field(default_factory=Counter)
+    long_prompts: int = 0
+    bad: int = 0
+    records: int = 0
     """Number of records, including those that were left out."""
-    unread: dict[str, int]
-    sizes: dict[str, int]
+    unread: Counter[str] = field(default_factory=Counter)
+    sizes: dict[str, int] = field(default_factory=dict)
     """Bytes of each file."""
-    checksums: dict[str, str]
+    checksums: dict[str, str] = field(default_factory=dict)
     """Checksum of each file."""
 
     @classmethod
@@ -155,7 +147,7 @@ class StoreMeta:
         return meta
 
     def write(self, path: Path) -> None:
-        write_json(path, asdict(self))
+        write_json(path, vars(self))
 
 
 @dataclass(frozen=True)
@@ -171,9 +163,7 @@ class FilterResult:
     """Per sample: whether the token that ends its last assistant turn is a target. None means not known."""
     num_supervised: Ints
     """Per sequence: number of its targets."""
-    dropped: int
-    unsupervised: int
-    identical: int = 0
+    left_out: Counter[LeftOut]
     long_prompts: int = 0
     bad: Sequence[BadRecord] = ()
     unread: Mapping[str, int] = field(default_factory=dict)
@@ -191,7 +181,7 @@ class StoreWriter:
     """Writes a token store next to ``path`` and, when the block is left, moves it to ``path``.
 
     What is written survives a kill, except for the last ``_SAVE_S`` seconds: the next writer continues after
-    the first ``num_records`` records. The caller holds a lock, so there is one writer per path.
+    the first ``meta.records`` records. The caller holds a lock, so there is one writer per path.
     """
 
     def __init__(
@@ -204,16 +194,11 @@ class StoreWriter:
         format: str,
         ranked: bool = False,
     ) -> None:
-        self._path, self._masked, self._format, self._ranked = path, masked, format, ranked
+        self._path, self._vocab_size, self._ranked = path, vocab_size, ranked
         self._folder = path.with_name(f"{path.name}.partial")
         self._type = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-        self._vocab_size = vocab_size
-        self._sequences_per_sample = sequences_per_sample
-        self._unpaired = False
-        self._end = self.num_samples = self.num_records = 0
-        self.dropped = self.unsupervised = self.identical = self.long_prompts = 0
-        self.num_bad = 0
-        self._unread: Counter[str] = Counter()
+        self.meta = StoreMeta(self._type.name, sequences_per_sample, masked, format)
+        self._end = self.num_samples = 0
 
     def __enter__(self) -> Self:
         self._saved = time.monotonic()
@@ -227,7 +212,7 @@ class StoreWriter:
 
     def _open(self, sizes: dict[str, int]) -> None:
         names = ["tokens", "offsets", "supervised", "flags", "records", _BAD]
-        names += ["mask"] if self._masked else []
+        names += ["mask"] if self.meta.masked else []
         names += ["margins"] if self._ranked else []
         self._files = {name: HashedFile(self._folder / name, sizes.get(name, 0)) for name in names}
 
@@ -243,24 +228,19 @@ class StoreWriter:
             raise CorruptTokenStore(f"{self._folder}: {error}") from error
         if {name: file.checksum for name, file in self._files.items()} != saved.checksums:
             raise CorruptTokenStore(f"{self._folder}: a checksum differs")
-        self._unpaired, self.num_records = saved.unpaired, saved.records
+        self.meta, self.num_samples = saved, saved.sizes["flags"]
         self._end = saved.sizes["tokens"] // self._type.itemsize
-        self.num_samples = saved.sizes["flags"]
-        self.dropped, self.unsupervised = saved.dropped, saved.unsupervised
-        self.identical, self.long_prompts = saved.identical, saved.long_prompts
-        self.num_bad, self._unread = saved.bad, Counter(saved.unread)
 
     def append(self, chunk: TokenChunk) -> None:
-        self.dropped += chunk.dropped
-        self.unsupervised += chunk.unsupervised
-        self.identical += chunk.identical
-        self.long_prompts += chunk.long_prompts
-        self._unread += chunk.unread
-        self.num_bad += len(chunk.bad)
+        meta = self.meta
+        meta.left_out += chunk.left_out
+        meta.long_prompts += chunk.long_prompts
+        meta.unread += chunk.unread
+        meta.bad += len(chunk.bad)
         for bad in chunk.bad:
             self._files[_BAD].write(json.dumps(asdict(bad)).encode() + b"\n")
         self.num_samples += len(chunk.truncated)
-        first, self.num_records = self.num_records, self.num_records + chunk.num_records
+        first, meta.records = meta.records, meta.records + chunk.num_records
         if len(chunk.lengths):
             self._append_samples(chunk, first)
         if time.monotonic() - self._saved > _SAVE_S:
@@ -270,7 +250,7 @@ class StoreWriter:
         """Append the samples of ``chunk``, the first record of which is record ``first``."""
         self._write("records", first + chunk.records)
         assert chunk.tokens.max() < self._vocab_size, "a token id beyond the vocabulary"
-        assert self._masked or chunk.mask.all()
+        assert self.meta.masked or chunk.mask.all()
         ends = np.cumsum(chunk.lengths)
         targets = chunk.mask.copy()
         targets[ends - chunk.lengths] = False  # nothing predicts the first token
@@ -279,12 +259,12 @@ class StoreWriter:
         self._write("supervised", np.add.reduceat(targets, ends - chunk.lengths, dtype=np.int64))
         flags = chunk.truncated * _TRUNCATED + chunk.stop_trained * _STOP_TRAINED
         if chunk.desirable is not None:
-            self._unpaired = True
+            self.meta.unpaired = True
             flags = flags + chunk.desirable * _DESIRABLE
         self._write("flags", flags.astype(np.uint8))
         if chunk.margins is not None:
             self._write("margins", chunk.margins)
-        if self._masked:
+        if self.meta.masked:
             self._write("mask", chunk.mask)
         self._end += int(ends[-1])
 
@@ -313,29 +293,13 @@ class StoreWriter:
         """Force the files to disk, then write what they hold."""
         for file in self._files.values():
             file.sync()
-        self._meta().write(self._folder / name)
+        self.meta.sizes = {key: file.size for key, file in self._files.items()}
+        self.meta.checksums = {key: file.checksum for key, file in self._files.items()}
+        self.meta.write(self._folder / name)
         self._saved = time.monotonic()
 
     def _write(self, name: str, values: Array) -> None:
         self._files[name].write(values.tobytes())
-
-    def _meta(self) -> StoreMeta:
-        return StoreMeta(
-            token_type=self._type.name,
-            sequences_per_sample=self._sequences_per_sample,
-            masked=self._masked,
-            unpaired=self._unpaired,
-            format=self._format,
-            dropped=self.dropped,
-            unsupervised=self.unsupervised,
-            identical=self.identical,
-            long_prompts=self.long_prompts,
-            bad=self.num_bad,
-            records=self.num_records,
-            unread=dict(self._unread),
-            sizes={name: file.size for name, file in self._files.items()},
-            checksums={name: file.checksum for name, file in self._files.items()},
-        )
 
 
 @dataclass(frozen=True)
@@ -400,9 +364,7 @@ class TokenStore:
             truncated=(flags & _TRUNCATED).astype(np.bool_),
             stop_trained=(flags & _STOP_TRAINED).astype(np.bool_),
             num_supervised=self._map("supervised", np.int64),
-            dropped=self.meta.dropped,
-            unsupervised=self.meta.unsupervised,
-            identical=self.meta.identical,
+            left_out=self.meta.left_out,
             long_prompts=self.meta.long_prompts,
             bad=[BadRecord(**json.loads(line)) for line in (self.path / _BAD).read_text().splitlines()],
             unread=self.meta.unread,
@@ -414,10 +376,6 @@ class TokenStore:
     def mask(self, sequence: int, start: int, stop: int) -> Bools:
         first, last = self._span(sequence, start, stop)
         return np.ones(last - first, np.bool_) if self._mask is None else self._mask[first:last]
-
-    def count(self, sequence: int, start: int, stop: int) -> int:
-        first, last = self._span(sequence, start, stop)
-        return last - first if self._mask is None else int(np.count_nonzero(self._mask[first:last]))
 
     def origin(self, sample: int) -> str:
         return f"{self.name}:{self.first_record + self._records[sample] + 1}"

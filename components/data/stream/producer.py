@@ -54,7 +54,7 @@ class SourceTokens:
     def write(self, path: Path, chunk: int) -> bool:
         """Write the next chunk, which is number ``chunk``; return whether it has a sample."""
         with new_writer(path, self._encoder, self._format) as writer:
-            while writer.num_records < self._stream.num_records(self._source, chunk):
+            while writer.meta.records < self._stream.num_records(self._source, chunk):
                 writer.append(next(self._tokens))
         return writer.num_samples > 0
 

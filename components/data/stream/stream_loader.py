@@ -52,16 +52,12 @@ class StreamLoader:
             position: chunk and row of its plan at which ``step`` begins. Empty for the start of the stream.
         """
         self._stream, self._shard, self._folder, self._producer = stream, shard, folder, producer
-        self._num_steps, self._first = num_steps, step
+        self.num_steps, self._first = num_steps, step
         chunk, row = position or (0, 0)
         self._starts = {step: (chunk, row)}
         self._chunks: dict[int, Chunk] = {}
         self._batches: dict[int, GlobalBatch] = {}
         self._lock, self._closed = RLock(), False  # batches are read ahead in a thread
-
-    @property
-    def num_steps(self) -> int:
-        return self._num_steps
 
     def microbatches(self, step: int) -> list[Batch]:
         batch = self.batch(step)
@@ -82,7 +78,7 @@ class StreamLoader:
         chunk, row = self._starts[self._first]
         rows, size = self._shard.global_batch_size, self._shard.micro_batch_size
         plan = self._chunk(chunk).plan
-        steps = min((plan.num_rows - row) // rows, self._num_steps - self._first)
+        steps = min((plan.num_rows - row) // rows, self.num_steps - self._first)
         if steps < 1:
             return self._first, 0
         left = Plan(plan.segments, plan.row_offsets[row : row + steps * rows + 1])
@@ -120,7 +116,7 @@ class StreamLoader:
 
     def _read(self, step: int) -> GlobalBatch:
         """Return the rows of a step whose start is known, and note the start of the next one."""
-        assert self._first <= step < self._num_steps, (self._first, step, self._num_steps)
+        assert self._first <= step < self.num_steps, (self._first, step, self.num_steps)
         chunk, row = self._starts[step]
         left, parts = self._shard.global_batch_size, []
         while left:

@@ -25,14 +25,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.records.options import RecordError
-from components.data.records.samples import (
-    ChatSample,
-    Message,
-    PreferenceSample,
-    Tool,
-    Turns,
-    UnpairedSample,
-)
+from components.data.records.samples import ChatSample, Message, PreferenceSample, Tool, UnpairedSample
 from components.data.tokenize.template_limits import limited_memory, limited_time
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -72,11 +65,7 @@ class Template:
         try:
             with limited_memory(), limited_time():
                 return self.tokenizer.apply_chat_template(
-                    messages,
-                    tools=self.tools,
-                    tokenize=False,
-                    add_generation_prompt=prompt,
-                    **self.kwargs,
+                    messages, tools=self.tools, tokenize=False, add_generation_prompt=prompt, **self.kwargs
                 )
         except FAILURES as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
@@ -134,25 +123,13 @@ def template_for(tokenizer: PreTrainedTokenizerBase, sample: Conversational, ori
             raise template.error(f"does not render {key}")
     unknown = [name for name in kwargs if name not in source]
     if unknown:
-        raise template.error(
-            f"does not read {', '.join(unknown)}",
-            "Remove it from chat_template_kwargs.",
-        )
+        raise template.error(f"does not read {', '.join(unknown)}", "Remove it from chat_template_kwargs.")
     return template
 
 
 def _calls_tools(sample: Conversational) -> bool:
-    if isinstance(sample, ChatSample):
-        messages = sample.messages
-    elif isinstance(sample, PreferenceSample):
-        messages = _joined(sample.prompt, sample.chosen, sample.rejected)
-    else:
-        messages = _joined(sample.prompt, sample.completion, sample.kl_completion)
-    return any("tool_calls" in message for message in messages)
-
-
-def _joined(*parts: Turns) -> list[Message]:
-    return [message for part in parts if not isinstance(part, str) for message in part]
+    parts = [sample.messages] if isinstance(sample, ChatSample) else [sample.prompt, *sample.answers]
+    return any("tool_calls" in message for part in parts if not isinstance(part, str) for message in part)
 
 
 @lru_cache(maxsize=8)

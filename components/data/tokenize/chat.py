@@ -20,7 +20,6 @@ from components.data.records.samples import (
     Sample,
     SegmentsSample,
     TextSample,
-    Turns,
     UnpairedSample,
 )
 from components.data.tokenize.assistant_mask import (
@@ -83,20 +82,16 @@ def encode_sample(
 def _encode_answers(
     sample: PreferenceSample | UnpairedSample, tokenizer: PreTrainedTokenizerBase, origin: str
 ) -> list[Encoded]:
-    prompt, answers = sample.prompt, _answers(sample)
+    prompt, answers = sample.prompt, sample.answers
     if isinstance(prompt, str):
         texts = [answer for answer in answers if isinstance(answer, str)]
         if isinstance(sample, PreferenceSample):
             return _encode_completions(prompt, texts, tokenizer)
         return [one for text in texts for one in _encode_completions(prompt, [text], tokenizer)]
     template = template_for(tokenizer, sample, origin)
-    return [_encode_answer(prompt, answer, template) for answer in answers if not isinstance(answer, str)]
-
-
-def _answers(sample: PreferenceSample | UnpairedSample) -> tuple[Turns, Turns]:
-    if isinstance(sample, PreferenceSample):
-        return sample.chosen, sample.rejected
-    return sample.completion, sample.kl_completion
+    untrained = frozenset(range(len(prompt)))  # assistant turns in the prompt belong to the prompt
+    chats = [[*prompt, *answer] for answer in answers if not isinstance(answer, str)]
+    return [_encode_turns(chat, template, untrained) for chat in chats]
 
 
 def _encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoded:
@@ -207,11 +202,6 @@ def _encode_chat(sample: ChatSample, template: Template, whole: bool) -> Encoded
         chat = template.conversation(sample.messages)
         return replace(_encoded(chat, [token_span(chat, (0, len(chat.text.rstrip())))]), prompt_length=0)
     return _encode_turns(sample.messages, template, sample.untrained)
-
-
-def _encode_answer(prompt: list[Message], answer: list[Message], template: Template) -> Encoded:
-    """Encode with only the answer as target: assistant turns in the prompt belong to the prompt."""
-    return _encode_turns([*prompt, *answer], template, frozenset(range(len(prompt))))
 
 
 def _encode_turns(messages: list[Message], template: Template, untrained: frozenset[int]) -> Encoded:

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import inf
-from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +14,7 @@ from components.data.records.formats import normalize
 from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import Record, Unreadable
 from components.data.records.samples import PreferenceSample, Sample, Turns, UnpairedSample
-from components.data.store.token_store import BadRecord, Bools, TokenChunk
+from components.data.store.token_store import BadRecord, LeftOut, TokenChunk
 from components.data.tokenize.chat import Encoded, encode_sample
 from components.data.tokenize.truncation import LongSamples, fit
 
@@ -29,7 +28,6 @@ class KLPair:
 
 
 EncoderInput = tuple[Record | Sample | KLPair | Unreadable, str]
-LeftOut = Literal["dropped", "unsupervised", "identical"]
 
 
 def with_kl_completions(
@@ -107,21 +105,17 @@ class Encoder:
             (n, one) for n, one in enumerate(results) if isinstance(one, EncodeResult) and not one.left_out
         ]
         sequences = [one for _, result in kept for one in result.sequences]
-        why = Counter(result.left_out for result in encoded)
+        unpaired = self.kind == "unpaired"
+        trained = [result.sequences[:1] if unpaired else result.sequences for _, result in kept]
         return TokenChunk(
             tokens=np.fromiter(chain.from_iterable(one.input_ids for one in sequences), np.uint32),
             mask=np.fromiter(chain.from_iterable(one.mask for one in sequences), np.bool_),
             lengths=np.array([len(one.input_ids) for one in sequences], np.int64),
             truncated=np.array([result.truncated for _, result in kept], np.bool_),
-            stop_trained=np.array(
-                [all(one.stop_trained for one in self._trained(result.sequences)) for _, result in kept],
-                np.bool_,
-            ),
-            dropped=why["dropped"],
-            unsupervised=why["unsupervised"],
-            identical=why["identical"],
+            stop_trained=np.array([all(one.stop_trained for one in each) for each in trained], np.bool_),
+            left_out=Counter(result.left_out for result in encoded if result.left_out),
             long_prompts=sum(result.long_prompt for result in encoded),
-            desirable=self._desirable([result for _, result in kept]),
+            desirable=np.array([result.desirable for _, result in kept], np.bool_) if unpaired else None,
             margins=np.array([result.margin for _, result in kept]) if self.kind == "ranked" else None,
             records=np.array([n for n, _ in kept], np.int64),
             bad=[result for result in results if isinstance(result, BadRecord)],
@@ -181,13 +175,6 @@ class Encoder:
         if self.kind in PAIRS and fitted[0].input_ids == fitted[1].input_ids:
             return "identical"
         return None
-
-    def _trained(self, sequences: list[Encoded]) -> list[Encoded]:
-        return sequences[:1] if self.kind == "unpaired" else sequences
-
-    def _desirable(self, kept: list[EncodeResult]) -> Bools | None:
-        labels = np.array([result.desirable for result in kept], np.bool_)
-        return labels if self.kind == "unpaired" else None
 
     def vocab_size(self) -> int:
         """Return the largest token id plus 1; ``len(tokenizer)`` is less if ids have gaps."""

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -52,16 +52,6 @@ _PATIENCE_S = 4.0  # seconds of encoding in this process before workers start; e
 # Samples to tokens
 
 
-def encode_all(
-    items: Iterable[EncoderInput], encoder: Encoder, num_workers: int, *, patience_s: float = _PATIENCE_S
-) -> Generator[TokenChunk]:
-    """Return a generator of chunks in the order of ``items``, which are read only a little ahead.
-
-    Workers are started if more is left after ``patience_s`` seconds of encoding in this process.
-    """
-    return encode_batches(batched(iter(items)), encoder, num_workers, patience_s=patience_s)
-
-
 def encode_batches(
     batches: Iterator[list[EncoderInput]],
     encoder: Encoder,
@@ -69,7 +59,10 @@ def encode_batches(
     *,
     patience_s: float = _PATIENCE_S,
 ) -> Generator[TokenChunk]:
-    """Yield a chunk per batch, see ``encode_all``."""
+    """Yield a chunk per batch, in order. The batches are read only a little ahead.
+
+    Workers are started if more is left after ``patience_s`` seconds of encoding in this process.
+    """
     spent = 0.0
     for batch in batches:
         if num_workers > 1 and spent >= patience_s:
@@ -202,11 +195,11 @@ def _write_store(path: Path, source: Source, encoder: Encoder, num_workers: int)
     unpaired = encoder.kind == "unpaired"
     items = with_kl_completions(found.items, found.options) if unpaired else found.items
     with new_writer(path, encoder, found.format) as writer:
-        if writer.num_records:
-            log.info("tokenising %s: continues after %s rows", source.name, f"{writer.num_records:,}")
-        for _ in islice(items, writer.num_records):  # before the clock of the progress starts
+        if done := writer.meta.records:
+            log.info("tokenising %s: continues after %s rows", source.name, f"{done:,}")
+        for _ in islice(items, done):  # before the clock of the progress starts
             pass
-        chunks = encode_all(items, replace(encoder, options=found.options), num_workers)
+        chunks = encode_batches(batched(items), replace(encoder, options=found.options), num_workers)
         progress = show_progress(f"tokenising {source.name}", "rows", found.fraction)
         with progress as advance, closing(chunks):
             try:
@@ -216,11 +209,12 @@ def _write_store(path: Path, source: Source, encoder: Encoder, num_workers: int)
             except RecordError as error:
                 raise _with_count(error, source, encoder.kind) from error
         if not writer.num_samples:
-            same = f", {writer.identical} with the same answer twice" if writer.identical else ""
-            same += f", {writer.num_bad} that cannot be read" if writer.num_bad else ""
+            left_out, bad = writer.meta.left_out, writer.meta.bad
+            same = f", {left_out['identical']} with the same answer twice" if left_out["identical"] else ""
+            same += f", {bad} that cannot be read" if bad else ""
             raise ConfigError(
-                f"{source.name}: no sample is left ({writer.dropped} longer than data.max_length="
-                f"{encoder.max_length}, {writer.unsupervised} without a token to train on{same}).\n"
+                f"{source.name}: no sample is left ({left_out['dropped']} longer than data.max_length="
+                f"{encoder.max_length}, {left_out['unsupervised']} without a token to train on{same}).\n"
                 "Raise data.max_length, or check the answers in the file."
             )
 

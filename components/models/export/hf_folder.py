@@ -12,11 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    PreTrainedConfig,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from components.models.config import ModelSpec
@@ -55,8 +51,14 @@ def export_folder(
 
 def finish_folder(spec: ModelSpec, path: Path, dtype: torch.dtype, shards: list[tuple[Path, Sizes]]) -> None:
     """Add the configurations and give the weight files their final names."""
-    save_config(spec.config(), path, dtype, scalar=spec.scalar_head)
-    copy_generation_config(spec, path)
+    config = spec.config()
+    config.use_cache, config.dtype = True, dtype
+    by_config = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if spec.scalar_head else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in by_config:
+        config.architectures = [by_config[type(config)].__name__]
+    config.save_pretrained(path)
+    if spec._reads_path and (source := spec.folder() / GENERATION_CONFIG_NAME).is_file():
+        shutil.copyfile(source, path / GENERATION_CONFIG_NAME)
     name_shards(path, shards)
 
 
@@ -92,19 +94,6 @@ def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
         if code is None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
-
-
-def copy_generation_config(spec: ModelSpec, path: Path) -> None:
-    if spec._reads_path and (source := spec.folder() / GENERATION_CONFIG_NAME).is_file():
-        shutil.copyfile(source, path / GENERATION_CONFIG_NAME)
-
-
-def save_config(config: PreTrainedConfig, path: Path, dtype: torch.dtype, *, scalar: bool) -> None:
-    config.use_cache, config.dtype = True, dtype
-    classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scalar else MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) in classes:
-        config.architectures = [classes[type(config)].__name__]
-    config.save_pretrained(path)
 
 
 def sharded(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:

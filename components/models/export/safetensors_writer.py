@@ -15,8 +15,8 @@ from components.models.config import ModelSpec
 from components.models.experts import stored_dtype
 from components.models.export.hf_file_names import file_names
 from components.models.export.hf_folder import SHARD_BYTES, finish_folder
+from components.models.pretrained import CODES
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 ALIGNMENT = 8
 """Alignment of the first tensor's offset, in bytes."""
 
@@ -61,7 +61,7 @@ def stream_file(
     for name in names:
         begin, end = end, end + sizes[name]
         header[name] = {
-            "dtype": DTYPES[dtypes[name]],
+            "dtype": CODES[dtypes[name]],
             "shape": list(shapes[name]),
             "data_offsets": [begin, end],
         }

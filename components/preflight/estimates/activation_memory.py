@@ -114,9 +114,8 @@ class BlockActivations:
         """Return the bytes saved from the forward pass to the backward pass."""
         if self.run.recompute == "full":
             return tokens * self.hidden * self.run.size
-        return self.full_attention(tokens) - (
-            self.attention(tokens) if self.run.recompute == "selective" else 0
-        )
+        avoided = self.attention(tokens) if self.run.recompute == "selective" else 0
+        return self.full_attention(tokens) - avoided
 
     def backward(self, tokens: int) -> int:
         """Return the bytes that the backward pass needs in addition: recomputed activations and gradients.
@@ -156,10 +155,7 @@ def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape, *
     cast = 0 if run.dtype == torch.float32 else run.size
     product = hidden * cast if trained else 0
     per_row = max(min(2 * chunk, labels) * FP32 + chunk * cast, chunk * (FP32 + cast) + product)
-    return {
-        "logits": per_row * vocabulary,
-        "activations": 2 * labels * hidden * run.size,
-    }
+    return {"logits": per_row * vocabulary, "activations": 2 * labels * hidden * run.size}
 
 
 def peak(moments: Iterable[Mapping[str, int]]) -> Bytes:

@@ -60,11 +60,8 @@ def key_value_volume(
     size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int, *, passes: int
 ) -> CommVolume:
     """Return the volume of context parallelism that gathers keys and values and scatters their gradients."""
-    return CommVolume(
-        "cp",
-        passes * size.layers * all_gather_bytes(2 * tokens * size.kv_width / tp * itemsize, cp),
-        when="exposed",
-    )
+    whole = 2 * tokens * size.kv_width / tp * itemsize
+    return CommVolume("cp", passes * size.layers * all_gather_bytes(whole, cp), when="exposed")
 
 
 def token_dispatch_volume(
@@ -75,6 +72,5 @@ def token_dispatch_volume(
     In each pass, a copy of each of the ``tokens`` of a rank is sent to each of its experts and back.
     """
     copies = tokens * size.top_k * size.hidden * itemsize
-    return CommVolume(
-        "ep", size.num_moe_layers * 2 * passes * all_gather_bytes(copies, ep), when="exposed", span=span
-    )
+    num_bytes = size.num_moe_layers * 2 * passes * all_gather_bytes(copies, ep)
+    return CommVolume("ep", num_bytes, when="exposed", span=span)

@@ -11,30 +11,10 @@ import torch
 
 from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
-from components.preflight.estimates.flops import DENSE_PEAKS, peak_flops
+from components.preflight.estimates.data_sheets import GPUS, LONGEST_FIRST
+from components.preflight.estimates.flops import peak_flops
 
 UNITS = {"GIB": 2**30, "MIB": 2**20, "GB": 10**9}
-
-GPUS = {
-    "A100": (80, 300e9),
-    "A10": (24, 32e9),
-    "B200": (180, 900e9),
-    "GH200": (96, 450e9),
-    "H100 NVL": (94, 300e9),
-    "H100 PCIe": (80, 300e9),
-    "H100": (80, 450e9),
-    "H200 NVL": (141, 450e9),
-    "H200": (141, 450e9),
-    "L4": (24, 32e9),
-    "L40S": (48, 32e9),
-    "RTX 3090": (24, 32e9),
-    "RTX 4090": (24, 32e9),
-    "RTX A6000": (48, 32e9),
-}
-"""Memory in GB, and bytes/s to another GPU of the node in one direction (NVLink, else PCIe 4 x16), from
-NVIDIA's data sheets. A card reports slightly more memory than its GB: the rest is left to CUDA and NCCL."""
-WITHOUT_FLOAT8 = ("A100", "A10", "RTX 3090", "RTX A6000")
-"""GPUs of compute capability below 8.9, which cannot multiply matrices in float8."""
 
 GPU_MFU = 0.4
 """Assumed MFU on GPUs. Large runs on H100 reach 0.38 to 0.43 (Llama Team, 2024, table 4)."""
@@ -80,12 +60,7 @@ class Device:
 
 
 def find_device(
-    kind: DeviceKind,
-    name: str | None,
-    memory: float | str | None,
-    *,
-    local_ranks: int,
-    dtype: torch.dtype,
+    kind: DeviceKind, name: str | None, memory: float | str | None, *, local_ranks: int, dtype: torch.dtype
 ) -> Device:
     """Return the device ``name``, or if it is None the part of this machine for each of ``local_ranks``.
 
@@ -98,22 +73,14 @@ def find_device(
     if kind != "cpu":
         module = torch.get_device_module(kind)
         here, total = module.get_device_name(0), module.get_device_properties(0).total_memory
-        _, link = next((GPUS[known] for known in by_length(GPUS) if known in here), (0, HOST))
+        link = next((GPUS[known].link for known in LONGEST_FIRST if known in here), HOST)
         flops = peak_flops(torch.device(kind), dtype)
         return Device(here, kind, budget or total, True, flops, GPU_MFU, link, NETWORK, PER_NODE)
     share = machine_memory() // local_ranks - PROGRAM
     flops = peak_flops(torch.device("cpu"), dtype) / local_ranks
-    return Device(
-        f"CPU, shared by {local_ranks}" if local_ranks > 1 else "CPU",
-        kind,
-        max(share, 0) if budget is None else budget,
-        budget is not None,
-        flops,
-        CPU_MFU,
-        LOOPBACK,
-        LOOPBACK,
-        local_ranks,
-    )
+    shown = f"CPU, shared by {local_ranks}" if local_ranks > 1 else "CPU"
+    held, certain = max(share, 0) if budget is None else budget, budget is not None
+    return Device(shown, kind, held, certain, flops, CPU_MFU, LOOPBACK, LOOPBACK, local_ranks)
 
 
 def named(name: str, budget: int | None, dtype: torch.dtype) -> Device:
@@ -122,15 +89,10 @@ def named(name: str, budget: int | None, dtype: torch.dtype) -> Device:
         near = difflib.get_close_matches(name.upper(), GPUS, n=1)
         known = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(GPUS))}."
         raise ConfigError(f"preflight.device_name: there is no data sheet of {name!r}; {known}")
-    gigabytes, link = GPUS[name]
-    half, full = DENSE_PEAKS[name]
-    flops = full if dtype == torch.float32 else half
-    memory = gigabytes * UNITS["GB"] if budget is None else budget
-    return Device(name, "cuda", memory, True, flops, GPU_MFU, link, NETWORK, PER_NODE)
-
-
-def by_length(names: dict[str, tuple[int, float]]) -> list[str]:
-    return sorted(names, key=len, reverse=True)
+    gpu = GPUS[name]
+    flops = gpu.full if dtype == torch.float32 else gpu.half
+    memory = gpu.memory * UNITS["GB"] if budget is None else budget
+    return Device(name, "cuda", memory, True, flops, GPU_MFU, gpu.link, NETWORK, PER_NODE)
 
 
 def parse_size(text: str) -> int:

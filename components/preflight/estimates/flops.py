@@ -9,28 +9,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from components.contracts.data import BatchStats
 from components.models.attention_shape import attention_shape
 from components.models.experts import EXPERT_PARAM, share_of_experts
 from components.models.mtp import num_mtp_layers
 from components.models.scalar_head import output_head
-
-DENSE_PEAKS = {
-    "A100": (312e12, 19.5e12),
-    "A10": (125e12, 31.2e12),
-    "B200": (2250e12, 75e12),
-    "GH200": (989e12, 67e12),
-    "H100 NVL": (835e12, 60e12),
-    "H100 PCIe": (756e12, 51e12),
-    "H100": (989e12, 67e12),
-    "H200 NVL": (835e12, 60e12),
-    "H200": (989e12, 67e12),
-    "L4": (121e12, 30.3e12),
-    "L40S": (362e12, 91.6e12),
-    "RTX 3090": (71e12, 35.6e12),
-    "RTX 4090": (165e12, 82.6e12),
-    "RTX A6000": (155e12, 38.7e12),
-}
-"""FLOP/s of dense bf16 or fp16 tensor cores and of fp32 without TF32, from NVIDIA's data sheets."""
+from components.preflight.estimates.data_sheets import GPUS, LONGEST_FIRST
 
 MEASURE_SECONDS = 0.2
 
@@ -60,10 +44,8 @@ def matmul_sizes(model: PreTrainedModel, *, adapted: bool = False) -> MatmulSize
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     head = output_head(model).weight
     skipped = {id(weight) for weight in (*tables, head)}
-    chosen, passes = (
-        share_of_experts(model),
-        1 + num_mtp_layers(model.config),
-    )  # the head is applied once more per MTP depth
+    chosen = share_of_experts(model)
+    passes = 1 + num_mtp_layers(model.config)  # the head is applied once more per MTP depth
     weights = [
         (p.numel() * (chosen if EXPERT_PARAM.match(name) else 1.0), adapted or not p.requires_grad)
         for name, p in model.named_parameters()
@@ -115,6 +97,17 @@ def train_flops(
     return forward * (3 + forward_only_passes) - unneeded
 
 
+def step_flops(sizes: MatmulSizes, stats: BatchStats, forward_only_passes: int = 0) -> float:
+    """Return the ``train_flops`` of a global batch."""
+    return train_flops(
+        sizes,
+        num_tokens=stats.num_computed_tokens,
+        num_labels=stats.num_labels,
+        sum_squared_seqlens=stats.sum_squared_seqlens,
+        forward_only_passes=forward_only_passes,
+    )
+
+
 @cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the peak FLOP/s of one rank, from a data sheet for known GPUs, else measured once.
@@ -154,9 +147,9 @@ def data_sheet_peak(name: str, dtype: torch.dtype) -> float | None:
     words = f" {name.replace('-', ' ')} "
     if " Laptop " in words:
         return None
-    for known in sorted(DENSE_PEAKS, key=len, reverse=True):
+    for known in LONGEST_FIRST:
         if f" {known} " in words:
-            return DENSE_PEAKS[known][0 if dtype in (torch.bfloat16, torch.float16) else 1]
+            return GPUS[known].half if dtype in (torch.bfloat16, torch.float16) else GPUS[known].full
     return None
 
 

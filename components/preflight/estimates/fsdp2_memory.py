@@ -94,10 +94,6 @@ class ModelParameters:
         return (*self.blocks, self.root)
 
     @property
-    def trained(self) -> int:
-        return sum(part.trained for part in self.parts)
-
-    @property
     def unsharded_trained(self) -> int:
         return sum(part.unsharded_trained for part in self.parts)
 
@@ -123,11 +119,9 @@ def memory(
         blocks=block_activations(model, layout, run, step.microbatch, step.adapter),
         vocabulary=-(-output_head(model).out_features // layout.tp),
         shards=step.world_size // (layout.dp_replicate * layout.tp),
-        replicated=layout.dp_replicate > 1,
-        reshards=layout.reshard_after_forward,
-        offloads=layout.cpu_offload and step.device != "cpu",
+        layout=layout,
         num_microbatches=step.microbatch.num_microbatches,
-        reduces_every=layout.reduce_gradients == "every",
+        offloads=layout.cpu_offload and step.device != "cpu",
         offloads_activations=layout.activation_offloading and step.device != "cpu",
         tokens=tokens,
         labels=min(step.microbatch.labels, tokens),
@@ -175,14 +169,10 @@ class StepMemory:
     """Rows of the head on this rank."""
     shards: int
     """Number of ranks that shard a parameter."""
-    replicated: bool
-    """Whether other ranks have the same shards."""
-    reshards: bool
+    layout: FSDP2Layout
+    num_microbatches: int
     offloads: bool
     """Whether state of a GPU is offloaded to host memory."""
-    num_microbatches: int
-    reduces_every: bool
-    """Whether the gradients of every micro-batch are reduced, not only those of the last one."""
     offloads_activations: bool
     """Whether activations of blocks are in host memory until their backward pass."""
     tokens: int
@@ -224,21 +214,17 @@ class StepMemory:
 
     def during_head(self) -> Bytes:
         """Return the bytes after the last block, whose all-gather buffer still exists."""
-        kept = () if self.reshards else self.weights.blocks
+        kept = () if self.layout.reshard_after_forward else self.weights.blocks
         gradients = self.accumulated_grads(self.weights.parts) + self.weights.head * FP32
         gradients += self.sharded_grads(len(self.blocks))
-        return add_by_name(
-            head_activations(
-                self.labels, self.hidden, self.vocabulary, self.run, trained=self.weights.head > 0
-            ),
-            {
-                "gathered": self.gathered(kept) + self.sent(self.weights.blocks[-1]),
-                "activations": self.saved(len(self.blocks), resident=1)
-                + self.final_norm
-                + self.tokens * self.hidden * self.size,
-                "gradients": gradients,
-            },
-        )
+        trained, result = self.weights.head > 0, self.tokens * self.hidden * self.size
+        head = head_activations(self.labels, self.hidden, self.vocabulary, self.run, trained=trained)
+        own = {
+            "gathered": self.gathered(kept) + self.sent(self.weights.blocks[-1]),
+            "activations": self.saved(len(self.blocks), resident=1) + self.final_norm + result,
+            "gradients": gradients,
+        }
+        return add_by_name(head, own)
 
     def during_block(self, number: int) -> Bytes:
         """Return the bytes in the backward pass of a block, while weights of the previous one are prefetched.
@@ -248,10 +234,11 @@ class StepMemory:
         """
         blocks, own = self.weights.blocks, self.weights.blocks[number]
         last = number == len(blocks) - 1
-        kept = blocks[number if self.reshards else 0 : number + 1]
+        reshards = self.layout.reshard_after_forward
+        kept = blocks[number if reshards else 0 : number + 1]
         coming = self.sent(blocks[number - 1]) * (2 if self.run.device == "cpu" else 1) if number else 0
         return {
-            "gathered": self.gathered(kept) + (coming if self.reshards else 0),
+            "gathered": self.gathered(kept) + (coming if reshards else 0),
             "activations": self.saved(number + 1, resident=2) + self.blocks[number].backward(self.tokens),
             "dequantized": own.dequantized_bytes(self.size),
             "rounded": self.rounded(self.tokens),
@@ -283,7 +270,7 @@ class StepMemory:
         root = self.weights.root.trained * FP32
         return {
             "gradients": self.sharded_grads(0) + root // self.shards,
-            "buffers": root * (2 if self.shards == 1 and self.replicated else 1),
+            "buffers": root * (2 if self.shards == 1 and self.layout.dp_replicate > 1 else 1),
         }
 
     def during_reference(self, weights: ModelParameters) -> Bytes:
@@ -335,7 +322,7 @@ class StepMemory:
 
     def accumulated_grads(self, parts: Iterable[BlockParameters]) -> int:
         """Return the bytes of unsharded fp32 gradients of ``parts`` accumulated by earlier micro-batches."""
-        accumulates = self.num_microbatches > 1 and not self.reduces_every
+        accumulates = self.num_microbatches > 1 and self.layout.reduce_gradients == "last"
         return sum(part.trained for part in parts) * FP32 if accumulates else 0
 
     def sharded_grads(self, first: int) -> int:
@@ -343,7 +330,7 @@ class StepMemory:
 
         Those of earlier micro-batches, if they were reduced, are of all parameters.
         """
-        earlier = self.num_microbatches > 1 and self.reduces_every
+        earlier = self.num_microbatches > 1 and self.layout.reduce_gradients == "every"
         parts = self.weights.parts if earlier else self.weights.blocks[first:]
         trained = sum(part.unsharded_trained for part in parts)
         return 0 if self.offloads else trained * FP32 // self.shards
@@ -362,10 +349,7 @@ class StepMemory:
 
 
 def count_parameters(
-    model: PreTrainedModel,
-    layout: FSDP2Layout,
-    adapter: LoRA | None = None,
-    in_float8: Collection[str] = (),
+    model: PreTrainedModel, layout: FSDP2Layout, adapter: LoRA | None = None, in_float8: Collection[str] = ()
 ) -> ModelParameters:
     """Count the parameters of one tensor-parallel rank; weights of layers ``in_float8`` are gathered so."""
     every = decoder_blocks(model)

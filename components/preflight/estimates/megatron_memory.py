@@ -49,13 +49,11 @@ def memory(
         layout, shards = replace(layout, distributed_optimizer=False), OptimizerShards(1, 1)
     asks = step.reference != "none" or step.loss.kind == "unpaired"
     found = []
-    layers = stage_layers(layout, model)
+    layers, vocabulary = stage_layers(layout, model), -(-output_head(model).out_features // layout.tp)
     for number, chunks in enumerate(pipeline_split.chunk_layers(layout, model.config.num_hidden_layers)):
         weights = count_parameters(model, layout, "".join(chunks), layers[number], step.adapter)
         own = tuple(blocks[layer] for layer in layers[number] or [0])
-        stage = StageMemory(
-            number, chunks, weights, own, output_head(model).out_features, layout, shards, step.microbatch
-        )
+        stage = StageMemory(number, chunks, weights, own, vocabulary, layout, shards, step.microbatch)
         resting, built = stage.between_steps(len(optimizer.moments)), list(stage.while_built())
         if step.reference == "frozen":
             other = step.reference_model or model
@@ -131,6 +129,7 @@ class StageMemory:
     blocks: tuple[BlockActivations, ...]
     """Layers of the stage, or any one layer if it has none."""
     vocabulary: int
+    """Rows of the head on this rank."""
     layout: Layout
     shards: OptimizerShards
     workload: MicrobatchShape
@@ -261,10 +260,9 @@ class StageMemory:
     @property
     def saved(self) -> int:
         """Bytes of activations of one chunk for one micro-batch."""
-        received = 0 if self.size == FP32 else self.tokens * self.blocks[0].hidden * self.size
-        ends = (
-            self.tokens * self.blocks[0].hidden * (self.blocks[0].norm + self.size) if self.holds("L") else 0
-        )
+        states = self.tokens * self.blocks[0].hidden
+        received = 0 if self.size == FP32 else states * self.size
+        ends = states * (self.blocks[0].norm + self.size) if self.holds("L") else 0
         return self.saved_by_layers + received + ends
 
     @property
@@ -282,7 +280,7 @@ class StageMemory:
 
     def head_activations(self, *, trained: bool) -> Bytes:
         run = self.blocks[0].run
-        return head_activations(self.labels, self.hidden, self.vocabulary_rows, run, trained=trained)
+        return head_activations(self.labels, self.hidden, self.vocabulary, run, trained=trained)
 
     def holds(self, what: str) -> bool:
         return any(what in chunk for chunk in self.chunks)
@@ -290,10 +288,6 @@ class StageMemory:
     @property
     def hidden(self) -> int:
         return self.blocks[0].hidden * (self.layout.tp if self.layout.sequence_parallel else 1)
-
-    @property
-    def vocabulary_rows(self) -> int:
-        return -(-self.vocabulary // self.layout.tp)
 
     @property
     def tokens(self) -> int:

@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from components.contracts.data import BatchStats
 from components.engines.fsdp2.float8 import float8_linears
 from components.models.attention_shape import attention_shape
 from components.models.experts import moe_blocks, share_of_experts
 from components.models.mtp import num_mtp_layers
 from components.preflight.engine_layouts import comm_cost, has_owners, mesh_info
 from components.preflight.estimates.device_specs import HOST, Device
-from components.preflight.estimates.flops import MatmulSizes, matmul_sizes, train_flops
+from components.preflight.estimates.flops import MatmulSizes, matmul_sizes, step_flops
 from components.preflight.estimates.parameter_counts import census
 from components.preflight.estimates.quantities import CommInputs, ModelSize
 from components.preflight.estimates.workload import first_steps
@@ -28,12 +27,8 @@ def parameter_counts(case: Candidate) -> dict[str, int]:
 
 
 def model_size(case: Candidate) -> ModelSize:
-    config, counts, of = (
-        case.model.config.get_text_config(),
-        parameter_counts(case),
-        attention_shape(case.model.config),
-    )
-    found = census(case.model, case.adapter)
+    config, of = case.model.config.get_text_config(), attention_shape(case.model.config)
+    counts, found = parameter_counts(case), census(case.model, case.adapter)
     experts, coarse = [p for p in found if p.of_experts], [p for p in found if p.quantized_bytes]
     layers = len(moe_blocks(case.model))
     return ModelSize(
@@ -78,16 +73,6 @@ def step_work(case: Candidate) -> StepWork:
     sizes = matmul_sizes(case.model, adapted=case.adapter is not None)
     steps = first_steps(case.data)
     passes = 0 if case.reference == "none" else 1
-
-    def flops(sizes: MatmulSizes, step: BatchStats, passes: int = 0) -> float:
-        return train_flops(
-            sizes,
-            num_tokens=step.num_computed_tokens,
-            num_labels=step.num_labels,
-            sum_squared_seqlens=step.sum_squared_seqlens,
-            forward_only_passes=passes,
-        )
-
     unfrozen = replace(sizes, frozen_linear=0.0, frozen_head=0.0)
     attention = MatmulSizes(0.0, 0.0, sizes.attention)
     return StepWork(
@@ -96,9 +81,9 @@ def step_work(case: Candidate) -> StepWork:
         tokens=fmean(step.num_tokens for step in steps),
         labels=fmean(step.num_labels for step in steps),
         computed=fmean(step.num_computed_tokens for step in steps),
-        flops=fmean(flops(sizes, step, passes) for step in steps),
-        forward=fmean(flops(unfrozen, step) / 3 for step in steps),
-        attention=fmean(flops(attention, step) / 3 for step in steps),
+        flops=fmean(step_flops(sizes, step, passes) for step in steps),
+        forward=fmean(step_flops(unfrozen, step) / 3 for step in steps),
+        attention=fmean(step_flops(attention, step) / 3 for step in steps),
     )
 
 
@@ -118,6 +103,10 @@ class StepTime:
     @property
     def total(self) -> float:
         return max(self.compute + self.idle, self.behind) + self.waiting
+
+    def to_json(self) -> dict[str, float]:
+        """Return the total as ``seconds``, and each part, such as ``compute_s``."""
+        return {"seconds": self.total} | {f"{part}_s": seconds for part, seconds in vars(self).items()}
 
 
 def comm_inputs(case: Candidate, work: StepWork) -> CommInputs:

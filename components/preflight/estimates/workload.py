@@ -29,7 +29,8 @@ def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> M
     for number in np.argsort(-sizes, kind="stable")[:LARGEST].tolist():
         stop = min((number + 1) * micro_batch_size, plan.num_rows)
         segments = plan.rows(number * micro_batch_size, stop).tolist()
-        labels = max(labels, sum(tokens.count(seq, first + 1, last + 1) for seq, first, last in segments))
+        targets = (tokens.mask(seq, first + 1, last + 1) for seq, first, last in segments)
+        labels = max(labels, sum(int(np.count_nonzero(mask)) for mask in targets))
     longest = int(sizes.max())
     return MicrobatchShape(
         rows=lines,

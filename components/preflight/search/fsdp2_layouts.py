@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from math import gcd
 
-import torch
-
 from components.contracts.json_types import Config, Json
 from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.shared.parallel_dims import RECOMPUTED_MORE, divisors
@@ -20,26 +18,15 @@ from components.preflight.estimates.communication import (
 from components.preflight.estimates.quantities import CommInputs, CommVolume, ModelSize, StepCost
 
 
-def mesh_info(layout: FSDP2Layout, world_size: int) -> Json:
-    """Return the mesh that ``components.engines.fsdp2.mesh.make_mesh`` creates."""
-    replicate, cp, tp = layout.dp_replicate, layout.cp, layout.tp
-    dims = {
-        "dp_replicate": replicate,
-        "dp_shard": world_size // (replicate * cp * tp),
-        "cp": cp,
-        "tp": tp,
-    }
-    found = {"dims": dims, "ranks": torch.arange(world_size).view(*dims.values()).tolist()}
-    if layout.ep == 1:
-        return found
-    experts = {
-        "dp_replicate": replicate,
-        "dp_shard": world_size // (replicate * layout.ep * tp),
-        "ep": layout.ep,
-        "tp": tp,
-    }
-    ranks = torch.arange(world_size).view(*experts.values()).tolist()
-    return found | {"experts": {"dims": experts, "ranks": ranks}}
+def mesh_dims(layout: FSDP2Layout, world_size: int) -> tuple[dict[str, int], dict[str, int] | None]:
+    """Return the sizes of the mesh that ``components.engines.fsdp2.mesh.make_mesh`` creates, outermost first.
+
+    The second ones are those of the mesh of experts. None means that experts are not split.
+    """
+    replicate, cp, ep, tp = layout.dp_replicate, layout.cp, layout.ep, layout.tp
+    dims = {"dp_replicate": replicate, "dp_shard": world_size // (replicate * cp * tp), "cp": cp, "tp": tp}
+    experts = {"dp_replicate": replicate, "dp_shard": world_size // (replicate * ep * tp), "ep": ep, "tp": tp}
+    return dims, experts if ep > 1 else None
 
 
 def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCost:

@@ -46,7 +46,7 @@ def search(case: Candidate, work: StepWork, devices: int) -> list[PlanResult]:
     timed = [(step_time(variant, work), n, variant) for n in bases for variant in variants(bases[n][1])]
     found: dict[int, PlanResult] = {}
     borne: dict[int, bool] = {}
-    for time, n, variant in sorted(timed, key=by_step_time):
+    for time, n, variant in sorted(timed, key=lambda each: each[0].total):  # equal times keep their order
         engine, base = bases[n]
         if n not in borne:
             borne[n] = is_valid(base)
@@ -106,11 +106,6 @@ def is_valid(base: Candidate) -> bool:
     return True
 
 
-def by_step_time(timed: tuple[StepTime, int, Candidate]) -> float:
-    """Return the sort key; the stable sort keeps the order of equal times."""
-    return timed[0].total
-
-
 def as_overrides(engine: str, case: Candidate) -> tuple[str, ...]:
     """Return the command-line overrides that select ``case``."""
     usual, keys = vars(DEFAULTS[engine]), vars(case.layout)
@@ -128,15 +123,7 @@ def plan(case: Candidate, devices: int) -> Report:
     work = step_work(case)
     found = search(case, work, devices)
     rows: list[Config] = [
-        {
-            "overrides": " ".join(each.overrides),
-            "memory": each.candidate.peak.total,
-            "seconds": each.time.total,
-            "compute_s": each.time.compute,
-            "waiting_s": each.time.waiting,
-            "idle_s": each.time.idle,
-            "behind_s": each.time.behind,
-        }
+        {"overrides": " ".join(each.overrides), "memory": each.candidate.peak.total, **each.time.to_json()}
         for each in found
     ]
     texts = [

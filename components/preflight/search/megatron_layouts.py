@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator
 from math import gcd
 
-import torch
-
 from components.contracts.json_types import Config, Json
 from components.engines.megatron.layout import Layout
 from components.engines.shared.parallel_dims import RECOMPUTED_MORE, divisors
@@ -21,21 +19,15 @@ from components.preflight.estimates.communication import (
 from components.preflight.estimates.quantities import CommInputs, CommVolume, ModelSize, StepCost
 
 
-def mesh_info(layout: Layout, world_size: int) -> Json:
-    """Return the mesh in the rank order of Megatron: tp ranks are neighbours, followed by cp, dp and pp."""
-    dims = {
-        "pp": layout.pp,
-        "dp": world_size // layout.model_ranks,
-        "cp": layout.cp,
-        "tp": layout.tp,
-    }
-    found = {"dims": dims, "ranks": torch.arange(world_size).view(*dims.values()).tolist()}
-    if layout.ep == layout.etp == 1:
-        return found
-    copies = world_size // (layout.pp * layout.ep * layout.etp)
-    experts = {"pp": layout.pp, "dp": copies, "ep": layout.ep, "etp": layout.etp}
-    ranks = torch.arange(world_size).view(*experts.values()).tolist()
-    return found | {"experts": {"dims": experts, "ranks": ranks}}
+def mesh_dims(layout: Layout, world_size: int) -> tuple[dict[str, int], dict[str, int] | None]:
+    """Return the sizes of the mesh in the rank order of Megatron, outermost first: tp ranks are neighbours.
+
+    The second ones are those of the mesh of experts. None means that experts are not split.
+    """
+    pp, cp, tp, ep, etp = layout.pp, layout.cp, layout.tp, layout.ep, layout.etp
+    dims = {"pp": pp, "dp": world_size // layout.model_ranks, "cp": cp, "tp": tp}
+    experts = {"pp": pp, "dp": world_size // (pp * ep * etp), "ep": ep, "etp": etp}
+    return dims, experts if ep * etp > 1 else None
 
 
 def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
@@ -159,17 +151,7 @@ def enumerate_layouts(
             for cp in divisors(devices // (tp * pp)):
                 dp = devices // (tp * pp * cp)
                 chunks = [n for n in (1, 2, 4) if num_layers // pp % n == 0] if pp > 1 else [1]
-                yield from (
-                    {
-                        "tp": tp,
-                        "pp": pp,
-                        "vpp": vpp,
-                        "cp": cp,
-                        "ep": ep,
-                        "dp": dp,
-                        "sequence_parallel": tp > 1,
-                        "distributed_optimizer": sharded and dp * cp > 1,
-                    }
-                    for vpp in chunks
-                    for ep in divisors(gcd(experts, tp * cp * dp) if experts else 1)
-                )
+                keys = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "sequence_parallel": tp > 1}
+                keys["distributed_optimizer"] = sharded and dp * cp > 1
+                parts = divisors(gcd(experts, tp * cp * dp) if experts else 1)
+                yield from (keys | {"vpp": vpp, "ep": ep} for vpp in chunks for ep in parts)

@@ -35,8 +35,7 @@ def along(mesh: Config, members: Sequence[str]) -> list[list[int]]:
     last = [names.index(name) for name in members]
     first = [index for index in range(len(names)) if index not in last]
     size = math.prod(dims[name] for name in members)
-    grouped: list[list[int]] = ranks.permute(*first, *last).reshape(-1, size).tolist()
-    return grouped
+    return ranks.permute(*first, *last).reshape(-1, size).tolist()
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

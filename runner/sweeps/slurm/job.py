@@ -48,7 +48,7 @@ class SlurmJob:
         Raises:
             ConfigError: if the job would be refused on its machine.
         """
-        from components import preflight
+        from components.preflight import checks
         from runner.config.instantiate import build_experiment
         from runner.training.rank import engine_options
 
@@ -56,10 +56,10 @@ class SlurmJob:
         run, layout = experiment.run, experiment.parallelism
         world_size = layout.world_size({} if tasks is None else {"WORLD_SIZE": str(tasks)}, gpus)
         ahead = experiment.preflight
-        preflight.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=tasks is not None)
-        preflight.check_restarts(run.max_restarts, tasks is not None)
-        preflight.check_batch(run.global_batch_size, run.rows_per_microbatch, layout.dp_size(world_size))
-        preflight.check_shared_prompt(experiment.data.share_prompt, layout)
+        checks.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=tasks is not None)
+        checks.check_restarts(run.max_restarts, tasks is not None)
+        checks.check_batch(run.global_batch_size, run.rows_per_microbatch, layout.dp_size(world_size))
+        checks.check_shared_prompt(experiment.data.share_prompt, layout)
         for logger in experiment.logger.values():
             logger.check()
         for hook in experiment.hook.values():

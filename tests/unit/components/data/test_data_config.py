@@ -14,7 +14,6 @@ from components.contracts.batch import IGNORE
 from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError
 from components.data import FilesData, PreparedData, StdlibData, data_sources
-from components.data import config as spec_module
 from components.data.tokenize import encoder
 from components.data.tokenizer import PATH
 from tests.unit.components.data.store.test_indexed import write_indexed
@@ -390,14 +389,14 @@ def test_the_identity_follows_the_data_not_its_place(
 
 
 def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert spec_module.cache_folder(str(tmp_path / "a")) == tmp_path / "a"
-    assert spec_module.cache_folder(None) == tmp_path / "cache"
+    assert StdlibData(cache_dir=str(tmp_path / "a")).cache() == tmp_path / "a"
+    assert StdlibData().cache() == tmp_path / "cache"
     monkeypatch.delenv("RUNNER_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert spec_module.cache_folder(None) == tmp_path / ".cache" / "runner"
+    assert StdlibData().cache() == tmp_path / ".cache" / "runner"
     monkeypatch.setenv("RUNNER_CACHE", "~nobody-at-all/cache")
     with pytest.raises(ConfigError, match=r"^RUNNER_CACHE=~nobody-at-all/cache: there is no user"):
-        spec_module.cache_folder(None)
+        StdlibData().cache()
 
 
 @pytest.mark.parametrize(

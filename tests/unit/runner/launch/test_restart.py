@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from components import preflight
 from components.checkpoint.files import FileRecord
 from components.checkpoint.folder import CheckpointMeta, commit, complete_checkpoints, step_folder
 from components.contracts.errors import ConfigError, NonRetryableError, TrainingError
+from components.preflight.checks import check_restarts
 from runner.launch import restart
 from runner.launch.run_record import RunRecord
 
@@ -99,7 +99,7 @@ def test_some_ends_are_final(folder: Path, monkeypatch: pytest.MonkeyPatch, erro
 
 
 def test_a_launcher_restarts_its_own_ranks() -> None:
-    preflight.check_restarts(0, joined=True)
-    preflight.check_restarts(3, joined=False)
+    check_restarts(0, joined=True)
+    check_restarts(3, joined=False)
     with pytest.raises(ConfigError, match=r"run\.max_restarts: .*torchrun --max-restarts"):
-        preflight.check_restarts(3, joined=True)
+        check_restarts(3, joined=True)

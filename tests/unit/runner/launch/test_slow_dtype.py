@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from components import preflight
 from components.preflight.estimates import flops
+from runner.launch import checks
 from runner.launch.checks import slow_dtype
 
 
@@ -17,7 +17,7 @@ def note(dtype: str, device: Any = "cpu") -> str:
 
 
 def test_a_slow_dtype_is_named_with_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "slowdown", {torch.float16: 28.3, torch.bfloat16: 0.4}.__getitem__)
+    monkeypatch.setattr(checks, "slowdown", {torch.float16: 28.3, torch.bfloat16: 0.4}.__getitem__)
     assert note("fp16") == (
         "run.dtype: a matrix product in fp16 takes 28 times as long as in fp32 on this CPU; "
         "run.dtype=fp32 is faster here"

@@ -1,5 +1,6 @@
 """Token stores return the written sequences, and an incomplete store is never opened."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,8 +32,7 @@ def make_chunk(
         truncated=np.zeros(samples, np.bool_),
         stop_trained=np.ones(samples, np.bool_),
         records=np.arange(samples),
-        dropped=0,
-        unsupervised=0,
+        left_out=Counter(),
     )
 
 
@@ -74,7 +74,6 @@ def test_reads_what_was_written(
         assert store.tokens(i, 0, len(ids)).tolist() == ids
         assert store.tokens(i, 0, 1).dtype == kind
         assert store.mask(i, 0, len(ids)).tolist() == [bool(one) for one in wanted]
-        assert store.count(i, 0, len(ids)) == sum(wanted)
         assert store.outcome().num_supervised[i] == sum(wanted[1:])
 
 
@@ -83,7 +82,6 @@ def test_a_span_ends_with_its_sequence(tmp_path: Path, span: tuple[int, int]) ->
     store = make_store(tmp_path / "s", SEQUENCES, MASKS)
     assert store.tokens(0, *span).tolist() == SEQUENCES[0][slice(*span)]
     assert store.mask(0, *span).tolist() == [bool(one) for one in MASKS[0][slice(*span)]]
-    assert store.count(0, *span) == sum(MASKS[0][slice(*span)])
 
 
 def flip(path: Path) -> None:
@@ -130,7 +128,7 @@ def write_parts(path: Path, parts: Sequence[int], error: BaseException | None = 
     """Append samples of ``SEQUENCES`` after those that are there; return how many there were."""
     writer = StoreWriter(path, vocab_size=10, sequences_per_sample=1, masked=True, format="text")
     with writer:
-        there = writer.num_records
+        there = writer.meta.records
         for number in parts[there:]:
             writer.append(make_chunk([SEQUENCES[number]], [MASKS[number]]))
         assert not path.exists()
@@ -201,16 +199,9 @@ def test_joined_stores_read_as_one(tmp_path: Path) -> None:
     ]
     joined = ConcatTokens([parts[0], parts[1], parts[2]])
     assert joined.lengths.tolist() == [3, 2, 4]
-    assert joined.sources.tolist() == [0, 1, 2]
     for i, (ids, mask) in enumerate(zip(SEQUENCES, MASKS, strict=True)):
         assert joined.tokens(i, 0, 9).tolist() == ids
         assert joined.mask(i, 0, 9).tolist() == [bool(one) for one in mask]
-        assert joined.count(i, 1, 9) == sum(mask[1:])
-
-
-def test_joined_pairs_count_samples(tmp_path: Path) -> None:
-    parts = [make_store(tmp_path / str(i), [[1, 2]] * 2 * (i + 1), per_sample=2) for i in range(2)]
-    assert ConcatTokens(parts).sources.tolist() == [0, 1, 1]
 
 
 def test_the_digest_of_a_large_file_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

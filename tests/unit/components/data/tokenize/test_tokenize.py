@@ -27,7 +27,7 @@ from components.data.tokenize import workers as tokenize
 from components.data.tokenize.chat import Encoded
 from components.data.tokenize.encoder import Encoder, EncoderInput
 from components.data.tokenize.truncation import fit
-from components.data.tokenize.workers import build_store, encode_all
+from components.data.tokenize.workers import batched, build_store, encode_batches
 from components.data.tokenizer import PATH
 
 
@@ -93,14 +93,14 @@ def test_a_chunk_counts_what_is_left_out(chat_encoder: Encoder) -> None:
 
     items = [item("Hello?", "Hi."), item("Hello?", "word " * 100), item("word " * 100, "Never seen.")]
     cut = chat_encoder(items)
-    assert (cut.dropped, cut.unsupervised) == (0, 1)
+    assert cut.left_out == {"unsupervised": 1}
     assert cut.truncated.tolist() == [False, True]
     assert cut.stop_trained.tolist() == [True, False]
     assert cut.lengths[1] == 64
     dropped = replace(chat_encoder, long_samples="drop")(items)
-    assert (dropped.dropped, dropped.unsupervised, len(dropped.lengths)) == (2, 0, 1)
+    assert (dropped.left_out, len(dropped.lengths)) == ({"dropped": 2}, 1)
     every = replace(chat_encoder, train_on_prompt=True)(items)
-    assert every.unsupervised == 0
+    assert not every.left_out["unsupervised"]
     assert every.mask.all()
 
 
@@ -110,9 +110,9 @@ def texts(number: int) -> Iterator[EncoderInput]:
 
 def test_workers_give_the_same_in_the_same_order(text_encoder: Encoder) -> None:
     before = len(multiprocessing.active_children())
-    alone = list(encode_all(texts(700), text_encoder, 1, patience_s=0))
+    alone = list(encode_batches(batched(texts(700)), text_encoder, 1, patience_s=0))
     assert len(multiprocessing.active_children()) == before
-    workers = encode_all(texts(700), text_encoder, 2, patience_s=0)
+    workers = encode_batches(batched(texts(700)), text_encoder, 2, patience_s=0)
     shared = [next(workers)]
     assert len(multiprocessing.active_children()) == before + 2
     shared += workers
@@ -131,7 +131,7 @@ def test_workers_read_only_a_little_ahead_and_stop(text_encoder: Encoder) -> Non
         for taken in range(6400):
             yield TextSample("a document"), f"file:{taken}"
 
-    chunks = encode_all(many(), text_encoder, 2, patience_s=0)
+    chunks = encode_batches(batched(many()), text_encoder, 2, patience_s=0)
     for _ in range(3):
         next(chunks)
     chunks.close()  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ def test_workers_read_only_a_little_ahead_and_stop(text_encoder: Encoder) -> Non
 def test_a_mistake_in_a_record_is_reported_from_a_worker(chat_encoder: Encoder) -> None:
     items: list[EncoderInput] = [({"messages": []}, "file:7")] * 100
     with pytest.raises(ConfigError, match="file:7"):
-        list(encode_all(iter(items), chat_encoder, 2, patience_s=0))
+        list(encode_batches(batched(iter(items)), chat_encoder, 2, patience_s=0))
 
 
 class Lethal(Encoder):
