@@ -106,7 +106,8 @@ MEGATRON = {
 EXPECTED_WAITS = {
     "components/engines/fsdp2/grouped_experts.py": "numbers of tokens per expert are sizes of the all-to-all",
     "_fully_shard/_fsdp_param_group.py": "with cpu_offload, gradients go to host memory",
-    "megatron/core/transformer/moe/": "numbers of tokens per expert are sizes of the products",
+    "megatron/core/transformer/moe/token_dispatcher.py": "numbers of tokens are sizes of the all-to-all",
+    "megatron/core/transformer/moe/moe_utils.py": "tokens are selected by a mask",
     "megatron/core/tensor_parallel/layers.py": "a mask of rows of another rank; its kernel may not wait",
     "index_put by a mask at autograd": "the gradient of that mask",
 }
