@@ -10,7 +10,7 @@ from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
 from components.engines.fsdp2 import FSDP2
 from components.optimizers import AdamW
-from tests.distributed.cases import fsdp2, spec
+from tests.distributed.cases import COMMON, SHAPES, fsdp2, spec
 from tests.distributed.checkpointing_cases import Outcome, two_steps
 from tests.ranks import Ranks
 
@@ -35,8 +35,8 @@ def recomputing(how: str, dp: int = 1, **sizes: int) -> FSDP2:
 
 
 @cache
-def alone(how: str, layout: str, dropout: float) -> Outcome:
-    return two_steps(recomputing(how), layout, dropout, torch.float32)
+def alone(how: str, layout: str, dropout: float, **first: int) -> Outcome:
+    return two_steps(recomputing(how, **first), layout, dropout, torch.float32)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -47,6 +47,11 @@ def test_nothing_changes_but_memory(layout: str, dropout: float) -> None:
     assert_same(kept, full)
     assert full.saved_bytes < selective.saved_bytes < kept.saved_bytes
     assert full.saved_bytes < 0.2 * kept.saved_bytes
+    partly = alone("full", layout, dropout, recompute_num_layers=1)
+    assert_same(kept, partly)
+    blocks = SHAPES["qwen3"].get("num_hidden_layers", COMMON["num_hidden_layers"])
+    saved = kept.saved_bytes - (kept.saved_bytes - full.saved_bytes) / blocks
+    assert partly.saved_bytes == pytest.approx(saved, rel=0.02)
 
 
 def test_dropout_is_on() -> None:

@@ -45,6 +45,19 @@ LARGE = {
         "parallelism.distributed_optimizer=true",
         "parallelism.activation_checkpointing=none",
     ],
+    "8b in part": [
+        *EIGHT_LAYERS,
+        "parallelism=fsdp2",
+        "parallelism.dp=8",
+        "parallelism.recompute_num_layers=5",
+    ],
+    "8b megatron in part": [
+        *EIGHT_LAYERS,
+        "parallelism=pp2",
+        "parallelism.dp=4",
+        "parallelism.distributed_optimizer=true",
+        "parallelism.recompute_num_layers=1",
+    ],
 }
 FSDP2 = ["parallelism=fsdp2_tp2", "parallelism.dp=1"]
 RECOMPUTED = "parallelism.activation_checkpointing=full"

@@ -17,6 +17,7 @@ from components.engines.fsdp2.lora import check as adapter_check
 from components.engines.fsdp2.parallelize import decoder_blocks
 from components.engines.shared import process_group
 from components.engines.shared.parallel_dims import suggest_sizes, world_size
+from components.engines.shared.recomputation import check_recomputed
 from components.models import ModelSpec
 from components.models.experts import unstack_experts
 from components.optimizers import Optimizer, TorchClass, check_matches
@@ -76,7 +77,7 @@ class FSDP2(FSDP2Layout):
         check_optimizer(optimizer, world_size, offloads=self.cpu_offload)
         if optimizer.groups:
             check_matches(optimizer.groups, tensors(model, options.adapter))
-        decoder_blocks(model)
+        check_recomputed(self.activation_checkpointing, self.recompute_num_layers, len(decoder_blocks(model)))
         ranks = world_size // (self.dp_replicate * self.tp)
         tensor_parallel.check(model, self.tp, ranks)
         moe_checks.check(model, ep=self.ep, tp=self.tp, ranks=ranks, adapter=options.adapter)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from components.engines.shared.recomputation import recomputed_share
+
 
 @dataclass(frozen=True)
 class FSDP2Layout:
@@ -21,6 +23,8 @@ class FSDP2Layout:
     """Whether the gathered weights of a block are freed between its forward and its backward."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recomputation in the backward: nothing, every block, or attention only."""
+    recompute_num_layers: int | None = None
+    """Number of blocks that ``full`` recomputes, the first ones of the model. None means all."""
     activation_offloading: bool = False
     """Whether activations of blocks are in host memory between the forward and the backward pass."""
     dp_replicate: int = 1
@@ -45,6 +49,10 @@ class FSDP2Layout:
     dp_shard: int | None = field(default=None, repr=False)
     """Number of data-parallel ranks that share one copy of every parameter. None means ``dp / dp_replicate``;
     ``dp`` is set from it."""
+
+    def recomputed_share(self, num_layers: int) -> float:
+        """Return the share of the blocks that the backward pass recomputes as a whole."""
+        return recomputed_share(self.activation_checkpointing, self.recompute_num_layers, num_layers)
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of shares of a global batch."""

@@ -209,11 +209,12 @@ def build_model(
     scorer.kernels = choose_kernels(options.kernels, scorer.lm, device.type, compiled=options.compiled)
     if scorer.kernels == "liger":
         apply_liger(scorer.lm)
-    for block in decoder_blocks(scorer.lm):
+    for number, block in enumerate(decoder_blocks(scorer.lm)):
         if options.compiled:
             # Inside the hooks of FSDP, which are not compiled; the blocks share their compiled code.
             block.forward = torch.compile(block.forward)
-        if recompute == "full":
+        first = layout.recompute_num_layers
+        if recompute == "full" and (first is None or number < first):
             apply_ac(block)
     if not trainable:
         scorer.requires_grad_(False)

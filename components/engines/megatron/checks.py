@@ -15,6 +15,7 @@ from components.engines.megatron.moe_config import FAMILIES, check_moe, read_moe
 from components.engines.megatron.pipeline_split import check_stages, chunk_layers
 from components.engines.megatron.te_install import has_packed_kernel, has_transformer_engine
 from components.engines.shared.parallel_dims import check_cp, check_tp
+from components.engines.shared.recomputation import check_recomputed
 from components.models.experts import unstack_experts
 from components.models.mtp import num_mtp_layers
 from components.models.scalar_head import SCORE
@@ -125,6 +126,9 @@ def check_run(
         check_cp(layout.cp, layout.tp, model.config, instead="parallelism.cp_comm_type=all_gather")
     check_moe(layout, model, world_size)
     check_stages(layout, model.config.num_hidden_layers)
+    chunks = [chunk for stage in chunk_layers(layout, model.config.num_hidden_layers) for chunk in stage]
+    most = max(chunk.count("t") for chunk in chunks)
+    check_recomputed(layout.activation_checkpointing, layout.recompute_num_layers, most)
     check_mtp(layout, model.config)
     check_frozen(model, stacked=layout.groups_experts(model, options.adapter))
     if optimizer.groups:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.contracts.device import DeviceKind
+from components.engines.shared.recomputation import recomputed_share
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Layout:
     last_stage_layers: int | None = None
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """The parts recomputed in the backward pass: nothing, every layer, or only core attention."""
+    recompute_num_layers: int | None = None
+    """Number of layers that ``full`` recomputes, the first ones of every chunk. None means all."""
     activation_offloading: bool = False
     """Whether activations of layers are in host memory between the forward and the backward pass."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
@@ -92,6 +95,11 @@ class Layout:
         if self.moe_grouped_gemm is not None:
             return self.moe_grouped_gemm
         return adapter is None or not adapter.expert_targets(model)
+
+    def recomputed_share(self, num_layers: int) -> float:
+        """Return the share of the layers that the backward pass recomputes as a whole."""
+        in_chunk = num_layers // (self.pp * self.vpp)
+        return recomputed_share(self.activation_checkpointing, self.recompute_num_layers, in_chunk)
 
     @property
     def model_ranks(self) -> int:

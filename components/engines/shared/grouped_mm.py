@@ -1,5 +1,8 @@
 """Products of the rows of several experts with their matrices, in one kernel or in a loop."""
 
+import itertools
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,7 +45,33 @@ class UsedExpertsOnly(torch.autograd.Function):
 
 
 def per_expert(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
-    """Compute ``grouped`` in a loop, including experts without rows, so that they have a gradient of 0."""
-    # Unbound once, because the gradient of every slice would be as large as the whole tensor.
-    parts = zip(rows.split(loads.tolist()), weight.unbind(0), strict=True)
-    return torch.cat([F.linear(own, matrix) for own, matrix in parts])
+    """Compute ``grouped`` in a loop. Experts without rows have a gradient of 0."""
+    product: Tensor = PerExpert.apply(rows, weight, loads.tolist())
+    return product
+
+
+class PerExpert(torch.autograd.Function):
+    """The products of ``per_expert``, written in place, so that no results or gradients are concatenated."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, loads: list[int]) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.loads = loads
+        out = rows.new_empty(len(rows), weight.shape[1])
+        for own, matrix, product in zip(rows.split(loads), weight, out.split(loads), strict=True):
+            torch.mm(own, matrix.t(), out=product)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (rows, weight), grad = ctx.saved_tensors, grads[0].contiguous()
+        of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        ends = itertools.accumulate(ctx.loads)
+        for number, (count, end) in enumerate(zip(ctx.loads, ends, strict=True)):
+            here = slice(end - count, end)
+            if of_rows is not None:
+                torch.mm(grad[here], weight[number], out=of_rows[here])
+            if of_weight is not None:
+                torch.mm(grad[here].t(), rows[here], out=of_weight[number])
+        return of_rows, of_weight, None

@@ -34,14 +34,6 @@ def world_size(
     return ranks
 
 
-RECOMPUTED_MORE: Mapping[str, tuple[str, ...]] = {
-    "none": ("selective", "full"),
-    "selective": ("full",),
-    "full": (),
-}
-"""For each value of activation_checkpointing, the values that recompute more."""
-
-
 def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 

@@ -19,7 +19,7 @@ sequence, which has the largest mask (CPU). Memory of allocators and libraries i
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -98,6 +98,9 @@ class BlockActivations:
     """Bytes per element that the backward pass of a norm needs at the same time."""
     dora: int = 0
     """Width of the results of matrices with a learned norm, and of their adapters, which DoRA saves."""
+
+    def not_recomputed(self) -> "BlockActivations":
+        return replace(self, run=replace(self.run, recompute="none"))
 
     def attention(self, tokens: int) -> int:
         """Return the bytes that attention saves besides its inputs, which selective recomputation avoids."""

@@ -19,7 +19,7 @@ def all_reduce_bytes(num_bytes: float, ranks: int) -> float:
 
 
 def tp_volume(
-    size: ModelSize, tp: int, num_bytes: float, *, ends: float, repeated: int, reference: bool
+    size: ModelSize, tp: int, num_bytes: float, *, ends: float, repeated: float, reference: bool
 ) -> CommVolume:
     """Return the volume of tensor parallelism (Shoeybi et al., 2019) for hidden states of ``num_bytes``.
 
@@ -30,7 +30,7 @@ def tp_volume(
 
     Args:
         ends: share of the embedding and of the head that a rank holds, 1 without pipelining.
-        repeated: number of all-gathers or reduce-scatters of a block that the backward pass does again.
+        repeated: mean number of all-gathers or reduce-scatters of a block that the backward pass does again.
     """
     # With a frozen embedding, it and the input of the first block need no gradients.
     calls = size.layers * (8 + repeated) + ends * (4 if size.all_trained else 2)
@@ -38,13 +38,16 @@ def tp_volume(
     return CommVolume("tp", calls * all_gather_bytes(num_bytes, tp), when="exposed")
 
 
-def passes_through_blocks(recomputed: str, *, reference: bool) -> int:
-    """Return how often a token passes through a block: forward, backward, recomputed and in the reference."""
-    return 2 + (recomputed == "full") + reference
+def passes_through_blocks(recomputed: float, *, reference: bool) -> float:
+    """Return how often a token passes through a block: forward, backward, recomputed and in the reference.
+
+    ``recomputed`` is the share of the blocks that are recomputed.
+    """
+    return 2 + recomputed + reference
 
 
 def ulysses_volume(
-    size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int, *, passes: int
+    size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int, *, passes: float
 ) -> CommVolume:
     """Return the volume of Ulysses context parallelism (Jacobs et al., 2023).
 
@@ -57,7 +60,7 @@ def ulysses_volume(
 
 
 def key_value_volume(
-    size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int, *, passes: int
+    size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int, *, passes: float
 ) -> CommVolume:
     """Return the volume of context parallelism that gathers keys and values and scatters their gradients."""
     whole = 2 * tokens * size.kv_width / tp * itemsize
@@ -65,7 +68,7 @@ def key_value_volume(
 
 
 def token_dispatch_volume(
-    size: ModelSize, ep: int, tokens: float, itemsize: int, *, passes: int, span: int
+    size: ModelSize, ep: int, tokens: float, itemsize: int, *, passes: float, span: int
 ) -> CommVolume:
     """Return the volume of expert parallelism with an even load (Lepikhin et al., 2020, section 3.2).
 

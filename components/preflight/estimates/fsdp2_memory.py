@@ -411,7 +411,9 @@ def block_activations(
     if routed:
         other = replace(plain, mlp=moe_activations(model, run, split=layout.tp, shared_split=layout.tp))
     widths = dora_widths(model, adapter)
-    return tuple(replace(other if n in routed else plain, dora=width) for n, width in enumerate(widths))
+    blocks = [replace(other if n in routed else plain, dora=width) for n, width in enumerate(widths)]
+    first = len(blocks) if layout.recompute_num_layers is None else layout.recompute_num_layers
+    return (*blocks[:first], *(block.not_recomputed() for block in blocks[first:]))
 
 
 def dora_widths(model: PreTrainedModel, adapter: LoRA | None) -> list[int]:

@@ -5,6 +5,8 @@ Megatron itself is not imported.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import sub
 
 from transformers import PreTrainedModel
 
@@ -52,7 +54,7 @@ def memory(
     layers, vocabulary = stage_layers(layout, model), -(-output_head(model).out_features // layout.tp)
     for number, chunks in enumerate(pipeline_split.chunk_layers(layout, model.config.num_hidden_layers)):
         weights = count_parameters(model, layout, "".join(chunks), layers[number], step.adapter)
-        own = tuple(blocks[layer] for layer in layers[number] or [0])
+        own = stage_blocks([blocks[layer] for layer in layers[number]], chunks, layout) or (blocks[0],)
         stage = StageMemory(number, chunks, weights, own, vocabulary, layout, shards, step.microbatch)
         resting, built = stage.between_steps(len(optimizer.moments)), list(stage.while_built())
         if step.reference == "frozen":
@@ -203,10 +205,14 @@ class StageMemory:
         )
 
     def during_last_layer(self) -> Bytes:
-        """Return the bytes in a layer's backward pass, including one matrix gradient besides the buffer."""
+        """Return the bytes in a layer's backward pass, including one matrix gradient besides the buffer.
+
+        Activations of later layers of the same micro-batch are freed.
+        """
+        freed = accumulate((block.saved(self.tokens) for block in reversed(self.blocks)), initial=0)
+        own = (block.backward(self.tokens) for block in reversed(self.blocks))
         return {
-            "activations": self.on_device(self.in_flight, layers=2)
-            + max(block.backward(self.tokens) for block in set(self.blocks)),
+            "activations": self.on_device(self.in_flight, layers=2) + max(map(sub, own, freed)),
             "gradients": self.weights.matrix * self.size + self.between_microbatches,
         }
 
@@ -341,6 +347,20 @@ def stage_parameters(
 
 def count(parameters: Sequence[Parameter], *, trained: bool) -> int:
     return sum(p.numel for p in parameters if p.trained is trained)
+
+
+def stage_blocks(
+    blocks: Sequence[BlockActivations], chunks: Sequence[str], layout: Layout
+) -> tuple[BlockActivations, ...]:
+    """Return ``blocks``, the layers of a stage, recomputed only if they are the first ones of their chunk.
+
+    MTP layers, which follow all others, are then not recomputed.
+    """
+    if (first := layout.recompute_num_layers) is None:
+        return tuple(blocks)
+    places = [place for chunk in chunks for place in range(chunk.count("t"))]
+    again = [place < first for place in places] + [False] * (len(blocks) - len(places))
+    return tuple(b if now else b.not_recomputed() for b, now in zip(blocks, again, strict=True))
 
 
 def block_activations(

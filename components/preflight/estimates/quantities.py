@@ -127,5 +127,7 @@ class StepCost:
     volumes: Sequence[CommVolume]
     bubble: float
     """Fraction of a stage's time idle in the pipeline bubble, 0 without pipelining."""
-    recomputed: Literal["none", "full", "selective"]
-    """Whether the backward pass recomputes nothing, every block, or only attention."""
+    recomputed: float
+    """Share of the blocks that the backward pass recomputes as a whole."""
+    recomputes_attention: bool
+    """Whether it recomputes the attention of all blocks instead."""

@@ -124,7 +124,7 @@ def step_time(case: Candidate, work: StepWork) -> StepTime:
     """Estimate the time of ``work`` on all ranks plus the ``StepCost`` of the layout."""
     device = case.device
     cost = comm_cost(case.layout, work.size, comm_inputs(case, work))
-    again = {"none": 0.0, "full": work.forward, "selective": work.attention}[cost.recomputed]
+    again = cost.recomputed * work.forward + cost.recomputes_attention * work.attention
     compute = (work.flops + again) / (case.world_size * device.flops * device.mfu)
     dims = mesh_info(case.layout, case.world_size)["dims"]
     seconds = dict.fromkeys(("exposed", "overlapped", "at_end"), 0.0)

@@ -5,7 +5,8 @@ from math import gcd
 
 from components.contracts.json_types import Config, Json
 from components.engines.fsdp2.layout import FSDP2Layout
-from components.engines.shared.parallel_dims import RECOMPUTED_MORE, divisors
+from components.engines.shared.parallel_dims import divisors
+from components.engines.shared.recomputation import RECOMPUTED_MORE
 from components.preflight.estimates.communication import (
     FP32,
     all_gather_bytes,
@@ -40,7 +41,7 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     shards = step.world_size // (layout.dp_replicate * layout.tp)
     held, trained = (size.parameters - size.quantized) / layout.tp, size.trained / layout.tp
     experts, taught = size.experts / layout.tp, size.trained_experts / layout.tp
-    recomputed = layout.activation_checkpointing
+    recomputed = layout.recomputed_share(size.layers)
     passes = passes_through_blocks(recomputed, reference=step.reference)
     reductions = step.num_microbatches if layout.reduce_gradients == "every" else 1
     gathers = (2 * step.num_microbatches if layout.reshard_after_forward else 1) + step.reference
@@ -64,7 +65,7 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     if layout.tp > 1:
         hidden = tokens * size.hidden * itemsize
         # A recomputed block ends before its last all-reduce, whose result the backward pass does not need.
-        again = 2 if recomputed == "full" else 0
+        again = 2 * recomputed
         sent.append(tp_volume(size, layout.tp, hidden, ends=1, repeated=again, reference=step.reference))
     if layout.ep > 1:
         span = layout.ep * layout.tp
@@ -74,7 +75,8 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     if layout.cpu_offload:
         shard = (gathers * (held * itemsize + size.quantized_bytes) + reductions * trained * FP32) / shards
         sent.append(CommVolume("host", shard, when="overlapped"))
-    return StepCost(sent, bubble=0.0, recomputed=recomputed)
+    attention = layout.activation_checkpointing == "selective"
+    return StepCost(sent, 0.0, recomputed, recomputes_attention=attention)
 
 
 def whole_updates(layout: FSDP2Layout, size: ModelSize, shards: int) -> Iterator[CommVolume]:
@@ -98,6 +100,8 @@ def memory_savers(layout: FSDP2Layout, world_size: int) -> list[Json]:
     found: list[Json] = [
         {"activation_checkpointing": kind} for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
     ]
+    if layout.recompute_num_layers is not None:
+        found.append({"recompute_num_layers": None})
     if not layout.reshard_after_forward:
         found.append({"reshard_after_forward": True})
     if layout.reduce_gradients == "last":

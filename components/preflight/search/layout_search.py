@@ -7,7 +7,7 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
-from components.engines.shared.parallel_dims import RECOMPUTED_MORE
+from components.engines.shared.recomputation import RECOMPUTED_MORE
 from components.models.experts import number_of_experts
 from components.optimizers import SGD
 from components.preflight.engine_layouts import EngineLayout

@@ -5,7 +5,8 @@ from math import gcd
 
 from components.contracts.json_types import Config, Json
 from components.engines.megatron.layout import Layout
-from components.engines.shared.parallel_dims import RECOMPUTED_MORE, divisors
+from components.engines.shared.parallel_dims import divisors
+from components.engines.shared.recomputation import RECOMPUTED_MORE
 from components.preflight.estimates.communication import (
     FP32,
     all_gather_bytes,
@@ -41,7 +42,7 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     sent = [*gradients(layout, size, dp * cp, step)]
     if step.whole_weights:
         sent += (v for v in whole_updates(layout, size, dp * cp, itemsize) if v.num_bytes)
-    own, recomputed = step.tokens / cp, layout.activation_checkpointing
+    own, recomputed = step.tokens / cp, layout.recomputed_share(size.layers)
     passes = passes_through_blocks(recomputed, reference=step.reference)
     layers = {"layers": size.layers / pp, "num_moe_layers": size.num_moe_layers / pp}
     stage = ModelSize(**vars(size) | layers)
@@ -51,7 +52,7 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     if tp > 1:
         hidden = own * size.hidden * itemsize
         # With sequence parallelism, gradients of weights need the gathered inputs again.
-        again = 4 * (recomputed == "full") + 2 * (layout.sequence_parallel and size.all_trained)
+        again = 4 * recomputed + 2 * (layout.sequence_parallel and size.all_trained)
         sent.append(tp_volume(stage, tp, hidden, ends=1 / pp, repeated=again, reference=step.reference))
     if layout.ep > 1:
         # Each tp rank sends its part of the shared tokens, and etp ranks gather the parts again.
@@ -66,7 +67,8 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
         trained = size.trained / (tp * pp)
         sent.append(CommVolume("host", trained * (FP32 + itemsize) / (dp * cp), when="at_end"))
     turns = step.num_microbatches * layout.vpp + pp - 1
-    return StepCost(sent, bubble=(pp - 1) / turns, recomputed=recomputed)
+    attention = layout.activation_checkpointing == "selective"
+    return StepCost(sent, (pp - 1) / turns, recomputed, recomputes_attention=attention)
 
 
 def gradients(layout: Layout, size: ModelSize, ranks: int, step: CommInputs) -> Iterator[CommVolume]:
@@ -113,6 +115,8 @@ def memory_savers(layout: Layout, world_size: int) -> list[Json]:
     found: list[Json] = [
         {"activation_checkpointing": kind} for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
     ]
+    if layout.recompute_num_layers is not None:
+        found.append({"recompute_num_layers": None})
     if not layout.distributed_optimizer and dp * layout.cp > 1:
         found.append({"distributed_optimizer": True})
     if not layout.sequence_parallel and layout.tp > 1:

@@ -32,7 +32,7 @@ class Variation:
 
         ``alters`` says whether the added overrides change the training result.
         """
-        texts = {key: str(value).lower() for key, value in overrides.items()}
+        texts = {key: "null" if value is None else str(value).lower() for key, value in overrides.items()}
         return Variation(case, {**self.overrides, **texts}, self.alters or alters)
 
 

@@ -44,6 +44,7 @@ RENAMED_OF_EXPERTS = {
 OURS = {theirs: f"parallelism.{ours}" for ours, theirs in (RENAMED | RENAMED_OF_EXPERTS).items()} | {
     "virtual_pipeline_model_parallel_size": "parallelism.vpp",
     "pipeline_model_parallel_layout": "parallelism.pipeline_layout",
+    "recompute_num_layers": "parallelism.recompute_num_layers",
     "bias_activation_fusion": "parallelism.bias_activation_fusion",
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "run.dtype"),
     **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"), "model.moe"),
@@ -110,7 +111,8 @@ def check_further_fields(kind: type[TransformerConfig], given: Config, ours: Con
     """Raise ConfigError if a field of ``parallelism.transformer_config`` may not be set, or not so."""
     hints = typing.get_type_hints(kind)
     for name, value in given.items():
-        key = "parallelism.activation_checkpointing" if name.startswith("recompute_") else OURS.get(name)
+        of_recomputation = "parallelism.activation_checkpointing" if name.startswith("recompute_") else None
+        key = OURS.get(name, of_recomputation)
         if key is not None or name in ours:
             why = f"use {key}" if key else "the model or this engine gives its value"
             raise ConfigError(f"{FURTHER}.{name}: may not be set here; {why}.")
@@ -189,11 +191,9 @@ def parallelism(layout: Layout, mtp: int = 0) -> Json:
 
 def recomputation(layout: Layout) -> Json:
     if layout.activation_checkpointing == "full":
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
+        first = layout.recompute_num_layers
+        method = {"recompute_method": "uniform" if first is None else "block"}  # uniform: in groups of 1
+        return {"recompute_granularity": "full", "recompute_num_layers": first or 1} | method
     if layout.activation_checkpointing == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return {}

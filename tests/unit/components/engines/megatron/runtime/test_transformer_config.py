@@ -48,7 +48,8 @@ def test_the_rotary_embedding_is_fused_with_transformer_engine(
     [
         ({"tensor_model_parallel_size": 2}, r"tensor_model_parallel_size: .*; use parallelism\.tp\.$"),
         ({"moe_token_dispatcher_type": "flex"}, r"; use parallelism\.moe_token_dispatcher\.$"),
-        ({"recompute_num_layers": 2}, r"; use parallelism\.activation_checkpointing\.$"),
+        ({"recompute_method": "block"}, r"; use parallelism\.activation_checkpointing\.$"),
+        ({"recompute_num_layers": 2}, r"; use parallelism\.recompute_num_layers\.$"),
         ({"hidden_size": 128}, "hidden_size: may not be set here; the model or this engine gives"),
         ({"glu_linear_ofset": 0.5}, "glu_linear_ofset: is not a field .*; did you mean 'glu_linear_offset'"),
         ({"glu_linear_offset": "much"}, "glu_linear_offset: got 'much'; Input should be a valid number"),
@@ -62,6 +63,13 @@ def test_a_field_that_may_not_be_set_is_refused(given: dict[str, Any], message: 
     with pytest.raises(ConfigError, match=message) as refused:
         transformer_config(spec("llama").config(), layout, options)
     assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("first", "expected"), [(None, ("uniform", 1)), (3, ("block", 3))])
+def test_all_layers_or_the_first_ones_are_recomputed(first: int | None, expected: tuple[str, int]) -> None:
+    layout = megatron(activation_checkpointing="full", recompute_num_layers=first)
+    config = transformer_config(spec("llama").config(), layout, EngineOptions(torch.float32, "cpu"))
+    assert (config.recompute_method, config.recompute_num_layers) == expected
 
 
 def test_further_fields_reach_megatron() -> None:

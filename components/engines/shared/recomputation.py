@@ -1,0 +1,39 @@
+"""The layers that are recomputed in the backward pass, with ``activation_checkpointing``."""
+
+from collections.abc import Mapping
+
+from components.contracts.errors import ConfigError
+
+RECOMPUTED_MORE: Mapping[str, tuple[str, ...]] = {
+    "none": ("selective", "full"),
+    "selective": ("full",),
+    "full": (),
+}
+"""For each value of activation_checkpointing, the values that recompute more."""
+
+
+def recomputed_share(how: str, first: int | None, num_layers: int) -> float:
+    """Return the share of ``num_layers`` recomputed if ``how`` applies to the ``first`` ones, or to all."""
+    if how != "full":
+        return 0.0
+    return 1.0 if first is None else min(first / num_layers, 1.0)
+
+
+def check_recomputed(how: str, first: int | None, num_layers: int) -> None:
+    """Check ``parallelism.recompute_num_layers=first`` for ``num_layers`` layers of the model or of a chunk.
+
+    Raises:
+        ConfigError: if layers are not recomputed as a whole, or if there are not as many.
+    """
+    if first is None:
+        return
+    if how != "full":
+        raise ConfigError(
+            f"parallelism.recompute_num_layers: {first} is not read with activation_checkpointing={how}; "
+            "set parallelism.activation_checkpointing=full, or leave it out."
+        )
+    if not 1 <= first <= num_layers:
+        raise ConfigError(
+            f"parallelism.recompute_num_layers: is {first}, but there are {num_layers} layers; use 1 to "
+            f"{num_layers}, or null for all."
+        )
