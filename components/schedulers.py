@@ -20,7 +20,7 @@ DECAYS: dict[DecayStyle, Callable[[float], float]] = {
     "exponential": lambda progress: 2 * 0.5**progress - 1,
     "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""Maps progress in [0, 1] to the remaining share of ``peak - min_lr``, from 1 to 0 (as in Megatron)."""
+"""Functions from progress in [0, 1] to the remaining share of ``peak - min_lr``, 1 to 0, as in Megatron."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The targets of the ``adapter`` group's configs. Settings that are None come from an adapter's folder."""
+"""The functions that the files of ``conf/adapter`` name as ``_target_``."""
 
 from typing import Literal
 

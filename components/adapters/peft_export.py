@@ -79,7 +79,10 @@ def base_name(spec: ModelSpec) -> str | None:
 
 
 def peft_config(adapter: LoRA, model: PreTrainedModel, spec: ModelSpec | None = None) -> "LoraConfig":
-    """Return the peft configuration that adapts the same modules of ``model``."""
+    """Return the peft configuration that adapts the same modules of ``model``.
+
+    ``spec`` describes the base model of an export. None means a configuration for training.
+    """
     from peft import LoraConfig  # slow to import
 
     alpha = adapter.alpha

@@ -21,7 +21,7 @@ class FlatChunk:
 
 
 class FlatShard(Tensor):
-    """A one-dimensional tensor that contains the ``boxes`` of a tensor of shape ``whole``.
+    """A one-dimensional tensor that contains the ``chunks`` of a tensor of shape ``whole``.
 
     ``torch.distributed.checkpoint`` calls its methods to save and to read them.
     """

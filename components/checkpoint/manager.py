@@ -50,7 +50,7 @@ class CheckpointManager:
     current: Path | None = None
     """The checkpoint that was written last or resumed from. None means that there is none yet."""
     on_saved: Callable[[Path], object] | None = None
-    """Called on every rank with a checkpoint once it is complete on all of them."""
+    """Function that is called on every rank with a checkpoint once it is complete on all of them."""
     background: AsyncSaver = field(init=False)
 
     def __post_init__(self) -> None:

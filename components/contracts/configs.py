@@ -188,7 +188,7 @@ class Prepared(Protocol):
 
     @property
     def eval(self) -> Mapping[str, object]:
-        """The evaluation sets by the beginning of their metrics: ``eval``, or ``eval/NAME`` each."""
+        """The evaluation sets by the prefix of their metrics: ``eval``, or ``eval/NAME`` for a named set."""
 
     @property
     def packing(self) -> str: ...

@@ -44,8 +44,9 @@ class StepResult:
 class Engine(LossEngine, Protocol):
     """Holder of the model and the optimizer. All methods are collective and called in the same order.
 
-    A train step is ``begin``, any number of ``train_microbatches``, then ``finish`` or ``abort``; a second
-    begin or a stray finish is an error.
+    A train step is ``begin_train_step``, any number of ``train_microbatches``, then ``finish_train_step`` or
+    ``abort_train_step``. It is an error to begin a second step before the end of the first, or to finish a
+    step that has not begun.
     """
 
     device: torch.device
@@ -105,7 +106,7 @@ class Engine(LossEngine, Protocol):
         """
 
     def keeping_random_streams(self) -> AbstractContextManager[None]:
-        """Set this rank's random streams back when the context is left."""
+        """Restore this rank's random states when the context is left."""
 
     def max_over_ranks(self, value: float) -> float:
         """Return the largest ``value`` of all ranks, reduced in host memory so that no GPU waits."""

@@ -45,9 +45,9 @@ class HookRun:
     resumed_from: Path | None
     """The checkpoint that the run has started from. None means that it began at step 0."""
     log: Callable[[Mapping[str, float]], None]
-    """Writes metrics of the current step to the trackers; it does nothing except on rank 0."""
+    """Function that writes metrics of the current step to the trackers. It does nothing except on rank 0."""
     log_table: Callable[[str, Sequence[Mapping[str, str]]], None]
-    """Writes a table of texts, with its name, to the trackers; it does nothing except on rank 0."""
+    """Function that writes a named table of texts to the trackers. It does nothing except on rank 0."""
     name: str = ""
     """The name of the hook that is called. Checkpoints hold its tensors under ``hook/NAME``."""
     requests: set[Request] = field(default_factory=set)
@@ -93,7 +93,7 @@ class Hook:
         """Observe a complete checkpoint."""
 
     def end(self, run: HookRun, *, completed: bool) -> None:
-        """Conclude the run, after its export if it has ``completed``. Otherwise it was stopped to resume."""
+        """Conclude the run, after its export if it has ``completed``. Otherwise it can be resumed."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return this rank's tensors for each checkpoint, by names without regard to the layout.

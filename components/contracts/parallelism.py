@@ -19,7 +19,7 @@ class ParallelismSpec(Protocol):
         """Return the number of ranks, or raise ConfigError if it does not fit WORLD_SIZE."""
 
     def dp_size(self, world_size: int) -> int:
-        """Return the number of shares of a global batch."""
+        """Return the number of data-parallel ranks, over which a global batch is split."""
 
     def check(self, model: Any, optimizer: Any, options: EngineOptions, *, world_size: int) -> None:
         """Raise ConfigError if the layout does not fit the run.

@@ -42,7 +42,7 @@ _MAX_WORKERS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Data(ABC):
-    """The options of both kinds of data; conf/data describes them."""
+    """The options that all kinds of data have; conf/data describes them."""
 
     max_length: int = 1024
     packing: Literal["auto", "bfd", "concat", "none"] = "auto"
@@ -84,7 +84,10 @@ class Data(ABC):
         """Return the evaluation sets by the prefix of their metrics, ``eval`` or ``eval/NAME``."""
 
     def shares(self) -> Shares | None:
-        """Return the share of each training source in an epoch. None means that they say how often."""
+        """Return the share of each training source in an epoch.
+
+        None means that the numbers of ``train_sources`` apply instead.
+        """
         return None
 
     def held_out_fraction(self) -> float:
@@ -173,7 +176,7 @@ class Data(ABC):
         position: Sequence[int],
         main: bool,
     ) -> StreamLoader:
-        """Return the loader of a stream from ``step`` on; every rank calls it, and ``main`` on rank 0.
+        """Return the loader of a stream from ``step`` on; every rank calls it, rank 0 with ``main``.
 
         Args:
             folder: for chunks of the stream, the same folder on every rank.

@@ -82,6 +82,6 @@ class GlobalBatch:
         )
 
     def sample_ids(self) -> list[str]:
-        """Return the ``Tokens.origin`` of each sample once, in the order of the rows."""
+        """Return the ``TokenSequences.origin`` of each sample once, in the order of the rows."""
         samples = self.segments[:, 0] // self.tokens.sequences_per_sample
         return [self.tokens.origin(sample) for sample in dict.fromkeys(samples.tolist())]

@@ -56,7 +56,7 @@ class KTO(ReferenceOptions):
         return [replace(batch, constants={**batch.constants, "kl": kl}) for batch in answers]
 
     def _kl(self, microbatches: Sequence[Batch], engine: LossEngine) -> float:
-        """Return KL, or 0 except on the last pipeline stage, because the other stages compute no loss."""
+        """Return KL on the last pipeline stage, and 0 on the other stages, which compute no loss."""
         mismatched = [batch.select(sequence_labels(batch) == KL_COMPLETION) for batch in microbatches]
         found = engine.logps(mismatched)
         total = 0.0

@@ -185,7 +185,8 @@ def attach_reference(
 def log_ratios(stats: TokenStats, batch: Batch, reference: ReferenceChoice) -> Tensor:
     """Return the log-ratios to the reference model, float32 like ``labels``.
 
-    Differences are taken per token, because two sums over an answer are large and nearly equal.
+    Differences are taken per token, because two sums over an answer are large and nearly equal. Without a
+    reference model (``none``) the log-probabilities themselves are returned.
     """
     if reference == "none":
         return stats.logps

@@ -16,7 +16,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
 
 
 def grow_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the model as many rows as the tokenizer has tokens, unless it has more already."""
+    """Raise the vocabulary size in ``config`` to the number of the tokenizer's tokens, if it is smaller."""
     text = config.get_text_config()
     text.vocab_size = max(text.vocab_size, len(tokenizer))
 

@@ -27,7 +27,7 @@ BLOCK, GROUP = 64, 256
 """Values with one scale, and scales with one scale of their own."""
 
 CONFIG = "quantization_config.json"
-"""File in an adapter's folder that says how its base model was quantised, for transformers'
+"""File in an adapter's folder with the quantisation of its base model, for transformers'
 ``BitsAndBytesConfig``."""
 SETTINGS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 

@@ -15,7 +15,7 @@ from components.proof.small_layout import sizes
 from components.proof.small_model import Limits, small_config
 
 SAMPLES = 256
-"""Number of records that are read of each source."""
+"""Number of records that are read from each source."""
 
 
 def small_model(

@@ -20,8 +20,9 @@ from components.rank_info import RankInfo
 
 ONE_PROCESS = FSDP2(dp=1, default_dp=1, reshard_after_forward=False)
 CHANGE = 0.01
-"""Relative change of the loss by an update. At a high rate, the rounding of gradients near 0, which changes
-the sign of an update of Adam, exceeds the bound of a curve; a low rate would hide a wrong optimizer."""
+"""Relative change of the loss by an update, to which the learning rate of a proof is adjusted. At a higher
+rate, correct runs would differ by more than the accepted error of a curve, because the rounding of gradients
+near 0 changes the signs of updates of Adam. At a lower one a wrong optimizer would not show."""
 SCALE = 2.0**30
 FIRST_STEP = AdamW(lr=SCALE**2, betas=(0.0, 0.0), eps=SCALE, weight_decay=0.0, max_grad_norm=None)
 """Its first update is ``-SCALE * gradient``, up to the rounding of fp32, on every engine."""
@@ -47,7 +48,7 @@ class PerMicrobatch:
 
 @dataclass
 class Counters:
-    """See ``RunState``."""
+    """The ``RunState`` of a proof, for its hooks."""
 
     step: int = 0
     num_samples: int = 0
@@ -57,7 +58,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class ProofRun:
-    """The components and the data that a rank builds and trains."""
+    """The components, the data and the steps of a proof on one rank."""
 
     build: Callable[[OptimizerConfig], Engine]
     optimizer: OptimizerConfig
@@ -67,7 +68,7 @@ class ProofRun:
     micro_batch_size: int
     hooks: Sequence[Hook]
     observed: Callable[[Engine, RunState], HookRun]
-    """Returns the run that the hooks see."""
+    """Function that returns the run that the hooks observe."""
     steps: int
     vocabulary: int
 

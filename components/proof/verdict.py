@@ -12,7 +12,8 @@ from components.contracts.json_types import Json
 from components.proof.steps import SCALE
 
 BOUND = 1e-5
-"""Largest relative error: of a gradient, by its reference's norm; of a curve, by its largest value."""
+"""Largest error at which two runs are equal, relative to the norm of a gradient of the reference, or to the
+largest value of its curve."""
 
 
 def relative_error(found: Tensor, reference: Tensor) -> Tensor:
@@ -63,7 +64,10 @@ class Errors:
 
 
 def compare(run: str, found: Path, reference: Path, *, control: bool = False) -> Errors:
-    """Return the errors of what ``ProofRun.take`` wrote to ``found``, with its ``control`` only gradients."""
+    """Return the errors of the files that ``ProofRun.take`` wrote to ``found``.
+
+    With ``control`` they are those of the control, which has gradients only.
+    """
     kind = "control" if control else "gradients"
     ours, theirs = gradients(found / kind), gradients(reference / kind)
     if others := sorted(ours.keys() ^ theirs.keys()):

@@ -27,9 +27,10 @@ class ReferenceSource:
     model: ModelConfig
     """The reference model, without an adapter."""
     is_separate_model: bool
-    """Whether the reference model differs from the trained model."""
+    """Whether the reference is that of ``stage.reference_path``, and not the trained model at its start."""
     sync_every: int = 0
-    """Number of steps after which it is mixed with the trained model. 0 means that it stays as it is."""
+    """Number of steps between two mixings of the reference with the trained model. 0 means that it is never
+    mixed."""
     sync_mixup: float = 0.6
     """Share of the trained model in the mixture."""
 

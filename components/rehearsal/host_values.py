@@ -54,7 +54,10 @@ class HostValues:
             return None
 
     def set(self, tensor: Tensor, values: Tensor) -> None:
-        """Declare the values of ``tensor``, whose storage it fills."""
+        """Declare the values of ``tensor``, which must cover its whole storage.
+
+        The storage is then no longer one with unknown values.
+        """
         tensor.host_values = values  # type: ignore[attr-defined]
         self._stale.discard(tensor.untyped_storage()._cdata)
 

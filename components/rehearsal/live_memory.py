@@ -34,7 +34,7 @@ class LiveMemory:
     paused: int = 0
     """Above 0, storages are not counted, because a GPU would not hold them either."""
     freed: Callable[[int], None] = lambda _: None
-    """Called with the key of each storage that is freed."""
+    """Function that is called with the key of each storage that is freed."""
     _live: dict[int, int] = field(default_factory=dict)
     _births: dict[int, tuple[str, str]] = field(default_factory=dict)
     _recorded: int = 0

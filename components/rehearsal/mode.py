@@ -109,7 +109,10 @@ class RehearsalMode(TorchDispatchMode):
             return torch.empty_like(tensor)
 
     def _lift(self, value: object) -> object:
-        """Return a fake tensor for a host tensor, which FakeTensorMode itself would keep alive."""
+        """Return a fake tensor in place of a host tensor, and any other value as it is.
+
+        FakeTensorMode's own conversion would keep the host tensor alive.
+        """
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         with self.fake:

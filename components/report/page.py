@@ -39,7 +39,7 @@ COUNTERS = {
 }
 """Metrics without a chart."""
 AXES = {"tokens": "train/total_tokens", "seconds": SECONDS}
-"""Axes of the curves, besides the steps, and the metrics that say where a step is on them."""
+"""Axes of the curves, besides the steps, and the metrics with the place of a step on them."""
 NOT_TRAINED = {"run.name", "run.output_dir"}
 """Overrides that do not change the training."""
 MOST_WORDS = 3

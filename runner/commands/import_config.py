@@ -3,7 +3,7 @@
 TOOL         llamafactory, axolotl or trl
 FILE         its YAML or JSON, or, for trl, a text with its command line: ``accelerate launch sft.py --a 1``
 ranks=N      number of GPUs that the configuration was written for; default: that of its launcher, else 1
-stage=STAGE  default: what FILE or the name of the script says
+stage=STAGE  default: the stage that FILE or the name of the script implies
 
 Prints the command of this program, with the tool's default values, and, as comments, each option of FILE that
 has no equivalent or is not needed.

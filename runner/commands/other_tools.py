@@ -70,7 +70,10 @@ class Translation:
         return next((table[name] for table in tables if name in table), None)
 
     def reason(self, kind: str, name: str, *, exact: bool) -> str | None:
-        """Return why an option is ``not_needed`` or has ``no_equivalent``. None means that it is neither."""
+        """Return why an option is ``not_needed`` or has ``no_equivalent``. None means that it is neither.
+
+        With ``exact``, entries that are patterns do not count.
+        """
         for where in (self.tool, "common"):
             for pattern, why in documents()[1][where][kind].items():
                 if name == pattern or (not exact and fnmatch(name, pattern)):
@@ -383,7 +386,7 @@ def axolotl_datasets(work: Translation) -> None:
 
 
 FIELDS = ("instruction", "input", "output", "system", "chosen", "rejected")
-"""Our names of fields, the names of which in the records are read of ``field_NAME``."""
+"""Our names of fields. The option ``field_NAME`` of an entry gives the name of the field in the records."""
 READ = {"path", "data_files", "ds_type", "type", "split", "name", "revision", "field", "field_messages"}
 READ |= {"message_field_role", "message_field_content", "message_property_mappings", "roles", "chat_template"}
 READ |= {"roles_to_train", "train_on_eos", *(f"field_{key}" for key in FIELDS)}
@@ -435,7 +438,7 @@ ENTRIES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "subset": lambda item: item.get("name"),
     "revision": lambda item: item.get("revision"),
 }
-"""The options of data that are read of an entry of ``datasets``."""
+"""The options of data that are read from an entry of ``datasets``."""
 
 
 def held_out(work: Translation, name: str) -> None:

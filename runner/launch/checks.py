@@ -53,7 +53,7 @@ class PreparedRun:
     previous_run_dir: Path | None
     """The run folder of an earlier start of this run, if SLURM has started it again."""
     candidate: Candidate | None
-    """Inputs of the forecast. None means that the layout has no forecast."""
+    """Inputs of the forecast. None means that there is no forecast: see ``RunPreparation.candidate``."""
 
 
 @dataclass(frozen=True)

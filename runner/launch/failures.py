@@ -78,7 +78,10 @@ def read_failure_reports(folder: Path) -> list[FailureReport]:
 
 
 def read_failure_report(path: Path) -> FailureReport:
-    """Return the report in ``path``, or the last one of all that says why the file cannot be read."""
+    """Return the report in ``path``.
+
+    If it cannot be read, return a report with the reason and an infinite time, later than all others.
+    """
     try:
         return as_type(FailureReport, parse_json(path.read_text()))
     except (OSError, ValueError) as error:

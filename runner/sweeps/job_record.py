@@ -68,7 +68,7 @@ class SweepJob:
 
 
 def read_job_record(path: Path) -> JobRecord:
-    """Return the outcome in ``path``, or a failed one that says why the file cannot be read."""
+    """Return the outcome in ``path``, or a failed one with the reason why the file cannot be read."""
     try:
         fields = as_type(Json, parse_json(path.read_text()))
         return as_type(JobRecord, fields | {"status": current_status(fields.get("status"))})

@@ -45,7 +45,7 @@ class TrainContext:
     loss: Loss
     train_data: DataLoader
     eval_data: Mapping[str, DataLoader]
-    """The evaluation sets by the beginning of their metrics."""
+    """The evaluation sets by the prefix of their metrics."""
     lr: Callable[[int], float]
     checkpoints: CheckpointManager
     reporter: MetricsReporter

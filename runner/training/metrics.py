@@ -47,7 +47,7 @@ class MetricsReporter:
     peak_flops: float | None
     """FLOP/s of all ranks together. None means that it is unknown."""
     max_over_ranks: Callable[[float], float]
-    """See ``Engine.max_over_ranks``."""
+    """The method ``Engine.max_over_ranks``."""
     loggers: CompositeLogger | None = None
     progress: Progress | None = None
     results: Results = field(default_factory=Results)

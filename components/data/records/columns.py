@@ -7,7 +7,7 @@ from components.data.records.options import MESSAGE_KEYS, RecordError, RecordOpt
 
 
 def renamed(record: Mapping[str, object], options: RecordOptions) -> Mapping[str, object]:
-    """Return the record with the names of the formats, as ``data.columns`` and ``data.roles`` say."""
+    """Return the record with the names of the formats, according to ``data.columns`` and ``data.roles``."""
     if not options.columns and not options.roles:
         return record
     fields = {ours: theirs for ours, theirs in options.columns.items() if ours not in MESSAGE_KEYS}

@@ -1,4 +1,4 @@
-"""The options of the ``data`` group that say how records become samples."""
+"""The options of the ``data`` group by which records become samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -48,11 +48,11 @@ class TokenSequences(Protocol):
 
     @property
     def desirable(self) -> Bools | None:
-        """bool per sample of unpaired data. None for other data."""
+        """Whether each sample of unpaired data is desirable, bool. None for other data."""
 
     @property
     def margins(self) -> Floats | None:
-        """float64 per sample of ranked data. None for other data."""
+        """Margin of each sample of ranked data, float64. None for other data."""
 
     @property
     def lengths(self) -> Ints:
@@ -101,7 +101,8 @@ class TokenChunk:
     desirable: Bools | None = None
     """Per sample of unpaired data: whether it is desirable. None for other data."""
     margins: Floats | None = None
-    """Per sample of ranked data: the difference of scores that it asks for. None for other data."""
+    """Per sample of ranked data: the margin that its loss subtracts from the difference of the scores. None
+    for other data."""
     bad: Sequence[BadRecord] = ()
     unread: Counter[str] = field(default_factory=Counter)
     """Number of records with a value in a field that is not read, by the field's name."""

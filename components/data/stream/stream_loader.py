@@ -27,7 +27,7 @@ _NAMED = 10  # bad records of a chunk that the log names
 
 
 class StreamLoader:
-    """See ``components.contracts.data.DataLoader``.
+    """A ``components.contracts.data.DataLoader`` of a stream.
 
     A batch takes the next rows, if need be of several chunks. A step is found by walking there from one whose
     position is known; that of the first step is in the checkpoint.

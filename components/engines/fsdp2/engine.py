@@ -318,5 +318,5 @@ class FSDP2Engine(TrainStepEngine):
         return [p.grad for p in self.weights.values() if p.grad is not None]
 
     def _counted(self) -> list[Tensor]:
-        """Return the gradient shards for sums over ranks, each of them on one rank only."""
+        """Return this rank's gradient shards, except those that another rank counts in sums over ranks."""
         return [gradient for _, gradient in self.named_gradients()]

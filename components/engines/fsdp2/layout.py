@@ -55,5 +55,5 @@ class FSDP2Layout:
         return recomputed_share(self.activation_checkpointing, self.recompute_num_layers, num_layers)
 
     def dp_size(self, world_size: int) -> int:
-        """Return the number of shares of a global batch."""
+        """Return the number of data-parallel ranks, over which a global batch is split."""
         return world_size // (self.cp * self.tp)

@@ -40,8 +40,9 @@ class Layout:
     """Whether reductions of gradients begin in the backward pass of a step's last micro-batch: by bucket on
     the first pipeline stage, and at the end of this pass on others, to which Megatron gives one bucket."""
     overlap_param_gather: bool | None = None
-    """Whether what the distributed optimizer has updated is gathered during the next forward pass. None means
-    that it is with ``overlap_grad_reduce``, except if owners update whole weights, or in host memory."""
+    """Whether weights that the distributed optimizer has updated are gathered during the next forward pass.
+    None means that they are with ``overlap_grad_reduce``, except if owners update whole weights, or in host
+    memory."""
     bucket_size: int | None = None
     """Gradient elements per reduction bucket. None means Megatron's default."""
     pipeline_layout: str | None = None
@@ -103,5 +104,5 @@ class Layout:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model."""
+        """Number of ranks that hold one copy of the model."""
         return self.tp * self.pp * self.cp

@@ -98,7 +98,7 @@ class ActivationOffloading:
             block.register_forward_pre_hook(self._begin_block)
 
     def finish(self) -> None:
-        """Let the computation wait for copies whose results an interrupted backward pass has left unused."""
+        """Let the computation on the device wait for all copies, after a backward pass was interrupted."""
         self._computing().wait_stream(self.copies)
 
     def _add_parameters(self, module: nn.Module, _inputs: object) -> None:

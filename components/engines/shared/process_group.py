@@ -14,7 +14,7 @@ from components.rank_info import RankInfo
 
 PATIENCE_S = 1800.0
 GRACE_S = 120.0
-"""Seconds by which collectives time out later than the watchdog of the run, whose message says more."""
+"""Seconds by which collectives time out later than the watchdog of the run, which reports more."""
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 

@@ -67,7 +67,7 @@ class WholeWeightOptimizer:
         of_class = description if isinstance(description, TorchClass) else None
         self.group_kinds = of_class.state.group_scalars if of_class else ()
         self.shared = of_class.state.scalars if of_class and of_class.scope == "element" else ()
-        """Numbers that all weights have alike, saved once, as by an optimizer of shards."""
+        """Names of numbers that are equal for all weights, of which a checkpoint holds each once."""
         self.updates = 0
 
     def step(self, lr: float) -> None:

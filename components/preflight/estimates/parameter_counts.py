@@ -54,7 +54,10 @@ class Cuts:
 
 @lru_cache(maxsize=8)  # MoE models have thousands of parameters, and a search calls this for every layout
 def census(model: PreTrainedModel, adapter: LoRA | None = None) -> tuple[Parameter, ...]:
-    """Return the parameters of ``model`` and of its adapter, tied ones once."""
+    """Return the parameters of ``model`` and of its adapter.
+
+    Tied parameters are listed once, and the matrices of all experts of a layer as one parameter.
+    """
     found: dict[tuple[str, bool], Parameter] = {}
     coarse = set() if adapter is None else adapter.quantized_weights(model)
 

@@ -18,7 +18,10 @@ from components.preflight.search.candidate import Candidate
 
 
 def parameter_counts(case: Candidate) -> dict[str, int]:
-    """Return the total, trainable and active parameters; idle experts of a token are not active."""
+    """Return the numbers of total, trainable and active parameters.
+
+    Active parameters are those that a token uses, without the experts that are not chosen for it.
+    """
     found = census(case.model, case.adapter)
     idle = (1 - share_of_experts(case.model)) * sum(p.numel for p in found if p.of_experts)
     total = sum(p.numel for p in found)

@@ -30,7 +30,7 @@ class Variation:
     def vary(self, case: Candidate, overrides: Mapping[str, object], *, alters: bool = False) -> "Variation":
         """Return a variation whose candidate is ``case``, with ``overrides`` added to those of this one.
 
-        ``alters`` says whether the added overrides change the training result.
+        ``alters`` means that the added overrides change the training result.
         """
         texts = {key: "null" if value is None else str(value).lower() for key, value in overrides.items()}
         return Variation(case, {**self.overrides, **texts}, self.alters or alters)

@@ -61,7 +61,7 @@ def find(symbol: str) -> tuple[object, str]:
 
 
 def during(owner: object, name: str, replace: Callable[..., Function]) -> Callable[[Function], Function]:
-    """Return a ``Patch.replace`` that keeps the function but replaces ``owner.name`` while it runs.
+    """Return a ``Patch.replace`` that keeps the function but replaces attribute ``name`` of ``owner`` in it.
 
     The replacement applies only to the calling thread, because another may be writing a checkpoint.
     """

@@ -160,7 +160,7 @@ def factor_shapes(member: HFTensorSlice, rank: int) -> tuple[tuple[int, int], tu
 def adapt(chunk: nn.Module, found: HFTensorSlices, adapter: LoRA, targets: Collection[str]) -> HFTensorSlices:
     """Wrap the layers of ``chunk`` that hold ``targets`` (Hugging Face layers); return the added parameters.
 
-    It must follow ``hf_weights.blocks``, which needs Megatron's own names. The parameters are uninitialised.
+    It must follow ``hf_slices``, which needs Megatron's own names. The parameters are uninitialised.
     """
     added: HFTensorSlices = {}
     for parent in list(chunk.modules()):
