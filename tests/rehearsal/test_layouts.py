@@ -139,3 +139,9 @@ def check(found: Rehearsed) -> None:
     assert unexpected(found) == []
     assert {"forward", "backward", "update"} <= found.record["kernels"].keys()
     assert found.peak > 0
+
+
+def test_checkpoints_hold_the_offloaded_moments_themselves(tmp_path: Path) -> None:
+    """Copies on the GPU would be written in their place, and filled in their place by a resume."""
+    found = rehearsed(tmp_path, "preflight.steps=1", *overrides_of(FSDP2["offload"]))
+    assert [row for row in found.record["blocking_copies"] if row["moment"] == "save"] == []

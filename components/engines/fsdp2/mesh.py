@@ -70,10 +70,10 @@ def placed_like(shard: Tensor, whole: Tensor) -> Tensor:
     """Return ``shard`` as this rank's part of a tensor that is placed as ``whole``; they share memory."""
     if not isinstance(whole, DTensor):
         return shard
-    shape, stride = whole.shape, whole.stride()
-    return DTensor.from_local(
-        shard, whole.device_mesh, whole.placements, run_check=False, shape=shape, stride=stride
-    )
+    # Not with from_local, which copies offloaded tensors to the device of the mesh.
+    meta = TensorMeta(whole.shape, whole.stride(), shard.dtype)
+    spec = DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta)
+    return DTensor(shard.detach(), spec, requires_grad=False)
 
 
 def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
