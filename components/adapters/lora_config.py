@@ -21,7 +21,7 @@ from components.adapters.target_modules import (
     linear_targets,
     saved_modules,
 )
-from components.contracts.errors import ConfigError
+from components.contracts.errors import ConfigError, check_at_least_one
 from components.models import ModelSpec, WeightSource, named_shapes, nf4, stream_folder
 from components.models.experts import EXPERT_PARAM, moe_blocks, router_biases
 from components.models.export.hf_file_names import file_names
@@ -71,8 +71,7 @@ class LoRA:
     """Folder of an adapter with the initial values; its settings must be those above."""
 
     def __post_init__(self) -> None:
-        if self.r < 1:
-            raise ConfigError(f"adapter.r: must be at least 1, got {self.r}.")
+        check_at_least_one("adapter", self, "r")
         if not 0 < self.alpha < math.inf:
             raise ConfigError(f"adapter.alpha: must be above 0, got {self.alpha}.")
         if not 0 <= self.dropout < 1:

@@ -27,7 +27,8 @@ def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
     """Return the names of the linear layers to adapt, in the model's order, without the head as in peft.
 
     Raises:
-        ConfigError: if nothing matches, or the head or a module that is not linear does.
+        ConfigError: if nothing matches, or the head, a module that is not linear, or the whole name of one of
+            ``beside_experts`` does.
     """
     linears = linear_names(model)
     if target == "all-linear":
@@ -35,10 +36,14 @@ def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
     elif isinstance(target, str):
         found = [name for name in linears if name.rpartition(".")[2] in PARTS[target]]
     else:
-        words = [our_name(word, model.config.model_type) for word in target]
-        found = without_experts(
-            named_modules(model, words, "adapter.target_modules"), words, beside_experts(model)
-        )
+        words, beside = [our_name(word, model.config.model_type) for word in target], beside_experts(model)
+        found = named_modules(model, words, "adapter.target_modules")
+        if named := [word for word in words if word in beside]:
+            raise ConfigError(
+                f"adapter.target_modules: {named[0]} is not in an expert, and in a model with experts peft "
+                "adapts only those by such a name; leave it out."
+            )
+        found = [name for name in found if name not in beside]
         for name in found:
             check_linear(model, name, linears)
     if not found:
@@ -70,20 +75,6 @@ def beside_experts(model: PreTrainedModel) -> frozenset[str]:
         return frozenset()
     modules = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     return frozenset(n for n in modules if n.endswith(PARTS["mlp"]) and not EXPERT_PARAM.match(n))
-
-
-def without_experts(found: Sequence[str], words: Sequence[str], beside: frozenset[str]) -> list[str]:
-    """Return ``found`` without the layers in ``beside`` (see ``beside_experts``).
-
-    Raises:
-        ConfigError: if one of ``words`` is the whole name of such a layer.
-    """
-    if named := [word for word in words if word in beside]:
-        raise ConfigError(
-            f"adapter.target_modules: {named[0]} is not in an expert, and in a model with experts peft "
-            "adapts only those by such a name; leave it out."
-        )
-    return [name for name in found if name not in beside]
 
 
 def leaf_names(names: Sequence[str]) -> list[str]:

@@ -1,5 +1,7 @@
 """Errors that are reported to the user, and the exit codes of every process."""
 
+import math
+
 DONE, FAILED, MISTAKE = 0, 1, 2
 """Exit codes: done, or stopped with its state saved; failed while running; rejected before the start because
 of a mistake."""
@@ -20,3 +22,19 @@ class TrainingError(RuntimeError):
 
 class NonRetryableError(TrainingError):
     """A failure without restart (``run.max_restarts``): the run would fail again, or a stop was requested."""
+
+
+def check_at_least_one(node: str, config: object, *keys: str) -> None:
+    """Raise ConfigError if one of ``keys`` of ``node`` is neither None nor at least 1."""
+    for key in keys:
+        value = getattr(config, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"{node}.{key}: must be at least 1, got {value}.")
+
+
+def check_at_least_zero(node: str, config: object, *keys: str) -> None:
+    """Raise ConfigError if one of ``keys`` of ``node`` is neither None nor a number of at least 0."""
+    for key in keys:
+        value = getattr(config, key)
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{node}.{key}: must be a number of at least 0, got {value}.")

@@ -10,7 +10,7 @@ from math import inf
 from typing import Literal, get_args
 
 from components.contracts.data import SampleKind
-from components.contracts.errors import ConfigError
+from components.contracts.errors import ConfigError, check_at_least_one
 from components.contracts.json_types import Json
 from components.data.config import Data
 from components.data.data_sources import STAGES, FileSource, HubSource, RecordSource, Source
@@ -148,8 +148,7 @@ class FilesData(RecordsData):
                     "data.buffer_size: is that of a stream; use data.streaming=true, or remove it."
                 )
             return
-        if self.buffer_size is not None and self.buffer_size < 1:
-            raise ConfigError(f"data.buffer_size: must be at least 1, got {self.buffer_size}.")
+        check_at_least_one("data", self, "buffer_size")
         unread = {
             "eval_fraction": (bool(self.eval_fraction), "give evaluation data in data.eval"),
             "drop_last": (self.drop_last, "remove it: every batch of a stream is whole"),

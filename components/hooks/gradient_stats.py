@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from components.contracts.errors import ConfigError
+from components.contracts.errors import check_at_least_one
 from components.contracts.hook import Hook, HookRun
 
 
@@ -14,8 +14,7 @@ class GradientStats(Hook):
     """Steps from one row to the next."""
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigError(f"hook.gradient_stats.every: must be at least 1, got {self.every}.")
+        check_at_least_one("hook.gradient_stats", self, "every")
 
     def before_update(self, run: HookRun) -> None:
         if (run.state.step + 1) % self.every == 0:

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from components.accelerator import inference_device
 from components.atomic_write import write_atomic
-from components.contracts.errors import ConfigError
+from components.contracts.errors import check_at_least_one
 from components.contracts.hook import Hook, HookRun
 from components.data.tokenize.prompts import read_prompts
 from components.models.generate import complete, load_model
@@ -34,8 +34,7 @@ class Samples(Hook):
 
     def check(self) -> None:
         """Raise ConfigError if the prompts cannot be read."""
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"hook.samples.max_new_tokens: must be at least 1, got {self.max_new_tokens}.")
+        check_at_least_one("hook.samples", self, "max_new_tokens")
         read_prompts(self.prompts, chat=self.strings == "chat")
 
     def begin(self, run: HookRun) -> None:

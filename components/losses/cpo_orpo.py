@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from components.contracts.batch import Batch
-from components.contracts.errors import ConfigError
+from components.contracts.errors import ConfigError, check_at_least_zero
 from components.contracts.loss import ReferenceChoice, TokenStats
 from components.losses.preference_base import Pairs, PairwiseLoss, check_label_smoothing
 from components.losses.preference_formulas import hinge, ipo, sigmoid
@@ -48,8 +48,7 @@ class CPO(PairwiseLoss):
                 f"stage.simpo_gamma: stage.loss={self.loss} does not read it; "
                 "remove it, or use stage.loss=simpo."
             )
-        if not 0 <= self.simpo_gamma < math.inf:
-            raise ConfigError(f"stage.simpo_gamma: must be a number of at least 0, got {self.simpo_gamma}.")
+        check_at_least_zero("stage", self, "simpo_gamma")
 
     @property
     def nll_weight(self) -> float:

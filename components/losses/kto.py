@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from components.contracts.batch import DESIRABLE, KL_COMPLETION, UNDESIRABLE, Batch
-from components.contracts.errors import ConfigError
+from components.contracts.errors import ConfigError, check_at_least_zero
 from components.contracts.loss import LossEngine, LossOutput, TokenStats
 from components.losses.preference_base import ReferenceOptions, attach_reference, log_ratios
 
@@ -37,10 +37,7 @@ class KTO(ReferenceOptions):
         self.check_sync()
         if not 0 < self.beta < math.inf:
             raise ConfigError(f"stage.beta: must be a number above 0, got {self.beta}.")
-        for option in ("desirable_weight", "undesirable_weight"):
-            value = getattr(self, option)
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"stage.{option}: must be a number of at least 0, got {value}.")
+        check_at_least_zero("stage", self, "desirable_weight", "undesirable_weight")
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": sum(len(sequences_with_label(batch, label)) for label in (DESIRABLE, UNDESIRABLE))}

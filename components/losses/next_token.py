@@ -1,6 +1,5 @@
 """Cross entropy with the next token: pre-training and supervised fine-tuning."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from components.contracts.batch import IGNORE, Batch
-from components.contracts.errors import ConfigError
+from components.contracts.errors import ConfigError, check_at_least_zero
 from components.contracts.loss import LossEngine, LossOutput, ReferenceChoice, TokenStats
 
 
@@ -34,8 +33,7 @@ class NextToken:
             raise ConfigError(
                 f"stage.label_smoothing: must be at least 0 and below 1, got {self.label_smoothing}."
             )
-        if not 0 <= self.z_loss < math.inf:
-            raise ConfigError(f"stage.z_loss: must be a number of at least 0, got {self.z_loss}.")
+        check_at_least_zero("stage", self, "z_loss")
 
     @property
     def requires(self) -> frozenset[str]:

@@ -1,6 +1,5 @@
 """The loss of a reward model: pairs of answers, by one score of each."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from components.contracts.batch import Batch
-from components.contracts.errors import ConfigError
+from components.contracts.errors import check_at_least_zero
 from components.contracts.loss import LossEngine, LossOutput, ReferenceChoice, TokenStats
 from components.losses.preference_base import pair_indices, sides
 
@@ -32,11 +31,7 @@ class Reward:
     reference: ClassVar[ReferenceChoice] = "none"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.center_rewards_coefficient < math.inf:
-            raise ConfigError(
-                "stage.center_rewards_coefficient: must be a number of at least 0, got "
-                f"{self.center_rewards_coefficient}."
-            )
+        check_at_least_zero("stage", self, "center_rewards_coefficient")
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": len(pair_indices(batch)[0])}

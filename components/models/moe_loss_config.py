@@ -1,11 +1,10 @@
 """Load balancing loss, router z-loss and bias updates of MoE routers."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from components.contracts.batch import Batch
-from components.contracts.errors import ConfigError
+from components.contracts.errors import check_at_least_zero
 
 Balance = Literal["none", "switch", "sequence", "global_batch"]
 
@@ -35,10 +34,7 @@ class MoELossConfig:
     and subtracted if it was above (Wang et al., 2024)."""
 
     def __post_init__(self) -> None:
-        for key in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
-            value = getattr(self, key)
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"model.moe.{key}: must be a number of at least 0, got {value}.")
+        check_at_least_zero("model.moe", self, "aux_loss_coef", "z_loss_coef", "bias_update_rate")
 
     @property
     def coefficients(self) -> dict[str, float]:

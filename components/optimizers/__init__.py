@@ -4,7 +4,6 @@ from components.optimizers.adamw_sgd import SGD, AdamW
 from components.optimizers.build import (
     Optimizer,
     WeightOptions,
-    build_optimizer,
     decays,
     make_moments,
     torch_optimizer,
@@ -22,7 +21,6 @@ __all__ = [
     "TorchClass",
     "WeightGroup",
     "WeightOptions",
-    "build_optimizer",
     "check_matches",
     "decays",
     "describe_class",

@@ -1,10 +1,11 @@
 """The optimizers of both engines."""
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from components.contracts.errors import ConfigError
+import torch
+
+from components.contracts.errors import ConfigError, check_at_least_zero
 from components.optimizers.weight_groups import WeightGroup, check_groups
 
 Scope = Literal["element", "matrix", "model"]
@@ -30,12 +31,15 @@ class AdamW:
     scope: ClassVar[Scope] = "element"
 
     def __post_init__(self) -> None:
-        check_at_least_zero(self, "lr", "eps", "weight_decay", "max_grad_norm")
+        check_at_least_zero("optimizer", self, "lr", "eps", "weight_decay", "max_grad_norm")
         check_groups(self.groups, self.lr)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
                 f"optimizer.betas: both must be at least 0 and below 1, got {list(self.betas)}."
             )
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class SGD:
     scope: ClassVar[Scope] = "element"
 
     def __post_init__(self) -> None:
-        check_at_least_zero(self, "lr", "momentum", "weight_decay", "max_grad_norm")
+        check_at_least_zero("optimizer", self, "lr", "momentum", "weight_decay", "max_grad_norm")
         check_groups(self.groups, self.lr)
         if self.nesterov and self.momentum == 0:
             raise ConfigError("optimizer.nesterov: needs momentum; set optimizer.momentum above 0.")
@@ -62,9 +66,8 @@ class SGD:
     def moments(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.momentum else ()
 
-
-def check_at_least_zero(description: object, *names: str) -> None:
-    for name in names:
-        value = getattr(description, name)
-        if value is not None and not 0 <= value < math.inf:
-            raise ConfigError(f"optimizer.{name}: must be a number of at least 0, got {value}.")
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        # Fused SGD has no rule for sharded tensors (torch 2.13); foreach gives the same numbers.
+        return torch.optim.SGD(
+            groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, foreach=True
+        )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -58,20 +57,7 @@ def torch_optimizer(
             options = weight_options(description, name, parameter.ndim)
             groups.setdefault(options, []).append((name, parameter))
     ordered = sorted(groups.items(), key=lambda item: -item[0].weight_decay)
-    return build_optimizer(description, [{"params": of, **asdict(options)} for options, of in ordered])
-
-
-def build_optimizer(description: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if isinstance(description, Muon | TorchClass):
-        return description.build(groups)
-    if isinstance(description, AdamW):
-        return torch.optim.AdamW(
-            groups, lr=description.lr, betas=description.betas, eps=description.eps, fused=True
-        )
-    # Fused SGD has no rule for sharded tensors (torch 2.13); foreach gives the same numbers.
-    return torch.optim.SGD(
-        groups, lr=description.lr, momentum=description.momentum, nesterov=description.nesterov, foreach=True
-    )
+    return description.build([{"params": of, **asdict(options)} for options, of in ordered])
 
 
 def make_moments(optimizer: torch.optim.Optimizer, moments: Sequence[str]) -> None:

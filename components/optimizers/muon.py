@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from components.optimizers.adamw_sgd import AdamW, Scope, check_at_least_zero
+from components.contracts.errors import check_at_least_zero
+from components.optimizers.adamw_sgd import AdamW, Scope
 from components.optimizers.weight_groups import WeightGroup
 
 HEADS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
@@ -54,7 +55,7 @@ class Muon:
 
     def __post_init__(self) -> None:
         AdamW(self.lr, self.betas, self.eps, self.weight_decay, self.max_grad_norm, self.groups)  # checks
-        check_at_least_zero(self, "adamw_lr", "momentum", "ns_steps")
+        check_at_least_zero("optimizer", self, "adamw_lr", "momentum", "ns_steps")
 
     def orthogonalises(self, name: str, ndim: int) -> bool:
         """Return whether Muon updates the weight of this name on disk."""

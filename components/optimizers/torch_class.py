@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from components.contracts.errors import ConfigError
-from components.optimizers.adamw_sgd import Scope, check_at_least_zero
+from components.contracts.errors import ConfigError, check_at_least_zero
+from components.optimizers.adamw_sgd import Scope
 from components.optimizers.weight_groups import WeightGroup, check_groups
 
 SHARED = ("lr", "weight_decay", "max_grad_norm", "groups")
@@ -54,7 +54,7 @@ class TorchClass:
     """Further arguments of the class."""
 
     def __post_init__(self) -> None:
-        check_at_least_zero(self, "lr", "weight_decay", "max_grad_norm")
+        check_at_least_zero("optimizer", self, "lr", "weight_decay", "max_grad_norm")
         check_groups(self.groups, self.lr)
         decays = self.weight_decay or any(group.weight_decay for group in self.groups)
         if decays and "weight_decay" not in arguments(self.optimizer):

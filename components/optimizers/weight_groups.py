@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from components.contracts.errors import ConfigError
+from components.contracts.errors import ConfigError, check_at_least_zero
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,7 @@ def find_group(groups: Sequence[WeightGroup], name: str) -> WeightGroup | None:
 def check_groups(groups: Sequence[WeightGroup], lr: float) -> None:
     """Raise ConfigError if a number of a group is out of range, or has no schedule."""
     for number, group in enumerate(groups):
-        for key in ("lr", "weight_decay"):
-            value = getattr(group, key)
-            if value is not None and not 0 <= value < float("inf"):
-                raise ConfigError(
-                    f"optimizer.groups[{number}].{key}: must be a number of at least 0, got {value}."
-                )
+        check_at_least_zero(f"optimizer.groups[{number}]", group, "lr", "weight_decay")
         if group.lr and not lr:
             raise ConfigError(
                 f"optimizer.groups[{number}].lr: follows the schedule of optimizer.lr, which is 0; set "

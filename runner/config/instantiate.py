@@ -218,9 +218,5 @@ def coerce(name: str, value: object, annotation: Any, where: ConfigSources) -> A
         if first["type"] == "unexpected_keyword_argument":
             key = ".".join(map(str, (name, *first["loc"])))
             raise ConfigError(f"{key} ({where.of(name)}): nothing reads this key; leave it out.") from error
-        reason = first["msg"]
-        raise ConfigError(f"{name} ({where.of(name)}): got {value!r}; {lower_first(reason)}.") from error
-
-
-def lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
+        reason = first["msg"][:1].lower() + first["msg"][1:]
+        raise ConfigError(f"{name} ({where.of(name)}): got {value!r}; {reason}.") from error

@@ -10,7 +10,7 @@ from typing import Literal
 
 from components.contracts.device import DeviceKind
 from components.contracts.engine import Kernels, LossScaling
-from components.contracts.errors import ConfigError
+from components.contracts.errors import ConfigError, check_at_least_one
 from components.proof.small_model import Limits
 
 MOST_DEVICES = 2**20
@@ -56,7 +56,7 @@ class RunConfig:
     kernels: Kernels
 
     def __post_init__(self) -> None:
-        check_at_least_1(
+        check_at_least_one(
             "run",
             self,
             "global_batch_size",
@@ -65,8 +65,8 @@ class RunConfig:
             *(["micro_batch_size"] if self.micro_batch_size != "auto" else []),
         )
         intervals = ("log_every", "eval_every_epochs", "final_sample_tokens")
-        check_at_least_0("run", self, *intervals, "seed", "hang_timeout_s", "max_restarts")
-        check_at_least_1("run.loss_scale", self.loss_scale, "initial", "growth_interval")
+        check_not_negative("run", self, *intervals, "seed", "hang_timeout_s", "max_restarts")
+        check_at_least_one("run.loss_scale", self.loss_scale, "initial", "growth_interval")
         if not self.loss_scale.initial <= LARGEST_SCALE:
             raise ConfigError(f"run.loss_scale.initial: must be at most {LARGEST_SCALE:g}; use 65536.")
         if not math.isfinite(self.hang_timeout_s):
@@ -121,7 +121,7 @@ class CheckpointConfig:
     init_from: str | None
 
     def __post_init__(self) -> None:
-        check_at_least_0("checkpoint", self, "save_every_epochs", "keep_last")
+        check_not_negative("checkpoint", self, "save_every_epochs", "keep_last")
         check_cadence("checkpoint.save_every", self.save_every)
 
 
@@ -134,7 +134,7 @@ class EarlyStoppingConfig:
     mode: Literal["min", "max"]
 
     def __post_init__(self) -> None:
-        check_at_least_1("early_stopping", self, "patience")
+        check_at_least_one("early_stopping", self, "patience")
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ class PreflightConfig:
     shrink: Limits
 
     def __post_init__(self) -> None:
-        check_at_least_1("preflight", self, "devices", "steps")
-        check_at_least_1("preflight.shrink", self.shrink, "layers", "hidden", "vocabulary")
+        check_at_least_one("preflight", self, "devices", "steps")
+        check_at_least_one("preflight.shrink", self.shrink, "layers", "hidden", "vocabulary")
         if self.devices is not None and self.devices > MOST_DEVICES:
             raise ConfigError(f"preflight.devices: must be at most {MOST_DEVICES}, got {self.devices}.")
 
@@ -189,14 +189,7 @@ class WatchedMetric:
     mode: Literal["min", "max"]
 
 
-def check_at_least_1(node: str, config: object, *keys: str) -> None:
-    for key in keys:
-        value = getattr(config, key)
-        if value is not None and value < 1:
-            raise ConfigError(f"{node}.{key}: must be at least 1, got {value}.")
-
-
-def check_at_least_0(node: str, config: object, *keys: str) -> None:
+def check_not_negative(node: str, config: object, *keys: str) -> None:
     for key in keys:
         if getattr(config, key) < 0:
             raise ConfigError(f"{node}.{key}: must be 0 (off) or more, got {getattr(config, key)}.")

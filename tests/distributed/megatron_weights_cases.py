@@ -66,7 +66,7 @@ def build(spec: ModelSpec, layout: Megatron) -> Model:
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(7)
-    return Model(spec, chunks, hf_slices(chunks, named_shapes(spec.build(hf))), TPMeshes.of_rank("cpu"))
+    return Model(spec, chunks, hf_slices(chunks, named_shapes(spec.build(hf))), TPMeshes("cpu"))
 
 
 def loaded(

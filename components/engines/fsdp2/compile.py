@@ -19,18 +19,13 @@ def check(model: PreTrainedModel, device: DeviceKind, *, compiled: bool, kernels
     Raises:
         ConfigError: if it has no compiler, or no fused kernels for ``model``.
     """
-    if compiled and device == "cpu":
-        check_compiler()
-    if kernels == "liger":
-        check_liger(model, device)
-
-
-def check_compiler() -> None:
-    if not has_cpp_compiler():
+    if compiled and device == "cpu" and not has_cpp_compiler():
         raise ConfigError(
             "run.compile: needs a C++ compiler on the CPU and finds none; install g++ or clang, set CXX, "
             "or use run.compile=false."
         )
+    if kernels == "liger":
+        check_liger(model, device)
 
 
 def check_liger(model: PreTrainedModel, device: DeviceKind) -> None:

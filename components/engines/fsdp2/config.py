@@ -9,14 +9,14 @@ from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.contracts.engine import EngineOptions
-from components.contracts.errors import ConfigError
+from components.contracts.errors import ConfigError, check_at_least_one
 from components.engines.fsdp2 import compile, context_parallel, float8, moe_checks, tensor_parallel
 from components.engines.fsdp2.engine import FSDP2Engine
 from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.lora import check as adapter_check
 from components.engines.fsdp2.parallelize import decoder_blocks
 from components.engines.shared import process_group
-from components.engines.shared.parallel_dims import suggest_sizes, world_size
+from components.engines.shared.parallel_dims import divisors, suggest_sizes, world_size
 from components.engines.shared.recomputation import check_recomputed
 from components.models import ModelSpec
 from components.models.experts import unstack_experts
@@ -30,10 +30,8 @@ class FSDP2(FSDP2Layout):
     computes_prefixes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for key in ("dp", "default_dp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
-            size = getattr(self, key)
-            if size is not None and size < 1:
-                raise ConfigError(f"parallelism.{key}: must be at least 1, got {size}.")
+        sizes = ("dp", "default_dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+        check_at_least_one("parallelism", self, *sizes)
         if self.dp_shard is not None:
             dp = self.dp_shard * self.dp_replicate
             if self.dp not in (None, dp):
@@ -44,10 +42,9 @@ class FSDP2(FSDP2Layout):
             object.__setattr__(self, "dp", dp)
             object.__setattr__(self, "dp_shard", None)  # one name is enough for what varies dp
         if self.dp is not None and self.dp % self.dp_replicate:
-            fitting = [size for size in range(1, self.dp + 1) if self.dp % size == 0]
             raise ConfigError(
                 f"parallelism.dp_replicate: {self.dp_replicate} does not divide parallelism.dp = {self.dp}; "
-                f"use {suggest_sizes(self.dp_replicate, fitting)}."
+                f"use {suggest_sizes(self.dp_replicate, divisors(self.dp))}."
             )
 
     def world_size(self, environ: Mapping[str, str], num_gpus: int) -> int:

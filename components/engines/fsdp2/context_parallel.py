@@ -1,7 +1,6 @@
 """Context parallelism: every rank holds an equally long range of consecutive positions of every row."""
 
 from dataclasses import dataclass, replace
-from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -72,10 +71,6 @@ class ContextParallel:
         padding = -values.shape[1] % self.cp
         return rank_slice(F.pad(values, (0, padding), value=fill), self.cp, self.group.rank())
 
-    @overload
-    def gather(self, values: Tensor, length: int) -> Tensor: ...
-    @overload
-    def gather(self, values: None, length: int) -> None: ...
     def gather(self, values: Tensor | None, length: int) -> Tensor | None:
         """Gather ``[B, L]`` of every rank to ``[B, length]`` without padding, on every rank; None stays None.
 

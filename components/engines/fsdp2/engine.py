@@ -126,7 +126,7 @@ class FSDP2Engine(TrainStepEngine):
                 begin(index)
                 self._prepare_fsdp(last=index == len(microbatches) - 1)
                 given, ahead = self._given(here), self.spec.mtp.batches(here)
-                stats, mtp = self._stats(self.scorer, given, loss, ahead, self.sums.factor)
+                stats, mtp = self._stats(given, loss, ahead, self.sums.factor)
                 output, counts = add_mtp_losses(
                     loss(stats, given.batch),
                     loss.counts(here),  # of the copy in host memory: reading a GPU would wait
@@ -219,7 +219,7 @@ class FSDP2Engine(TrainStepEngine):
             for index, here in enumerate(microbatches):
                 begin(index)
                 given = self._given(here)
-                stats, _ = self._stats(self.scorer, given, loss)
+                stats, _ = self._stats(given, loss)
                 sums.add(loss(stats, given.batch), loss.counts(here))
 
     # ---- state
@@ -292,16 +292,11 @@ class FSDP2Engine(TrainStepEngine):
         return self.scorer.context.model_input(here, self.device)
 
     def _stats(
-        self,
-        model: LogProbModel,
-        given: ModelInput,
-        loss: Loss,
-        ahead: Sequence[Batch] = (),
-        factor: float = 1.0,
+        self, given: ModelInput, loss: Loss, ahead: Sequence[Batch] = (), factor: float = 1.0
     ) -> tuple[TokenStats, list[Tensor]]:
         """Return the statistics that ``loss`` requires, and the logps of every MTP depth of ``ahead``."""
         depths = [self._given(shifted) for shifted in ahead]
-        found = model(given, loss.requires, loss.weights(given.batch), depths, factor)
+        found = self.scorer(given, loss.requires, loss.weights(given.batch), depths, factor)
         number = len(fields(TokenStats))
         return TokenStats(*found[:number]), list(found[number:])
 

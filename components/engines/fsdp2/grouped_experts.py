@@ -132,7 +132,8 @@ class GroupedExperts(nn.Module):
         parameter = self.get_parameter(leaf)
         here = shard_slices(parameter)[0]
         by_hidden = parameter.placements[-1] != Shard(0) if isinstance(parameter, DTensor) else False
-        writes = self._is_first(REPLICATE, TENSOR, *((SHARD,) if by_hidden else ()))
+        dims = (REPLICATE, TENSOR, *((SHARD,) if by_hidden else ()))
+        writes = all(self.mesh.get_local_rank(dim) == 0 for dim in dims)
         for place, number in enumerate(range(self.first + here.start, self.first + here.stop)):
             for kind, inside in self._inside(leaf).items():
                 cut = partial(self._cut, by_hidden=by_hidden, down=kind == "down_proj", at=(place, inside))
@@ -142,9 +143,6 @@ class GroupedExperts(nn.Module):
         if leaf == "down_proj":
             return {"down_proj": slice(None)}
         return {"gate_proj": slice(self.rows), "up_proj": slice(self.rows, None)}
-
-    def _is_first(self, *dims: str) -> bool:
-        return all(self.mesh.get_local_rank(name) == 0 for name in dims)
 
     def _cut(self, tensor: Tensor, *, by_hidden: bool, down: bool, at: tuple[int, slice]) -> Tensor:
         """Return the matrix of one expert. FSDP may have split its hidden dimension, tp the other one."""
@@ -172,15 +170,10 @@ def group_experts(model: PreTrainedModel, mesh: DeviceMesh, adapter: LoRA | None
     for name, block in moe_blocks(model).items():
         experts: Any = block.experts
         found = GroupedExperts(experts, mesh, f"{name}.experts", model.config.hidden_act)
-        if adapter is not None and (kinds := adapted_kinds(found.name, targets)):
-            found.adapter = ExpertAdapter(
-                kinds,
-                adapter,
-                name=found.name,
-                mesh=mesh,
-                first=found.first,
-                down_shape=found.down_proj.shape,
-            )
+        # ``LoRA.check`` has ensured that all experts of a layer have the same ones.
+        kinds = [kind for kind in KINDS if f"{found.name}.0.{kind}" in targets]
+        if adapter is not None and kinds:
+            found.adapter = ExpertAdapter(kinds, adapter, found)
         block.experts = found
     for module in model.modules():
         if isinstance(bias := getattr(module, BIAS, None), nn.Parameter):
@@ -197,14 +190,6 @@ def grouped_experts(model: nn.Module) -> dict[str, GroupedExperts]:
     return {name: module for name, module in model.named_modules() if isinstance(module, GroupedExperts)}
 
 
-def adapted_kinds(experts: str, targets: Collection[str]) -> tuple[str, ...]:
-    """Return the layers of the module named ``experts`` that are adapted.
-
-    ``LoRA.check`` has ensured that all of its experts have the same ones.
-    """
-    return tuple(kind for kind in KINDS if f"{experts}.0.{kind}" in targets)
-
-
 class ExpertAdapter(nn.Module):
     """LoRA factors of the experts of a layer.
 
@@ -213,26 +198,14 @@ class ExpertAdapter(nn.Module):
     ``tp`` does not split it.
     """
 
-    def __init__(
-        self,
-        kinds: Collection[str],
-        adapter: LoRA,
-        *,
-        name: str,
-        mesh: DeviceMesh,
-        first: int,
-        down_shape: torch.Size,
-    ) -> None:
-        """Create the factors for the experts named ``name``.
-
-        ``first`` is the index of this rank's first expert, and ``down_shape`` the shape of ``down_proj``.
-        """
+    def __init__(self, kinds: Collection[str], adapter: LoRA, experts: GroupedExperts) -> None:
+        """Create the factors of the layers ``kinds`` of ``experts``."""
         super().__init__()
         self.kinds, self.scaling = kinds, adapter.scaling
-        self.name, self.mesh, self.first = name, mesh, first
+        self.name, self.mesh, self.first = experts.name, experts.mesh, experts.first
         self._disable_adapters = False
         """Whether the adapter is switched off, as in peft's layers: see ``lora.without_adapter``."""
-        number, hidden, rows = down_shape
+        number, hidden, rows = experts.down_proj.shape
         for kind in kinds:
             out, inside = (hidden, rows) if kind == "down_proj" else (rows, hidden)
             for name, shape in {"lora_A": (adapter.r, inside), "lora_B": (out, adapter.r)}.items():

@@ -74,10 +74,9 @@ def check_expert_sizes(experts: ExpertList, *, ep: int, tp: int, ranks: int) -> 
             f"{suggest_sizes(ep, fitting)}."
         )
     if rows % tp:
-        fitting = divisors(rows)
         raise ConfigError(
             f"parallelism.tp: {tp} does not divide moe_intermediate_size = {rows} of this model; use "
-            f"{suggest_sizes(tp, fitting)}."
+            f"{suggest_sizes(tp, divisors(rows))}."
         )
     shards = ranks // ep
     if number // ep % shards and hidden % shards:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -40,10 +41,11 @@ from components.engines.fsdp2.mesh import (
     local_shard,
     shard_slices,
     weight_mesh,
+    without_wrapper,
 )
 from components.engines.fsdp2.moe_router_hooks import RouterHooks
 from components.engines.fsdp2.mtp import MTPHead
-from components.engines.fsdp2.param_views import ParamView, full_view
+from components.engines.fsdp2.param_views import ParamView
 from components.engines.fsdp2.tensor_parallel import CopyToTP, apply_tp, local, vocabulary_shard
 from components.engines.shared.activation_offloading import ActivationOffloading
 from components.engines.shared.neftune import NO_NOISE, NoisyEmbedding
@@ -104,15 +106,8 @@ class LogProbModel(nn.Module):
             **given.attention,
         ).last_hidden_state
         stats = self._stats(hidden, given, requires, None if weights is None else weights * factor)
-        whole = self.context.gather
-        return (
-            whole(stats.logps, length),
-            whole(stats.logsumexp, length),
-            whole(stats.mean_logp, length),
-            whole(stats.log_sum_sq_probs, length),
-            whole(stats.values, length),
-            *(whole(logps, length) for logps in self._mtp(hidden, mtp, factor)),
-        )
+        found = chain(vars(stats).values(), self._mtp(hidden, mtp, factor))
+        return tuple(self.context.gather(values, length) for values in found)
 
     def _stats(
         self, hidden: Tensor, given: ModelInput, requires: frozenset[str], weights: Tensor | None
@@ -170,7 +165,7 @@ class LogProbModel(nn.Module):
             if isinstance(module := self.lm.get_submodule(owner), GroupedExperts | ExpertAdapter):
                 yield from module.members(leaf)
             else:
-                yield full_view(name_on_disk(name), parameter, first=first)
+                yield ParamView(name_on_disk(name), parameter, without_wrapper, writes=first)
 
 
 def build_model(

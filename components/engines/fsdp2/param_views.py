@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from components.engines.fsdp2.mesh import without_wrapper
-
 
 @dataclass(frozen=True)
 class ParamView:
@@ -20,8 +18,3 @@ class ParamView:
     its memory. The result is a DTensor if other ranks have other parts of it."""
     writes: bool
     """Whether this rank is the first of those that get the whole tensor when it is gathered."""
-
-
-def full_view(name: str, parameter: nn.Parameter, *, first: bool) -> ParamView:
-    """Return the member of a parameter that is not stacked, of which every rank has a part."""
-    return ParamView(name, parameter, without_wrapper, first)

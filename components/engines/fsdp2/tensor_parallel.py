@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
-from components.engines.shared.parallel_dims import check_tp, suggest_sizes
+from components.engines.shared.parallel_dims import check_tp, divisors, suggest_sizes
 from components.engines.shared.torch_private import compute_local_shape_and_global_offset, own_parameters
 from components.engines.shared.vocab_parallel import VocabularyShard
 from components.models.scalar_head import SCORE, has_scalar_head, ties_embedding
@@ -79,11 +79,10 @@ def check(model: PreTrainedModel, tp: int, shards: int) -> None:
     check_tp(tp, model.config)
     rows, columns = model.config.vocab_size, model.config.hidden_size
     if rows % tp and columns % shards:
-        fitting = [size for size in range(1, columns + 1) if columns % size == 0]
         raise ConfigError(
             f"parallelism.dp: tp = {tp} does not divide vocab_size = {rows} of this model, so that its "
             f"{columns} columns are sharded, which {shards} ranks (dp / dp_replicate x cp) do not divide; "
-            f"let these be {suggest_sizes(shards, fitting)}."
+            f"let these be {suggest_sizes(shards, divisors(columns))}."
         )
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from components.adapters import LoRA
 from components.contracts.device import DeviceKind
 from components.contracts.engine import EngineOptions
-from components.contracts.errors import ConfigError
+from components.contracts.errors import ConfigError, check_at_least_one
 from components.engines.megatron import hf_names
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.moe_config import FAMILIES, check_moe, read_moe_config
@@ -50,10 +50,7 @@ def check_keys(layout: Layout) -> None:
     Raises:
         ConfigError: if a key is out of range, or would be ignored because another is not set.
     """
-    for key in COUNTS:
-        size = getattr(layout, key)
-        if size is not None and size < 1:
-            raise ConfigError(f"parallelism.{key}: must be at least 1, got {size}.")
+    check_at_least_one("parallelism", layout, *COUNTS)
     if layout.capacity_factor is not None and not 0 < layout.capacity_factor < math.inf:
         raise ConfigError(
             f"parallelism.capacity_factor: must be above 0, got {layout.capacity_factor}; use 1.25, or null."

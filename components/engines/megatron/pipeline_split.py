@@ -4,7 +4,7 @@ import re
 
 from components.contracts.errors import ConfigError
 from components.engines.megatron.layout import Layout
-from components.engines.shared.parallel_dims import suggest_sizes
+from components.engines.shared.parallel_dims import divisors, suggest_sizes
 
 
 def check_stages(layout: Layout, num_layers: int) -> None:
@@ -30,10 +30,9 @@ def check_even(pp: int, vpp: int, num_layers: int) -> None:
             "the layers of each stage with first_stage_layers, last_stage_layers or pipeline_layout."
         )
     if num_layers // pp % vpp:
-        fitting = [size for size in range(1, num_layers + 1) if num_layers // pp % size == 0]
         raise ConfigError(
             f"parallelism.vpp: {vpp} does not divide the {num_layers // pp} layers of each of {pp} stages; "
-            f"use {suggest_sizes(vpp, fitting)}."
+            f"use {suggest_sizes(vpp, divisors(num_layers // pp))}."
         )
 
 
@@ -50,14 +49,12 @@ def check_uneven(layout: Layout, num_layers: int) -> None:
     left, stages = num_layers - sum(told.values()), layout.pp - len(told)
     if left < 0 or (left > 0 and not stages) or (stages and (left == 0 or left % (stages * layout.vpp))):
         words = " + ".join(f"{key} = {layers}" for key, layers in told.items())
+        chunks = stages * layout.vpp
+        needed = f"a multiple of {chunks}, and one at least" if chunks else "none"
         raise ConfigError(
             f"parallelism.{next(iter(told))}: {words} leaves {left} of {num_layers} layers to {stages} other "
-            f"stage(s) of vpp = {layout.vpp} chunks; leave {needed_layers(stages * layout.vpp)}."
+            f"stage(s) of vpp = {layout.vpp} chunks; leave {needed}."
         )
-
-
-def needed_layers(chunks: int) -> str:
-    return f"a multiple of {chunks}, and one at least" if chunks else "none"
 
 
 def check_layout_string(text: str, pp: int, vpp: int, num_layers: int) -> None:

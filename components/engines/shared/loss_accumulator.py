@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,32 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.contracts.loss import LossOutput
-
-
-def reduce_counts(
-    counts: Mapping[str, int], group: dist.ProcessGroup, device: torch.device
-) -> dict[str, int]:
-    """Sum ``counts`` over the data ranks of ``group``.
-
-    Every rank passes the same keys in the same order.
-    """
-    # Float64 is exact up to 2 ** 53, which no count reaches.
-    return dict(zip(counts, map(round, all_reduce_sum(list(counts.values()), group, device)), strict=True))
-
-
-def all_reduce_sum(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Sum float64 ``values`` over the ranks of ``group``, which all pass the same number of them."""
-    packed = torch.tensor(list(values), dtype=torch.float64, device=device)
-    dist.all_reduce(packed, group=group)
-    total: list[float] = packed.tolist()
-    return total
-
-
-def all_reduce_max(value: float) -> float:
-    """Return the largest ``value`` of all ranks, reduced in host memory so that no GPU waits."""
-    packed = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(packed, dist.ReduceOp.MAX)
-    return packed.item()
 
 
 @dataclass

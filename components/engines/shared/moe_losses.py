@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from components.contracts.batch import Batch
 from components.models.moe_loss_config import AUX, MoELossConfig, Z
 
 
@@ -26,11 +25,6 @@ class RoutedTokens:
     """int64 ``[T]`` on the device: the sequence of each token in the micro-batch, -1 for padding."""
     lengths: Tensor
     """``[S]`` on the device: number of real tokens of each sequence, counted over all ranks that share it."""
-
-    @classmethod
-    def of(cls, batch: Batch) -> "RoutedTokens":
-        """Return all tokens of ``batch``, flattened."""
-        return cls(batch.real_sequence_ids().reshape(-1), batch.seqlens)
 
 
 @dataclass(frozen=True)

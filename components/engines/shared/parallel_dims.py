@@ -79,8 +79,8 @@ def check_cp(cp: int, tp: int, config: PreTrainedConfig, *, instead: str = "") -
     """
     heads = config.num_attention_heads // tp
     if heads % cp:
-        fitting = [size for size in range(1, heads + 1) if heads % size == 0]
-        remedy = f"parallelism.cp={suggest_sizes(cp, fitting)}" + (f", or {instead}" if instead else "")
+        sizes = suggest_sizes(cp, divisors(heads))
+        remedy = f"parallelism.cp={sizes}" + (f", or {instead}" if instead else "")
         raise ConfigError(
             f"parallelism.cp: {cp} does not divide the {heads} attention heads of a rank, which are shared "
             f"out over cp; use {remedy}."

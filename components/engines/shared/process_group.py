@@ -52,14 +52,17 @@ def init_process_group(kind: DeviceKind) -> torch.device:
 def joined(kind: DeviceKind, timeout_s: float) -> Iterator[torch.device]:
     """Join the process group and yield the device for building an engine.
 
-    Apply ``set_timeouts`` when the context exits without an error.
+    Apply ``set_timeouts`` when the context exits without an error. After a failure, leave the group if this
+    is the only rank, so that a sweep can continue. With other ranks, leaving could wait for them forever, and
+    the process ends anyway.
     """
     device = init_process_group(kind)
     try:
         yield device
         set_timeouts(timeout_s)
     except BaseException:
-        exit_unsynchronized()
+        if dist.is_initialized() and dist.get_world_size() == 1:
+            dist.destroy_process_group()
         raise
 
 
@@ -68,17 +71,7 @@ def set_timeouts(timeout_s: float) -> None:
 
     Groups created by libraries start with ten minutes on NCCL, whatever the default group has.
     """
-    patience = timedelta(seconds=max(PATIENCE_S, timeout_s + GRACE_S))
-    set_group_timeouts(patience)
-
-
-def exit_unsynchronized() -> None:
-    """Leave the process group after a failure if this is the only rank, so that a sweep can continue.
-
-    With other ranks it does nothing: leaving could wait for them forever, and the process ends anyway.
-    """
-    if dist.is_initialized() and dist.get_world_size() == 1:
-        dist.destroy_process_group()
+    set_group_timeouts(timedelta(seconds=max(PATIENCE_S, timeout_s + GRACE_S)))
 
 
 def destroy_process_group() -> None:

@@ -37,30 +37,16 @@ def causal_sdpa(
 ) -> Tensor:
     """Compute ``[B, heads, T, D]`` -> ``[B, T, heads, D]``, with one sequence per row.
 
-    If there are more keys than queries, the queries are the last tokens of the sequence.
-    """
-    length = query.shape[2]
-    rows = min(length, CPU_ROWS[query.element_size()]) if query.is_cpu else length
-    out = by_rows(query, key, value, rows, window=window, scale=scale, dropout=dropout)
-    return out.transpose(1, 2)
-
-
-def by_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: int,
-    *,
-    window: int | None,
-    scale: float | None,
-    dropout: float,
-) -> Tensor:
-    """Compute causal attention for ``rows`` queries at a time, with the keys that one of them attends to.
+    If there are more keys than queries, the queries are the last tokens of the sequence. key and value may
+    have fewer heads (GQA). On the CPU, ``CPU_ROWS`` queries at a time are computed, with the keys that one of
+    them attends to.
 
     Autograd saves the mask of every call. These masks are views of one tensor ``[rows, keys]``, so that for
     fixed ``rows`` memory grows with T and not with its square.
     """
-    out, position, mask = [], key.shape[2] - query.shape[2], None
+    length = query.shape[2]
+    rows = min(length, CPU_ROWS[query.element_size()]) if query.is_cpu else length
+    out, position, mask = [], key.shape[2] - length, None
     for some in query.split(rows, dim=2):
         first = 0 if window is None else max(0, position + 1 - window)
         position += (count := some.shape[2])
@@ -70,27 +56,18 @@ def by_rows(
             if mask is None:
                 mask = additive_mask(rows, key.shape[2], window, query)
             part = mask[rows - count :, mask.shape[1] - num_keys :]
-        out.append(sdpa(some, keys, values, part, scale=scale, dropout=dropout))
-    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
-
-
-def sdpa(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None, dropout: float
-) -> Tensor:
-    """Call torch's SDPA on tensors ``[B, heads, T, D]``, with fewer key-value heads for GQA.
-
-    ``mask`` is added to the scores, ``[T, keys]`` in their dtype. None means causal attention.
-    """
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        dropout_p=dropout,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+        attended = F.scaled_dot_product_attention(
+            some,
+            keys,
+            values,
+            attn_mask=part,
+            is_causal=part is None,
+            dropout_p=dropout,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        out.append(attended)
+    return (out[0] if len(out) == 1 else torch.cat(out, dim=2)).transpose(1, 2)
 
 
 def additive_mask(rows: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:

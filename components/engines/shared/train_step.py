@@ -15,12 +15,7 @@ from components.checkpoint.dcp import all_gather_objects
 from components.contracts.batch import Batch
 from components.contracts.engine import Engine, EngineOptions, StepResult
 from components.contracts.loss import Loss
-from components.engines.shared.loss_accumulator import (
-    LossAccumulator,
-    all_reduce_max,
-    all_reduce_sum,
-    reduce_counts,
-)
+from components.engines.shared.loss_accumulator import LossAccumulator
 from components.engines.shared.loss_scale import LossScale
 from components.engines.shared.moe_losses import RouterState
 from components.models import ModelSpec
@@ -102,7 +97,9 @@ class TrainStepEngine(Engine):
         if microbatches is not None and loss is not None:
             by_batch = [loss.counts(batch) | self.spec.counts(batch) for batch in microbatches]
             total = {name: sum(counts[name] for counts in by_batch) for name in by_batch[0]}
-            counts = reduce_counts(total, self.group, self.device)
+            # Every rank has the same names in the same order. No count reaches 2 ** 53.
+            sums = self.sum_over_data(list(total.values()))
+            counts = dict(zip(total, map(round, sums), strict=True))
         factor = 1.0
         if self.loss_scale is not None:
             # The scale is that of the mean: gradients of a sum over all labels would overflow in fp16.
@@ -181,9 +178,16 @@ class TrainStepEngine(Engine):
     # ---- between ranks
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
-        return all_reduce_sum(values, self.group, self.device)
+        packed = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        dist.all_reduce(packed, group=self.group)
+        total: list[float] = packed.tolist()
+        return total
 
-    max_over_ranks = staticmethod(all_reduce_max)
+    @staticmethod
+    def max_over_ranks(value: float) -> float:
+        largest = torch.tensor(value, dtype=torch.float64)  # in host memory, so that no GPU waits
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.item()
 
     def barrier(self) -> None:
         dist.barrier()

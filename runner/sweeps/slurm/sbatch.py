@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.contracts.errors import ConfigError
+from components.contracts.errors import ConfigError, check_at_least_one
 from components.contracts.json_types import Json
 from runner.launch.slurm_env import MAX_REQUEUES
 
@@ -45,9 +45,8 @@ class SbatchOptions:
     dry_run: bool
 
     def __post_init__(self) -> None:
-        for key in ("nodes", "tasks_per_node", "timeout_min", "array_parallelism"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"hydra.launcher.{key}: must be at least 1, got {getattr(self, key)}.")
+        keys = ("nodes", "tasks_per_node", "timeout_min", "array_parallelism")
+        check_at_least_one("hydra.launcher", self, *keys)
         for key in ("signal_delay_s", "max_requeues"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"hydra.launcher.{key}: must be 0 or more, got {getattr(self, key)}.")

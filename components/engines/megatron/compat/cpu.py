@@ -57,7 +57,7 @@ def current_device(_: object) -> Callable[[], torch.device]:
     return lambda: CPU
 
 
-def synchronize(_: object) -> Callable[..., None]:
+def do_nothing(_: object) -> Callable[..., None]:
     return lambda *_, **__: None
 
 
@@ -76,25 +76,13 @@ def manual_seed(_: object) -> Callable[[int], None]:
     return seed_default
 
 
-def current_stream(_: object) -> Callable[..., None]:
-    return lambda *_, **__: None
-
-
 # ---- Megatron's own
-
-
-def set_tracked_state(_: object) -> Callable[..., None]:
-    return lambda state, *_, **__: torch.set_rng_state(state)
-
-
-def torch_on_cpu(_: object) -> "CpuTorch":
-    return CpuTorch()
 
 
 class CpuTorch:
     """A substitute for ``torch`` in one module of Megatron; tensors for device "cuda" are made on the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: object) -> None:
         self.tensor, self.zeros = on_cpu(torch.tensor), on_cpu(torch.zeros)
 
     def __getattr__(self, name: str) -> object:
@@ -151,12 +139,12 @@ PATCHES = (
     Patch(
         symbols=("torch.cuda.synchronize",),
         why="raises; follows every batched exchange between pipeline stages",
-        replace=synchronize,
+        replace=do_nothing,
     ),
     Patch(
         symbols=("torch.cuda.current_stream",),
         why="raises; asked for before every reduction of gradients",
-        replace=current_stream,
+        replace=do_nothing,
         versions=">=0.19",
     ),
     Patch(
@@ -177,7 +165,7 @@ PATCHES = (
     Patch(
         symbols=("megatron.core.tensor_parallel.random._set_cuda_rng_state",),
         why="puts the call off likewise: a tracker would draw from the stream that it is to leave alone",
-        replace=set_tracked_state,
+        replace=set_rng_state,
     ),
     Patch(
         symbols=(
@@ -186,7 +174,7 @@ PATCHES = (
             "megatron.core.pipeline_parallel.schedules.torch",
         ),
         why='makes small tensors with device="cuda"',
-        replace=torch_on_cpu,
+        replace=CpuTorch,
     ),
     Patch(
         symbols=(

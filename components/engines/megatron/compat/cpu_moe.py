@@ -11,14 +11,10 @@ from torch import Tensor
 from components.engines.megatron.compat.patching import Patch
 
 
-def torch_in_order(_: object) -> "TorchInOrder":
-    return TorchInOrder()
-
-
 class TorchInOrder:
     """A substitute for ``torch`` in one module of Megatron; its only stream runs everything in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: object) -> None:
         self.cuda = CudaInOrder()
 
     def __getattr__(self, name: str) -> object:
@@ -84,7 +80,7 @@ PATCHES = (
             "megatron.core.transformer.moe.shared_experts.torch",
         ),
         why="makes streams, and waits for them",
-        replace=torch_in_order,
+        replace=TorchInOrder,
     ),
     Patch(
         symbols=("megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",),

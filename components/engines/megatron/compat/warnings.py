@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -35,14 +35,9 @@ RECORDS = {
 """For each logger, the beginning of the message."""
 
 
-@dataclass(frozen=True)
-class DropRecord:
-    """A filter that drops log records whose message begins with ``start``."""
-
-    start: str
-
-    def __call__(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(self.start)
+def without(start: str) -> Callable[[logging.LogRecord], bool]:
+    """Return a filter that drops log records whose message begins with ``start``."""
+    return lambda record: not str(record.msg).startswith(start)
 
 
 @cache
@@ -52,4 +47,4 @@ def install() -> None:
     for message, category, module in useless:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
     for logger, start in RECORDS.items():
-        logging.getLogger(logger).addFilter(DropRecord(start))
+        logging.getLogger(logger).addFilter(without(start))

@@ -80,7 +80,9 @@ class CoreAttention(MegatronModule):
         super().__init__(config=config)
         assert attn_mask_type in CAUSAL, f"attention is causal, not {attn_mask_type}"
         assert attention_type == "self", f"{attention_type} attention is not computed here"
-        check_attention_config(config)
+        assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type} is not computed here"
+        assert config.window_size is None, "windows of our attention are config.windows, not window_size"
+        assert not config.apply_query_key_layer_scaling, "apply_query_key_layer_scaling is not computed here"
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.group = groups.cp
         self.cp, self.rank = self.group.size(), self.group.rank()
@@ -156,10 +158,3 @@ class CoreAttention(MegatronModule):
         if not dropout or self.config.sequence_parallel:
             return nullcontext()
         return get_cuda_rng_tracker().fork()
-
-
-def check_attention_config(config: TransformerConfig) -> None:
-    """Assert that ``config`` sets no option that this attention would ignore."""
-    assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type} is not computed here"
-    assert config.window_size is None, "windows of our attention are config.windows, not window_size"
-    assert not config.apply_query_key_layer_scaling, "apply_query_key_layer_scaling is not computed here"

@@ -101,10 +101,12 @@ class MegatronEngine(TrainStepEngine):
         parts = build_model_chunks(self.meta, self.config, layout, options)
         self.blocks, self.frozen, self.stored = parts.trained, parts.frozen, parts.stored
         load_weights(self.frozen | self.stored, source)
-        drops = layout.capacity_factor is not None
-        self.routing = MegatronRouterState.build(model.moe, self.meta, parts.routers, device, drops=drops)
+        self.routing = None
+        if self.config.experts is not None:
+            drops = layout.capacity_factor is not None
+            self.routing = MegatronRouterState(model.moe, self.meta, parts.routers, device, drops=drops)
         self.offloading = parts.offloading
-        self.meshes = TPMeshes.of_rank(device.type)
+        self.meshes = TPMeshes(device.type)
         whole, sharded = updates_whole_weights(optimizer), layout.distributed_optimizer
         self.gathers_during_forward = layout.gathers_during_forward(whole_updates=whole)
         self.chunks = [
@@ -144,7 +146,8 @@ class MegatronEngine(TrainStepEngine):
             neftune=NEFTune(self.spec.neftune_alpha, self.options.seed),
             factor=self.sums.factor,
         )
-        self._run(self.chunks, microbatches, partial(self._add, self.sums, microbatches, loss), wanted)
+        consume = partial(self._add, self.sums, microbatches, loss)
+        schedule.run_schedule(self.chunks, microbatches, consume, self.layout, self.device, wanted)
 
     def reduce_sums(self, sums: LossAccumulator) -> tuple[dict[str, float], int]:
         """Return the last pipeline stage's means and count, on every rank."""
@@ -221,7 +224,8 @@ class MegatronEngine(TrainStepEngine):
             return stats.logps.sum()
 
         with self._scorer(reference=reference) as chunks:
-            self._run(chunks, microbatches, consume, schedule.Pass(forward_only=True))
+            wanted = schedule.Pass(forward_only=True)
+            schedule.run_schedule(chunks, microbatches, consume, self.layout, self.device, wanted)
         return found if self.is_last_stage else None
 
     def evaluating(self) -> AbstractContextManager[None]:
@@ -229,7 +233,8 @@ class MegatronEngine(TrainStepEngine):
 
     def evaluate_microbatches(self, microbatches: Sequence[Batch], loss: Loss, sums: LossAccumulator) -> None:
         consume = partial(self._add, sums, microbatches, loss, train=False)
-        self._run(self.chunks, microbatches, consume, schedule.Pass(loss, forward_only=True))
+        wanted = schedule.Pass(loss, forward_only=True)
+        schedule.run_schedule(self.chunks, microbatches, consume, self.layout, self.device, wanted)
 
     # ---- state
 
@@ -309,15 +314,6 @@ class MegatronEngine(TrainStepEngine):
         else:
             assert self.reference is not None, "the engine was built without a reference model"
             yield self.reference
-
-    def _run(
-        self,
-        chunks: Sequence[nn.Module],
-        microbatches: Sequence[Batch],
-        consume: schedule.Consume,
-        wanted: schedule.Pass,
-    ) -> None:
-        schedule.run_schedule(chunks, microbatches, consume, self.layout, self.device, wanted)
 
     def _add(
         self,

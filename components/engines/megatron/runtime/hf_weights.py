@@ -222,19 +222,13 @@ def replicas(parameter: Tensor) -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-@dataclass(frozen=True)
 class TPMeshes:
-    """The meshes over which ``HFTensorSlice.dim`` is split."""
+    """The meshes of this rank over which ``HFTensorSlice.dim`` is split."""
 
-    dense: DeviceMesh
-    experts: DeviceMesh
-
-    @classmethod
-    def of_rank(cls, device_type: str) -> "TPMeshes":
-        return cls(
-            DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), device_type),
-            DeviceMesh.from_group(parallel_state.get_expert_tensor_parallel_group(), device_type),
-        )
+    def __init__(self, device_type: str) -> None:
+        dense = parallel_state.get_tensor_model_parallel_group()
+        experts = parallel_state.get_expert_tensor_parallel_group()
+        self.dense, self.experts = (DeviceMesh.from_group(g, device_type) for g in (dense, experts))
 
     def of(self, member: HFTensorSlice) -> DeviceMesh:
         return self.experts if member.expert else self.dense

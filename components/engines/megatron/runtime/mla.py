@@ -119,7 +119,8 @@ class LatentAttention(MultiLatentAttention):
             query, key_value, shared = (tensor.squeeze(1) for tensor in (query, key_value, shared))
         query, turned = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], -1)
         key, value = key_value.split([config.qk_head_dim, config.v_head_dim], -1)
-        freqs = self._frequencies(hidden_states, packed_seq_params)
+        length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, config, packed_seq_params)
+        freqs = self.rotary_pos_emb(length, packed_seq=packed_seq_params is not None)
         turned, shared = (self._turn(part, freqs, packed_seq_params) for part in (turned, shared))
         query = torch.cat([query, turned], -1)
         key = torch.cat([key, shared.expand(*key.shape[:-1], -1)], -1)
@@ -136,10 +137,6 @@ class LatentAttention(MultiLatentAttention):
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(part, group=self.pg_collection.tp)
         return copy_to_tensor_model_parallel_region(part.contiguous(), group=self.pg_collection.tp)
-
-    def _frequencies(self, hidden: Tensor, packed: PackedSeqParams | None) -> Tensor:
-        length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden, self.config, packed)
-        return self.rotary_pos_emb(length, packed_seq=packed is not None)
 
     def _turn(self, part: Tensor, freqs: Tensor, packed: PackedSeqParams | None) -> Tensor:
         """Rotate ``[..., heads, D]`` by position; mcore rotates neighbouring pairs, as the original does."""

@@ -189,29 +189,25 @@ def build_chunks(
     hf: PreTrainedConfig, config: TransformerConfig, *, scalar_head: bool = False
 ) -> list[LogProbGPTModel]:
     """Build this rank's chunks (one, or vpp if interleaved); their parameters are uninitialised."""
-    chunks = config.virtual_pipeline_model_parallel_size
-    stages: list[int | None] = [None] if chunks is None else list(range(chunks))
-    return [build_chunk(hf, config, stage, scalar_head=scalar_head) for stage in stages]
-
-
-def build_chunk(
-    hf: PreTrainedConfig, config: TransformerConfig, vp_stage: int | None, *, scalar_head: bool = False
-) -> LogProbGPTModel:
-    where = {"ignore_virtual": False, "vp_stage": vp_stage}
-    chunk = LogProbGPTModel(
-        config,
-        hf.vocab_size,
-        max_sequence_length=hf.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
-        share_embeddings_and_output_weights=hf.tie_word_embeddings and not scalar_head,
-        position_embedding_type="rope",
-        scalar_head=scalar_head,
-        vp_stage=vp_stage,
-    )
-    if not config.multi_latent_attention:
-        chunk.rotary_pos_emb.inv_freq = config.rotary.frequencies.to(torch.cuda.current_device())
-    return chunk.to(torch.cuda.current_device())  # torch creates its norms on the CPU
+    number = config.virtual_pipeline_model_parallel_size
+    chunks: list[LogProbGPTModel] = []
+    for vp_stage in [None] if number is None else range(number):
+        where = {"ignore_virtual": False, "vp_stage": vp_stage}
+        chunk = LogProbGPTModel(
+            config,
+            hf.vocab_size,
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=hf.tie_word_embeddings and not scalar_head,
+            position_embedding_type="rope",
+            scalar_head=scalar_head,
+            vp_stage=vp_stage,
+        )
+        if not config.multi_latent_attention:
+            chunk.rotary_pos_emb.inv_freq = config.rotary.frequencies.to(torch.cuda.current_device())
+        chunks.append(chunk.to(torch.cuda.current_device()))  # torch creates its norms on the CPU
+    return chunks
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:

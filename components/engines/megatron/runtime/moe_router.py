@@ -19,7 +19,6 @@ from components.contracts.batch import Batch
 from components.engines.megatron.moe_config import MoEConfig, read_moe_config
 from components.engines.megatron.runtime.cp_sharding import CPShard
 from components.engines.megatron.runtime.device_copy import to_device
-from components.engines.megatron.runtime.parallel_state import same_batch_group, same_microbatch_group
 from components.engines.shared.moe_losses import (
     MoELosses,
     RoutedTokens,
@@ -152,35 +151,30 @@ def find_routers(modules: Iterable[nn.Module]) -> list[Router]:
 class MegatronRouterState(RouterState):
     """The router steps of one rank. Every rank has one, even if its pipeline stage has no MoE layer."""
 
-    def __init__(self, routers: MoELosses, layers: Sequence[Router], *, drops: bool) -> None:
-        super().__init__(routers, drops=drops)
-        self.layers = layers
-
-    @classmethod
-    def build(
-        cls,
+    def __init__(
+        self,
         terms: MoELossConfig,
         meta: PreTrainedModel,
         layers: Sequence[Router],
         device: torch.device,
         *,
         drops: bool,
-    ) -> "MegatronRouterState | None":
-        """Build it from this rank's routers ``layers``; return None if ``meta`` has no experts."""
+    ) -> None:
+        """Begin with this rank's routers ``layers``, of the model ``meta`` with experts."""
         experts = read_moe_config(meta.config)
-        if experts is None:
-            return None
+        assert experts is not None
         routers = MoELosses(
             terms,
             layers=len(moe_blocks(meta)),
             experts=experts.number,
             top_k=experts.top_k,
             device=device,
-            sharing=same_microbatch_group(),
-            data=same_batch_group(),
+            sharing=parallel_state.get_tensor_and_context_parallel_group(),
+            data=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
             counted=True,
         )
-        return cls(routers, layers, drops=drops)
+        super().__init__(routers, drops=drops)
+        self.layers = layers
 
     def begin(self, counts: Mapping[str, int] | None, factor: float = 1.0) -> None:
         super().begin(counts, factor)

@@ -75,7 +75,6 @@ class DenseOrExpertOptimizer:
     """One of the optimizers that Megatron chains: that of dense parameters, or that of experts."""
 
     optimizer: MegatronOptimizer
-    moments: Sequence[str]
     replicas: dist.ProcessGroup
     """The ranks that hold the same parameters, over which the distributed optimizer shards its state."""
     distributed: bool
@@ -129,10 +128,6 @@ class DenseOrExpertOptimizer:
         """The optimizers of torch or transformer-engine: one, except with optimizer_cpu_offload."""
         optimizer = self.optimizer.optimizer
         return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
-
-    def make_moments(self) -> None:
-        for inner in self.inner:
-            make_moments(inner, self.moments)
 
     @property
     def step(self) -> int:
@@ -188,7 +183,7 @@ class MegatronOptimizers:
                     group["fused"] = True
             experts = optimizer.param_groups[0]["is_expert_parallel"]
             replicas, distributed = groups[experts], layout.distributed_optimizer
-            members[experts] = DenseOrExpertOptimizer(optimizer, description.moments, replicas, distributed)
+            members[experts] = DenseOrExpertOptimizer(optimizer, replicas, distributed)
         return cls(members, description.moments)
 
     # ---- one step
@@ -258,7 +253,8 @@ class MegatronOptimizers:
 
     def make_moments(self) -> None:
         for member in self.members.values():
-            member.make_moments()
+            for inner in member.inner:
+                make_moments(inner, self.moments)
 
     @property
     def step(self) -> int:

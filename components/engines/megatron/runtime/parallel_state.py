@@ -26,22 +26,13 @@ def initialize_groups(layout: Layout) -> None:
     )
 
 
-def coordinates() -> dict[str, int]:
-    """Return this rank's coordinates in the mesh, outermost dimension first."""
+def mesh_groups() -> dict[str, dist.ProcessGroup]:
+    """Return this rank's group in each dimension of the mesh, outermost dimension first."""
     return {
-        "pp": parallel_state.get_pipeline_model_parallel_rank(),
-        "dp": parallel_state.get_data_parallel_rank(),
-        "cp": parallel_state.get_context_parallel_rank(),
-        "tp": parallel_state.get_tensor_model_parallel_rank(),
-    }
-
-
-def group_sizes() -> dict[str, int]:
-    return {
-        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-        "dp": parallel_state.get_data_parallel_world_size(),
-        "cp": parallel_state.get_context_parallel_world_size(),
-        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "tp": parallel_state.get_tensor_model_parallel_group(),
     }
 
 
@@ -50,39 +41,28 @@ def gather_mesh_info(layout: Layout) -> Json:
 
     If experts are distributed or split, ``experts`` holds the same for their mesh.
     """
-    found = gather_ranks(coordinates(), group_sizes())
+    found = gather_ranks(mesh_groups())
     if layout.ep == layout.etp == 1:
         return found
-    pp = parallel_state.get_pipeline_model_parallel_rank()
     groups = {
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
         "dp": parallel_state.get_expert_data_parallel_group(),
         "ep": parallel_state.get_expert_model_parallel_group(),
         "etp": parallel_state.get_expert_tensor_parallel_group(),
     }
-    here = {"pp": pp} | {name: group.rank() for name, group in groups.items()}
-    shape = {"pp": layout.pp} | {name: group.size() for name, group in groups.items()}
-    return found | {"experts": gather_ranks(here, shape)}
+    return found | {"experts": gather_ranks(groups)}
 
 
-def gather_ranks(here: dict[str, int], sizes: dict[str, int]) -> Json:
-    """Return the mesh of shape ``sizes`` in which each rank is at its coordinates ``here``; collective."""
+def gather_ranks(groups: dict[str, dist.ProcessGroup]) -> Json:
+    """Return the mesh whose dimensions are ``groups``, with every rank at its coordinates; collective."""
+    sizes = {name: group.size() for name, group in groups.items()}
     places: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(places, tuple(here.values()))
+    dist.all_gather_object(places, tuple(group.rank() for group in groups.values()))
     ranks = torch.full(tuple(sizes.values()), -1)
     for rank, place in enumerate(places):
         assert ranks[place] == -1, f"ranks {ranks[place]} and {rank} are both at {place}"
         ranks[place] = rank
     return {"dims": sizes, "ranks": ranks.tolist()}
-
-
-def same_microbatch_group() -> dist.ProcessGroup:
-    """Return the ranks of this pipeline stage that process different tokens of the same micro-batches."""
-    return parallel_state.get_tensor_and_context_parallel_group()
-
-
-def same_batch_group() -> dist.ProcessGroup:
-    """Return the ranks of this pipeline stage that process different tokens of the same global batch."""
-    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
 def from_last_stage(value: T | None, device: torch.device) -> T:
@@ -98,5 +78,5 @@ def from_last_stage(value: T | None, device: torch.device) -> T:
 
 def random_stream() -> int:
     """Return the number of this rank's random stream, the same on tp ranks and different on all others."""
-    here, size = coordinates(), group_sizes()
-    return (here["pp"] * size["dp"] + here["dp"]) * size["cp"] + here["cp"]
+    pp, dp, cp, _ = mesh_groups().values()
+    return (pp.rank() * dp.size() + dp.rank()) * cp.size() + cp.rank()

@@ -27,6 +27,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
 from components.contracts.batch import IGNORE, Batch
+from components.contracts.json_types import Json
 from components.contracts.loss import Loss
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime.cp_sharding import (
@@ -170,7 +171,7 @@ def make_inputs(
             noise = to_device(keys, device), to_device(spread, device)
         requires: frozenset[str] = frozenset() if loss is None else loss.requires
         ahead = mtp.batches(batch) if mtp and not filler else ()
-        depths = shifted_ids(ahead, row, device, wanted.factor)
+        depths = tuple(mtp_request(shifted, row, device, wanted.factor) for shifted in ahead)
         return PipelineInput(
             number, ForwardRequest(row.to(device), requires, scattered, noise, told, depths), filler
         )
@@ -186,7 +187,9 @@ def make_inputs(
         seqlens=torch.zeros_like(last.seqlens),  # all padding, so that routers do not count it
         label_index=None,
     )
-    return items + [item(-1, blank, filler=True) for _ in range(filler_inputs(len(items), layout))]
+    # The interleaved schedule needs a multiple of pp micro-batches.
+    fillers = -len(items) % layout.pp if layout.vpp > 1 else 0
+    return items + [item(-1, blank, filler=True) for _ in range(fillers)]
 
 
 def own_positions(values: Tensor, layout: Layout) -> Tensor:
@@ -196,38 +199,18 @@ def own_positions(values: Tensor, layout: Layout) -> Tensor:
     return values.t().chunk(layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
 
 
-def shifted_ids(
-    batches: Sequence[Batch], row: CPShard, device: torch.device, factor: float
-) -> tuple[ForwardRequest, ...]:
-    """Return the input of every MTP depth; ``batches`` are the shifted ones of the micro-batch in ``row``."""
-
-    def asked(batch: Batch) -> ForwardRequest:
-        labels = row.scatter(batch.labels, IGNORE)
-        shifted = replace(row, input_ids=row.scatter(batch.input_ids), labels=labels).to(device)
-        return ForwardRequest(shifted, weights=(shifted.labels != IGNORE) * factor)
-
-    return tuple(asked(batch) for batch in batches)
-
-
-def filler_inputs(microbatches: int, layout: Layout) -> int:
-    """Return the number of fillers: the interleaved schedule needs a multiple of pp micro-batches."""
-    return -microbatches % layout.pp if layout.vpp > 1 else 0
+def mtp_request(batch: Batch, row: CPShard, device: torch.device, factor: float) -> ForwardRequest:
+    """Return the input of an MTP depth; ``batch`` is the micro-batch in ``row``, shifted for that depth."""
+    labels = row.scatter(batch.labels, IGNORE)
+    shifted = replace(row, input_ids=row.scatter(batch.input_ids), labels=labels).to(device)
+    return ForwardRequest(shifted, weights=(shifted.labels != IGNORE) * factor)
 
 
 def gather_stats(stats: TokenStatsWithMTP, row: CPShard, group: dist.ProcessGroup) -> TokenStatsWithMTP:
     """Gather statistics into whole rows, because a loss may sum over a sequence that is split over cp."""
-
-    def whole(values: Tensor | None) -> Tensor | None:
-        return None if values is None else gather_shards(values, row, group)
-
-    return TokenStatsWithMTP(
-        gather_shards(stats.logps, row, group),
-        whole(stats.logsumexp),
-        whole(stats.mean_logp),
-        whole(stats.log_sum_sq_probs),
-        whole(stats.values),
-        tuple(gather_shards(logps, row, group) for logps in stats.mtp),
-    )
+    found = {name: values for name, values in vars(stats).items() if isinstance(values, Tensor)}
+    whole: Json = {name: gather_shards(values, row, group) for name, values in found.items()}
+    return replace(stats, **whole, mtp=tuple(gather_shards(logps, row, group) for logps in stats.mtp))
 
 
 def local_gradients(chunks: Sequence[nn.Module]) -> ExitStack:

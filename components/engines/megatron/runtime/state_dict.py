@@ -55,7 +55,7 @@ def saved_tensors(
         tensors |= random_states(device)
     for parameter, members in stored.items():
         if replicas(parameter).rank() == 0:
-            tensors |= parts_on_disk("model", parameter.detach(), members, TPMeshes.of_rank("cpu"))
+            tensors |= parts_on_disk("model", parameter.detach(), members, TPMeshes("cpu"))
     return tensors
 
 
@@ -70,7 +70,7 @@ def optimizer_tensors(
     Without it, these ranks write whole parameters in turn (from host memory), so that together they write one
     copy.
     """
-    meshes, kinds, tensors = TPMeshes.of_rank("cpu"), ["model"], dict[str, Tensor]()
+    meshes, kinds, tensors = TPMeshes("cpu"), ["model"], dict[str, Tensor]()
     if not model_only:
         update.make_moments()
         kinds += update.moments
@@ -88,7 +88,7 @@ def optimizer_tensors(
 
 def reference_tensors(kept: HFTensorSlices) -> dict[str, Tensor]:
     """Return the weights of the reference that this rank writes, like those of an unsharded optimizer."""
-    meshes, tensors = TPMeshes.of_rank("cpu"), dict[str, Tensor]()
+    meshes, tensors = TPMeshes("cpu"), dict[str, Tensor]()
     for number, (parameter, members) in enumerate(kept.items()):
         if number % replicas(parameter).size() == replicas(parameter).rank():
             tensors |= parts_on_disk("reference", parameter.detach(), members, meshes)
@@ -182,7 +182,7 @@ def load_batches(blocks: HFTensorSlices, kinds: Sequence[str], limit: float) -> 
 def load_pieces(
     path: Path, blocks: HFTensorSlices, pieces: Sequence[Piece], update: MegatronOptimizers
 ) -> None:
-    meshes = TPMeshes.of_rank("cpu")
+    meshes = TPMeshes("cpu")
     targets: dict[str, Tensor] = {}
     wholes: dict[Piece, Tensor] = {}
     copies: list[tuple[HFTensorSlice, Tensor, Tensor]] = []

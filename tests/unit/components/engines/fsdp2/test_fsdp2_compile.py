@@ -50,7 +50,7 @@ def test_without_a_compiler_it_is_refused() -> None:
         config.patch({"cpp.cxx": ("no-such-compiler",)}),
         pytest.raises(ConfigError, match="needs a C\\+\\+ compiler"),
     ):
-        compile.check_compiler()
+        compile.check(model(), "cpu", compiled=True, kernels="torch")
 
 
 @NEEDS_LIGER

@@ -41,6 +41,10 @@ def packed(lengths: Sequence[int], padding: int = 0) -> Batch:
     return Batch(ids, ids, ids, torch.tensor(lengths, dtype=torch.int32), cu_seqlens=ends)
 
 
+def all_tokens(batch: Batch) -> RoutedTokens:
+    return RoutedTokens(batch.real_sequence_ids().reshape(-1), batch.seqlens)
+
+
 def route(logits: Tensor) -> RouterOutput:
     scores = logits.softmax(-1)
     return RouterOutput(logits, scores, scores.topk(TOP_K, -1).indices)
@@ -55,7 +59,7 @@ def totals(terms: MoELossConfig, batches: Sequence[tuple[Batch, Sequence[Tensor]
     for batch, layers in batches:
         leaves = [logits.clone().requires_grad_() for logits in layers]
         for layer, logits in enumerate(leaves):
-            weights, _ = kept.attach(logits.sum(-1), layer, route(logits), RoutedTokens.of(batch))
+            weights, _ = kept.attach(logits.sum(-1), layer, route(logits), all_tokens(batch))
             (weights * 0).sum().backward()
         gradients += [torch.cat([leaf.grad for leaf in leaves], -1)]  # type: ignore[misc]
     sums = kept.table.sum(0)
@@ -87,7 +91,7 @@ def test_an_even_load_gives_one() -> None:
     kept = routers(MoELossConfig("switch", 1.0))
     kept.begin({AUX: EXPERTS}, 1)
     scores = torch.full((EXPERTS, EXPERTS), 1 / EXPERTS)
-    kept.attach(scores, 0, RouterOutput(scores, scores, chosen), RoutedTokens.of(packed([EXPERTS])))
+    kept.attach(scores, 0, RouterOutput(scores, scores, chosen), all_tokens(packed([EXPERTS])))
     assert kept.table[0, -2] / EXPERTS == pytest.approx(1)
 
 
@@ -133,7 +137,7 @@ def test_rows_packing_and_micro_batches_change_nothing(terms: MoELossConfig) -> 
         return [torch.cat([part for both in pair for part in both]) for pair in pairs]
 
     def real(batch: Batch, found: Tensor) -> Tensor:
-        return found[RoutedTokens.of(batch).sequences >= 0]
+        return found[all_tokens(batch).sequences >= 0]
 
     whole = totals(terms, [(packed(lengths), tokens(range(8)))])
     for size in (1, 2, 4, 8):
@@ -169,7 +173,7 @@ def test_the_global_batch_counts_what_came_before() -> None:
 def test_a_layer_that_is_computed_again_counts_once() -> None:
     kept, (logits, *_) = routers(MoELossConfig("global_batch", 1.0)), logits_of(5)
     kept.begin({AUX: 5}, 1)
-    tokens = RoutedTokens.of(packed([5]))
+    tokens = all_tokens(packed([5]))
     _, load = kept.attach(logits, 0, route(logits), tokens)
     before = kept.table.clone()
     again, other = kept.attach(logits.clone().requires_grad_(), 0, route(logits), tokens, recomputed=load)

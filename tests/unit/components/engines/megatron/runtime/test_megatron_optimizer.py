@@ -26,9 +26,8 @@ class CountsByGroup(torch.optim.Optimizer):
 
 def update(inner: torch.optim.Optimizer, moments: tuple[str, ...]) -> MegatronOptimizers:
     chained: Any = SimpleNamespace(optimizer=inner)
-    return MegatronOptimizers(
-        {False: DenseOrExpertOptimizer(chained, moments, dist.GroupMember.WORLD, False)}, moments
-    )  # type: ignore[arg-type]
+    member = DenseOrExpertOptimizer(chained, dist.GroupMember.WORLD, False)  # type: ignore[arg-type]
+    return MegatronOptimizers({False: member}, moments)
 
 
 @pytest.mark.parametrize("kind", [CountsByGroup, torch.optim.AdamW])
