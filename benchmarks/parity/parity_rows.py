@@ -206,7 +206,17 @@ ROWS = (
     Row("tp2pp2", ("parallelism=tp2pp2",), dims={"pp": 2, "tp": 2}),
     Row("tp2cp2", ("parallelism=tp2cp2",), dims={"cp": 2, "tp": 2}),
     Row("pp2dp2", ("parallelism=pp2", "parallelism.dp=2"), dims={"pp": 2, "dp": 2}),
-    Row("pp2dp2 sharded", ("parallelism=pp2", "parallelism.dp=2", *OVERLAPPED), dims={"pp": 2, "dp": 2}),
+    Row(
+        "pp2dp2 sharded",
+        (
+            "parallelism=pp2",
+            "parallelism.dp=2",
+            *OVERLAPPED,
+            "parallelism.activation_checkpointing=full",
+            "parallelism.recompute_num_layers=1",
+        ),
+        dims={"pp": 2, "dp": 2},
+    ),
     Row("tp2dp2 sp", ("parallelism=tp2", "parallelism.dp=2", SEQUENCE), dims={"dp": 2, "tp": 2}),
     Row("tp2pp2 sp", ("parallelism=tp2pp2", SEQUENCE), dims={"pp": 2, "tp": 2}),
 )
