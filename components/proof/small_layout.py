@@ -12,8 +12,8 @@ MOST_RANKS = 8
 DROPPED = ("dp", "default_dp", "etp", "cp", "dp_replicate", "ep", "pp", "tp")
 """Fields of a layout, also of the user's own, in the order in which they become 1 if 2 each are too many."""
 SIZES = ("vpp", *DROPPED)
-STAGES = ("pipeline_layout", "first_stage_layers", "last_stage_layers")
-"""Fields with the layers of each stage, which do not fit a model with other layers."""
+STAGES = ("pipeline_layout", "first_stage_layers", "last_stage_layers", "recompute_num_layers")
+"""Fields with numbers of layers, which do not fit a model with other layers."""
 
 
 def sizes(layout: ParallelismSpec) -> dict[str, int]:

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from components.engines.shared.recomputation import recomputed_share
-
 
 @dataclass(frozen=True)
 class FSDP2Layout:
@@ -49,10 +47,6 @@ class FSDP2Layout:
     dp_shard: int | None = field(default=None, repr=False)
     """Number of data-parallel ranks that share one copy of every parameter. None means ``dp / dp_replicate``;
     ``dp`` is set from it."""
-
-    def recomputed_share(self, num_layers: int) -> float:
-        """Return the share of the blocks that the backward pass recomputes as a whole."""
-        return recomputed_share(self.activation_checkpointing, self.recompute_num_layers, num_layers)
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of data-parallel ranks, over which a global batch is split."""

@@ -16,7 +16,7 @@ from components.engines.megatron.pipeline_split import check_stages, chunk_layer
 from components.engines.megatron.te_install import has_packed_kernel, has_transformer_engine
 from components.engines.shared.parallel_dims import check_cp, check_tp
 from components.engines.shared.recomputation import check_recomputed
-from components.models.experts import unstack_experts
+from components.models.experts import EXPERT_PARAM, unstack_experts
 from components.models.mtp import num_mtp_layers
 from components.models.scalar_head import SCORE
 from components.optimizers import SGD, AdamW, Optimizer, TorchClass, check_matches
@@ -274,9 +274,11 @@ def check_frozen(model: PreTrainedModel, *, stacked: bool) -> None:
         frozen = [name for name in names if not trained[name]]
         if frozen and len(frozen) < len(names):
             left = [name for name in names if trained[name]]
+            of_experts = stacked and EXPERT_PARAM.fullmatch(frozen[0])
+            other = "set parallelism.moe_grouped_gemm=false" if of_experts else "use parallelism=fsdp2"
             raise ConfigError(
                 f"model.freeze, model.train_only: {frozen[0]} is frozen and {left[0]} is not, but Megatron "
-                "keeps them in one tensor; freeze both or neither, or use parallelism=fsdp2."
+                f"keeps them in one tensor; freeze both or neither, or {other}."
             )
     for name, is_trained in trained.items():
         weight = f"{name.removesuffix('.bias')}.weight"

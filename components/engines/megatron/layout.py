@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.contracts.device import DeviceKind
-from components.engines.shared.recomputation import recomputed_share
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,8 @@ class Layout:
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """The parts recomputed in the backward pass: nothing, every layer, or only core attention."""
     recompute_num_layers: int | None = None
-    """Number of layers that ``full`` recomputes, the first ones of every chunk. None means all."""
+    """Number of layers that ``full`` recomputes, the first ones of every chunk (and MTP layers). None means
+    all."""
     activation_offloading: bool = False
     """Whether activations of layers are in host memory between the forward and the backward pass."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
@@ -64,8 +64,9 @@ class Layout:
     moe_token_dispatcher: Literal["allgather", "alltoall"] = "alltoall"
     """Token exchange: all-gather over the ep x etp ranks, or all-to-all to the chosen experts' ranks."""
     moe_grouped_gemm: bool | None = None
-    """Whether the experts of a rank are stacked in two parameters and computed together, on a GPU in bf16 by
-    one grouped product per projection. None means that they are, except if an adapter targets experts."""
+    """Whether the experts of a rank are stacked in two parameters and computed together, in bf16 on GPUs of
+    compute capability 9.0 or above by one grouped product per projection. None means that they are, except if
+    an adapter targets experts."""
     capacity_factor: float | None = None
     """Maximum load of an expert, as a multiple of its even share of a rank's tokens. None means no limit."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
@@ -96,11 +97,6 @@ class Layout:
         if self.moe_grouped_gemm is not None:
             return self.moe_grouped_gemm
         return adapter is None or not adapter.expert_targets(model)
-
-    def recomputed_share(self, num_layers: int) -> float:
-        """Return the share of the layers that the backward pass recomputes as a whole."""
-        in_chunk = num_layers // (self.pp * self.vpp)
-        return recomputed_share(self.activation_checkpointing, self.recompute_num_layers, in_chunk)
 
     @property
     def model_ranks(self) -> int:

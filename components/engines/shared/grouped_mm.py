@@ -1,6 +1,5 @@
 """Products of the rows of several experts with their matrices, in one kernel or in a loop."""
 
-import itertools
 from typing import Any
 
 import torch
@@ -13,9 +12,14 @@ ALIGNED = 8
 
 
 def has_grouped_kernel(rows: Tensor, outputs: int) -> bool:
-    """Return whether torch has a grouped product of ``rows`` ``[N, in]`` with matrices ``[outputs, in]``."""
+    """Return whether torch has a grouped kernel for ``rows`` ``[N, in]`` and matrices ``[outputs, in]``.
+
+    On GPUs of a compute capability below 9.0, torch copies the loads to the host and multiplies in a loop.
+    """
     fits = rows.shape[1] % ALIGNED == 0 and outputs % ALIGNED == 0 and len(rows) > 0
-    return rows.is_cuda and rows.dtype == torch.bfloat16 and fits
+    if not (rows.is_cuda and rows.dtype == torch.bfloat16 and fits):
+        return False
+    return torch.cuda.get_device_capability(rows.device) >= (9, 0)
 
 
 def grouped(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
@@ -55,7 +59,8 @@ class PerExpert(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, loads: list[int]) -> Tensor:
-        ctx.save_for_backward(rows, weight)
+        of_rows, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if of_weight else None, weight if of_rows else None)
         ctx.loads = loads
         out = rows.new_empty(len(rows), weight.shape[1])
         for own, matrix, product in zip(rows.split(loads), weight, out.split(loads), strict=True):
@@ -65,13 +70,13 @@ class PerExpert(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (rows, weight), grad = ctx.saved_tensors, grads[0].contiguous()
-        of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        ends = itertools.accumulate(ctx.loads)
-        for number, (count, end) in enumerate(zip(ctx.loads, ends, strict=True)):
-            here = slice(end - count, end)
-            if of_rows is not None:
-                torch.mm(grad[here], weight[number], out=of_rows[here])
-            if of_weight is not None:
-                torch.mm(grad[here].t(), rows[here], out=of_weight[number])
+        parts, of_rows, of_weight = grad.split(ctx.loads), None, None
+        if weight is not None:
+            of_rows = grad.new_empty(len(grad), weight.shape[2])
+            for own, matrix, product in zip(parts, weight, of_rows.split(ctx.loads), strict=True):
+                torch.mm(own, matrix, out=product)
+        if rows is not None:
+            of_weight = grad.new_empty(len(parts), grad.shape[1], rows.shape[1])
+            for own, given, product in zip(parts, rows.split(ctx.loads), of_weight, strict=True):
+                torch.mm(own.t(), given, out=product)
         return of_rows, of_weight, None

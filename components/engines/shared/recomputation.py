@@ -12,13 +12,6 @@ RECOMPUTED_MORE: Mapping[str, tuple[str, ...]] = {
 """For each value of activation_checkpointing, the values that recompute more."""
 
 
-def recomputed_share(how: str, first: int | None, num_layers: int) -> float:
-    """Return the share of ``num_layers`` recomputed if ``how`` applies to the ``first`` ones, or to all."""
-    if how != "full":
-        return 0.0
-    return 1.0 if first is None else min(first / num_layers, 1.0)
-
-
 def check_recomputed(how: str, first: int | None, num_layers: int) -> None:
     """Check ``parallelism.recompute_num_layers=first`` for ``num_layers`` layers of the model or of a chunk.
 

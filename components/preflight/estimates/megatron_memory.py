@@ -354,12 +354,12 @@ def stage_blocks(
 ) -> tuple[BlockActivations, ...]:
     """Return ``blocks``, the layers of a stage, recomputed only if they are the first ones of their chunk.
 
-    MTP layers, which follow all others, are then not recomputed.
+    MTP layers, which follow all others, are recomputed too.
     """
     if (first := layout.recompute_num_layers) is None:
         return tuple(blocks)
     places = [place for chunk in chunks for place in range(chunk.count("t"))]
-    again = [place < first for place in places] + [False] * (len(blocks) - len(places))
+    again = [place < first for place in places] + [True] * (len(blocks) - len(places))
     return tuple(b if now else b.not_recomputed() for b, now in zip(blocks, again, strict=True))
 
 

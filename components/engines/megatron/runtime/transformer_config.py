@@ -45,6 +45,7 @@ OURS = {theirs: f"parallelism.{ours}" for ours, theirs in (RENAMED | RENAMED_OF_
     "virtual_pipeline_model_parallel_size": "parallelism.vpp",
     "pipeline_model_parallel_layout": "parallelism.pipeline_layout",
     "recompute_num_layers": "parallelism.recompute_num_layers",
+    "moe_grouped_gemm": "parallelism.moe_grouped_gemm",
     "bias_activation_fusion": "parallelism.bias_activation_fusion",
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "run.dtype"),
     **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"), "model.moe"),

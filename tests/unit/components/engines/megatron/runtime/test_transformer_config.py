@@ -49,6 +49,7 @@ def test_the_rotary_embedding_is_fused_with_transformer_engine(
         ({"tensor_model_parallel_size": 2}, r"tensor_model_parallel_size: .*; use parallelism\.tp\.$"),
         ({"moe_token_dispatcher_type": "flex"}, r"; use parallelism\.moe_token_dispatcher\.$"),
         ({"recompute_method": "block"}, r"; use parallelism\.activation_checkpointing\.$"),
+        ({"moe_grouped_gemm": True}, r"; use parallelism\.moe_grouped_gemm\.$"),
         ({"recompute_num_layers": 2}, r"; use parallelism\.recompute_num_layers\.$"),
         ({"hidden_size": 128}, "hidden_size: may not be set here; the model or this engine gives"),
         ({"glu_linear_ofset": 0.5}, "glu_linear_ofset: is not a field .*; did you mean 'glu_linear_offset'"),
