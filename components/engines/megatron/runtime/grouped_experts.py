@@ -114,7 +114,8 @@ class GroupedExperts(SequentialMLP):
         for name, projection in self.projections():
             key = f"{prefix}experts.{{expert}}.{name}.weight"
             parts = ("_w", "_v") if name == "linear_fc1" else ("",)
-            found[f"{prefix}{name}.weight"] = projection.sharded(
+            # Named as in ``state_dict``, because Megatron's MTP block lists parameters by these names first.
+            found[f"{prefix}local_experts.0.{name}.weight"] = projection.sharded(
                 key, replica_id, first=self.first, names=parts
             )
         return found

@@ -9,7 +9,7 @@ import pytest
 from components.contracts.errors import ConfigError
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
-from components.proof.small_layout import MOST_RANKS, size_names, small_layouts
+from components.proof.small_layout import MOST_RANKS, resized, size_names, small_layouts
 
 SHARDED = FSDP2(dp=None, default_dp=64, reshard_after_forward=True)
 
@@ -64,3 +64,8 @@ def test_two_of_every_dimension(large: Any, first: str) -> None:
 def test_a_layout_that_cannot_be_smaller_is_refused() -> None:
     with pytest.raises(ConfigError, match="parallelism: has 16 ranks, a proof at most 8, and Fixed has"):
         next(small_layouts(Fixed()))  # type: ignore[arg-type]
+
+
+def test_numbers_of_layers_do_not_stay() -> None:
+    large = FSDP2(dp=2, activation_checkpointing="full", recompute_num_layers=16)
+    assert resized(large, {}) == replace(large, recompute_num_layers=None)
