@@ -1,5 +1,6 @@
 """Runs with optimizers of other classes than ours, on the ranks of a layout."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,11 @@ DESCRIPTIONS: dict[str, Optimizer] = {
 }
 
 
-def trained(on: FSDP2, name: str, folder: Path, family: str = "qwen3") -> list[tuple[float, float, float]]:
+Row = tuple[float, float, float]
+"""Loss, gradient norm and evaluation of a step."""
+
+
+def trained(on: FSDP2, name: str, folder: Path, family: str = "qwen3") -> list[Row]:
     """Return the loss, gradient norm and evaluation of five steps; save the state before steps 0 and 2."""
     engine = make_engine(family, on=on, optimizer=DESCRIPTIONS[name])
     curve = []
@@ -61,9 +66,7 @@ def trained(on: FSDP2, name: str, folder: Path, family: str = "qwen3") -> list[t
     return curve
 
 
-def resumed(
-    on: FSDP2, name: str, folder: Path, first: int, family: str = "qwen3"
-) -> list[tuple[float, float, float]]:
+def resumed(on: FSDP2, name: str, folder: Path, first: int, family: str = "qwen3") -> list[Row]:
     """Return the rest of the curve of ``trained``, from its checkpoint before step ``first``."""
     engine = make_engine(family, on=on, optimizer=DESCRIPTIONS[name])
     engine.load(folder / str(first))
@@ -72,19 +75,17 @@ def resumed(
     return curve
 
 
-def trained_without_rounding(
-    on: FSDP2, name: str, folder: Path, family: str = "qwen3"
-) -> list[tuple[float, float, float]]:
-    """Return the curve of ``trained`` with Newton-Schulz iterations in float32.
+def without_rounding(curve: Callable[..., list[Row]], *args: Any) -> list[Row]:
+    """Call ``curve``, which is ``trained`` or ``resumed``, with Newton-Schulz iterations in float32.
 
     torch's are in bfloat16, which may round equal gradients of two layouts, 1e-7 apart, 4e-3 apart.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-        return trained(on, name, folder, family)
+        return curve(*args)
 
 
-def one_step(engine: Any, number: int) -> tuple[float, float, float]:
+def one_step(engine: Any, number: int) -> Row:
     loss = next_token()
     result = step(engine, share(engine, "packed", 2, seed=number % 2), loss)
     evaluation = engine.evaluate([share(engine, "packed", 2)], loss)["loss"]

@@ -61,12 +61,13 @@ def test_four_ranks_train_the_curve_of_one(four: Ranks, name: str, tmp_path: Pat
 
 def compare(ranks: Ranks, name: str, layout: str, tmp_path: Path) -> None:
     """Compare the curve of a layout with that of one rank, and runs that resume in the other one."""
-    expected = torch.tensor(cases.trained(fsdp2(), name, tmp_path / "one"))
-    for rank in ranks.run(cases.trained, LAYOUTS[layout], name, tmp_path / "two"):
+    exact, trained, resumed = cases.without_rounding, cases.trained, cases.resumed
+    expected = torch.tensor(exact(trained, fsdp2(), name, tmp_path / "one"))
+    for rank in ranks.run(exact, trained, LAYOUTS[layout], name, tmp_path / "two"):
         torch.testing.assert_close(torch.tensor(rank), expected, rtol=1e-5, atol=0)
-    for rank in ranks.run(cases.resumed, LAYOUTS[layout], name, tmp_path / "one", 2):
+    for rank in ranks.run(exact, resumed, LAYOUTS[layout], name, tmp_path / "one", 2):
         torch.testing.assert_close(torch.tensor(rank), expected[2:], rtol=1e-5, atol=0)
-    back = torch.tensor(cases.resumed(fsdp2(), name, tmp_path / "two", 2))
+    back = torch.tensor(exact(resumed, fsdp2(), name, tmp_path / "two", 2))
     torch.testing.assert_close(back, expected[2:], rtol=1e-5, atol=0)
 
 
@@ -75,8 +76,8 @@ def compare(ranks: Ranks, name: str, layout: str, tmp_path: Path) -> None:
 )
 def test_matrices_are_orthogonalised_whole(two: Ranks, layout: str, family: str, tmp_path: Path) -> None:
     on = LAYOUTS[layout]
-    expected = torch.tensor(cases.trained_without_rounding(fsdp2(), "muon", tmp_path / "one", family))
-    for rank in two.run(cases.trained_without_rounding, on, "muon", tmp_path / "two", family):
+    expected = torch.tensor(cases.without_rounding(cases.trained, fsdp2(), "muon", tmp_path / "one", family))
+    for rank in two.run(cases.without_rounding, cases.trained, on, "muon", tmp_path / "two", family):
         torch.testing.assert_close(torch.tensor(rank), expected, rtol=1e-5, atol=0)
     rounded = torch.tensor(cases.trained(fsdp2(), "muon", tmp_path / "three", family))
     for rank in two.run(cases.trained, on, "muon", tmp_path / "four", family):
@@ -85,10 +86,10 @@ def test_matrices_are_orthogonalised_whole(two: Ranks, layout: str, family: str,
 
 def test_heads_are_orthogonalised_in_every_layout(two: Ranks, tmp_path: Path) -> None:
     name = "muon by head"
-    expected = torch.tensor(cases.trained_without_rounding(fsdp2(), name, tmp_path / "one"))
-    whole = torch.tensor(cases.trained_without_rounding(fsdp2(), "muon", tmp_path / "whole"))
+    expected = torch.tensor(cases.without_rounding(cases.trained, fsdp2(), name, tmp_path / "one"))
+    whole = torch.tensor(cases.without_rounding(cases.trained, fsdp2(), "muon", tmp_path / "whole"))
     assert (whole / expected - 1).abs().max() > 1e-3
-    for rank in two.run(cases.trained_without_rounding, LAYOUTS["tp2"], name, tmp_path / "two"):
+    for rank in two.run(cases.without_rounding, cases.trained, LAYOUTS["tp2"], name, tmp_path / "two"):
         torch.testing.assert_close(torch.tensor(rank), expected, rtol=1e-5, atol=0)
 
 
