@@ -53,7 +53,7 @@ class PreparedRun:
     previous_run_dir: Path | None
     """The run folder of an earlier start of this run, if SLURM has started it again."""
     candidate: Candidate | None
-    """Inputs of the forecast. None means that there is no forecast: see ``RunPreparation.candidate``."""
+    """Inputs of the forecast. ``RunPreparation.candidate`` says when they are None, for no forecast."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,8 @@ class RunPreparation:
     def candidate(self, model: nn.Module, data: Prepared) -> Candidate | None:
         """Collect the inputs of the estimates: ``model`` (on the meta device), data, layout and devices.
 
-        None means that there is no forecast, because the layout, optimizer or adapter is the user's own
-        class.
+        Return None, for no forecast, if the class of the layout, optimizer or adapter is not one of this
+        program's.
         """
         experiment, run, ahead = self.experiment, self.experiment.run, self.experiment.preflight
         parts = known_parts(experiment.parallelism, experiment.optimizer, experiment.adapter)

@@ -12,7 +12,7 @@ from components.contracts.errors import ConfigError, check_at_least_one
 from components.engines.megatron import hf_names
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.moe_config import FAMILIES, check_moe, read_moe_config
-from components.engines.megatron.pipeline_split import check_stages, chunk_layers
+from components.engines.megatron.pipeline_split import check_stages, chunk_layers, layers_of_chunks
 from components.engines.megatron.te_install import has_packed_kernel, has_transformer_engine
 from components.engines.shared.parallel_dims import check_cp, check_tp
 from components.engines.shared.recomputation import check_recomputed
@@ -123,8 +123,7 @@ def check_run(
         check_cp(layout.cp, layout.tp, model.config, instead="parallelism.cp_comm_type=all_gather")
     check_moe(layout, model, world_size)
     check_stages(layout, model.config.num_hidden_layers)
-    chunks = [chunk for stage in chunk_layers(layout, model.config.num_hidden_layers) for chunk in stage]
-    most = max(chunk.count("t") for chunk in chunks)
+    most = max(layers_of_chunks(layout, model.config.num_hidden_layers))
     check_recomputed(layout.activation_checkpointing, layout.recompute_num_layers, most)
     check_mtp(layout, model.config)
     check_frozen(model, stacked=layout.groups_experts(model, options.adapter))

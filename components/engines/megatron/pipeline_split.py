@@ -119,6 +119,11 @@ def chunk_layers(layout: Layout, num_layers: int) -> list[list[str]]:
     return [parts[stage :: layout.pp] for stage in range(layout.pp)]
 
 
+def layers_of_chunks(layout: Layout, num_layers: int) -> list[int]:
+    """Return the number of layers of every chunk of all stages."""
+    return [chunk.count("t") for stage in chunk_layers(layout, num_layers) for chunk in stage]
+
+
 def layers_by_stage(layout: Layout, num_layers: int) -> list[int]:
     """Return the number of layers of each stage; stages without a given number split the rest evenly."""
     ends = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}

@@ -1,6 +1,6 @@
 """The layers that are recomputed in the backward pass, with ``activation_checkpointing``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from components.contracts.errors import ConfigError
 
@@ -10,6 +10,16 @@ RECOMPUTED_MORE: Mapping[str, tuple[str, ...]] = {
     "full": (),
 }
 """For each value of activation_checkpointing, the values that recompute more."""
+
+
+def recomputed_share(how: str, first: int | None, chunks: Sequence[int]) -> float:
+    """Return the share of all layers that are recomputed as a whole: the ``first`` of every chunk, or all.
+
+    ``chunks`` are the numbers of layers of the chunks; a model without pipelining is one chunk.
+    """
+    if how != "full":
+        return 0.0
+    return 1.0 if first is None else sum(min(number, first) for number in chunks) / sum(chunks)
 
 
 def check_recomputed(how: str, first: int | None, num_layers: int) -> None:

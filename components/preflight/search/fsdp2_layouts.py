@@ -6,7 +6,7 @@ from math import gcd
 from components.contracts.json_types import Config, Json
 from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.shared.parallel_dims import divisors
-from components.engines.shared.recomputation import RECOMPUTED_MORE
+from components.engines.shared.recomputation import RECOMPUTED_MORE, recomputed_share
 from components.preflight.estimates.communication import (
     FP32,
     all_gather_bytes,
@@ -41,7 +41,8 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     shards = step.world_size // (layout.dp_replicate * layout.tp)
     held, trained = (size.parameters - size.quantized) / layout.tp, size.trained / layout.tp
     experts, taught = size.experts / layout.tp, size.trained_experts / layout.tp
-    recomputed = recomputed_share(layout, size.layers)
+    how, first = layout.activation_checkpointing, layout.recompute_num_layers
+    recomputed = recomputed_share(how, first, [size.layers])
     passes = passes_through_blocks(recomputed, reference=step.reference)
     reductions = step.num_microbatches if layout.reduce_gradients == "every" else 1
     gathers = (2 * step.num_microbatches if layout.reshard_after_forward else 1) + step.reference
@@ -75,8 +76,7 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     if layout.cpu_offload:
         shard = (gathers * (held * itemsize + size.quantized_bytes) + reductions * trained * FP32) / shards
         sent.append(CommVolume("host", shard, when="overlapped"))
-    attention = layout.activation_checkpointing == "selective"
-    return StepCost(sent, 0.0, recomputed, recomputes_attention=attention)
+    return StepCost(sent, 0.0, recomputed, recomputes_attention=how == "selective")
 
 
 def whole_updates(layout: FSDP2Layout, size: ModelSize, shards: int) -> Iterator[CommVolume]:
@@ -92,14 +92,6 @@ def whole_updates(layout: FSDP2Layout, size: ModelSize, shards: int) -> Iterator
         yield CommVolume("tp", 2 * FP32 * all_gather_bytes(whole, tp), when="at_end")
         sent = FP32 * all_gather_bytes(whole, ranks)
         yield CommVolume(joint[0] if len(joint) == 1 else "all", sent, when="at_end", span=ranks)
-
-
-def recomputed_share(layout: FSDP2Layout, num_layers: int) -> float:
-    """Return the share of the blocks that the backward pass recomputes as a whole."""
-    if layout.activation_checkpointing != "full":
-        return 0.0
-    first = layout.recompute_num_layers
-    return 1.0 if first is None else min(first / num_layers, 1.0)
 
 
 def memory_savers(layout: FSDP2Layout, world_size: int) -> list[Json]:

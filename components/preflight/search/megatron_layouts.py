@@ -5,9 +5,9 @@ from math import gcd
 
 from components.contracts.json_types import Config, Json
 from components.engines.megatron.layout import Layout
-from components.engines.megatron.pipeline_split import chunk_layers
+from components.engines.megatron.pipeline_split import layers_of_chunks
 from components.engines.shared.parallel_dims import divisors
-from components.engines.shared.recomputation import RECOMPUTED_MORE
+from components.engines.shared.recomputation import RECOMPUTED_MORE, recomputed_share
 from components.preflight.estimates.communication import (
     FP32,
     all_gather_bytes,
@@ -43,7 +43,9 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     sent = [*gradients(layout, size, dp * cp, step)]
     if step.whole_weights:
         sent += (v for v in whole_updates(layout, size, dp * cp, itemsize) if v.num_bytes)
-    own, recomputed = step.tokens / cp, recomputed_share(layout, size.layers)
+    own, how = step.tokens / cp, layout.activation_checkpointing
+    chunks = layers_of_chunks(layout, size.layers)
+    recomputed = recomputed_share(how, layout.recompute_num_layers, chunks)
     passes = passes_through_blocks(recomputed, reference=step.reference)
     layers = {"layers": size.layers / pp, "num_moe_layers": size.num_moe_layers / pp}
     stage = ModelSize(**vars(size) | layers)
@@ -68,8 +70,7 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
         trained = size.trained / (tp * pp)
         sent.append(CommVolume("host", trained * (FP32 + itemsize) / (dp * cp), when="at_end"))
     turns = step.num_microbatches * layout.vpp + pp - 1
-    attention = layout.activation_checkpointing == "selective"
-    return StepCost(sent, (pp - 1) / turns, recomputed, recomputes_attention=attention)
+    return StepCost(sent, (pp - 1) / turns, recomputed, recomputes_attention=how == "selective")
 
 
 def gradients(layout: Layout, size: ModelSize, ranks: int, step: CommInputs) -> Iterator[CommVolume]:
@@ -108,16 +109,6 @@ def whole_updates(layout: Layout, size: ModelSize, ranks: int, itemsize: int) ->
         parts = all_gather_bytes(whole, split) * FP32 + all_gather_bytes(whole, split) * itemsize
         yield CommVolume("tp", parts / over, when="at_end")
         yield CommVolume("dp", all_gather_bytes(whole / split, over) * itemsize, when="at_end")
-
-
-def recomputed_share(layout: Layout, num_layers: int) -> float:
-    """Return the share of the layers that the backward pass recomputes as a whole."""
-    if layout.activation_checkpointing != "full":
-        return 0.0
-    if (first := layout.recompute_num_layers) is None:
-        return 1.0
-    counts = [chunk.count("t") for stage in chunk_layers(layout, num_layers) for chunk in stage]
-    return sum(min(count, first) for count in counts) / sum(counts)
 
 
 def memory_savers(layout: Layout, world_size: int) -> list[Json]:

@@ -79,7 +79,7 @@ class GroupedLinear(nn.Module):
 class GroupedExperts(SequentialMLP):
     """``SequentialMLP`` with one MLP, whose projections are those of all experts of this rank.
 
-    Megatron's own grouped experts need transformer-engine, or a package that is no longer kept.
+    Megatron's own grouped experts need transformer-engine, or grouped_gemm, which is no longer maintained.
     """
 
     def __init__(
