@@ -53,7 +53,7 @@ class PreparedRun:
     previous_run_dir: Path | None
     """The run folder of an earlier start of this run, if SLURM has started it again."""
     candidate: Candidate | None
-    """Inputs of the forecast. ``RunPreparation.candidate`` says when they are None, for no forecast."""
+    """Inputs of the forecast. None means that no forecast is made; see ``RunPreparation.candidate``."""
 
 
 @dataclass(frozen=True)
@@ -205,10 +205,10 @@ class RunPreparation:
         )
 
     def candidate(self, model: nn.Module, data: Prepared) -> Candidate | None:
-        """Collect the inputs of the estimates: ``model`` (on the meta device), data, layout and devices.
+        """Return the inputs of the forecast; ``model`` is on the meta device.
 
-        Return None, for no forecast, if the class of the layout, optimizer or adapter is not one of this
-        program's.
+        None means that no forecast is made, because the layout, optimizer or adapter is of a class from
+        outside this package.
         """
         experiment, run, ahead = self.experiment, self.experiment.run, self.experiment.preflight
         parts = known_parts(experiment.parallelism, experiment.optimizer, experiment.adapter)

@@ -22,7 +22,8 @@ class FSDP2Layout:
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recomputation in the backward: nothing, every block, or attention only."""
     recompute_num_layers: int | None = None
-    """Number of blocks that ``full`` recomputes, the first ones of the model. None means all."""
+    """With ``activation_checkpointing=full``: number of blocks that are recomputed, from the first one of the
+    model on. None means all."""
     activation_offloading: bool = False
     """Whether activations of blocks are in host memory between the forward and the backward pass."""
     dp_replicate: int = 1

@@ -51,8 +51,8 @@ class Layout:
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """The parts recomputed in the backward pass: nothing, every layer, or only core attention."""
     recompute_num_layers: int | None = None
-    """Number of layers that ``full`` recomputes, the first ones of every chunk (and MTP layers). None means
-    all."""
+    """With ``activation_checkpointing=full``: number of layers that are recomputed in each chunk (``vpp``),
+    from its first one on. None means all. MTP layers are always recomputed too, and do not count."""
     activation_offloading: bool = False
     """Whether activations of layers are in host memory between the forward and the backward pass."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"

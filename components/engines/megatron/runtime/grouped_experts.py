@@ -77,9 +77,10 @@ class GroupedLinear(nn.Module):
 
 
 class GroupedExperts(SequentialMLP):
-    """``SequentialMLP`` with one MLP, whose projections are those of all experts of this rank.
+    """All experts of this rank as one MLP, where ``SequentialMLP`` calls one MLP per expert.
 
-    Megatron's own grouped experts need transformer-engine, or grouped_gemm, which is no longer maintained.
+    Each projection stacks the matrices of all experts. Megatron's own grouped experts need
+    transformer-engine, or the package grouped_gemm, which is no longer maintained.
     """
 
     def __init__(
