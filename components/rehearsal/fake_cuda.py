@@ -1,6 +1,7 @@
 """A ``torch.cuda`` for a GPU that is not there. It replaces the real one for the rest of the process."""
 
 import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ def install(gpu: Gpu, mode: RehearsalMode) -> None:
     answers: dict[str, object] = {
         **dict.fromkeys(NOTHING, None),
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+        "is_current_stream_capturing": False,
         "current_device": 0,
         "device_count": 8,
         "get_device_properties": properties(gpu),
@@ -124,7 +126,11 @@ def install(gpu: Gpu, mode: RehearsalMode) -> None:
     torch.accelerator.reset_peak_memory_stats = lambda *_, **__: None
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *_, **__: None)
-    torch.version.cuda = "12.8"
+    # Only the math kernel exists in every build of torch, and the choice of another one asks the driver.
+    os.environ["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
+    for kernel in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
+    torch.version.cuda = torch.version.cuda or "12.8"
     fake_tensor.init_gpu_context = lambda *_: None  # type: ignore[assignment]
     torch._C._set_only_lift_cpu_tensors(True)
     # The CPU build lacks it, and bitsandbytes, which peft imports if it is installed, looks for it.

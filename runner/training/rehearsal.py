@@ -1,6 +1,7 @@
 """A rehearsal of one rank of a run, in the process that ``runner.launch.rehearsal_main`` has prepared."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from components.contracts.json_types import Json
@@ -23,7 +24,8 @@ def rehearse_rank(folder: Path, request: Json) -> Json:
         parallelism=experiment.parallelism,
         model=experiment.model,
         optimizer=experiment.optimizer,
-        options=training_options(experiment, "cuda"),
+        # Kernels in triton take real tensors. Those of torch compute the same and save more.
+        options=replace(training_options(experiment, "cuda"), kernels="torch"),
         loss=experiment.stage,
         data=experiment.data.restore(request["data"]),
         global_batch_size=experiment.run.global_batch_size,

@@ -8,6 +8,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from components.adapters import LoRA, export_adapter
 from components.contracts.errors import ConfigError
@@ -73,3 +74,9 @@ def test_a_base_with_random_weights_is_exported_as_it_was_quantised(tmp_path: Pa
         LoRA(quantize=quantize).finish_export(model, folder, folder / "base", 0, torch.bfloat16)
         assert {t.dtype for t in load_file(folder / "base" / "model.safetensors").values()} == {stored}
         assert nf4.has_config(folder) == (quantize is not None)
+
+
+def test_a_torch_that_cannot_shard_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    with pytest.raises(ConfigError, match=r"adapter.quantize: .* torch 2.12 or newer, and this is 2.11.0"):
+        LoRA(quantize="nf4").check(spec("llama").meta_model)
