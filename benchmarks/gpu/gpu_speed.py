@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class Clock:
         """Return tokens/s, MFU (of needed FLOPs, as in a run) and peak memory without the first steps."""
         stats = [self.loader.stats(step) for step in range(WARM_UP, len(self.ends))]
         seconds = self.ends[-1] - self.ends[WARM_UP - 1]
+        steps = sorted(after - before for before, after in pairwise(self.ends[WARM_UP - 1 :]))
         sizes = matmul_sizes(experiment.model.meta_model)
         peak = peak_flops(self.device, torch.bfloat16)
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -61,6 +62,8 @@ class Clock:
         return {
             "tokens_per_s": round(sum(stat.num_tokens for stat in stats) / seconds, 1),
             "mfu": round(sum(step_flops(sizes, stat) for stat in stats) / seconds / peak, 4),
+            "median_step_s": round(steps[len(steps) // 2], 4),
+            "longest_step_s": round(steps[-1], 4),
             "peak_memory_gib": round(peak_bytes / 2**30, 2),
             "steps": len(stats),
         }

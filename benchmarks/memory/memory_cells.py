@@ -152,7 +152,10 @@ class Bench:
         config, world_size = self.compose(layout, work)
         workload = self.works[work].workload
         stages = estimated(build_experiment(config, ConfigSources()), world_size, workload, self.device)
-        held = Ranks(world_size, megatron=True).run(measure, config, workload, self.device)
+        if self.device == "cuda":  # of one rank; CUDA cannot start in a forked process
+            held = [measure(config, workload, self.device)]
+        else:
+            held = Ranks(world_size, megatron=True).run(measure, config, workload, self.device)
         return [
             Cell(layout, work, s.stage, max(h.peak for h in held if h.stage == s.stage), s.parts)
             for s in stages
