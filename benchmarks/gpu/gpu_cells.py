@@ -147,11 +147,13 @@ def few_data(place: Place) -> tuple[str, ...]:
 
 # ---- tests
 
+MEMORY_TESTS = "tests/gpu/test_memory_cuda.py"
+"""These fill the GPU, one after another."""
 
-def tests(place: Place, seconds: float) -> Facts:
-    """Return the numbers of tests in tests/gpu by outcome; a time limit keeps those that are over."""
-    several = ("-n", "6") if find_spec("xdist") else ()
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=-v", *several, "tests/gpu"]
+
+def tests(arguments: Sequence[str], place: Place, seconds: float) -> Facts:
+    """Return the numbers of tests by outcome; a time limit keeps those that are over."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=-v", *arguments]
     log = place.folder / "tests.log"
     try:
         log.write_text(output(command, place, seconds))
@@ -186,7 +188,13 @@ def cells(place: Place) -> list[Cell]:
             found.append(Cell(f"{name}: {ours}", measure, 120, NEEDS.get(ours, {})))
         for peer, program in PEERS.items():
             found.append(Cell(f"{name}: {peer}", partial(speed, program, shape), 90, NEEDS.get(peer, {})))
-    return [*found, Cell("tests/gpu", tests, 600, module("pytest"))]
+    several = ("-n", "6") if find_spec("xdist") else ()
+    runs = partial(tests, (*several, "tests/gpu", f"--ignore={MEMORY_TESTS}"))
+    return [
+        *found,
+        Cell(MEMORY_TESTS, partial(tests, (MEMORY_TESTS,)), 300, module("pytest")),
+        Cell("tests/gpu", runs, 600, module("pytest")),
+    ]
 
 
 def output(command: Sequence[str], place: Place, seconds: float, environ: Mapping[str, str] = {}) -> str:

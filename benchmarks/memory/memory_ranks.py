@@ -1,7 +1,6 @@
 """Rank functions of a memory measurement, and the ways to count bytes."""
 
 import gc
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.engine import Engine
 from components.preflight.estimates.quantities import MicrobatchShape
+from components.rank_info import RankInfo
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
 from runner.training.rank import build_engine
@@ -47,11 +47,12 @@ def measure(
         step(engines[0], experiment, workload)
 
     instrument = instrument or (on_gpu if device == "cuda" else on_cpu)
-    peak = instrument(begin, lambda: step(engines[0], experiment, workload))
-    engine = engines.pop()
-    stage = stage_of(engine.describe()["mesh"])
-    engine.close()
-    return Held(stage, peak)
+    try:
+        peak = instrument(begin, lambda: step(engines[0], experiment, workload))
+        return Held(stage_of(engines[0].describe()["mesh"]), peak)
+    finally:
+        while engines:
+            engines.pop().close()
 
 
 def on_cpu(begin: Callable[[], None], measured: Callable[[], None]) -> int:
@@ -157,5 +158,5 @@ def stage_of(mesh: Mapping[str, Any]) -> int:
     """Return the pipeline stage of this rank, or 0 without pipeline parallelism."""
     if "pp" not in mesh["dims"]:
         return 0
-    place = (torch.tensor(mesh["ranks"]) == int(os.environ["RANK"])).nonzero()[0]
+    place = (torch.tensor(mesh["ranks"]) == RankInfo.read().rank).nonzero()[0]
     return int(place[list(mesh["dims"]).index("pp")])

@@ -52,6 +52,13 @@ class Arithmetic:
             _, heads, width = query.shape
             pairs = causal_pairs(values, boundaries, len(query))
             self.flops[self.moment, "attention"] += int(4 * heads * width * pairs * (2 if backward else 1))
+        elif name.startswith("aten::_scaled_dot_product_efficient_attention"):
+            backward = "backward" in name
+            query, key = args[1:3] if backward else args[:2]
+            rows, keys = query.shape[2], key.shape[2]
+            pairs = rows * (keys - rows / 2)  # the queries are the last tokens of a sequence
+            share = query.numel() // rows  # batch x heads x width
+            self.flops[self.moment, "attention"] += int(4 * share * pairs * (2 if backward else 1))
 
 
 def causal_pairs(values: HostValues, boundaries: Tensor, length: int) -> float:

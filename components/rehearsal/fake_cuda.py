@@ -1,7 +1,6 @@
 """A ``torch.cuda`` for a GPU that is not there. It replaces the real one for the rest of the process."""
 
 import contextlib
-import os
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch._subclasses import fake_tensor
 
 from components.preflight.estimates.data_sheets import GPUS, LONGEST_FIRST
@@ -126,15 +127,35 @@ def install(gpu: Gpu, mode: RehearsalMode) -> None:
     torch.accelerator.reset_peak_memory_stats = lambda *_, **__: None
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *_, **__: None)
-    # Only the math kernel exists in every build of torch, and the choice of another one asks the driver.
-    os.environ["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
-    for kernel in ("flash", "mem_efficient", "cudnn"):
-        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
+    F.scaled_dot_product_attention = efficient_attention
     torch.version.cuda = torch.version.cuda or "12.8"
     fake_tensor.init_gpu_context = lambda *_: None  # type: ignore[assignment]
     torch._C._set_only_lift_cpu_tensors(True)
     # The CPU build lacks it, and bitsandbytes, which peft imports if it is installed, looks for it.
     torch._C._cuda_getCurrentRawStream = lambda _: 0  # type: ignore[assignment]
+
+
+def efficient_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Call the kernel of linear memory, which a GPU has for all dtypes.
+
+    torch's own choice asks the driver, or takes the kernel of quadratic memory in a build without CUDA.
+    """
+    assert not enable_gqa, "the kernel of linear memory has no GQA"
+    bias = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    result: Tensor = attend(
+        query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
+    return result
 
 
 def properties(gpu: Gpu) -> SimpleNamespace:

@@ -8,8 +8,11 @@ from tests.rehearsal.rehearsed import GIB, rehearsed
 
 ROW = ["run.dtype=bf16", "data.max_length=2048"]
 EIGHT_LAYERS = ["model=llama3_8b", "model.architecture.num_hidden_layers=8"]
+SINGLE_FP32 = ["model=qwen3_0_6b", "run.dtype=fp32"]
 LARGE = {
     "1b": ["model=llama3_1b", "parallelism=single"],
+    "0.6b fp32": [*SINGLE_FP32, "parallelism=single"],
+    "0.6b fp32 megatron": [*SINGLE_FP32, "parallelism=megatron"],
     "1b dora": ["model=llama3_1b", "parallelism=single", "adapter=dora"],
     "8b": [*EIGHT_LAYERS, "model=qwen3_8b", "parallelism=fsdp2", "parallelism.dp=8"],
     "8b muon": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "optimizer=muon"],

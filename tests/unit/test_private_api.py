@@ -27,6 +27,7 @@ KEPT = {
     "components/checkpoint/flat_shard.py": {"_C", "_disabled_torch_function_impl"},
     "components/engines/fsdp2/engine.py": {"_flatten", "_foreach_div_"},
     "components/engines/shared/loss_accumulator.py": {"_foreach_mul_", "_foreach_norm"},
+    "components/engines/megatron/compat/packed_rope.py": {"_apply_rotary_pos_emb_bshd"},  # Megatron's
     "components/engines/megatron/runtime/optimizer.py": {"_get_model_param_range_map"},  # Megatron's
     "components/data/records/hub_records.py": {"_fingerprint"},  # of datasets, which has no public one
     "components/data/store/reference_logps.py": {"_values"},  # our own
@@ -34,7 +35,12 @@ KEPT = {
     # torch's: a rehearsal stands in for CUDA.
     "components/rehearsal/arithmetic.py": {"_overloadpacket", "_scaled_mm", "_schema"},
     "components/rehearsal/call_site.py": {"_getframe"},
-    "components/rehearsal/fake_cuda.py": {"_C", "_cuda_getCurrentRawStream", "_set_only_lift_cpu_tensors"},
+    "components/rehearsal/fake_cuda.py": {
+        "_C",
+        "_cuda_getCurrentRawStream",
+        "_scaled_dot_product_efficient_attention",
+        "_set_only_lift_cpu_tensors",
+    },
     "components/rehearsal/fake_groups.py": {"_set_pg_timeout"},
     "components/rehearsal/fake_tensors.py": {"_fused_rms_norm"},
     "components/rehearsal/host_values.py": {"_cdata", "_schema", "_to_copy"},

@@ -39,12 +39,16 @@ def causal_sdpa(
 
     If there are more keys than queries, the queries are the last tokens of the sequence. key and value may
     have fewer heads (GQA). On the CPU, ``CPU_ROWS`` queries at a time are computed, with the keys that one of
-    them attends to.
+    them attends to. On a GPU keys and values are repeated for GQA, which torch's kernel of linear memory for
+    fp32 lacks: the other one saves ``[heads, T, T]``.
 
     Autograd saves the mask of every call. These masks are views of one tensor ``[rows, keys]``, so that for
     fixed ``rows`` memory grows with T and not with its square.
     """
     length = query.shape[2]
+    if not query.is_cpu and query.shape[1] != key.shape[1]:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
     rows = min(length, CPU_ROWS[query.element_size()]) if query.is_cpu else length
     out, position, mask = [], key.shape[2] - length, None
     for some in query.split(rows, dim=2):

@@ -7,8 +7,9 @@ key-value width K and MLP width I:
     norms of the hidden state   input and result of each (``BlockActivations.norm``), and the 2H inputs of the
                                 matrices after two of them
     norms of heads              the same for Q and K, if the architecture has them
-    attention                   its inputs, Q + 2K; its result, Q; logsumexp; and Q again, the input of the
-                                output projection, unless one kernel computes all sequences
+    attention                   its inputs, Q + 2K, or 3Q in fp32 on a GPU; its result, Q; logsumexp; and Q
+                                again, the input of the output projection, unless one kernel computes all
+                                sequences
     latent attention            for the L latent channels of queries, keys and values: the tensors of their
                                 norms, and L inputs of the next matrix
     MLP                         gate, its activation, up, and the product of these: 4I
@@ -52,6 +53,11 @@ class RunShape:
     def has_kernel(self) -> bool:
         """Whether one kernel computes all sequences of a packed row, instead of one call per sequence."""
         return self.device == "cuda" and self.dtype != torch.float32
+
+    @property
+    def repeats_heads(self) -> bool:
+        """Whether attention saves as many heads of keys and values as of queries (``shared.sdpa``)."""
+        return self.device != "cpu" and not self.has_kernel
 
 
 @dataclass(frozen=True)

@@ -393,6 +393,7 @@ def block_activations(
     number, groups = of.number // layout.tp, of.shared // layout.tp
     query, key, value = number * of.key, groups * of.key, groups * of.value
     repeats = layout.cp // gcd(groups, layout.cp)  # of key-value heads, if cp does not divide their number
+    both = number * (of.key + of.value) if run.repeats_heads else (key + value) * repeats
     plain = BlockActivations(
         run,
         hidden=config.hidden_size,
@@ -400,7 +401,7 @@ def block_activations(
         norm=FP32 + (run.size if adapter is None else 0),
         norm_gradients=NORM_GRADIENTS * FP32,
         normed_heads=query + key if norms_heads(model) else 0,
-        attended=query + (key + value) * repeats,
+        attended=query + both,
         result=number * of.value,
         heads=number,
         mlp=mlp_activations(intermediate_size(config) // layout.tp),

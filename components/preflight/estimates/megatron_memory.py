@@ -375,6 +375,7 @@ def block_activations(
     config, of, tp = model.config, attention_shape(model.config), layout.tp
     number = of.number // tp
     query, key, value = number * of.key, of.shared // tp * of.key, of.shared // tp * of.value
+    repeated = number * (of.key + of.value) if run.repeats_heads else None
     norm = run.size if run.device == "cuda" else FP32 + (FP32 if adapter is None else 0)
     normed, kept = norms_heads(model), 3 if layout.fuses_activation(run.device) else 5
     plain = BlockActivations(
@@ -383,7 +384,7 @@ def block_activations(
         norms=norms_of_hidden(model),
         norm=norm,
         normed_heads=query + key if normed else 0,
-        attended=attended(layout, query, key + value, normed=normed) + 4 * of.key,
+        attended=attended(layout, query, key + value, repeated, normed=normed) + 4 * of.key,
         result=number * of.value,
         heads=number,
         mlp=mlp_activations(config.intermediate_size // tp, kept),
@@ -407,17 +408,17 @@ def block_activations(
     return [other if layer in routed else plain for layer in range(len(model.base_model.layers))]
 
 
-def attended(layout: Layout, query: int, both: int, *, normed: bool) -> int:
+def attended(layout: Layout, query: int, both: int, repeated: int | None, *, normed: bool) -> int:
     """Return the width of the tensors saved by attention. K and V are views of the fused QKV output.
 
     ``both`` is the width of keys and values together. The QKV output is saved through the norm of the keys,
     or through the values. Ranks with cp > 1 save copies: all gathered keys and values, or the tensors of the
-    all-to-all.
+    all-to-all. If heads of keys and values are repeated, to the width ``repeated``, copies are saved as well.
     """
     fused = query + both
-    if layout.cp == 1:
+    if layout.cp == 1 and repeated is None:
         return query + both // 2 + fused
-    copies = both * (layout.cp if layout.cp_comm_type == "all_gather" else 1)
+    copies = (repeated or both) * (layout.cp if layout.cp_comm_type == "all_gather" else 1)
     return query + copies + (fused if normed else 0)
 
 

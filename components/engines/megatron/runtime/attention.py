@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from components.contracts.json_types import Json
+from components.engines.megatron.compat import packed_rope
 from components.engines.megatron.runtime.attention_spans import AttentionSpans, full_spans, ring_spans
 from components.engines.megatron.runtime.cp_sharding import CPShard
 from components.engines.megatron.runtime.device_copy import to_device
@@ -30,17 +31,16 @@ CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 def packed_seq_params(row: CPShard, device: torch.device | None = None) -> PackedSeqParams | None:
     """Return the packing information for mcore's rotary embedding and attention, or None for a padded row.
 
-    The boundaries stay on the CPU, where both read them without waiting for the GPU, unless ``device`` is
-    given: transformer-engine's kernels need them there.
+    The tensors of ``row`` are on the model's device, as ``CPShard.to`` leaves them.
 
-    ``max_seqlen`` must be exactly the longest span of the aligned row, because it is the length of mcore's
-    rotary table. If the table is as long as the whole row, mcore continues positions from one sequence to the
-    next (rope_utils.py, "exact mapping"). With the longest span this happens only if one sequence fills the
-    row, whose positions then correctly begin at 0.
+    The boundaries stay on the CPU, where attention reads them without waiting for the GPU, unless ``device``
+    is given: transformer-engine's kernels need them there. ``max_seqlen``, the longest span of the aligned
+    row, is the length of mcore's rotary table.
     """
     if row.cu_seqlens is None:
         return None
     ends = row.cu_seqlens if device is None else to_device(row.cu_seqlens, device)
+    packed_rope.remember(ends, row.position_ids.reshape(-1))
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,

@@ -87,7 +87,7 @@ def shard_batch(batch: Batch, *, cp: int, rank: int, multiple: int, length: int 
     assert length >= needed, f"a row of {needed} does not fit into {length}"
     assert length % step == 0, f"a row of {length} is no multiple of {step}"
     ends = aligned_boundaries(batch, cp, length)
-    index = zigzag_order(ends, cp)[aligned_positions(batch, ends)].expand_as(batch.labels)
+    index = row_index(batch, ends, cp).expand_as(batch.labels)
 
     own = partial(share, index=index, length=length, cp=cp, rank=rank)
     packed = batch.cu_seqlens is not None
@@ -142,6 +142,13 @@ def aligned_boundaries(batch: Batch, cp: int, length: int) -> Tensor:
     spans = [round_up(span, alignment(cp)) for span in batch.cu_seqlens.diff().tolist()]
     padding = length - sum(spans)
     return F.pad(torch.tensor([*spans, padding] if padding else spans).cumsum(0), (1, 0))
+
+
+def row_index(batch: Batch, ends: Tensor, cp: int) -> Tensor:
+    """Return int64 ``[T]``: the index of each position t of the micro-batch in the row in rank order."""
+    if cp == 1:  # sequences are not aligned: the same row, perhaps with padding at its end
+        return torch.arange(batch.labels.shape[1])
+    return zigzag_order(ends, cp)[aligned_positions(batch, ends)]
 
 
 def aligned_positions(batch: Batch, ends: Tensor) -> Tensor:

@@ -1,0 +1,65 @@
+"""The rotary embedding of packed rows with one lookup by position, in place of one slice per sequence.
+
+megatron-core cuts queries and keys into sequences and copies the head of its table for each, in every layer.
+On a GPU these thousands of small calls take the host longer than the kernels take the GPU.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from components.engines.megatron.compat.patching import Patch
+from components.engines.megatron.compat.patching import install as install_patches
+
+_positions = WeakTensorKeyDictionary()
+"""By the boundaries of a packed row: int64 ``[L]``, the positions of its tokens."""
+
+
+@cache
+def install() -> None:
+    """Install the patch, once per process.
+
+    Raises:
+        AttributeError: if this release of megatron-core lacks a patched symbol; the message names it.
+    """
+    install_patches(PATCHES)
+
+
+def remember(cu_seqlens: Tensor, positions: Tensor) -> None:
+    """Let the embedding of rows with these boundaries use ``positions``, int64 ``[L]`` on the model's device.
+
+    ``L`` is the length of this rank's share of the row. The entry is kept as long as ``cu_seqlens``.
+    """
+    _positions[cu_seqlens] = positions
+
+
+def by_positions(_: object) -> Callable[..., Tensor]:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    def rotate(
+        t: Tensor,
+        cu_seqlens: Tensor,
+        freqs: Tensor,
+        cp_group: object = None,  # noqa: ARG001  the positions are those of this rank
+        **options: object,
+    ) -> Tensor:
+        """Rotate ``[L, heads, D]`` with the rows of ``freqs``, ``[length, 1, 1, D]``, for their positions.
+
+        ``options`` are those of the function for rows that are not packed.
+        """
+        packed = freqs.index_select(0, _positions[cu_seqlens])
+        rotated: Tensor = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), packed, **options)
+        return rotated.squeeze(1)
+
+    return rotate
+
+
+PATCHES = (
+    Patch(
+        symbols=("megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd",),
+        why="slices and concatenates for every sequence, in every layer",
+        replace=by_positions,
+    ),
+)
