@@ -1,30 +1,18 @@
 """The rotary embedding of packed rows with one lookup by position, in place of one slice per sequence.
 
 megatron-core cuts queries and keys into sequences and copies the head of its table for each, in every layer.
-On a GPU these thousands of small calls take the host longer than the kernels take the GPU.
+These are thousands of calls a micro-batch, and on a GPU the host is often what a step waits for.
 """
 
 from collections.abc import Callable
-from functools import cache
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from components.engines.megatron.compat.patching import Patch
-from components.engines.megatron.compat.patching import install as install_patches
 
 _positions = WeakTensorKeyDictionary()
 """By the boundaries of a packed row: int64 ``[L]``, the positions of its tokens."""
-
-
-@cache
-def install() -> None:
-    """Install the patch, once per process.
-
-    Raises:
-        AttributeError: if this release of megatron-core lacks a patched symbol; the message names it.
-    """
-    install_patches(PATCHES)
 
 
 def remember(cu_seqlens: Tensor, positions: Tensor) -> None:

@@ -163,12 +163,10 @@ def aligned_positions(batch: Batch, ends: Tensor) -> Tensor:
 def zigzag_order(ends: Tensor, cp: int) -> Tensor:
     """Return int64 ``[W]``: the index of every position of the whole row in the row in rank order.
 
-    ``ends`` is int64 ``[S' + 1]``; every span must be a multiple of ``2 * cp`` unless ``cp`` is 1.
+    ``ends`` is int64 ``[S' + 1]``; every span must be a multiple of ``2 * cp``, with ``cp`` above 1.
     """
     length = int(ends[-1])
     position = torch.arange(length)
-    if cp == 1:
-        return position
     spans = ends.diff()
     begin = ends[:-1].repeat_interleave(spans)
     size = (spans // (2 * cp)).repeat_interleave(spans)
