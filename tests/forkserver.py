@@ -268,6 +268,8 @@ def run(call: Callable[[], object], environ: Mapping[str, str]) -> NoReturn:
     """Call ``call`` as the main program of a new process and exit as the interpreter does."""
     gc.freeze()  # never collect inherited objects: their threads do not exist in this process
     gc.enable()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Popen has restored them; an interpreter ignores them
+        signal.signal(number, signal.SIG_IGN)
     for number in (
         signal.SIGTERM,
         signal.SIGHUP,
