@@ -8,7 +8,7 @@ from tests.rehearsal.rehearsed import GIB, rehearsed
 
 ROW = ["run.dtype=bf16", "data.max_length=2048"]
 EIGHT_LAYERS = ["model=llama3_8b", "model.architecture.num_hidden_layers=8"]
-SINGLE_FP32 = ["model=qwen3_0_6b", "run.dtype=fp32"]
+SINGLE_FP32 = ["model=qwen3_0_6b", "run.dtype=fp32", "model.architecture.num_hidden_layers=4"]
 LARGE = {
     "1b": ["model=llama3_1b", "parallelism=single"],
     "0.6b fp32": [*SINGLE_FP32, "parallelism=single"],
