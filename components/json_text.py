@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of ``text``.
+    """Return the value that the JSON ``text`` encodes.
 
     Raises:
-        json.JSONDecodeError: if it is malformed, nested too deeply for Python, holds an integer of thousands
-            of digits, or half of a surrogate pair, which no file can hold as UTF-8.
+        json.JSONDecodeError: if ``text`` is malformed, is nested too deeply for Python, or holds an integer
+            of thousands of digits or half of a surrogate pair, which no file can hold as UTF-8.
     """
     try:
         value = json.loads(text)
@@ -33,7 +33,9 @@ def parse_json(text: str) -> Any:
 
 
 def as_type(kind: type[T], value: object) -> T:
-    """Return ``value``, parsed from JSON, as the dataclass ``kind``; unknown fields are ignored.
+    """Return ``value``, parsed from JSON, validated as the type ``kind``.
+
+    Unknown fields of a dataclass are ignored.
 
     Raises:
         ValueError: naming the field, if one is missing or of another type.

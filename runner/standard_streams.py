@@ -33,7 +33,7 @@ class LossyFile(io.FileIO):
 def lossy_text(
     file: str | int, mode: str, report: Callable[[OSError], object], encoding: str = "utf-8"
 ) -> TextIO:
-    """Open a ``LossyFile`` as text, whose every line is written at once."""
+    """Open a ``LossyFile`` as a text file that writes every line at once."""
     buffered = io.BufferedWriter(LossyFile(file, mode, report))
     return io.TextIOWrapper(buffered, encoding=encoding, errors="backslashreplace", line_buffering=True)
 

@@ -30,11 +30,12 @@ class State(Protocol):
 
 @dataclass
 class CheckpointManager:
-    """Atomic writes of ``folder/step_XXXXXXXX``. The newest ``keep_last`` are kept (0: all).
+    """Writer of the checkpoints ``folder/step_XXXXXXXX``, each of them atomic.
 
-    All ranks must create it and call every method together. ``folder`` may be on a filesystem that all nodes
-    share, or have the same path on a local disk of each node. In that case every node holds the files of its
-    own ranks and a marker, and a run can resume once the files of all nodes are copied into one folder.
+    The newest ``keep_last`` are kept (0: all). All ranks must create it and call every method together.
+    ``folder`` may be on a filesystem that all nodes share, or have the same path on a local disk of each
+    node. In that case every node holds the files of its own ranks and a marker, and a run can resume once the
+    files of all nodes are copied into one folder.
     """
 
     folder: Path

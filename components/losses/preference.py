@@ -99,7 +99,7 @@ class DPO(ReferencedLoss):
         return list(zip(self.kinds, self.loss_weights or [1.0] * len(self.kinds), strict=True))
 
     def _check_list(self) -> None:
-        """Check a list of losses and its weights."""
+        """Check that ``loss``, ``loss_weights``, ``rpo_alpha`` and ``wpo`` fit together."""
         kinds, weights = self.kinds, self.loss_weights
         if not self.losses:
             raise ConfigError("stage.loss: the list has no loss of pairs; add one, or use stage=sft.")

@@ -129,7 +129,7 @@ class ReferenceOptions:
 
     reference: ReferenceChoice = "auto"
     reference_path: str | None = None
-    """Hugging Face folder of a reference model that is not the model before training."""
+    """Folder or hub id of another model that is the reference. None means the model before training."""
     sync_reference_every: int = 0
     """TR-DPO (Gorbatovski et al. 2024): number of steps after which the reference becomes a mixture of itself
     and the trained model. 0 means that it stays as it is."""

@@ -28,7 +28,7 @@ class WeightOptions:
 
     weight_decay: float
     lr_scale: float
-    """Learning rate over that of the scheduler."""
+    """Ratio of the weight's learning rate to that of the scheduler."""
     has_own_lr: bool
     """Whether a group of ``optimizer.groups`` has set it."""
 

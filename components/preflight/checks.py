@@ -211,7 +211,7 @@ def check_head_dim(optimizer: object, model: PreTrainedModel, *, adapted: bool) 
 
 
 def check_evaluate_only(has_eval: bool, hooks: Iterable[str]) -> None:
-    """Raise ConfigError if a run that only evaluates has hooks, or has no data for it."""
+    """Raise ConfigError if a run that only evaluates has hooks, or has no evaluation data."""
     if hooks := sorted(hooks):
         raise ConfigError(f"hook.{hooks[0]}: run.evaluate_only trains nothing to observe; leave it out.")
     if not has_eval:

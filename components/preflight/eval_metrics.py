@@ -12,7 +12,10 @@ from components.contracts.loss import Loss, TokenStats
 
 
 class NoModel:
-    """A ``LossEngine`` whose log-probabilities and sums are 0."""
+    """A ``LossEngine`` without a model, in one process.
+
+    All log-probabilities are 0, and sums over data ranks are the values of this process.
+    """
 
     def logps(self, microbatches: Sequence[Batch], *, reference: bool = False) -> list[Tensor] | None:  # noqa: ARG002
         return [torch.zeros(batch.labels.shape) for batch in microbatches]

@@ -29,7 +29,7 @@ class UnknownValueError(Exception):
 
 
 class HostValues:
-    """Values of fake tensors, kept as real tensors, if they are small integers."""
+    """Values of fake integer and boolean tensors of at most ``MAX_NUMEL`` elements, as real host tensors."""
 
     def __init__(self) -> None:
         self._stale: set[int] = set()

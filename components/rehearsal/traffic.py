@@ -28,7 +28,7 @@ class Exchange:
 
 @dataclass
 class Traffic:
-    """Number of calls and bytes of their tensors on this rank."""
+    """Collectives and sends of this rank: number of calls and bytes of their tensors, by kind of exchange."""
 
     calls: Counter[Exchange] = field(default_factory=Counter)
     num_bytes: Counter[Exchange] = field(default_factory=Counter)

@@ -125,7 +125,10 @@ def page_data(title: str, runs: Sequence[RunPage]) -> Json:
 
 
 def run_names(runs: Sequence[RunPage], columns: Sequence[str]) -> list[str]:
-    """Return the ``run.name`` of each run and its overrides of ``columns``; numbers make them unique."""
+    """Return a name for each run: its ``run.name`` and, among several runs, its values of ``columns``.
+
+    The run's number is added to names that are not unique.
+    """
     names = []
     for run in runs:
         known = [(key, run.overrides[key]) for key in columns[:MOST_WORDS] if key in run.overrides]

@@ -65,7 +65,10 @@ def export(arguments: Sequence[str]) -> None:
 
 
 def export_checkpoint(given: Mapping[str, str]) -> Path:
-    """Export a checkpoint, described by the config of its run; return the written folder."""
+    """Export the checkpoint that ``given`` names, and return the written folder.
+
+    The config of the checkpoint's run describes the model.
+    """
     from components.adapters.merge import new_folder
     from runner.commands.trained_model import read_checkpoint
     from runner.training.rank import DTYPES

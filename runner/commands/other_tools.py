@@ -203,7 +203,11 @@ def choose_model(work: Translation) -> None:
 
 
 def choose_adapter(work: Translation) -> None:
-    """Set ``adapter``, and leave out the default values that only an adapter has."""
+    """Set ``adapter``, and drop the tool's default LoRA options unless a new adapter is trained.
+
+    A run without an adapter, or one that continues a saved adapter, does not read them. Options that the file
+    itself gives are kept. In LLaMA-Factory ``lora_alpha`` is by default twice the rank.
+    """
     chosen = []
     for name in list(work.left):
         row = work.row(name)

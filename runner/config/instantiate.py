@@ -208,7 +208,10 @@ def construct(target: Callable[..., T], group: str, values: Config, where: Confi
 
 
 def coerce(name: str, value: object, annotation: Any, where: ConfigSources) -> Any:
-    """Validate ``value`` as ``annotation``: strictly (no text for numbers), but a list may become a tuple."""
+    """Return ``value`` validated as the type ``annotation``.
+
+    Validation is strict: text is not accepted as a number, for example, but a list may become a tuple.
+    """
     if isinstance(annotation, type) and is_dataclass(annotation) and isinstance(value, Mapping):
         return construct(annotation, name, value, where)
     try:

@@ -44,7 +44,7 @@ SLOW = 2.0
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that has passed all checks except that of its size."""
+    """A run that has passed all checks that need no ranks, except the check that it fits into memory."""
 
     data: Prepared
     identity: RunIdentity

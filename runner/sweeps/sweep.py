@@ -83,9 +83,11 @@ def create_sweep(folder: Path, overrides: Sequence[str]) -> None:
 
 
 def finish_sweep(folder: Path, code: int) -> int:
-    """Print the table of a sweep and return its exit code, given the ``code`` of its command.
+    """Record and print the outcome of a sweep, and return its exit code, given the ``code`` of its command.
 
-    A refused job is only listed, unless all jobs were refused.
+    If ``code`` is DONE, a job that failed or did not record its end changes it to FAILED. Otherwise refused
+    jobs change it, to MISTAKE, only if all jobs were refused. If the sweep itself was refused, or no job has
+    begun, ``code`` is returned unchanged and nothing is written.
     """
     records = read_job_records(folder)
     if not records or code == MISTAKE:  # jobs never raise, so the sweep itself was refused

@@ -187,7 +187,7 @@ def evaluate_first(t: TrainContext) -> None:
 
 
 def eval_means(t: TrainContext) -> dict[str, float]:
-    """Return the metrics of each evaluation set, and of several also their mean, each set counted once.
+    """Return the metrics of each evaluation set and, as ``eval/METRIC``, their unweighted mean over the sets.
 
     If a stop interrupts the evaluation, the result is incomplete.
     """

@@ -30,7 +30,7 @@ def start(tmp_path: Path, how: str, *more: str) -> tuple[Command, list[psutil.Pr
 
 
 def ignores_closed_pipes(process: psutil.Process) -> bool:
-    """Tell whether a write to a peer that has ended is an error of that write, and not a signal that kills."""
+    """Tell whether a write to a peer that has ended raises an error instead of killing the process."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     ignored = int(re.findall(r"^SigIgn:\s*(\w+)", status, re.MULTILINE)[0], 16)
     return bool(ignored >> (signal.SIGPIPE - 1) & 1)

@@ -47,10 +47,14 @@ class HubDataset:
             yield record, f"hub:{self.repo}:{row}"
 
     def _load(self, *, streaming: bool = False) -> "Dataset | IterableDataset":
-        """Return the data set, downloaded unless the cache of ``datasets`` holds it.
+        """Return the data set.
+
+        ``datasets`` downloads it unless its cache holds it; with ``streaming`` it fetches records while they
+        are read.
 
         Raises:
-            ConfigError: if it cannot be loaded: it or its part does not exist, or there is no network.
+            ConfigError: if it cannot be loaded, for example because the data set, its subset or its split
+                does not exist, or there is no network.
         """
         import datasets  # takes half a second, and only this source needs it
 

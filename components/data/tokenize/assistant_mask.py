@@ -202,7 +202,10 @@ def _edge(chat: Conversation, turn: int, *, at_end: bool) -> int | None:
 
 
 def _probed(message: Message, *, at_end: bool) -> Message:
-    """Insert the probe inside of the whitespace around the content, which many templates trim."""
+    """Return a copy of the message with the probe before the first or after the last visible character.
+
+    Whitespace around the content stays outside of the probe, because many templates trim it.
+    """
     content = message["content"]
     edge = len(content.rstrip()) if at_end else len(content) - len(content.lstrip())
     return {**message, "content": content[:edge] + _PROBE + content[edge:]}

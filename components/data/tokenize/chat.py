@@ -1,4 +1,6 @@
-"""Tokenise samples and mark the targets: in a conversation, only assistant turns with their stop token.
+"""Tokenise samples and mark the targets.
+
+In a conversation these are by default only the assistant turns with their stop tokens.
 
 The text is rendered by the tokenizer's own chat template; ``assistant_mask`` locates the turns in it.
 """

@@ -42,9 +42,10 @@ class Prompt:
 
 
 def read_prompts(path: str, *, chat: bool) -> list[Prompt]:
-    """Return the prompts in the files of ``path``: records with ``messages``, ``prompt`` or ``text``.
+    """Return the prompts in the files of ``path``.
 
-    With ``chat``, a string becomes the turn of a user.
+    A record has ``messages``, ``conversations``, ``prompt`` or ``text``. With ``chat``, a string becomes a
+    user turn.
 
     Raises:
         ConfigError: if a file or a record cannot be read.

@@ -14,10 +14,11 @@ from components.engines.shared.torch_private import has_cpp_compiler
 
 
 def check(model: PreTrainedModel, device: DeviceKind, *, compiled: bool, kernels: Kernels) -> None:
-    """Check that this machine can compile or fuse ``model``, if requested.
+    """Check that this machine can compile ``model`` and run it with the requested kernels.
 
     Raises:
-        ConfigError: if it has no compiler, or no fused kernels for ``model``.
+        ConfigError: if compiling on the CPU lacks a C++ compiler; or if Liger's kernels are requested without
+            a GPU, without liger-kernel, or for a model that they do not support.
     """
     if compiled and device == "cpu" and not has_cpp_compiler():
         raise ConfigError(

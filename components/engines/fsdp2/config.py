@@ -64,12 +64,14 @@ class FSDP2(FSDP2Layout):
         *,
         world_size: int,
     ) -> None:
-        """Check that the layout fits the model, the adapter and this machine.
+        """Check that the layout fits the model, the optimizer, the adapter and this machine.
 
         Raises:
-            ConfigError: if the model has no decoder block, no plan for tensor parallelism, or cannot be split
-                over ``cp``, ``tp`` or ``ep`` ranks; if the optimizer needs whole weights; if this machine
-                cannot compile or fuse its blocks; or if ``tp`` ranks cannot split the adapter.
+            ConfigError: if the model has no decoder block, or, with ``tp`` above 1, no plan for tensor
+                parallelism; if ``cp``, ``tp`` or ``ep`` ranks cannot split the model or the adapter; if an
+                update needs all weights at once on several ranks, or whole weights with ``cpu_offload``; if
+                ``optimizer.groups`` do not match the trained weights; if ``recompute_num_layers`` or float8
+                is not possible; or if this machine cannot compile the model or run the requested kernels.
         """
         check_optimizer(optimizer, world_size, offloads=self.cpu_offload)
         if optimizer.groups:

@@ -23,7 +23,11 @@ def saved_tensors(
     rank: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Return this rank's shards, without copying. Without ``optimizer`` only the weights and biases."""
+    """Return this rank's shards by key, without copying.
+
+    Without ``optimizer`` they are only those of the weights and the router biases, without the optimizer
+    state and the random states.
+    """
     tensors = weight_tensors(weights) | bias_tensors(biases)
     if optimizer is not None:
         tensors |= optimizer.tensors() | rng_tensors(rank, device)

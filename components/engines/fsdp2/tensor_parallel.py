@@ -1,8 +1,9 @@
 """Tensor parallelism of a transformers model: how matrices are split, and where ranks all-reduce.
 
-After Shoeybi et al. (2019): the projections into attention heads and MLP columns are split by output, those
-back by input, so that a rank computes whole heads and columns, and one all-reduce follows attention and the
-MLP each. The vocabulary is split too. Norms are replicated.
+As in Shoeybi et al. (2019), the projections into attention heads and into the MLP's intermediate size are
+split by output, and the projections back by input. So a rank computes whole heads and whole intermediate
+channels, and one all-reduce follows attention, another the MLP. The vocabulary is split too. Norms are
+replicated.
 
 Parameters are DTensors for FSDP, checkpoints and sums over ranks. The forward pass uses the local tensors.
 """

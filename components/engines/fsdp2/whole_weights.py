@@ -16,7 +16,10 @@ Groups = dict[tuple[int, ...], dist.ProcessGroup]
 
 
 class ShardedWeight(OwnedWeight):
-    """A weight whose value and gradient are gathered on its owner for every update, then sharded again."""
+    """A weight whose value and gradient are gathered on its owner for every update.
+
+    The updated value is then sharded again.
+    """
 
     def __init__(self, view: ParamView, groups: Groups) -> None:
         self.view = view

@@ -100,5 +100,5 @@ class Layout:
 
     @property
     def model_ranks(self) -> int:
-        """Number of ranks that hold one copy of the model."""
+        """Number of ranks that process a micro-batch together: tp x pp x cp."""
         return self.tp * self.pp * self.cp

@@ -41,7 +41,10 @@ class MoEConfig:
     scaling: float = 1.0
     """Factor applied to the scores of the chosen experts, after any normalisation."""
     groups: int = 1
-    """Number of expert groups. A token uses the ``kept_groups`` groups whose two best scores sum highest."""
+    """Number of expert groups.
+
+    A token's experts come from the ``kept_groups`` groups with the largest sums of their two best scores.
+    """
     kept_groups: int = 1
     shared: int = 0
     """Intermediate size of the shared experts, which process every token; 0 means that there are none."""

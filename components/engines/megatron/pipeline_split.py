@@ -37,7 +37,7 @@ def check_even(pp: int, vpp: int, num_layers: int) -> None:
 
 
 def check_uneven(layout: Layout, num_layers: int) -> None:
-    """Check the given sizes of the first and last stage; the stages between split the rest evenly."""
+    """Check the given sizes of the first and last stage; the other stages split the rest evenly."""
     ends = {"first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers}
     told = {key: layers for key, layers in ends.items() if layers is not None}
     for key, layers in told.items():

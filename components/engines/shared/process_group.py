@@ -15,7 +15,9 @@ from components.rank_info import RankInfo
 PATIENCE_S = 1800.0
 GRACE_S = 120.0
 """Seconds by which collectives time out later than the watchdog of the run, which reports more."""
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+MAPPED_BYTES = 32 << 20
+"""Size from which malloc maps every block by itself; glibc takes no larger value."""
 
 
 def init_process_group(kind: DeviceKind) -> torch.device:
@@ -86,15 +88,16 @@ def destroy_process_group() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc's malloc reuse large blocks instead of returning each of them to the system.
+    """Make glibc's malloc reuse blocks below ``MAPPED_BYTES`` instead of returning them to the system.
 
     A returned block is mapped and zeroed page by page at its next use, which costs as much as the arithmetic
-    on a large activation. Memory freed in a step is kept for the next one, and for later runs of this
-    process. If lengths vary much, fragmentation may add to the peak.
+    on an activation. Memory freed in a step is kept for the next one, and for later runs of this process.
+    Larger blocks are returned: kept ones are split for smaller blocks, so that they fit no later large one,
+    which can double the peak.
 
     Return False, without any effect, if the C library has no such option (musl, macOS).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, -1))
+    return bool(mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES) and mallopt(M_TRIM_THRESHOLD, -1))

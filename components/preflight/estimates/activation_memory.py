@@ -140,9 +140,10 @@ class BlockActivations:
         return again + int(tokens * (self.hidden * self.run.size + max(of_mlp, of_norm)))
 
     def forward(self, tokens: int) -> int:
-        """Return the peak bytes of a pass without gradient, which is assumed to be in the MLP.
+        """Return the bytes at the peak of a pass without gradient.
 
-        Three tensors of the hidden size, around a norm, exist at the same time as ``mlp.products``.
+        The peak is assumed to be in the MLP, where three tensors of the hidden size, around a norm, exist at
+        the same time as ``mlp.products``.
         """
         return int(tokens * (3 * self.hidden + self.mlp.products)) * self.run.size
 

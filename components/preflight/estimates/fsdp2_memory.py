@@ -51,7 +51,7 @@ class BlockParameters:
     """Parameters of a block, or of all modules outside of blocks, in elements except ``quantized_bytes``."""
 
     numel: int
-    """Trained and frozen, on one tensor-parallel rank with its own experts, before FSDP shards them."""
+    """Parameters of one tensor-parallel rank with its experts, trained and frozen, before FSDP's sharding."""
     trained: int
     unsharded: int
     """``numel`` with the experts of all ep ranks."""

@@ -137,7 +137,7 @@ class StageMemory:
     workload: MicrobatchShape
 
     def between_steps(self, num_moments: int) -> Bytes:
-        """Return the bytes between two steps.
+        """Return the bytes that a rank holds between two steps, by use.
 
         Gradients have a permanent fp32 buffer. Weights in fp32 have no separate master weights.
         """
@@ -318,7 +318,10 @@ def stage_layers(layout: Layout, model: PreTrainedModel) -> list[list[int]]:
 def count_parameters(
     model: PreTrainedModel, layout: Layout, chunks: str, layers: Sequence[int], adapter: LoRA | None
 ) -> RankParameters:
-    """Count the parameters of a rank with ``chunks``, which contain these ``layers``."""
+    """Count the parameters of a rank that has the ``layers`` of these numbers.
+
+    ``chunks`` are the joined contents of its chunks, in the letters of ``pipeline_split.chunk_layers``.
+    """
     cuts = Cuts(layout.tp, layout.ep, layout.etp)
     layer, share = stage_parameters(model, cuts, chunks, layers, adapter)
     return RankParameters(

@@ -60,10 +60,11 @@ class GroupedLinear(nn.Module):
         return per_expert(rows, stacked, self.loads), None
 
     def sharded(self, key: str, replica_id: ReplicaId, *, first: int, names: tuple[str, ...]) -> object:
-        """Return Megatron's description of the parameter, as that of each expert's matrix by itself.
+        """Return the factory by which Megatron describes the stacked weight as tensors of single experts.
 
-        ``key`` is a template of the matrices' keys with ``{expert}``, ``first`` the number of this rank's
-        first expert, and ``names`` are the endings of the keys of the equal parts of a matrix.
+        ``key`` is a template of their keys, in which ``{expert}`` stands for the number of the expert;
+        ``first`` is the number of this rank's first expert. Each matrix consists of ``len(names)`` equal
+        parts, such as gate and up, and ``names`` are the suffixes of their keys.
         """
 
         def build(key: str, stacked: Tensor, replica_id: ReplicaId, _: object) -> list[ShardedTensor]:

@@ -110,7 +110,12 @@ def flat_shards(
     kinds: Sequence[str],
     meshes: TPMeshes,
 ) -> dict[str, Tensor]:
-    """Return this rank's range of ``parameter`` by key; only the first tp rank writes replicated tensors."""
+    """Return this rank's shard of ``parameter`` in the distributed optimizer, by key ``kind/name``.
+
+    Each value is a ``FlatShard`` with the position of its elements in the whole Hugging Face tensor. Only the
+    first tp rank (of experts: etp rank) returns replicated tensors, and no rank returns the second copy of a
+    tied one.
+    """
     found = of.shard(parameter)
     if found is None:
         return {}
