@@ -25,11 +25,14 @@ LARGE = {
         "parallelism.fp8_recipe=tensorwise",
         "parallelism.fp8_all_gather=true",
     ],
+    "8b lora on one rank": [*EIGHT_LAYERS, "parallelism=single", "adapter=lora", "stage=pt"],
+    "8b dpo on one rank": [*EIGHT_LAYERS, "parallelism=single", "stage=dpo"],
     "8b lora": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "adapter=lora"],
     "8b qlora": [
         "model=llama3_8b",
         "parallelism=single",
         "adapter=qlora",
+        "stage=pt",  # every micro-batch has as many labels as the largest one of the run
         "run.global_batch_size=2",
         "run.micro_batch_size=1",
     ],

@@ -52,3 +52,10 @@ class FSDP2Layout:
     def dp_size(self, world_size: int) -> int:
         """Return the number of data-parallel ranks, over which a global batch is split."""
         return world_size // (self.cp * self.tp)
+
+    def gathers_frozen(self, shards: int) -> bool:
+        """Return whether FSDP gathers frozen weights too, which ``shards`` ranks share.
+
+        A single one has them whole, in the dtype of computing: a gathered copy would take as much again.
+        """
+        return shards > 1 or self.cpu_offload or self.fp8_all_gather

@@ -249,6 +249,9 @@ def apply_fsdp(
     grouped = grouped_experts(scorer.lm).values()
     whole = {parameter: dim for module in grouped for parameter, dim in module.hidden_dimensions().items()}
     options["shard_placement_fn"] = partial(shard_dim, shards=mesh[SHARD].size(), whole=whole)
+    if not layout.gathers_frozen(mesh[SHARD].size()):
+        frozen = ((name, p) for name, p in scorer.named_parameters() if not p.requires_grad)
+        options["ignored_params"] = {parameter for name, parameter in frozen if not is_initial(name)}
     if layout.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     if layout.ep > 1:  # on a different mesh than other parameters

@@ -64,9 +64,12 @@ class BlockParameters:
     """Elements of ``numel`` that are gathered in float8."""
     initial: int = 0
     """Those of ``numel`` that are frozen in fp32."""
+    gathers_frozen: bool = True
 
     def gathered(self, size: int) -> int:
-        """Return the bytes of all parameters, gathered for computing in a dtype of ``size`` bytes."""
+        """Return the bytes of what FSDP gathers for computing in a dtype of ``size`` bytes."""
+        if not self.gathers_frozen:
+            return (self.trained + self.initial) * size
         return (self.numel - self.float8) * size + self.float8 + self.quantized_bytes
 
     def dequantized_bytes(self, size: int) -> int:
@@ -114,11 +117,12 @@ def memory(
     tokens = step.microbatch.rows * -(-step.microbatch.length // layout.cp)
     linears = float8_linears(model) if step.float8 else {}
     in_float8 = linears if layout.fp8_all_gather else ()
+    shards = step.world_size // (layout.dp_replicate * layout.tp)
     held = StepMemory(
-        weights=count_parameters(model, layout, step.adapter, in_float8),
+        weights=count_parameters(model, layout, shards, step.adapter, in_float8),
         blocks=block_activations(model, layout, run, step.microbatch, step.adapter),
         vocabulary=-(-output_head(model).out_features // layout.tp),
-        shards=step.world_size // (layout.dp_replicate * layout.tp),
+        shards=shards,
         layout=layout,
         num_microbatches=step.microbatch.num_microbatches,
         offloads=layout.cpu_offload and step.device != "cpu",
@@ -136,13 +140,13 @@ def memory(
         owned = owned_state(optimizer, whole, ranks, ranks // layout.ep)
         resting["moments"] = owned.moments
         gathered = 2 * owned.weights if ranks > 1 else 0
-        shards = held.weights.unsharded_trained * FP32 // held.shards
-        asked.append({"gradients": shards, "gathered": gathered, "buffers": owned.buffers})
+        gradients = held.weights.unsharded_trained * FP32 // shards
+        asked.append({"gradients": gradients, "gathered": gathered, "buffers": owned.buffers})
     if step.reference == "frozen":
         another = step.reference_model or model
-        other = count_parameters(another, layout, None, float8_linears(another) if in_float8 else ())
-        resting["reference"] = (other.unsharded_trained + other.unsharded_frozen) * run.size // held.shards
-        asked.append(held.during_reference(other))
+        other = count_parameters(another, layout, shards, None, float8_linears(another) if in_float8 else ())
+        resting["reference"] = (other.unsharded_trained + other.unsharded_frozen) * run.size // shards
+        asked.append(held.during_reference(other, gathers=layout.gathers_frozen(shards)))
     elif step.reference == "adapter_off" or step.loss.kind == "unpaired":
         asked.append(held.during_reference(held.weights))
     parts = peak(add_by_name(resting, moment) for moment in asked)
@@ -151,7 +155,7 @@ def memory(
         host["activations"] = sum(held.saved_by_block) + held.final_norm
     if held.offloads:
         host |= {name: parts.pop(name) for name in ("weights", "moments", "reference") if name in parts}
-        host["gradients"] = held.weights.unsharded_trained * FP32 // held.shards
+        host["gradients"] = held.weights.unsharded_trained * FP32 // shards
     return [RankMemory(0, parts, host)]
 
 
@@ -273,14 +277,18 @@ class StepMemory:
             "buffers": root * (2 if self.shards == 1 and self.layout.dp_replicate > 1 else 1),
         }
 
-    def during_reference(self, weights: ModelParameters) -> Bytes:
-        """Return the bytes of a pass without gradient through ``weights``, which merges micro-batches."""
+    def during_reference(self, weights: ModelParameters, *, gathers: bool = True) -> Bytes:
+        """Return the bytes of a pass without gradient through ``weights``, which merges micro-batches.
+
+        Without ``gathers`` FSDP does not gather these weights.
+        """
         joined = largest_number([self.tokens] * self.num_microbatches, MAX_TOKENS[self.run.device])
         chunks = head_activations(joined * self.labels, self.hidden, self.vocabulary, self.run, trained=False)
         block = max(weights.blocks, key=lambda part: part.gathered(self.size))
+        gathered = weights.root.gathered(self.size) + block.gathered(self.size) + self.sent(block)
         forward = max(block.forward(joined * self.tokens) for block in set(self.blocks))
         return {
-            "gathered": weights.root.gathered(self.size) + block.gathered(self.size) + self.sent(block),
+            "gathered": gathered if gathers else 0,
             "dequantized": max(part.dequantized_bytes(self.size) for part in weights.blocks),
             "rounded": self.rounded(joined * self.tokens),
             "activations": max(forward, chunks["activations"]),
@@ -349,9 +357,16 @@ class StepMemory:
 
 
 def count_parameters(
-    model: PreTrainedModel, layout: FSDP2Layout, adapter: LoRA | None = None, in_float8: Collection[str] = ()
+    model: PreTrainedModel,
+    layout: FSDP2Layout,
+    shards: int,
+    adapter: LoRA | None = None,
+    in_float8: Collection[str] = (),
 ) -> ModelParameters:
-    """Count the parameters of one tensor-parallel rank; weights of layers ``in_float8`` are gathered so."""
+    """Count the parameters of one tensor-parallel rank, which ``shards`` ranks share.
+
+    Weights of layers ``in_float8`` are gathered in float8.
+    """
     every = decoder_blocks(model)
     names = {id(module): f"{name}." for name, module in model.named_modules()}
     numbers = {names[id(block)]: number for number, block in enumerate(every)}
@@ -359,7 +374,10 @@ def count_parameters(
     for parameter in parameters(model, Cuts(layout.tp, layout.ep, layout.tp), adapter):
         inside = (number for name, number in numbers.items() if parameter.name.startswith(name))
         found[next(inside, len(every))].append(parameter)
-    *inner, root = (count_block(each, layout.ep, in_float8) for each in found)
+    *inner, root = (
+        replace(count_block(each, layout.ep, in_float8), gathers_frozen=layout.gathers_frozen(shards))
+        for each in found
+    )
     ends = (model.get_input_embeddings().weight, output_head(model).weight)
     embedding, last = (
         -(-end.numel() // layout.tp) if adapter is None and end.requires_grad else 0 for end in ends

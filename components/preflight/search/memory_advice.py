@@ -131,3 +131,7 @@ def candidates(change: Variation) -> Iterator[Variation]:
         if case.reference == "frozen" and case.reference_model is None:
             adapted = replace(adapted, reference="adapter_off")
         yield change.vary(adapted, {"adapter": "lora"}, alters=True)
+    if (lora := case.adapter) is not None and not (lora.quantize or lora.dora or lora.is_pissa):
+        quantized = replace(case, adapter=replace(lora, quantize="nf4"))
+        key = {"adapter": "qlora"} if "adapter" in change.overrides else {"adapter.quantize": "nf4"}
+        yield change.vary(quantized, key, alters=True)

@@ -82,7 +82,7 @@ def test_the_estimates_count_the_initial_factors_in_fp32(size: int) -> None:
     adapters = [LoRA(r=3, init_lora_weights=kind) for kind in ("kaiming", "pissa")]
     plain, with_initial = (
         (
-            fsdp2_memory.count_parameters(model, fsdp2(), adapter).frozen_bytes(size),
+            fsdp2_memory.count_parameters(model, fsdp2(), 1, adapter).frozen_bytes(size),
             megatron_memory.count_parameters(model, megatron(dp=1), "EttL", [0, 1], adapter).num_bytes(size),
         )
         for adapter in adapters
