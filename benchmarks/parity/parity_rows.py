@@ -161,7 +161,7 @@ ROWS = (
     Row("hsdp", ("parallelism=hsdp",), engine="fsdp2", dims={"dp_replicate": 2, "dp_shard": 2}),
     Row(
         "fsdp2 offload",
-        ("parallelism=fsdp2", "parallelism.cpu_offload=true"),
+        ("parallelism=fsdp2", "parallelism.cpu_offload=true", "parallelism.activation_offloading=true"),
         engine="fsdp2",
         dims={"dp_shard": 2},
     ),
@@ -197,7 +197,11 @@ ROWS = (
     Row("dp2", ("parallelism=megatron_dp2",), dims={"dp": 2}),
     Row("dp2 sharded", ("parallelism=megatron_dp2", *OVERLAPPED), dims={"dp": 2}),
     Row("tp2", ("parallelism=tp2",), dims={"tp": 2}),
-    Row("tp2 sp", ("parallelism=tp2", SEQUENCE), dims={"tp": 2}),
+    Row(
+        "tp2 sp offload",
+        ("parallelism=tp2", SEQUENCE, "parallelism.activation_offloading=true"),
+        dims={"tp": 2},
+    ),
     Row("pp2", ("parallelism=pp2",), dims={"pp": 2}),
     Row("pp4", ("parallelism=pp2", "parallelism.pp=4"), dims={"pp": 4}),
     Row("pp2vpp2", ("parallelism=pp2vpp2",), dims={"pp": 2}, chunks=2),
