@@ -1,6 +1,7 @@
 """JSON of files that others may have written."""
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,6 +61,15 @@ def read_json(path: Path) -> Json:
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must hold a JSON object, not {type(value).__name__}.")
     return value
+
+
+def leaves(node: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys and the values of all leaves of ``node``."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
 
 
 def one_line(error: BaseException) -> str:

@@ -107,14 +107,10 @@ class Linear(Decay):
 
 
 @dataclass(frozen=True)
-class Cosine(Decay):
+class Cosine(Linear):
     """Half a cosine from ``peak`` to ``min_lr`` (Loshchilov and Hutter, 2017)."""
 
-    min_lr: float = 0.0
     style: ClassVar[DecayStyle] = "cosine"
-
-    def floor(self, peak: float) -> float:  # noqa: ARG002
-        return self.min_lr
 
 
 @dataclass(frozen=True)

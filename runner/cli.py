@@ -24,11 +24,11 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from components.contracts.errors import DONE, FAILED, INTERRUPTED, MISTAKE, ConfigError, TrainingError
 from components.contracts.json_types import Json
 from components.home import expand_home
-from components.json_text import one_line
+from components.json_text import leaves, one_line
 from components.rank_info import RankInfo
 from runner.config.command_line import is_sweep
 from runner.config.sources import COMMAND_LINE, ConfigSources, did_you_mean
-from runner.config.unknown_keys import check_long_options, unknown_key
+from runner.config.unknown_keys import check_long_options, counterpart_of_value, translations, unknown_key
 from runner.distribution import distribution
 from runner.launch import slurm_env
 from runner.launch.cuda_env import set_cuda_defaults
@@ -225,12 +225,10 @@ def provenance() -> ConfigSources:
     return ConfigSources(choices, as_given(state), folders, point)
 
 
-def default_unless_set(other: object, value: object, instead: object = None) -> object:
-    """Resolve ``${default_unless_set:OTHER,VALUE,INSTEAD}``: VALUE, a default, or INSTEAD if OTHER is set."""
-    return value if other is None else instead
-
-
-OmegaConf.register_new_resolver("unless", default_unless_set, replace=True)
+# ${unless:OTHER,VALUE,INSTEAD} is VALUE, a default, or INSTEAD (else null) if OTHER is set.
+OmegaConf.register_new_resolver(
+    "unless", lambda other, value, instead=None: value if other is None else instead, replace=True
+)
 
 
 def resolved(config: DictConfig, where: ConfigSources) -> Json:
@@ -251,8 +249,8 @@ def resolved(config: DictConfig, where: ConfigSources) -> Json:
 def decode_environment(config: DictConfig) -> None:
     """Replace ``${oc.env:NAME}``, which is text, by the number or switch it spells, except for text keys."""
     raw = OmegaConf.to_container(config, resolve=False)
-    found = [key for key, value in leaves("", raw) if str(value).startswith("${oc.env:")]
-    defaults = dict(leaves("", default_config())) if found else {}
+    found = [key for key, value in leaves(raw) if str(value).startswith("${oc.env:")]
+    defaults = dict(leaves(default_config())) if found else {}
     for key in found:
         if not isinstance(defaults.get(key), str):
             OmegaConf.update(config, key, yaml.safe_load(str(OmegaConf.select(config, key))))
@@ -280,22 +278,39 @@ def short_message(error: Exception) -> str:
             first = "jsonl," if group == "logger" else ""
             return f"{group}.{name} (the command line): is not chosen; choose it: {group}=[{first}{name}]."
     if key := re.search(r"(?:Could not override|Key) '([^']+)'", text):
-        group = key[1].partition(".")[0]
-        own = (f"{group}._target_=", "optimizer=torch") if group == "optimizer" else (f"{group}._target_=",)
-        if any(word.startswith(own) for word in sys.argv[1:]):
-            return (
-                f"{key[1]} (the command line): is not in the file of {group}; to add it, use +{key[1]}=VALUE."
-            )
-        return str(unknown_key(key[1], COMMAND_LINE, known_keys()))
+        return unread_key(key[1])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, OverrideParseException):
+        if Path(str(error.override)).suffix in (".yaml", ".yml", ".json"):
+            return (
+                f"{error.override}: is no option; python -m runner.import_config TOOL FILE translates a file."
+            )
         return f"{error.override} (the command line): is not KEY=VALUE: {lines[0]}; correct it, or quote it."
     return " ".join(lines[:2]) or f"{config_dirs()[-1]}: {type(error).__name__} in a file there; correct it."
+
+
+def unread_key(key: str) -> str:
+    """Return the message for a key of the command line that the composed config lacks."""
+    group = key.partition(".")[0]
+    own = (f"{group}._target_=", "optimizer=torch") if group == "optimizer" else (f"{group}._target_=",)
+    if any(word.startswith(own) for word in sys.argv[1:]):
+        return f"{key} (the command line): is not in the file of {group}; to add it, use +{key}=VALUE."
+    if options := options_with(key):
+        return (
+            f"{key} (the command line): nothing reads this key in this run, but {' or '.join(options)} does; "
+            "choose it, or leave the key out."
+        )
+    known = known_keys()
+    others = (word.partition("=")[0] for word in sys.argv[1:])
+    more = translations(name for name in others if name != key and name not in known)
+    return f"{unknown_key(key, COMMAND_LINE, known)}{more}"
 
 
 def unknown_option(group: str, word: str) -> str:
     path = group in PATHS and ("/" in word or "." in word)
     hint = f"use {PATHS[group]}={word}." if path else did_you_mean(word, group_options(group))
+    if ours := counterpart_of_value(group, word):
+        hint = f"use {group}={ours}."
     return f"{group}={word}: there is no such option; {hint}"
 
 
@@ -320,10 +335,29 @@ def group_options(group: str) -> list[str]:
     return [path.stem for folder in config_dirs() for path in (folder / group).glob("*.yaml")]
 
 
+def keys_of(group: str, option: str) -> set[str]:
+    """Return the keys of an option of a group, with those of the options that it is made of."""
+    node = yaml.safe_load(Path(config_dir(), group, f"{option}.yaml").read_text()) or {}
+    bases = [name for name in node.pop("defaults", []) if name != "_self_"]
+    return {*node}.union(*(keys_of(group, name) for name in bases))
+
+
+def options_with(key: str) -> list[str]:
+    """Return GROUP=OPTION for the first three options that have ``key``, which the composed one lacks."""
+    group, *rest = key.split(".")
+    if not rest or group in ("logger", "hook"):  # whose options are in nodes of their own
+        return []
+    here = f"{group}.{rest[0]}"
+    if any(f"{known}.".startswith(f"{here}.") for known in known_keys()):
+        return []
+    options = sorted(path.stem for path in Path(config_dir(), group).glob("*.yaml"))
+    return [f"{group}={option}" for option in options if rest[0] in keys_of(group, option)][:3]
+
+
 def known_keys() -> list[str]:
     """Return the dotted keys of ``default_config``, and all groups."""
     groups = [path.name for path in Path(config_dir()).iterdir() if path.is_dir()]
-    return [*(key for key, _ in leaves("", default_config())), *groups]
+    return [*(key for key, _ in leaves(default_config())), *groups]
 
 
 def default_config() -> object:
@@ -338,10 +372,3 @@ def is_choice(argument: str) -> bool:
     group, _, options = argument.partition("=")
     files = [Path(config_dir()) / group / f"{option}.yaml" for option in options.strip("[]").split(",")]
     return all(path.is_file() for path in files)
-
-
-def leaves(prefix: str, node: object) -> list[tuple[str, object]]:
-    """Return the dotted keys and the values of all leaves of ``node``."""
-    if not isinstance(node, dict):
-        return [(prefix.rstrip("."), node)]
-    return [leaf for key, value in node.items() for leaf in leaves(f"{prefix}{key}.", value)]

@@ -14,15 +14,10 @@ from transformers import PreTrainedModel
 from components.adapters.lora_config import INITIAL, A, B, LoRA, initial_name
 from components.adapters.peft_folder import CONFIG, PREFIX, TENSORS
 from components.adapters.target_modules import leaf_names, linear_names, matches
+from components.checkpoint.dcp import all_gather_objects
 from components.models import ModelSpec, nf4
 from components.models.export.hf_file_names import file_names, module_name
-from components.models.export.hf_folder import (
-    SHARD_BYTES,
-    gather_objects,
-    rank,
-    write_safetensors,
-    write_shards,
-)
+from components.models.export.hf_folder import SHARD_BYTES, rank, write_safetensors, write_shards
 from components.models.scalar_head import has_scalar_head
 
 if TYPE_CHECKING:
@@ -41,7 +36,7 @@ def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, 
     model = spec.build(spec.config())
     rename = file_names(model.config.model_type)
     renamed = ((PREFIX + rename(name), tensor) for name, tensor in tensors)
-    written = gather_objects(write_shards(path, renamed, SHARD_BYTES))
+    written = all_gather_objects(write_shards(path, renamed, SHARD_BYTES), None)
     if rank() == 0:
         # peft reads a single file.
         files = [file for shards in written for file, _ in shards]

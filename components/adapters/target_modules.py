@@ -1,7 +1,6 @@
 """Selection of the modules that an adapter trains."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,7 +12,8 @@ from components.models.hf_config import closest_word
 from components.models.scalar_head import output_head
 from components.models.weights import tied_names
 
-Targets = Literal["all-linear", "attention", "mlp"] | tuple[str, ...]
+Targets = str | tuple[str, ...]
+"""``all-linear``, ``attention``, ``mlp``, or one or several suffixes of module names."""
 
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 PARTS = {
@@ -33,11 +33,12 @@ def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
     linears = linear_names(model)
     if target == "all-linear":
         found = linears
-    elif isinstance(target, str):
+    elif isinstance(target, str) and target in PARTS:
         found = [name for name in linears if name.rpartition(".")[2] in PARTS[target]]
     else:
-        words, beside = [our_name(word, model.config.model_type) for word in target], beside_experts(model)
-        found = named_modules(model, words, "adapter.target_modules")
+        given = (target,) if isinstance(target, str) else target
+        words, beside = [our_name(word, model.config.model_type) for word in given], beside_experts(model)
+        found = named_modules(model, words, "adapter.target_modules", ("all-linear", *PARTS))
         if named := [word for word in words if word in beside]:
             raise ConfigError(
                 f"adapter.target_modules: {named[0]} is not in an expert, and in a model with experts peft "
@@ -82,12 +83,17 @@ def leaf_names(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
-def named_modules(model: PreTrainedModel, wanted: Sequence[str], option: str) -> list[str]:
-    """Return the modules with a name in ``wanted``, or a suffix of whole parts between dots, as in peft."""
+def named_modules(
+    model: PreTrainedModel, wanted: Sequence[str], option: str, others: Sequence[str] = ()
+) -> list[str]:
+    """Return the modules with a name in ``wanted``, or a suffix of whole parts between dots, as in peft.
+
+    ``others`` are values of ``option`` that are not names of modules.
+    """
     names = [name for name, _ in model.named_modules() if name]
     for word in wanted:
         if not any(matches(name, word) for name in names):
-            hint = closest_word(word, [*leaf_names(names), *names])
+            hint = closest_word(word, [*others, *leaf_names(names), *names])
             raise ConfigError(f"{option}: {word!r} matches no module of {model.config.model_type}.{hint}")
     return [name for name in names if any(matches(name, word) for word in wanted)]
 

@@ -21,10 +21,7 @@ from torch.futures import Future
 from torch.utils.serialization import config
 from typing_extensions import Buffer
 
-from components.checksum import checksum
-
-CHUNK = 1 << 22
-"""Bytes that are hashed and then written, small enough to be still in the cache for the write."""
+from components.checksum import CHUNK, checksum
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,23 @@ class Batch:
     label_index: Tensor | None = None
     """The cached result of ``labelled``. Code that changes labels sets it to None."""
 
+    @classmethod
+    def empty(cls, pad_id: int, *, pairs: bool, unpaired: bool, ranked: bool = False) -> Self:
+        """Return a packed micro-batch without a sample, which every loss accepts."""
+        return cls(
+            input_ids=torch.tensor([[pad_id]]),
+            labels=torch.tensor([[IGNORE]]),
+            position_ids=torch.tensor([[0]]),
+            seqlens=torch.tensor([0], dtype=torch.int32),
+            cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+            max_seqlen=1,
+            sequence_keys=torch.tensor([0]),
+            pair_index=torch.tensor([-1]) if pairs else None,
+            margins=torch.zeros(1, dtype=torch.float64) if ranked else None,
+            sequence_labels=torch.tensor([-1]) if unpaired else None,
+            pad_id=pad_id,
+        )
+
     def to(self, device: torch.device) -> Self:
         """Return this micro-batch on ``device``, except ``pair_index`` and ``sequence_labels``.
 

@@ -20,7 +20,8 @@ def collate_packed(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> 
     """
     segments = np.concatenate(rows)
     if not len(segments):
-        return _empty(store, pad_id)
+        unpaired, ranked = store.desirable is not None, store.margins is not None
+        return Batch.empty(pad_id, pairs=_has_pairs(store), unpaired=unpaired, ranked=ranked)
     sequences = [read_segment(store, segment) for segment in segments.tolist()]
     spans = segments[:, 2] - segments[:, 1]
     prefixes = prefix_lengths(store, segments)
@@ -133,19 +134,3 @@ def _sequence_labels(store: TokenSequences, segments: Ints) -> torch.Tensor | No
     labels = np.where(real, labels, -1)
     labels[1::2] = KL_COMPLETION
     return torch.from_numpy(labels.astype(np.int64))
-
-
-def _empty(store: TokenSequences, pad_id: int) -> Batch:
-    return Batch(
-        input_ids=torch.tensor([[pad_id]]),
-        labels=torch.tensor([[IGNORE]]),
-        position_ids=torch.tensor([[0]]),
-        seqlens=torch.tensor([0], dtype=torch.int32),
-        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-        max_seqlen=1,
-        sequence_keys=torch.tensor([0]),
-        pair_index=torch.tensor([-1]) if _has_pairs(store) else None,
-        margins=None if store.margins is None else torch.zeros(1, dtype=torch.float64),
-        sequence_labels=None if store.desirable is None else torch.tensor([-1]),
-        pad_id=pad_id,
-    )

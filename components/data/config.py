@@ -34,6 +34,7 @@ from components.data.tokenize.encoder import Encoder
 from components.data.tokenize.truncation import LongSamples
 from components.data.tokenize.workers import build_store
 from components.home import expand_home
+from components.json_text import as_type
 
 log = logging.getLogger(__name__)
 
@@ -252,7 +253,7 @@ class Data(ABC):
 
     def restore(self, prepared: Json) -> PreparedData:
         """Restore what ``prepare`` returned from its ``to_json``."""
-        return PreparedData.from_json(prepared)
+        return as_type(PreparedData, prepared)
 
     def _train_split(
         self, encoder: Encoder, cache: Path, seed: int, split_of: partial[Split]

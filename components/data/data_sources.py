@@ -112,7 +112,8 @@ class RecordSource(ABC):
             raise ConfigError(
                 f"{self.name}: its format is {options.format}, and stage={STAGES[kind]} does not train on "
                 "that.\n"
-                f"Use stage={STAGES[KINDS[options.format]]}, {remedy}or name another format in data.format."
+                f"Use stage={STAGES[KINDS[options.format]]}, {remedy}or name another format in data.format; "
+                f"a loss of your own trains on it with stage.kind={KINDS[options.format]}."
             )
         options = replace(options, ranked=kind == "ranked" and "margin" not in options.ignore_fields)
         items = islice(chain(begin, records), self.max_samples)

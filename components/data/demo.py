@@ -90,7 +90,8 @@ def _modules(split: SplitName) -> list[tuple[Path, str]]:
             f"data=demo: no Python sources under {root} (a zipped or stripped Python). "
             "Use data=files data.train=PATH, or a Python that ships its library as .py files."
         )
-    return [(path, name) for path, name in modules if _split(name) == split]
+    held_out = split == "eval"
+    return [one for one in modules if (_stable_hash(one[1]) % 100 < _EVAL_PERCENT) == held_out]
 
 
 def _skipped(relative: Path) -> bool:
@@ -98,10 +99,6 @@ def _skipped(relative: Path) -> bool:
         any(part in _SKIPPED_FOLDERS or part.startswith(_SKIPPED_PREFIXES) for part in relative.parts)
         or relative.as_posix() in _SKIPPED_FILES
     )
-
-
-def _split(module: str) -> SplitName:
-    return "eval" if _stable_hash(module) % 100 < _EVAL_PERCENT else "train"
 
 
 def _stable_hash(text: str) -> int:

@@ -43,9 +43,9 @@ class LlamaFactoryData(RecordsData):
 
     dataset_info: str | None = None
     """The folder of dataset_info.json, or the file."""
-    dataset: str | None = None
-    """Names, separated by commas."""
-    eval_dataset: str | None = None
+    dataset: str | tuple[str, ...] | None = None
+    """Names: a list, or a text with commas."""
+    eval_dataset: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,13 +61,13 @@ class LlamaFactoryData(RecordsData):
         self.eval_sources()
 
     def train_sources(self) -> Sequence[tuple[Source, float]]:
-        names = [name.strip() for name in str(self.dataset).split(",") if name.strip()]
+        names = _names(self.dataset)
         if not names:
             raise ConfigError("data.dataset: names no data set; give one of dataset_info.json.")
         return [(self._source("data.dataset", name), 1.0) for name in names]
 
     def eval_sources(self) -> Mapping[str, Source]:
-        names = [name.strip() for name in (self.eval_dataset or "").split(",") if name.strip()]
+        names = _names(self.eval_dataset)
         keys = ["eval"] if len(names) == 1 else [f"eval/{name}" for name in names]
         return {key: self._source("data.eval_dataset", name) for key, name in zip(keys, names, strict=True)}
 
@@ -78,7 +78,13 @@ class LlamaFactoryData(RecordsData):
 
     @cached_property
     def _entries(self) -> Json:
-        return read_json(self._file)
+        try:
+            return read_json(self._file)
+        except OSError as error:
+            raise ConfigError(
+                f"data.dataset_info: {self._file} cannot be read ({error.strerror}); give LLaMA-Factory's "
+                "data folder."
+            ) from error
 
     def _source(self, option: str, name: str) -> Source:
         entry, where = self._entry(option, name), f"{self._file}: {name}"
@@ -124,6 +130,11 @@ class LlamaFactoryData(RecordsData):
             fields |= {"role": tags.get("role_tag", "from"), "content": tags.get("content_tag", "value")}
         roles = {tags.get(tag, default): role for tag, (default, role) in _TAGS.items()} if chat else {}
         return replace(self.record_options(), format=format, columns=fields, roles=roles, only_columns=True)
+
+
+def _names(given: str | tuple[str, ...] | None) -> list[str]:
+    words = given.split(",") if isinstance(given, str) else given or ()
+    return [word.strip() for word in words if word.strip()]
 
 
 def _format(entry: Json, columns: Json, *, chat: bool) -> Format:

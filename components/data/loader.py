@@ -4,10 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Self
 
 import numpy as np
-from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
 from components.contracts.batch import Batch
@@ -267,8 +265,3 @@ class PreparedData:
 
     def to_json(self) -> Json:
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Json) -> Self:
-        prepared: Self = TypeAdapter(cls).validate_python(value)
-        return prepared

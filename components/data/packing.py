@@ -131,21 +131,6 @@ def plan_epoch(
     return Plan(segments, rows.astype(np.int64) * sequences_per_sample)
 
 
-def same_number_of_rows(repeats: npt.NDArray[np.float64], options: PlanOptions) -> bool:
-    """Return whether every epoch has as many rows as the first one.
-
-    The number of rows of bfd depends on the order of the samples only if there are several windows.
-    """
-    if (repeats % 1).any():
-        return False
-    return options.packing != "bfd" or not options.shuffle or repeats.sum() <= WINDOW
-
-
-def same_rows(repeats: npt.NDArray[np.float64], options: PlanOptions) -> bool:
-    """Return whether every epoch has the same plan."""
-    return not options.shuffle and not (repeats % 1).any()
-
-
 def hold_out(count: int, fraction: float, seed: int) -> npt.NDArray[np.bool_]:
     """Choose the samples to hold out of training, bool ``[count]``; at least one if ``fraction`` > 0."""
     held = np.zeros(count, dtype=np.bool_)

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
-from components.data.packing import Plan, PlanOptions, plan_epoch, same_number_of_rows, same_rows
+from components.data import packing
+from components.data.packing import Plan, PlanOptions, plan_epoch
 from components.data.shared_prefix import shared_lengths
 from components.data.store.checked_files import DamagedFile, load_array, save_array
 from components.data.store.token_store import Ints, TokenSequences
@@ -39,13 +40,19 @@ class CachedPlans:
 
     @cached_property
     def same_number_of_rows(self) -> bool:
-        """Whether all epochs have as many rows as the first one."""
-        return same_number_of_rows(self.repeats, self.options)
+        """Whether all epochs have as many rows as the first one.
+
+        The number of rows of bfd depends on the order of the samples only if there are several windows.
+        """
+        if (self.repeats % 1).any():
+            return False
+        in_order = self.options.packing != "bfd" or not self.options.shuffle
+        return in_order or self.repeats.sum() <= packing.WINDOW
 
     @cached_property
     def same_rows(self) -> bool:
         """Whether all epochs have the same plan."""
-        return same_rows(self.repeats, self.options)
+        return not self.options.shuffle and not (self.repeats % 1).any()
 
     @property
     def num_samples(self) -> int:
@@ -106,7 +113,7 @@ class CachedPlans:
         return lru_cache(maxsize=2)(self._load)
 
     def _load(self, epoch: int) -> Plan:
-        folder = self.folder / epoch_name(epoch)
+        folder = self.folder / f"epoch_{epoch:05d}"
         try:
             return Plan.load(folder)
         except DamagedFile:
@@ -162,7 +169,3 @@ class StepIndex:
 def count_steps(num_rows: int, global_batch_size: int, *, drop_last: bool) -> int:
     """Return the number of global batches of one epoch. The last may be smaller, unless it is dropped."""
     return (num_rows if drop_last else num_rows + global_batch_size - 1) // global_batch_size
-
-
-def epoch_name(epoch: int) -> str:
-    return f"epoch_{epoch:05d}"

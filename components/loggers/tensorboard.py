@@ -1,10 +1,11 @@
 """The logger that writes TensorBoard events."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from components.contracts.errors import ConfigError
+from components.json_text import leaves
 from components.loggers.base import Row, RunInfo, RunResult, require
 
 
@@ -39,9 +40,11 @@ class TensorboardLogger:
         if ending.status == "completed":
             final = {f"final/{key}": value for key, value in ending.summary.items() if key != "step"}
             step = ending.summary.get("step")
-            self._writer.add_hparams(
-                dict(flatten_config("", self._config)), final, run_name=".", global_step=step
-            )
+            config = {  # a value that is neither a number nor text becomes JSON
+                key: value if isinstance(value, str | float | int | bool) else json.dumps(value, default=str)
+                for key, value in leaves(self._config)
+            }
+            self._writer.add_hparams(config, final, run_name=".", global_step=step)
         self._writer.close()
 
 
@@ -62,12 +65,3 @@ class Tensorboard:
 
     def open(self, start: RunInfo) -> TensorboardLogger:
         return TensorboardLogger(start, self.flush_secs)
-
-
-def flatten_config(prefix: str, node: object) -> Iterator[tuple[str, str | float | int | bool]]:
-    """Yield each dotted key with its value; a value that is neither a number nor text becomes JSON."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from flatten_config(f"{prefix}.{key}" if prefix else key, value)
-    else:
-        yield prefix, node if isinstance(node, str | float | int | bool) else json.dumps(node, default=str)

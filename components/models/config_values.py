@@ -2,12 +2,13 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 
 from transformers import PreTrainedConfig
 
 from components.contracts.errors import ConfigError
+from components.json_text import leaves
 from components.models.hf_config import INVALID
 
 UNBUILDABLE = (*INVALID, AssertionError, ImportError, IndexError, RuntimeError, ZeroDivisionError)
@@ -27,7 +28,9 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 def check_values(config: PreTrainedConfig, prefix: str) -> None:
     """Raise ConfigError if a number in ``config`` is out of its range; ``prefix`` stands before its name."""
     names = {own: common for common, own in config.attribute_map.items()}
-    for name, value in numbers("", config.to_dict()):
+    for name, value in leaves(config.to_dict()):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
         for pattern, holds, words in RANGES:
             if re.fullmatch(pattern, names.get(name, name)) and not holds(value):
                 raise ConfigError(f"{prefix}{name}: is {value}; use a value that is {words}.")
@@ -42,12 +45,3 @@ def wrong_field(config: PreTrainedConfig, build: Callable[[PreTrainedConfig], ob
             build(other)
             return name
     return None
-
-
-def numbers(prefix: str, node: Mapping[str, object]) -> Iterator[tuple[str, float]]:
-    """Return the dotted names and the values of all numbers in ``node``."""
-    for key, value in node.items():
-        if isinstance(value, Mapping):
-            yield from numbers(f"{prefix}{key}.", value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{prefix}{key}", value

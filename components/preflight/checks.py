@@ -1,5 +1,6 @@
 """Checks in the parent process, before ranks are spawned."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
@@ -9,17 +10,20 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from components.accelerator import UNSUPPORTED, find_accelerator
 from components.checkpoint import read_meta
-from components.contracts.configs import AdapterConfig
+from components.contracts.configs import AdapterConfig, ModelConfig
 from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
 from components.contracts.hook import Hook
 from components.contracts.parallelism import ParallelismSpec
+from components.models import ModelSpec
 from components.models.attention_shape import attention_shape
 from components.optimizers.muon import HEADS, Muon
 from components.preflight.engine_layouts import EngineLayout
 from components.preflight.estimates.data_sheets import WITHOUT_FLOAT8
 from components.preflight.estimates.device_specs import PROGRAM, machine_memory
 from components.yaml_text import parse_yaml
+
+log = logging.getLogger(__name__)
 
 FIRST_LENGTH = "original_max_position_embeddings"
 """Config key of longrope: the length up to which all sequences have the same frequencies."""
@@ -330,6 +334,16 @@ def check_normalisation(normalize: str | None, packing: str) -> None:
         raise ConfigError(
             "stage.normalize: is sequence, but data.packing=concat cuts samples across rows; "
             "use data.packing=bfd or stage.normalize=token."
+        )
+
+
+def warn_of_random_weights(model: ModelConfig, adapter: AdapterConfig | None) -> None:
+    """Warn if an adapter is trained on random weights, although the model's path has trained ones."""
+    if adapter is not None and isinstance(model, ModelSpec) and model.path and model.init == "random":
+        log.warning(
+            "model.init=random: the frozen weights below the adapter are random; model.init=pretrained "
+            "reads those of %s.",
+            model.path,
         )
 
 

@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from components.contracts.batch import IGNORE, Batch
-from components.contracts.data import PAIRS, SampleKind
+from components.contracts.batch import Batch
+from components.contracts.data import PAIRS
 from components.contracts.errors import ConfigError
 from components.contracts.loss import Loss, TokenStats
 
@@ -29,7 +29,8 @@ def check_watched_metric(metric: str, loss: Loss, key: str) -> None:
 
     It may be that of a named evaluation set, ``eval/NAME/loss``; the names are checked once data is read.
     """
-    (batch,) = loss.prepare([empty_batch(loss.kind)], NoModel())
+    empty = Batch.empty(0, pairs=loss.kind in PAIRS, unpaired=loss.kind == "unpaired")
+    (batch,) = loss.prepare([empty], NoModel())
     zeros = torch.zeros(batch.labels.shape)
     output = loss(TokenStats(zeros, **dict.fromkeys(loss.requires, zeros)), batch)
     known = [f"eval/{name}" for name in dict.fromkeys(("loss", *list(output.terms)[1:], *output.metrics))]
@@ -47,18 +48,3 @@ def check_watched_set(metric: str, sets: Collection[str], key: str) -> None:
             f"{key}: {metric!r} is of an evaluation set that data.eval does not name; use a metric of "
             f"{', '.join(known)}."
         )
-
-
-def empty_batch(kind: SampleKind) -> Batch:
-    """Return a packed micro-batch without a sample, which every loss accepts."""
-    return Batch(
-        input_ids=torch.zeros(1, 1, dtype=torch.int64),
-        labels=torch.tensor([[IGNORE]]),
-        position_ids=torch.zeros(1, 1, dtype=torch.int64),
-        seqlens=torch.tensor([0], dtype=torch.int32),
-        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-        max_seqlen=1,
-        pair_index=torch.tensor([-1]) if kind in PAIRS else None,
-        sequence_labels=torch.tensor([-1]) if kind == "unpaired" else None,
-        pad_id=0,
-    )

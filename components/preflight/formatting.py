@@ -21,8 +21,3 @@ def as_seconds(seconds: float) -> str:
     if seconds >= 1000:
         return f"{seconds:,.0f} s"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
-
-
-def as_share(share: float) -> str:
-    """Format a change as ``+33 %``."""
-    return f"{share:+.0%}".replace("%", " %")

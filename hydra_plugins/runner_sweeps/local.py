@@ -2,6 +2,7 @@
 
 import math
 import os
+import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
 from components.contracts.errors import ConfigError
-from hydra_plugins.runner_sweeps.local_job import COMMAND, to_pass_on
+from hydra_plugins.runner_sweeps.local_job import COMMAND
 from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob, read_job_record
 from runner.sweeps.local_jobs import LocalJob, run_jobs
 
@@ -46,7 +47,7 @@ class LocalLauncher(Launcher):
         with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = number
         point = SweepJob(Path(os.environ[SWEEP_FOLDER]), number, as_given(config.hydra))
-        return LocalJob(point, COMMAND, to_pass_on(sys.argv, config))
+        return LocalJob(point, COMMAND, pickle.dumps((sys.argv, config)))
 
 
 def returned(point: SweepJob) -> JobReturn:

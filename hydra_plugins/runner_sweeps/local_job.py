@@ -3,20 +3,14 @@
 import os
 import pickle
 import sys
-from collections.abc import Sequence
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
-from omegaconf import DictConfig, open_dict
+from omegaconf import open_dict
 
 from runner.search_path import program_first, python_module
 
 COMMAND = tuple(python_module("hydra_plugins.runner_sweeps.local_job"))
-
-
-def to_pass_on(command: Sequence[str], config: DictConfig) -> bytes:
-    """Serialise the user's command and the composed config of one job for ``main``."""
-    return pickle.dumps((list(command), config))
 
 
 def main() -> None:

@@ -156,14 +156,11 @@ def only_command(sweep: Path) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(sweep / "lock")
     try:
-        lock.acquire(timeout=0)
+        held = FileLock(sweep / "lock").acquire(timeout=0)
     except Timeout:
         raise ConfigError(
             f"hydra.sweeper.study_name: another command is at {sweep}; wait for it, or give another name."
         ) from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()

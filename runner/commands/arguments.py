@@ -38,7 +38,7 @@ def parse_pairs(
 
 def first_line(text: str | None) -> str:
     """Return the first line of a command's description, which shows its usage."""
-    return (text or "").splitlines()[0]
+    return (text or "").splitlines()[0].replace("``", "")
 
 
 def number(given: Mapping[str, str], key: str, default: float, *, least: float) -> float:

@@ -19,10 +19,13 @@ from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
 from runner import cli
 from runner.commands.arguments import first_line
+from runner.config.sources import name_of
 from runner.launch.run_record import RunRecord
 
 _LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "sweep", "hook")
 """Groups of options that the run had for its training."""
+_DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset")
+"""The keys that name data only with ``data=llamafactory``."""
 ADAPTER_CONFIG = "adapter_config.json"
 _TRAINING = (
     *("run.eval_every", "run.eval_every_epochs", "run.max_time"),
@@ -48,9 +51,11 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
         known = ["model=hf", f"model.path={folder}"]
     else:
         known = recorded(folder)
+    if {"data.eval", "data"} & {*map(name_of, given)} == {"data.eval"} and "data=llamafactory" in known:
+        known = [word for word in known if word != "data=llamafactory" and name_of(word) not in _DATASETS]
     only = ["run.evaluate_only=true", "run.export=false", "run.final_sample_tokens=0"]
     words = [*known, *only, *evaluated_data(known, given), *given]
-    return list({key_of(word): word for word in words}.values())  # of each key the last one
+    return list({name_of(word): word for word in words}.values())  # of each key the last one
 
 
 def on_its_base(adapter: Path, given: Sequence[str]) -> list[str]:
@@ -58,7 +63,7 @@ def on_its_base(adapter: Path, given: Sequence[str]) -> list[str]:
     from components.adapters.peft_folder import as_overrides  # imports torch, which takes seconds
 
     own = as_overrides(adapter)
-    if "model.path" not in map(key_of, [*own, *given]):
+    if "model.path" not in map(name_of, [*own, *given]):
         raise ConfigError(
             f"checkpoint: {adapter}/{ADAPTER_CONFIG} names no base model (base_model_name_or_path); add "
             "model.path=DIR."
@@ -76,10 +81,11 @@ def recorded(folder: Path) -> list[str]:
     own = [
         word
         for word in RunRecord.read(run).overrides
-        if key_of(word).split(".")[0] not in _LEFT_OUT and key_of(word) not in _TRAINING
+        if name_of(word).split(".")[0] not in _LEFT_OUT and name_of(word) not in _TRAINING
     ]
-    initial = [word for word in RunRecord.read(run).overrides if key_of(word) == "checkpoint.init_from"]
-    return [*own, *initial, f"checkpoint.resume={folder}", "checkpoint.allow_mismatch=true"]
+    initial = [word for word in RunRecord.read(run).overrides if name_of(word) == "checkpoint.init_from"]
+    name = f"run.name=evaluate_{run.parent.name}"  # else it would be the newest run of the trained ones
+    return [*own, *initial, name, f"checkpoint.resume={folder}", "checkpoint.allow_mismatch=true"]
 
 
 def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
@@ -87,21 +93,17 @@ def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
 
     ``known`` are the overrides of the run. If it trained on the demo data, a file is read by ``data=files``.
     """
-    values = {key_of(word): word.partition("=")[2] for word in given}
+    values = {name_of(word): word.partition("=")[2] for word in given}
     if "data.eval_dataset" in values:
         return [f"data.dataset={values['data.eval_dataset']}", "data.eval_fraction=0"]
     if "data.eval" in values:
         sets = yaml.safe_load(values["data.eval"])  # a path, or several by name
         path = next(iter(sets.values()), None) if isinstance(sets, dict) else values["data.eval"]
         # An experiment may select the data itself.
-        selects = {word for word in [*known, *given] if key_of(word) in ("data", "experiment")}
+        selects = {word for word in [*known, *given] if name_of(word) in ("data", "experiment")}
         of_files = [] if selects - {"data=demo", "data=stdlib"} else ["data=files"]
         return [*of_files, f"data.train={path}", "data.sources=null", "data.eval_fraction=0"]
     return []
-
-
-def key_of(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")
 
 
 def main() -> None:

@@ -70,6 +70,8 @@ def generate(arguments: Sequence[str]) -> None:
                     row[metric] = score(answers[number], completion["completion"].strip())
                     scores.append(row[metric])
                 print(json.dumps(row, ensure_ascii=False), file=output, flush=True)
+    if "output" in given:
+        print(f"{len(prompts):,} completions written to {given['output']}", file=sys.stderr)
     if answers:
         print(f"{metric}: {sum(scores) / len(scores):.1%} of {len(scores):,} answers", file=sys.stderr)
 

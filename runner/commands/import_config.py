@@ -27,11 +27,11 @@ from runner.commands.other_tools import TOOLS, Translation, translate
 KEYS: Keys = {"ranks": None, "stage": ("pt", "sft", "rm", "dpo", "kto", "orpo", "cpo", "simpo")}
 LAUNCHED = ("num_processes", "nproc_per_node")
 """Options of accelerate and torchrun with the number of ranks."""
-SCRIPT = re.compile(r"(?:^|[/_])(sft|dpo|kto|orpo|cpo)(?:_\w+)?(?:\.py)?$")
+SCRIPT = re.compile(r"(?:^|[/_])(sft|dpo|kto|orpo|cpo|reward)(?:_\w+)?(?:\.py)?$")
 
 
 def import_config(arguments: Sequence[str]) -> None:
-    usage = f"Usage: {first_line(__doc__).replace('``', '')}"
+    usage = f"Usage: {first_line(__doc__)}"
     if len(arguments) < 2:
         raise ConfigError(f"TOOL and FILE: give both. {usage}")
     tool, name, *pairs = arguments
@@ -101,7 +101,7 @@ def command_line(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]
     start = 0
     for number, word in enumerate(words):
         if (script := SCRIPT.search(word)) and not words[number - 1].startswith("--"):
-            found["stage"] = script[1]
+            found["stage"] = "rm" if script[1] == "reward" else script[1]
         if word.endswith(".py") or (number and words[number - 1] == "trl"):
             start = number + 1
             break

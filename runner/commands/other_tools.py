@@ -6,10 +6,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from components.contracts.errors import ConfigError
-from runner.cli import config_dir
+from runner.cli import config_dir, keys_of
 from runner.config.sources import did_you_mean
 from runner.config.unknown_keys import Counterpart, dictionary, documents
 
@@ -92,7 +90,12 @@ def translate(
     given = {name: value for name, value in options.items() if value is not None and value != ""}
     work = Translation(tool, given)
     work.needless = {name: "it has no value" for name in options if name not in given}
+    if tool == "trl" and "max_length" in work.needless:
+        del work.needless["max_length"]
+        work.checks["data.max_length"] = "null means no limit in TRL; give the tokens of the longest sample"
     check_names(work, options, file)
+    if tool == "llamafactory":
+        check_trains(given, file)
     work.left = documents()[1][tool]["defaults"] | given
     choose_stage(work, stage, file)
     extra = documents()[1][tool]["stage_defaults"].get(work.words["stage"], {})
@@ -102,6 +105,11 @@ def translate(
     choose_batch(work, ranks)
     choose_schedule(work)
     choose_cadences(work)
+    if "adapter_name_or_path" in work.given and work.words["stage"] in ("dpo", "kto"):
+        work.words["stage.reference"] = "adapter_off"
+        work.checks["stage.reference"] = "the reference is the model without the adapter, as in LLaMA-Factory"
+    if work.tool == "llamafactory" and work.given.get("template") not in (None, "llama3", "chatml"):
+        work.skip("template", "the template of the tokenizer is used; compare it, see docs/data.md")
     {"llamafactory": dataset_info, "axolotl": axolotl_datasets, "trl": hub_dataset}[tool](work)
     for name in list(work.left):
         convert(work, name)
@@ -121,6 +129,25 @@ def check_names(work: Translation, options: Mapping[str, Any], file: str) -> Non
             hint = did_you_mean(name, [word for table in tables for word in table])
             near = hint if hint.startswith("did") else "correct it, or leave it out if it does not matter."
             raise ConfigError(f"{name} ({file}): is not a known option of {work.tool}; {near}")
+
+
+def check_trains(given: Mapping[str, Any], file: str) -> None:
+    """Raise ConfigError with the right command if a file of LLaMA-Factory is not for training."""
+    start = given.get("adapter_name_or_path") or given.get("model_name_or_path", "DIR")
+    if "export_dir" in given:
+        command = f"python -m runner.export adapter={start} merge=true output={given['export_dir']}"
+        raise ConfigError(f"export_dir ({file}): this file merges an adapter; use {command}.")
+    if given.get("do_predict") and not given.get("do_train"):
+        command = f"python -m runner.generate checkpoint={start} prompts=FILE output=FILE"
+        raise ConfigError(f"do_predict ({file}): this file completes prompts; use {command}.")
+    if "dataset" not in given:
+        command = f"python -m runner.chat checkpoint={start}"
+        raise ConfigError(f"dataset ({file}): is missing; add it, or, to chat with the model, use {command}.")
+    if given.get("finetuning_type") == "freeze":
+        raise ConfigError(
+            f"finetuning_type ({file}): freeze counts layers, and here they are named; give full, and add "
+            "model.train_only=['model.layers.31.*', ...] to the command."
+        )
 
 
 def convert(work: Translation, name: str) -> None:
@@ -146,13 +173,15 @@ def convert(work: Translation, name: str) -> None:
 def ours_of(row: Counterpart, key: str, switched: str, value: Any) -> object:
     """Return the value of ``key``: None if theirs cannot be converted, and OFF if nothing has to be set."""
     values = listed(value)
+    if key in LISTS and not switched:
+        words = [part.strip() for part in value.split(",")] if isinstance(value, str) else values
+        known = {"all-linear": "all-linear", **(row.values or {})}
+        return known.get(words[0], words) if len(words) == 1 else words
     if row.values is not None:
         theirs = str(values[0]).lower() if len(values) == 1 else ""
         return None if theirs not in row.values else OFF if (ours := row.values[theirs]) is None else ours
     if switched:
         return OFF if str(value).lower() in ("false", "no", "none", "0") else switched
-    if key in LISTS and value != "all-linear":
-        return [part.strip() for part in value.split(",")] if isinstance(value, str) else values
     if key in COMBINED and len(values) > 1:
         return values
     return values[0] if len(values) == 1 and not isinstance(values[0], dict) else None
@@ -333,9 +362,10 @@ def dataset_info(work: Translation) -> None:
     """Set LLaMA-Factory's data."""
     names, evaluated = work.take("dataset"), work.take("eval_dataset")
     work.words |= {"data": "llamafactory", "data.dataset_info": work.take("dataset_dir")}
-    work.words["data.dataset"] = ",".join(listed(names)).replace(" ", "")
-    if evaluated is not None:
-        work.words["data.eval_dataset"] = ",".join(listed(evaluated))
+    for key, given in (("data.dataset", names), ("data.eval_dataset", evaluated)):
+        every = [name.strip() for text in listed(given) for name in str(text).split(",")]
+        if every:
+            work.words[key] = every[0] if len(every) == 1 else every
     if work.words["stage"] == "pt" and "packing" not in work.given:
         work.words["data.packing"] = "concat"
         work.take("packing")
@@ -354,10 +384,17 @@ def hub_dataset(work: Translation) -> None:
     name = work.take("dataset_name")
     if name is None:
         raise ConfigError("dataset_name: the configuration names no data; add it, or the path of a file.")
-    work.words |= {"data": "files", "data.train": place(name)}
     split = work.take("dataset_test_split") or "test"
+    train = files_of_split(name, work.given.get("dataset_train_split", "train"))
+    work.words |= {"data": "files", "data.train": train}
     if work.given.get("eval_strategy", "no") != "no":
-        work.words["data.eval_split"] = split
+        evaluated = files_of_split(name, split)
+        if train.startswith("hub:"):
+            work.words["data.eval_split"] = split
+        elif evaluated != train:
+            work.words["data.eval"] = evaluated
+        else:
+            work.checks["data.eval"] = f"{name} has no file of {split}; name one, or give data.eval_fraction"
     else:
         work.skip("dataset_test_split", "eval_strategy is no")
     if not work.left.get("packing"):
@@ -460,6 +497,14 @@ def place(name: object) -> str:
     return text if is_path else f"hub:{text}"
 
 
+def files_of_split(name: object, split: str) -> str:
+    """Return what ``place`` does, but for a folder with files of ``split`` the pattern of those."""
+    folder = Path(str(name))
+    if folder.is_dir() and any(path.suffix in FILES for path in folder.glob(f"{split}*")):
+        return str(folder / f"{split}*")
+    return place(name)
+
+
 def listed(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
@@ -478,10 +523,3 @@ def leave_out_unread(work: Translation) -> None:
                 if row is not None and row.here == key:
                     work.needless[name] = f"{group}={option} does not read {key}"
             del work.words[key]
-
-
-def keys_of(group: str, option: str) -> set[str]:
-    """Return the keys of an option of a group, with those of the options that it is made of."""
-    node = yaml.safe_load(Path(config_dir(), group, f"{option}.yaml").read_text()) or {}
-    bases = [name for name in node.pop("defaults", []) if name != "_self_"]
-    return {*node}.union(*(keys_of(group, name) for name in bases))

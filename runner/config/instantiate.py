@@ -32,7 +32,7 @@ from runner.config.run_config import (
     watched_metric,
 )
 from runner.config.sources import ConfigSources
-from runner.config.targets import is_below, objection, origin
+from runner.config.targets import objection
 from runner.config.unknown_keys import unknown_key
 
 T = TypeVar("T")
@@ -170,7 +170,7 @@ def build_component(group: str, node: Config, where: ConfigSources) -> Any:
             f"{name} ({where.of(name)}): {path} {reason}; name a {wanted} of "
             f"{contract.__module__}.{contract.__name__}."
         )
-    check_trusted(name, path, origin(target), where)
+    check_trusted(name, path, str(getattr(target, "__module__", "")), where)
     return construct(target, group, {k: v for k, v in node.items() if k != "_target_"}, where)
 
 
@@ -179,7 +179,8 @@ def check_trusted(name: str, path: str, module: str, where: ConfigSources) -> No
 
     ``path`` is the value of the key ``name``. An import runs code too, so the check of the path comes first.
     """
-    if where.run_folder is not None and not is_below(module, (*OURS, *where.trusted)):
+    trusted = tuple(f"{name}." for name in (*OURS, *where.trusted))
+    if where.run_folder is not None and not f"{module}.".startswith(trusted):
         source = path if module == path else f"{path}, which is defined in {module},"
         raise ConfigError(
             f"{name} ({where.of(name)}): {source} is not a class of this program, and a folder may not name "

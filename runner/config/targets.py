@@ -2,16 +2,11 @@
 
 import inspect
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from typing_extensions import get_protocol_members, is_protocol
 
 from components.contracts.configs import AdapterConfig, NoAdapter
-
-
-def is_below(name: str, modules: Iterable[str]) -> bool:
-    """Return whether the dotted ``name`` is one of ``modules`` or lies in one of them."""
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def objection(target: object, contract: type) -> str | None:
@@ -50,8 +45,3 @@ def lacking(kind: type, contract: type) -> str | None:
     has = {name for base in kind.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", {}))}
     lacks = sorted(get_protocol_members(contract) - has)
     return f"lacks {', '.join(lacks[:3])}{' ...' if lacks[3:] else ''}" if lacks else None
-
-
-def origin(target: object) -> str:
-    """Return the module that defines ``target``, or "" if it is not a class or function."""
-    return str(getattr(target, "__module__", ""))

@@ -64,6 +64,20 @@ def counterpart(word: str) -> str | None:
     return None
 
 
+def translations(words: Iterable[str]) -> str:
+    """Return what other tools' options among ``words`` are here, as one line, or "" if there are none."""
+    tables = dictionary().values()
+    found = {word: next((rows[word].here for rows in tables if word in rows), "") for word in words}
+    listed = ", ".join(f"{word} ({here})" for word, here in found.items() if here)
+    return f"\nAlso {listed}; python -m runner.import_config translates a whole file." if listed else ""
+
+
+def counterpart_of_value(group: str, word: str) -> object:
+    """Return the option of ``group`` that another tool calls ``word``, or None if no tool does."""
+    rows = (row for options in dictionary().values() for row in options.values() if row.here == group)
+    return next((row.values[word] for row in rows if row.values and word in row.values), None)
+
+
 def unknown_key(key: str, source: str, known: Iterable[str]) -> ConfigError:
     """Return the error for the unknown ``key``; ``source`` is where it was given."""
     if key in RENAMED:

@@ -1,6 +1,5 @@
 """First part of a launch: all checks of a run, before any file is written or rank started."""
 
-import logging
 import os
 import time
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 from components.loggers import terminal
-from components.models import ModelSpec
 from components.preflight import checks
 from components.preflight.engine_layouts import known_parts
 from components.preflight.estimates.device_specs import find_device
@@ -39,7 +37,6 @@ from runner.logging_setup import log_to
 from runner.training.rank import DTYPES, engine_options
 from runner.training.state import TrainState
 
-log = logging.getLogger("runner")
 ASSUMED_GPU = "H100"
 SLOW = 2.0
 """Time of a matrix product, relative to fp32, from which a dtype is called slow."""
@@ -84,7 +81,8 @@ class RunPreparation:
         experiment, run = self.experiment, self.experiment.run
         model = self.check_components()
         with log_to(None, self.console):
-            self.warn_of_random_weights()
+            if experiment.preflight.mode == "check" and experiment.checkpoint.init_from is None:
+                checks.warn_of_random_weights(experiment.model, experiment.adapter)
             data = self.prepare_data()
         if data.streamed:
             save_every_epochs = experiment.checkpoint.save_every_epochs
@@ -123,18 +121,6 @@ class RunPreparation:
                 self.check_layout(self.reference.model.meta_model)
             self.reference.check(model, experiment.model.load_tokenizer())
         return model
-
-    def warn_of_random_weights(self) -> None:
-        """Warn if an adapter is trained on random weights, although the model's path has trained ones."""
-        model, start = self.experiment.model, self.experiment.checkpoint.init_from
-        if self.experiment.adapter is None or start or self.experiment.preflight.mode != "check":
-            return
-        if isinstance(model, ModelSpec) and model.path and model.init == "random":
-            log.warning(
-                "model.init=random: the frozen weights below the adapter are random; model.init=pretrained "
-                "reads those of %s.",
-                model.path,
-            )
 
     def check_layout(self, model: nn.Module, adapter: AdapterConfig | None = None) -> None:
         """Raise ConfigError if the engine cannot run ``model`` (on the meta device) in this layout."""

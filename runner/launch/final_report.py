@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from components.checkpoint import complete_checkpoints
-from components.checkpoint.folder import step_of
+from components.checkpoint.folder import best_checkpoint, step_of
 from components.contracts.data import SampleKind
 from components.contracts.errors import TrainingError
 from runner.config.command_line import is_sweep, single_job_overrides
@@ -22,7 +22,11 @@ def print_summary(experiment: Experiment, folder: Path, record: RunRecord, saved
 
     ``saved`` is the newest checkpoint. None means that there is no checkpoint.
     """
-    facts = {"run folder": str(folder), "checkpoint": str(saved or "none")} | metric_facts(record.results)
+    facts = {"run folder": str(folder), "checkpoint": str(saved or "none")}
+    best = best_checkpoint(folder / "checkpoints") if experiment.checkpoint.keep_best else None
+    if best is not None:
+        facts["best"] = f"{best} by {experiment.checkpoint.keep_best}; the export is of the last step"
+    facts |= metric_facts(record.results)
     if experiment.run.evaluate_only:
         facts |= evaluation_facts(record.results, experiment.stage.kind)
     if (folder / "export").is_dir():

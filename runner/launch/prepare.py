@@ -1,7 +1,6 @@
 """Second part of a launch: create and fill the folder of a run that passed all checks."""
 
 import os
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -39,20 +38,14 @@ def prepare(launch: RunPreparation) -> Path:
         point.mark_running(folder)
     reference = reference_cache(launch, found.data)
     write_config(folder, launch.config)
-    replace(
-        record,
+    RunRecord(
         command=list(launch.command),
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions=versions(),
         git_commit=git_commit(),
         began=launch.began,
-        stopped=None,
-        ended=None,
-        final_step=None,
-        restarts=0,
         world_size=launch.world_size,
         device=launch.device,
-        error=None,
         overrides=list(launch.where.overrides),
         resumed_from=None if found.resume is None else str(found.resume.absolute()),
         sweep=None if point is None else SweepPlace(str(point.sweep), point.number),
@@ -60,6 +53,8 @@ def prepare(launch: RunPreparation) -> Path:
         identity=vars(found.identity),
         reference=reference,
         data=found.data.to_json(),
+        results=record.results,
+        engine_facts=record.engine_facts,
     ).write(folder)
     write_code_diff(folder)
     audit = found.data.audit.to_json()

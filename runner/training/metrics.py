@@ -54,6 +54,7 @@ class MetricsReporter:
     stopped: Stopped | None = None
     window: Window = field(default_factory=Window)
     task: TaskID | None = None
+    total_steps: int = 0
 
     def __enter__(self) -> Self:
         if self.progress is not None:
@@ -69,6 +70,7 @@ class MetricsReporter:
             self.loggers.finish(self._ending(error))
 
     def start(self, state: TrainState, total_steps: int) -> None:
+        self.total_steps = total_steps
         if self.progress is not None:
             self.task = self.progress.add_task("step", total=total_steps, completed=state.step)
 
@@ -82,7 +84,7 @@ class MetricsReporter:
         epoch: float | None,
         seconds: float,
     ) -> None:
-        """Count one step and, every ``log_every`` steps, write a row. Every rank calls it."""
+        """Count one step; write a row every ``log_every`` steps and for the last one. Every rank calls it."""
         window = self.window
         window.steps += 1
         window.tokens += stats.num_tokens
@@ -91,7 +93,7 @@ class MetricsReporter:
         if self.progress is not None and self.task is not None:
             description = "step" if epoch is None else f"epoch {epoch:.2f}  step"
             self.progress.update(self.task, completed=state.step, description=description)
-        if self.log_every and state.step % self.log_every == 0:
+        if self.log_every and (state.step % self.log_every == 0 or state.step == self.total_steps):
             row = train_row(state, stats, result, lr, epoch) | performance(window, self.peak_flops)
             row |= self._memory()
             self.window = Window()

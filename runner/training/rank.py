@@ -264,7 +264,8 @@ def build_loop(
             engine.max_over_ranks,
             requested,
             deadline,
-            save_s=save_seconds(engine),
+            # A first save is of fp32 weights and two moments (12 bytes), at 200 MB/s.
+            save_s=engine.describe()["trained_parameters"] * 12 / 200e6,
             prune=pruner_of(record.sweep) if place.rank == 0 else None,
         ),
         watchdog=watchdog,
@@ -336,11 +337,6 @@ def open_stream(
     )
     engine.max_over_ranks(0.0)  # no rank reads the folder before rank 0 has emptied it
     return loader
-
-
-def save_seconds(engine: Engine) -> float:
-    """Estimate the seconds of a first save: fp32 weights and two moments (12 bytes) at 200 MB/s."""
-    return float(engine.describe()["trained_parameters"]) * 12 / 200e6
 
 
 def reporter(

@@ -185,7 +185,7 @@ def test_llamafactory(imported: Run) -> None:
         "model.trust_remote_code": True,
         "model.chat_template": "llama3",
         "data.dataset_info": "data",
-        "data.dataset": "identity,alpaca_en_demo",
+        "data.dataset": ["identity", "alpaca_en_demo"],
         "data.max_length": 4096,
         "data.packing": "none",
         "data.eval_fraction": 0.1,
@@ -261,6 +261,7 @@ def test_axolotl(imported: Run) -> None:
         "adapter.modules_to_save": ["embed_tokens", "lm_head"],
         "optimizer.lr": 2e-4,
         "optimizer.betas": [0.9, 0.999],
+        "optimizer._target_": "bitsandbytes.optim.AdamW8bit",
         "scheduler.warmup_ratio": 0.03,
         "run.global_batch_size": 16,
         "run.epochs": 4,
@@ -274,7 +275,6 @@ def test_axolotl(imported: Run) -> None:
     assert OmegaConf.select(answer.composed(), "scheduler.min_lr") == pytest.approx(2e-5)
     for named in (
         "load_in_8bit=True: ",
-        "optimizer=adamw_bnb_8bit: ",
         "special_tokens=",
         "tf32: ",
         "dataset_p",

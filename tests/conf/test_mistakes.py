@@ -450,7 +450,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "adapter part": (
         ["adapter=lora", "adapter.target_modules=attn"],
-        ["adapter.target_modules", "'attn'", "'attention'"],
+        ["adapter.target_modules", "'attn'", "attention"],
     ),
     "adapter rank": (["adapter=lora", "adapter.r=129"], ["adapter.r: 129", "use at most 128"]),
     "adapter path": (["adapter=lora", "adapter.path={tmp}"], ["adapter.path", "adapter_config.json"]),

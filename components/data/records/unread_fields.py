@@ -45,7 +45,7 @@ def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: 
     assert options.format != "auto"
     read = (*_READ[options.format], *(("margin",) if options.ranked else ()))
     names = [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
-    for name in read:
+    for name in (name for name in read if name not in _ALWAYS):  # which the template reads as they are
         names += [f"{name}[].{key}" for key in dict.fromkeys(_unread_keys(record.get(name)))]
     if options.format == "segments":
         names = [name for name in names if name not in ("segments[].text", "segments[].label")]

@@ -209,12 +209,9 @@ def _encode_chat(sample: ChatSample, template: Template, whole: bool) -> Encoded
 def _encode_turns(messages: list[Message], template: Template, untrained: frozenset[int]) -> Encoded:
     """Encode with the assistant turns as targets that are not ``untrained`` and not empty."""
     chat = template.conversation(messages)
-    answers = (i for i, message in enumerate(messages) if message["role"] == "assistant" and _says(message))
-    return _encoded(chat, assistant_spans(chat, [i for i in answers if i not in untrained]))
-
-
-def _says(message: Message) -> bool:
-    return bool(message["content"].strip()) or "tool_calls" in message
+    answers = ((i, m) for i, m in enumerate(messages) if m["role"] == "assistant" and i not in untrained)
+    said = [i for i, message in answers if message["content"].strip() or "tool_calls" in message]
+    return _encoded(chat, assistant_spans(chat, said))
 
 
 def _encoded(chat: Conversation, spans: list[Span]) -> Encoded:

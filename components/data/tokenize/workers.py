@@ -1,6 +1,7 @@
 """Tokenise sources into token stores: in parallel if it pays, in constant memory, once per content."""
 
 import ctypes
+import inspect
 import logging
 import multiprocessing
 import os
@@ -174,7 +175,7 @@ def build_store(source: Source, encoder: Encoder, cache: Path, num_workers: int)
     """
     settings = [encoder.kind, encoder.max_length, encoder.long_samples, encoder.train_on_prompt]
     identity = digest([source.content(cache), _tokenizer_digest(encoder.tokenizer), settings])
-    path = cache / "tokens" / digest([identity, _code()])
+    path = cache / "tokens" / digest([identity, _code(), _own_code(source)])
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         return TokenStore.open(path).verified(), identity
@@ -261,6 +262,13 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 @cache
+def _own_code(source: Source) -> str:
+    """Return the text of the module of a source from outside this package: its samples are as it says."""
+    module = type(source).__module__
+    own = module.partition(".")[0] == __name__.partition(".")[0]
+    return "" if own else inspect.getsource(sys.modules[module])
+
+
 def _code() -> list[str]:
     """Return a digest of the code that makes tokens, and the versions of its libraries.
 

@@ -13,8 +13,8 @@ from components.engines.shared.torch_private import (
     DTensorSpec,
     TensorMeta,
     compute_local_shape_and_global_offset,
-    local_tensor,
 )
+from components.engines.shared.torch_private import local_shard as local_shard
 
 REPLICATE, SHARD, CONTEXT, EXPERT, TENSOR = "dp_replicate", "dp_shard", "cp", "ep", "tp"
 
@@ -53,11 +53,6 @@ def mesh_info(mesh: DeviceMesh) -> Json:
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh for ``fully_shard``: one dimension, or two if every shard has copies."""
     return mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh[REPLICATE, SHARD]
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, which shares memory with ``tensor``, outside of autograd."""
-    return local_tensor(tensor)
 
 
 def without_wrapper(tensor: Tensor) -> Tensor:

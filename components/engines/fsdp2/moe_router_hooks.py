@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -40,7 +39,9 @@ class RouterHooks(RouterState):
             top_k=first.top_k,
             device=device,
             sharing=self.context.group,
-            data=make_batch_group(ranks) if terms.aux_loss == "global_batch" else None,
+            data=flattened(ranks[REPLICATE, SHARD, CONTEXT], "dp_cp").get_group()
+            if terms.aux_loss == "global_batch"
+            else None,
             counted=ranks.get_local_rank(TENSOR) == 0,
         )
         super().__init__(routers, drops=False)
@@ -95,8 +96,3 @@ def router_scores(gate: nn.Module, logits: Tensor) -> Tensor:
     if not hasattr(gate, BIAS):
         return logits.softmax(-1, dtype=torch.float32)
     return normalized(logits.float().sigmoid())
-
-
-def make_batch_group(ranks: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of ranks with other tokens of the same global batch; collective over all ranks."""
-    return flattened(ranks[REPLICATE, SHARD, CONTEXT], "dp_cp").get_group()

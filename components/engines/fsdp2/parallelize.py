@@ -46,7 +46,7 @@ from components.engines.fsdp2.mesh import (
 from components.engines.fsdp2.moe_router_hooks import RouterHooks
 from components.engines.fsdp2.mtp import MTPHead
 from components.engines.fsdp2.param_views import ParamView
-from components.engines.fsdp2.tensor_parallel import CopyToTP, apply_tp, local, vocabulary_shard
+from components.engines.fsdp2.tensor_parallel import CopyToTP, apply_tp, first_row, local
 from components.engines.shared.activation_offloading import ActivationOffloading
 from components.engines.shared.neftune import NO_NOISE, NoisyEmbedding
 from components.engines.shared.token_log_probs import scalar_stats, token_stats
@@ -219,7 +219,8 @@ def build_model(
     scorer.float8 = float8.convert(scorer.lm, layout, device.type) if options.float8 else {}
     if layout.tp > 1:
         apply_tp(scorer.lm, mesh[TENSOR])
-        scorer.vocabulary = vocabulary_shard(scorer.lm.config.vocab_size, mesh.get_group(TENSOR))
+        group, size = mesh.get_group(TENSOR), scorer.lm.config.vocab_size
+        scorer.vocabulary = VocabularyShard(group, first_row(size, group), size)
     if trainable and grouped_experts(scorer.lm):
         scorer.routing = RouterHooks(spec.moe, scorer.lm, ranks, device)
     scorer.offloading = (

@@ -24,7 +24,6 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.engines.shared.parallel_dims import check_tp, divisors, suggest_sizes
 from components.engines.shared.torch_private import compute_local_shape_and_global_offset, own_parameters
-from components.engines.shared.vocab_parallel import VocabularyShard
 from components.models.scalar_head import SCORE, has_scalar_head, ties_embedding
 
 Layer = Any
@@ -133,12 +132,11 @@ def make_colwise(module: Any, mesh: DeviceMesh) -> None:
     linear = getattr(module, "base_layer", module)
     to_dtensors(linear, mesh, weight=Shard(0), bias=Shard(0))
     linear.forward = colwise(linear)
-    if linear is not module:
-        for key, a in module.lora_A.items():
-            b = module.lora_B[key]
-            to_dtensors(a, mesh, weight=Replicate())
-            to_dtensors(b, mesh, weight=Shard(0))
-            a.forward, b.forward = with_local_weight(a, Partial()), colwise(b)
+    for key, a in getattr(module, "lora_A", {}).items():
+        b = module.lora_B[key]
+        to_dtensors(a, mesh, weight=Replicate())
+        to_dtensors(b, mesh, weight=Shard(0))
+        a.forward, b.forward = with_local_weight(a, Partial()), colwise(b)
 
 
 def make_rowwise(module: Any, mesh: DeviceMesh) -> None:
@@ -149,12 +147,11 @@ def make_rowwise(module: Any, mesh: DeviceMesh) -> None:
     linear, group = getattr(module, "base_layer", module), mesh.get_group()
     to_dtensors(linear, mesh, weight=Shard(1), bias=Replicate())
     linear.forward = rowwise(linear, group)
-    if linear is not module:
-        for key, a in module.lora_A.items():
-            b = module.lora_B[key]
-            to_dtensors(a, mesh, weight=Shard(1))
-            to_dtensors(b, mesh, weight=Replicate())
-            a.forward, b.forward = rowwise(a, group), with_local_weight(b, Replicate())
+    for key, a in getattr(module, "lora_A", {}).items():
+        b = module.lora_B[key]
+        to_dtensors(a, mesh, weight=Shard(1))
+        to_dtensors(b, mesh, weight=Replicate())
+        a.forward, b.forward = rowwise(a, group), with_local_weight(b, Replicate())
 
 
 def replicate(module: Layer, mesh: DeviceMesh) -> None:
@@ -258,10 +255,6 @@ def vocab_parallel_embedding(embedding: Layer, group: dist.ProcessGroup) -> Call
 def first_row(size: int, group: dist.ProcessGroup) -> int:
     """Return this rank's first row under ``Shard(0)``: ceil(size / ranks) each, fewer on the last ranks."""
     return min(-(-size // group.size()) * group.rank(), size)
-
-
-def vocabulary_shard(size: int, group: dist.ProcessGroup) -> VocabularyShard:
-    return VocabularyShard(group, first_row(size, group), size)
 
 
 class CopyToTP(torch.autograd.Function):

@@ -81,7 +81,5 @@ class Megatron(Layout):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         from components.engines.megatron.runtime.engine import MegatronEngine
 
-        assert not options.compiled
-        assert options.kernels != "liger"
         with process_group.joined(options.device, options.timeout_s) as device:
             return MegatronEngine(model, optimizer, self, options, device)

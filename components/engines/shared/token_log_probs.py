@@ -95,7 +95,7 @@ def scalar_stats(hidden: Tensor, weight: Tensor) -> TokenStats:
         weight: ``[1, H]``.
     """
     dtype = stats_dtype(hidden)
-    values = (hidden.to(dtype) @ weight.to(dtype).T).squeeze(-1)
+    values = hidden.to(dtype) @ weight.to(dtype)[0]  # not a view, on which FSDP could lose its hooks
     return TokenStats(torch.zeros_like(values), values=values)
 
 

@@ -41,7 +41,7 @@ def assert_async(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard, which shares memory with ``tensor``, outside of autograd."""
     shard = getattr(tensor, "_local_tensor", tensor)
     return getattr(shard, "_tensor", shard)  # that in torchao's wrapper for an all-gather in float8
@@ -49,7 +49,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def storage_key(tensor: Tensor) -> int:
     """Return a number that is equal for tensors in the same storage, whatever its current size."""
-    return local_tensor(tensor).untyped_storage()._cdata
+    return local_shard(tensor).untyped_storage()._cdata
 
 
 def clear_dtensor_caches() -> None:

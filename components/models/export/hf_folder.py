@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from components.checkpoint.dcp import all_gather_objects
 from components.models.config import ModelSpec
 from components.models.export.hf_file_names import file_names
 
@@ -42,7 +43,7 @@ def export_folder(
     path.mkdir(parents=True, exist_ok=True)
     rename = file_names(spec.config().model_type)
     renamed = ((rename(name), tensor) for name, tensor in tensors)
-    written = gather_objects(write_shards(path, renamed, shard_bytes))
+    written = all_gather_objects(write_shards(path, renamed, shard_bytes), None)
     if rank() == 0:
         finish_folder(spec, path, dtype, [shard for shards in written for shard in shards])
     if dist.is_initialized():
@@ -64,15 +65,6 @@ def finish_folder(spec: ModelSpec, path: Path, dtype: torch.dtype, shards: list[
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def gather_objects(mine: list[tuple[Path, Sizes]]) -> list[list[tuple[Path, Sizes]]]:
-    """Return the files of all ranks, by rank. This is a collective if there is a process group."""
-    if not dist.is_initialized():
-        return [mine]
-    everyone: list[list[tuple[Path, Sizes]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) -> list[tuple[Path, Sizes]]:

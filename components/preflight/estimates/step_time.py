@@ -100,12 +100,12 @@ class StepTime:
     """Seconds of communication within the step or after it that does not overlap with computation."""
     idle: float
     """Seconds in the pipeline bubble."""
-    behind: float
+    overlapped: float
     """Seconds of communication that overlaps with computation; the longer of the two counts."""
 
     @property
     def total(self) -> float:
-        return max(self.compute + self.idle, self.behind) + self.waiting
+        return max(self.compute + self.idle, self.overlapped) + self.waiting
 
     def to_json(self) -> dict[str, float]:
         """Return the total as ``seconds``, and each part, such as ``compute_s``."""

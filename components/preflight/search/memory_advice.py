@@ -9,7 +9,7 @@ from components.adapters import LoRA
 from components.contracts.errors import ConfigError
 from components.preflight.engine_layouts import memory_savers
 from components.preflight.estimates.step_time import StepWork, step_time, step_work
-from components.preflight.formatting import as_share, as_size
+from components.preflight.formatting import as_size
 from components.preflight.search.candidate import Candidate
 
 SHOWN, KEPT, DEPTH = 3, 4, 3
@@ -66,7 +66,7 @@ def describe(change: Variation, case: Candidate, work: StepWork) -> str:
     facts = [as_size(change.candidate.peak.total)]
     if change.candidate.world_size != case.world_size:
         facts.append(f"{change.candidate.world_size} ranks")
-    facts.append("training differs" if change.alters else f"device time {as_share(after / before - 1)}")
+    facts.append("training differs" if change.alters else f"device time {100 * (after / before - 1):+.0f} %")
     typed = " ".join(f"{key}={value}" for key, value in change.overrides.items())
     return f"{typed} ({', '.join(facts)})"
 

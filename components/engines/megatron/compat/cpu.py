@@ -53,27 +53,12 @@ def leave_eager(_: object) -> Callable[..., object]:
 # ---- torch.cuda
 
 
-def current_device(_: object) -> Callable[[], torch.device]:
-    return lambda: CPU
-
-
 def do_nothing(_: object) -> Callable[..., None]:
     return lambda *_, **__: None
 
 
-def get_rng_state(_: object) -> Callable[..., Tensor]:
-    return lambda *_, **__: torch.get_rng_state()
-
-
 def set_rng_state(_: object) -> Callable[..., None]:
     return lambda state, *_, **__: torch.set_rng_state(state)
-
-
-def manual_seed(_: object) -> Callable[[int], None]:
-    def seed_default(seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-
-    return seed_default
 
 
 # ---- Megatron's own
@@ -97,10 +82,6 @@ def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return factory(*args, **kwargs)
 
     return make
-
-
-def identity(_: object) -> Callable[..., Tensor]:
-    return lambda tensor, *_, **__: tensor
 
 
 def name_cuda_type(original: Callable[..., object]) -> Callable[..., object]:
@@ -134,7 +115,7 @@ PATCHES = (
     Patch(
         symbols=("torch.cuda.current_device",),
         why="raises; Megatron makes parameters, buffers and messages on this device",
-        replace=current_device,
+        replace=lambda _: lambda: CPU,
     ),
     Patch(
         symbols=("torch.cuda.synchronize",),
@@ -150,7 +131,7 @@ PATCHES = (
     Patch(
         symbols=("torch.cuda.get_rng_state", "torch.cuda.random.get_rng_state"),
         why="raises; on the CPU dropout draws from the CPU's generator: trackers are to keep its state",
-        replace=get_rng_state,
+        replace=lambda _: lambda *_, **__: torch.get_rng_state(),
     ),
     Patch(
         symbols=("torch.cuda.set_rng_state",),
@@ -160,7 +141,7 @@ PATCHES = (
     Patch(
         symbols=("torch.cuda.manual_seed",),
         why="puts the call off likewise: every tracker would start from the same state",
-        replace=manual_seed,
+        replace=lambda _: lambda seed: torch.default_generator.manual_seed(seed),
     ),
     Patch(
         symbols=("megatron.core.tensor_parallel.random._set_cuda_rng_state",),
@@ -182,7 +163,7 @@ PATCHES = (
             ".setup_embeddings_and_output_layer",
         ),
         why="moves tied embeddings with Tensor.cuda before the stages that share them agree on them",
-        replace=during(Tensor, "cuda", identity),
+        replace=during(Tensor, "cuda", lambda _: lambda tensor, *_, **__: tensor),
     ),
     Patch(
         symbols=("megatron.core.models.common.embeddings.rotary_pos_embedding.get_pos_emb_on_this_cp_rank",),

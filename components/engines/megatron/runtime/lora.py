@@ -61,7 +61,8 @@ class AdaptedLinear(nn.Module):
         self.up: list[nn.Parameter] = []
         for kind in ("lora", "initial") if adapter.is_pissa else ("lora",):
             for number, member in enumerate(members):
-                a, b = factor_shapes(member, adapter.r)
+                rows, columns = (index.stop - index.start for index in member.index)
+                a, b = (adapter.r, columns), (rows, adapter.r)
                 self.down.append(self._factor(f"{kind}_A_{number}", a, split=1 if self.row else None))
                 self.up.append(self._factor(f"{kind}_B_{number}", b, split=0 if self.column else None))
 
@@ -149,12 +150,6 @@ class AdaptedLinear(nn.Module):
         if not self.dropout or not self.row or self.sequence_parallel:
             return nullcontext()
         return get_cuda_rng_tracker().fork()
-
-
-def factor_shapes(member: HFTensorSlice, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shapes of this rank's parts of A and B."""
-    rows, columns = (index.stop - index.start for index in member.index)
-    return (rank, columns), (rows, rank)
 
 
 def adapt(chunk: nn.Module, found: HFTensorSlices, adapter: LoRA, targets: Collection[str]) -> HFTensorSlices:

@@ -21,9 +21,7 @@ from components.engines.megatron.runtime.hf_weights import (
 )
 from components.engines.megatron.runtime.optimizer import DenseOrExpertOptimizer, MegatronOptimizers
 from components.engines.megatron.runtime.whole_weights import WholeWeightUpdate
-
-STEP = "optimizer_step"
-"""Key of the number of updates, which AdamW's bias correction needs; skipped steps do not count."""
+from components.engines.shared.class_state import UPDATES
 
 LOAD_BYTES = 1 << 30
 """Maximum size in bytes of tensors that are read at once, in host memory."""
@@ -75,7 +73,7 @@ def optimizer_tensors(
         update.make_moments()
         kinds += update.moments
         if blocks:  # a pipeline stage may have no trained parameter, and so no count
-            tensors[STEP] = torch.tensor([update.step], dtype=torch.float32)
+            tensors[UPDATES] = torch.tensor([update.step], dtype=torch.float32)
     for number, (parameter, members) in enumerate(blocks.items()):
         of = update.of(parameter)
         if of.distributed:
@@ -157,7 +155,7 @@ def load(
 def load_optimizer(path: Path, blocks: HFTensorSlices, update: MegatronOptimizers) -> None:
     update.make_moments()
     step = torch.zeros(1)
-    load_tensors(path, {STEP: step})
+    load_tensors(path, {UPDATES: step})
     kinds = ("model", *update.moments)
     kept = 4 * len(kinds) * sum(parameter.numel() for parameter in blocks)
     sharded_over = update.shards

@@ -16,6 +16,7 @@ from components.contracts.errors import ConfigError
 from components.data import FilesData, PreparedData, StdlibData, data_sources
 from components.data.tokenize import encoder
 from components.data.tokenizer import PATH
+from components.json_text import as_type
 from tests.unit.components.data.store.test_indexed import write_indexed
 
 SHARED = Path(__file__).parents[5] / "shared" / "data"
@@ -239,7 +240,7 @@ def test_several_evaluation_sets(tmp_path: Path, texts: str, tokenizer: PreTrain
         ("eval/b", 4),
     ]
     assert json.loads(prepared.audit.to_json()).keys() == {"train", "eval/a", "eval/b"}
-    again = PreparedData.from_json(json.loads(json.dumps(prepared.to_json())))
+    again = as_type(PreparedData, json.loads(json.dumps(prepared.to_json())))
     assert [loader.stats(0).num_samples for loader in again.eval_loaders(ONE_RANK).values()] == [3, 4]
 
 
