@@ -498,7 +498,7 @@ def place(name: object) -> str:
 
 
 def files_of_split(name: object, split: str) -> str:
-    """Return what ``place`` does, but for a folder with files of ``split`` the pattern of those."""
+    """Return the pattern of the files of ``split`` in a folder; for any other name, see ``place``."""
     folder = Path(str(name))
     if folder.is_dir() and any(path.suffix in FILES for path in folder.glob(f"{split}*")):
         return str(folder / f"{split}*")

@@ -14,7 +14,7 @@ REDUCED = [
     ("fsdp2 cp2", "dpo shared prompt"),
     ("dp2 sharded", "sft packed"),
     ("dp2 sharded", "dpo packed"),
-    ("tp2 sp", "pt"),
+    ("tp2 sp offload", "pt"),
     ("pp2vpp2", "dpo packed"),
     ("pp2vpp2", "sft padded"),
     ("cp2", "pt"),

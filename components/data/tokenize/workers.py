@@ -261,7 +261,6 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return digest([model, tokenizer.chat_template, special, tokenizer("a")["input_ids"]])
 
 
-@cache
 def _own_code(source: Source) -> str:
     """Return the text of the module of a source from outside this package: its samples are as it says."""
     module = type(source).__module__
@@ -269,6 +268,7 @@ def _own_code(source: Source) -> str:
     return "" if own else inspect.getsource(sys.modules[module])
 
 
+@cache
 def _code() -> list[str]:
     """Return a digest of the code that makes tokens, and the versions of its libraries.
 
