@@ -282,9 +282,7 @@ def short_message(error: Exception) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, OverrideParseException):
         if Path(str(error.override)).suffix in (".yaml", ".yml", ".json"):
-            return (
-                f"{error.override}: is no option; python -m runner.import_config TOOL FILE translates a file."
-            )
+            return f"{error.override}: is no option; use python -m runner.import_config TOOL FILE for a file."
         return f"{error.override} (the command line): is not KEY=VALUE: {lines[0]}; correct it, or quote it."
     return " ".join(lines[:2]) or f"{config_dirs()[-1]}: {type(error).__name__} in a file there; correct it."
 

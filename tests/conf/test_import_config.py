@@ -55,6 +55,8 @@ eval_steps: 500
 enable_thinking: false
 """
 DEEPSPEED = "model_name_or_path: x\ndataset: a\nstage: {}\nfinetuning_type: full\ndeepspeed: ds_z3.json\n"
+MERGE = "model_name_or_path: x\nadapter_name_or_path: saves/x\nexport_dir: models/x\n"
+FREEZE = "finetuning_type: freeze\nfreeze_trainable_layers: 2\n"
 AXOLOTL = """
 base_model: NousResearch/Meta-Llama-3-8B
 model_type: LlamaForCausalLM
@@ -240,6 +242,31 @@ def test_losses_of_llamafactory_that_are_stages_here(
     assert not any(word.startswith("adapter") for word in answer.words)
 
 
+def test_an_adapter_that_goes_on_with_preferences(imported: Run) -> None:
+    """The reference of LLaMA-Factory is the model without the adapter, and targets are text or a list."""
+    lora = DEEPSPEED.format("dpo").replace("full", "lora").replace("deepspeed: ds_z3.json\n", "")
+    answer = imported("llamafactory", lora + "template: qwen\nadapter_name_or_path: saves/sft\n")
+    assert {"adapter.path=saves/sft", "stage.reference=adapter_off"} <= {*answer.words}
+    assert "#   template: the template of the tokenizer is used" in answer.out
+    for given in ("q_proj, v_proj", "[q_proj, v_proj]"):
+        check(
+            imported("llamafactory", lora + f"lora_target: {given}\n"),
+            {"adapter.target_modules": ["q_proj", "v_proj"]},
+        )
+
+
+def test_splits_of_a_local_folder(imported: Run, tmp_path: Path) -> None:
+    """A folder is not a data set of the hub: its files of a split are named."""
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("{}")
+    text = f"model_name_or_path: m\ndataset_name: {tmp_path}\nmax_length: null\n"
+    answer = imported("trl", text + "eval_strategy: steps\neval_steps: 2\n", "stage=sft")
+    check(answer, {"data.train": f"{tmp_path}/train*", "data.eval": f"{tmp_path}/test*"})
+    assert "#   data.max_length: null means no limit" in answer.out
+    line = "trl reward --model_name_or_path m --dataset_name d"
+    assert "stage=rm" in imported("trl", line, suffix=".sh").words
+
+
 def test_pretraining_and_kto_of_llamafactory(imported: Run) -> None:
     check(imported("llamafactory", DEEPSPEED.format("pt")), {"data.packing": "concat", "stage.kind": "text"})
     text = json.dumps({**yaml.safe_load(DEEPSPEED.format("kto")), "kto_chosen_weight": 1.5})
@@ -418,6 +445,16 @@ def test_a_command_line_of_trl(imported: Run) -> None:
         ("trl", "sft.py --dataset_name 'x", [], ".txt", "cannot be parsed"),
         ("trl", "sft.py --dataset_name x", [], ".txt", "model_name_or_path"),
         ("axolotl", "base_model: x\ndatasets: [a]", [], ".yaml", "datasets: must be"),
+        ("llamafactory", MERGE, [], ".yaml", "runner.export adapter=saves/x merge=true output=models/x."),
+        (
+            "llamafactory",
+            "do_predict: true\ndataset: a\nadapter_name_or_path: y",
+            [],
+            ".yaml",
+            "runner.generate",
+        ),
+        ("llamafactory", "model_name_or_path: y\ntemplate: qwen", [], ".yaml", "runner.chat checkpoint=y"),
+        ("llamafactory", DEEPSPEED.format("sft") + FREEZE, [], ".yaml", "model.train_only"),
         ("axolotl", "base_model: x\ntensor_parallel_size: 2", ["ranks=3"], ".yaml", "ranks: 3"),
     ],
 )

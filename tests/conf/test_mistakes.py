@@ -448,6 +448,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["adapter=lora", "adapter.target_modules=[q_prj]"],
         ["adapter.target_modules", "q_prj", "q_proj"],
     ),
+    "key of another option": (["data.train={tmp}/chat.jsonl"], ["data.train", "data=files does"]),
+    "key of several options": (["stage.beta=0.1"], ["stage.beta", "stage=dpo"]),
+    "several names of other tools": (
+        ["learning_rate=1e-5", "cutoff_len=512"],
+        ["optimizer.lr", "cutoff_len (data.max_length)", "runner.import_config"],
+    ),
+    "optimizer of another tool": (["optimizer=adamw_torch"], ["use optimizer=adamw."]),
+    "file of another tool": (["examples/train_lora.yaml"], ["runner.import_config"]),
     "adapter part": (
         ["adapter=lora", "adapter.target_modules=attn"],
         ["adapter.target_modules", "'attn'", "attention"],

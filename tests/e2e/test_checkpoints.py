@@ -47,7 +47,9 @@ def test_an_early_stop_keeps_the_best_and_is_not_resumed(
         "checkpoint.keep_last=1",
     )
     first = run_here(tmp_path, *few, *watched, "early_stopping.patience=2", "checkpoint.async_save=true")
-    assert "stopped early at step 3: eval/loss has not improved since step 1" in stderr_of(capsys)
+    told = capsys.readouterr()
+    assert "stopped early at step 3: eval/loss has not improved since step 1" in " ".join(told.err.split())
+    assert f"best        {first}/checkpoints/step_00000001 by eval/loss" in told.out
     assert saved(first) == [1, 3]
     again = (f"run.output_dir={tmp_path}", *few, *watched, "checkpoint.resume=auto")
     assert call_here(*again, "early_stopping.patience=2") == 2

@@ -88,7 +88,7 @@ def describe(folder: Path, entries: dict[str, Any]) -> None:
 
 
 def prepare(
-    folder: Path, kind: SampleKind, tokenizer: PreTrainedTokenizerBase, names: str = "mine", **options: Any
+    folder: Path, kind: SampleKind, tokenizer: PreTrainedTokenizerBase, names: Any = "mine", **options: Any
 ) -> PreparedData:
     data = LlamaFactoryData(
         dataset_info=str(folder), dataset=names, cache_dir=str(folder / "cache"), packing="none", **options
@@ -127,6 +127,7 @@ def test_several_data_sets_some_of_their_samples_and_what_is_not_named(
     describe(tmp_path, {"a": {"file_name": "a.json", "num_samples": 2}, "b": {"file_name": "b.jsonl"}})
     prepared = prepare(tmp_path, "chat", tokenizer, "a, b", eval_dataset="b")
     assert [source.samples for source in prepared.audit.train.sources] == [2, 1]
+    assert prepare(tmp_path, "chat", tokenizer, ("a", "b")).audit.train == prepared.audit.train
     assert prepared.audit.train.sources[0].unread == ("id",)
     assert prepared.audit.eval.keys() == {"eval"}
     both = prepare(tmp_path, "chat", tokenizer, "a, b", eval_dataset="a, b")

@@ -344,6 +344,8 @@ def test_names_of_columns_and_roles() -> None:
 def test_what_is_not_read_is_named() -> None:
     record = {"messages": [{**U, "id": 3}, A], "source": "web", "images": [], "note": None}
     assert normalize(record, RecordOptions(format="messages"), "f:1")[1] == ["source", "messages[].id"]
+    rendered = {"messages": [U, A], "tools": [{"type": "function", "function": {}, "labels": ["a"]}]}
+    assert normalize(rendered, RecordOptions(format="messages"), "f:1")[1] == []
     images = {"conversations": [HUMAN, GPT], "images": ["a.jpg"]}
     ignoring = RecordOptions(format="sharegpt", ignore_fields=("images",))
     assert normalize(images, ignoring, "f:1") == (ChatSample([U, A], None), ["images"])

@@ -282,10 +282,15 @@ def other_template(source: FileSource, encoder: Encoder) -> tuple[FileSource, En
     return source, replace(encoder, tokenizer=tokenizer)
 
 
+class OwnSource(FileSource):
+    """A source of a user's own package."""
+
+
 @pytest.mark.parametrize(
     "change",
     [
         other_content,
+        lambda source, encoder: (OwnSource(**vars(source)), encoder),
         other_tokenizer,
         other_template,
         lambda source, encoder: (replace(source, options=RecordOptions(format="text")), encoder),

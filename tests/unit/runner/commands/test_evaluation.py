@@ -1,0 +1,16 @@
+from pathlib import Path
+
+from runner.commands.evaluate import evaluation
+from runner.launch.run_record import RunRecord
+
+
+def test_a_file_replaces_the_data_sets_of_a_run(tmp_path: Path) -> None:
+    """Its folder is not that of the trained runs, whose newest it would be."""
+    run = tmp_path / "lora" / "2026-01-01_00-00-00"
+    overrides = ["stage=sft", "data=llamafactory", "data.dataset_info=d", "data.dataset=a", "run.name=lora"]
+    run.mkdir(parents=True)
+    RunRecord(overrides=overrides).write(run)
+    words = evaluation([f"checkpoint={run}", "data.eval=x.jsonl"])
+    assert {"stage=sft", "data=files", "data.train=x.jsonl", "run.name=evaluate_lora"} <= {*words}
+    assert not any(word.startswith(("data.dataset", "data=llamafactory", "run.name=lora")) for word in words)
+    assert "data.dataset=b" in evaluation([f"checkpoint={run}", "data.eval_dataset=b"])
