@@ -291,7 +291,9 @@ def unread_key(key: str) -> str:
     """Return the message for a key of the command line that the composed config lacks."""
     group = key.partition(".")[0]
     own = (f"{group}._target_=", "optimizer=torch") if group == "optimizer" else (f"{group}._target_=",)
-    if any(word.startswith(own) for word in sys.argv[1:]):
+    chosen = [word.partition("=")[2] for word in sys.argv[1:] if word.startswith(f"{group}=")]
+    files = [folder / group / f"{option}.yaml" for folder in config_dirs()[1:] for option in chosen]
+    if any(word.startswith(own) for word in sys.argv[1:]) or any(file.is_file() for file in files):
         return f"{key} (the command line): is not in the file of {group}; to add it, use +{key}=VALUE."
     if options := options_with(key):
         return (

@@ -88,6 +88,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["--config-dir={tmp}/conf", "optimizer=absent"],
         ["optimizer/absent.yaml): cannot import", "; pip install no_such_package."],
     ),
+    "key that an option of one's own leaves out": (
+        ["--config-dir={tmp}/conf", "optimizer=absent", "optimizer.betas=[0.9,0.9]"],
+        ["use +optimizer.betas=VALUE"],
+    ),
     "function as a class": (
         ["stage._target_=os.system", "+stage.command=touch {tmp}/ran"],
         ["stage._target_ (the command line): os.system is not a class;", "contracts.loss.Loss"],
