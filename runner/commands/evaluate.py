@@ -84,7 +84,7 @@ def recorded(folder: Path) -> list[str]:
         if name_of(word).split(".")[0] not in _LEFT_OUT and name_of(word) not in _TRAINING
     ]
     initial = [word for word in RunRecord.read(run).overrides if name_of(word) == "checkpoint.init_from"]
-    name = f"run.name=evaluate_{run.parent.name}"  # else it would be the newest run of the trained ones
+    name = f"run.name=evaluate_{run.resolve().parent.name}"  # not among the trained runs
     return [*own, *initial, name, f"checkpoint.resume={folder}", "checkpoint.allow_mismatch=true"]
 
 

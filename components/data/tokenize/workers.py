@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import is_dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -264,8 +264,10 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 def _own_code(source: Source) -> str:
     """Return the text of the module of a source from outside this package: its samples are as it says."""
     module = type(source).__module__
-    own = module.partition(".")[0] == __name__.partition(".")[0]
-    return "" if own else inspect.getsource(sys.modules[module])
+    if module.partition(".")[0] != __name__.partition(".")[0]:
+        with suppress(OSError):  # a module without a file of Python
+            return inspect.getsource(sys.modules[module])
+    return ""
 
 
 @cache
