@@ -24,6 +24,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from components.contracts.batch import Batch
 from components.engines.megatron.runtime.cp_sharding import gather_shards, shard_batch
+from components.engines.shared.process_group import init_process_group
 from tests.distributed.core_attention_cases import (
     HEAD_DIM,
     VOCAB,
@@ -70,7 +71,7 @@ def rotary_error(case: Case, group: Any) -> float:
 
 def zig_zag(cp: int) -> bool:
     """Return whether a padded row is split over cp ranks as mcore splits it."""
-    dist.init_process_group("gloo")
+    init_process_group("cpu")
     parallel_state.initialize_model_parallel(1, context_parallel_size=cp)
     batch = make_batch((16, 16), "padded")
     theirs = get_batch_on_this_cp_rank({"tokens": batch.input_ids, "position_ids": batch.position_ids})
@@ -125,7 +126,7 @@ def model_errors(cases: list[Case]) -> list[tuple[float, float]]:
     The reference is mcore's own attention on one sequence at a time. Errors of gradients are relative to the
     largest gradient.
     """
-    dist.init_process_group("gloo")
+    init_process_group("cpu")
     return [model_error(case, recompute) for case in cases for recompute in (False, True)]
 
 

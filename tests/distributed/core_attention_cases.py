@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from components.contracts.batch import IGNORE, Batch
 from components.engines.megatron.runtime.cp_sharding import CPShard, shard_batch
+from components.engines.shared.process_group import init_process_group
 
 VOCAB, WINDOW, HEAD_DIM = 40, 5, 8
 FUSIONS = {"gradient_accumulation_fusion": False, "masked_softmax_fusion": False, "persist_layer_norm": False}
@@ -57,7 +58,7 @@ def make_batch(lengths: tuple[int, ...], layout: str) -> Batch:
 
 def group_of(cp: int) -> Any:
     """Return this rank's group of ``cp`` ranks. Every rank of the world calls it."""
-    dist.init_process_group("gloo")
+    init_process_group("cpu")
     parts = [list(range(begin, begin + cp)) for begin in range(0, dist.get_world_size(), cp)]
     return dist.new_subgroups_by_enumeration(parts)[0]
 
@@ -186,7 +187,7 @@ def softmax_gradients(case: Case, batch: Batch) -> list[Tensor]:
 
 def dropped(cases: list[Case], sequence_parallel: bool) -> list[dict[str, bool]]:
     """Return for each case which outputs dropout changes, and whether the default generator advances."""
-    dist.init_process_group("gloo")
+    init_process_group("cpu")
     parallel_state.initialize_model_parallel(1, context_parallel_size=cases[0].cp)
     model_parallel_cuda_manual_seed(5)
     group = parallel_state.get_context_parallel_group()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from components.engines.megatron.compat import cpu, no_te
 from components.engines.megatron.compat.patching import find
+from components.engines.shared.process_group import init_process_group
 
 PATCHES = [patch for patch in (*cpu.PATCHES, *no_te.PATCHES) if patch.applies]
 SYMBOLS = list(chain.from_iterable(patch.symbols for patch in PATCHES))
@@ -38,7 +39,7 @@ def two_stages() -> None:
 
     import components.engines.megatron.runtime  # noqa: F401  installs the patches
 
-    dist.init_process_group("gloo")
+    init_process_group("cpu")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1 + dist.get_rank())
 

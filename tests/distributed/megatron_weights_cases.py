@@ -12,6 +12,7 @@ from torch import Tensor
 
 from components.contracts.engine import EngineOptions
 from components.engines.megatron.config import Megatron
+from components.engines.shared.process_group import init_process_group
 from components.models import ModelSpec, WeightSource, export_folder, named_shapes
 
 Sizes = tuple[int, int, int]
@@ -31,7 +32,7 @@ def layout(sizes: Sizes) -> Iterator[Megatron]:
 
     from components.engines.megatron import runtime  # noqa: F401  patches megatron, so it comes first
 
-    dist.init_process_group("gloo")
+    init_process_group("cpu")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes[0],
         pipeline_model_parallel_size=sizes[1],

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from components.contracts.batch import IGNORE
 from components.contracts.loss import TokenStats
 from components.engines.shared import token_log_probs
+from components.engines.shared.process_group import init_process_group
 from components.engines.shared.vocab_parallel import VocabularyShard
 from tests.chunked_stats import chunked_stats
 
@@ -135,7 +136,7 @@ class Watch(TorchDispatchMode):
 
 def on_ranks(split: Split, cases: Sequence[Case], chunk_bytes: int | None, size: int) -> list[Answer]:
     """Return the answers of one rank of ``split``. ``chunk_bytes`` replaces the default size of a chunk."""
-    dist.init_process_group("gloo")
+    init_process_group("cpu")
     start, rows = split[dist.get_rank()]
     default = token_log_probs.CHUNK_BYTES["cpu"]
     token_log_probs.CHUNK_BYTES["cpu"] = chunk_bytes or default

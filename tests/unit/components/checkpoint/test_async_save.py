@@ -15,6 +15,7 @@ from components.checkpoint.dcp import save_tensors
 from components.checkpoint.folder import is_complete, step_folder
 from components.checkpoint.manager import CheckpointManager
 from components.contracts.errors import TrainingError
+from components.engines.shared.process_group import init_process_group
 from tests.patience import patience
 from tests.ranks import Ranks
 from tests.unit.components.checkpoint.test_manager import (
@@ -177,7 +178,7 @@ def test_host_memory_serves_every_save() -> None:
 
 def on_two_ranks(folder: Path) -> list[str]:
     """Save shards while the default group runs other collectives, and return the errors of failing saves."""
-    torch.distributed.init_process_group("gloo")
+    init_process_group("cpu")
     mesh, rank = init_device_mesh("cpu", (2,)), torch.distributed.get_rank()
     engine = FakeEngine()
     engine.weight = distribute_tensor(torch.arange(1000.0), mesh, [Shard(0)])

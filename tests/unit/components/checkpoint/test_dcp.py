@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from components.checkpoint.dcp import load_tensors, save_tensors, saved_keys
 from components.checkpoint.files import FileRecord, damage
 from components.contracts.errors import TrainingError
+from components.engines.shared.process_group import init_process_group
 from tests.ranks import Ranks
 
 SHAPES = {"model/embed.weight": (7, 4), "model/norm.weight": (3,), "exp_avg/embed.weight": (7, 4)}
@@ -27,7 +28,7 @@ def values(offset: float = 0.0) -> dict[str, Tensor]:
 
 def sharded(whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return every tensor sharded over all ranks, the optimizer step, and a tensor of this rank only."""
-    torch.distributed.init_process_group("gloo")
+    init_process_group("cpu")
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     rank = torch.distributed.get_rank()
     parts: dict[str, Tensor] = {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in whole.items()}

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from components.contracts.errors import ConfigError
+from components.engines.shared.process_group import init_process_group
 from components.models import (
     ModelSpec,
     WeightSource,
@@ -472,7 +473,7 @@ def test_export_is_read_by_transformers(tmp_path: Path, shard_bytes: int, dtype:
 
 def export_by_turns(path: Path) -> None:
     """Export on three ranks: one writes a file of two tensors, one nothing, and one two files."""
-    dist.init_process_group("gloo")
+    init_process_group("cpu")
     spec = ModelSpec(architecture=FAMILIES["qwen3"])
     rank = dist.get_rank()
     names = [["a", "b"], [], ["c", "d"]][rank]
