@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 class EMA(Hook):
     """Averages the trained weights over the steps, and exports the average at the end of the run.
 
-    The average begins as the first weights. After a step it is ``decay`` times itself plus ``1 - decay``
-    times the weights, in fp32. Every rank averages its own shards. Checkpoints hold them, and any layout
-    resumes from them.
+    The average starts as the initial weights. After a step that was not skipped it becomes ``decay`` times
+    itself plus ``1 - decay`` times the weights, in fp32. Every rank averages its own shards. Checkpoints hold
+    the average, and any layout can resume from it.
     """
 
     decay: float = 0.999
@@ -53,7 +53,7 @@ class EMA(Hook):
         self.saved = checkpoint
 
     def end(self, run: HookRun, *, completed: bool) -> None:
-        """Write the average in the last checkpoint to the folder ``ema``, as Hugging Face weights."""
+        """Export the average in the last checkpoint of a complete run to ``ema``, as Hugging Face weights."""
         if not completed or self.saved is None:
             return
         assert isinstance(run.model, ModelSpec)

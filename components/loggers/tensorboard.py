@@ -10,7 +10,7 @@ from components.loggers.base import Row, RunInfo, RunResult, require
 
 
 class TensorboardLogger:
-    """Writes scalars and the config as text, and at the end hyperparameters with last values ``final/...``.
+    """Writes scalars, the config as text, and at the end the hyperparameters with last values ``final/...``.
 
     If a run is resumed, its purge step makes TensorBoard drop what was logged after the checkpoint.
     """

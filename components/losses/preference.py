@@ -59,8 +59,11 @@ class DPO(ReferencedLoss):
     loss_weights: tuple[float, ...] | None = None
     """Weights of a list of losses. None means 1 each."""
     wpo: bool = False
-    """WPO (Zhou et al. 2024, equation 2): weight each pair by the policy's probability of its tokens, each
-    relative to the expected one of a token that the policy samples."""
+    """WPO (Zhou et al. 2024, equation 2): weight each pair by how likely its tokens are under the policy.
+
+    The weight of an answer is the geometric mean of its tokens' probabilities, each divided by the expected
+    probability of a token that the policy samples there. The weight of a pair is the product of both.
+    """
     rpo_alpha: float = 0.0
     """RPO (Pang et al. 2024): weight of the chosen answers' negative log-likelihood, a mean over tokens."""
     ld_alpha: float | None = None
@@ -92,7 +95,7 @@ class DPO(ReferencedLoss):
 
     @property
     def losses(self) -> list[str]:
-        """Names of the losses of pairs."""
+        """The names in ``loss`` that are losses of pairs: all except ``sft``."""
         return [kind for kind in self.kinds if kind != "sft"]
 
     def _weighted(self) -> list[tuple[str, float]]:

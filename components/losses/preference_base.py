@@ -80,7 +80,7 @@ class PairwiseLoss(ABC):
         return Pairs(*sides(scores, batch), *sides(tokens, batch))
 
     def answer_logps(self, pairs: Pairs, stats: TokenStats, batch: Batch) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """Return the log-probabilities to report of chosen and of rejected answers: their scores."""
+        """Return the log-probabilities of chosen and of rejected answers to report: here their scores."""
         return pairs.chosen, pairs.rejected
 
     def counts(self, batch: Batch) -> dict[str, int]:
@@ -115,7 +115,7 @@ class PairwiseLoss(ABC):
 
 
 def check_label_smoothing(share: float) -> None:
-    """Raise ConfigError if ``share``, that of preferences assumed to be reversed, is out of range."""
+    """Raise ConfigError if the ``share`` of preferences assumed to be reversed is out of range."""
     if not 0 <= share < 0.5:
         raise ConfigError(
             f"stage.label_smoothing: must be at least 0 and below 0.5 (at 0.5 nothing is preferred), "
@@ -131,8 +131,10 @@ class ReferenceOptions:
     reference_path: str | None = None
     """Folder or hub id of another model that is the reference. None means the model before training."""
     sync_reference_every: int = 0
-    """TR-DPO (Gorbatovski et al. 2024): number of steps after which the reference becomes a mixture of itself
-    and the trained model. 0 means that it stays as it is."""
+    """TR-DPO (Gorbatovski et al. 2024): number of steps from one update of the reference to the next.
+
+    An update makes it a mixture of itself and the trained model. 0 means that it stays as it is.
+    """
     sync_reference_mixup: float | None = None
     """Share of the trained model in the mixture. None means 0.6."""
 
@@ -171,8 +173,8 @@ def attach_reference(
 ) -> Sequence[Batch]:
     """Return the batches with ``ref_logps``.
 
-    They are returned unchanged if all have ``ref_logps`` already, if ``reference`` is none, and except on the
-    last pipeline stage.
+    They are returned unchanged if all have ``ref_logps`` already, if ``reference`` is none, or if this rank
+    is not on the last pipeline stage.
     """
     if reference == "none" or all(batch.ref_logps is not None for batch in microbatches):
         return microbatches

@@ -87,7 +87,7 @@ def apo_down(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 def sppo_hard(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     """Return the loss of SPPO (Wu et al. 2024, equation 4.7); beta is 1 / its eta.
 
-    P is 1 for the chosen and 0 for the rejected answer.
+    Its win probability P is 1 for the chosen and 0 for the rejected answer.
     """
     return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
 
@@ -158,4 +158,4 @@ F_DIVERGENCES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "forward_kl": forward_kl,
     "js_divergence": js_divergence,
 }
-"""Divergences without a coefficient."""
+"""f' of the divergences without a coefficient, as functions of the log-ratio."""

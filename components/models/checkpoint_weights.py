@@ -34,10 +34,10 @@ def checkpoint_weights(
     kind: str = "model",
     without_further: PreTrainedModel | None = None,
 ) -> WeightSource:
-    """Return a source of the tensors ``shapes`` from the checkpoint ``folder``, which may hold no others.
+    """Return a source of the tensors ``shapes`` from the checkpoint ``folder``.
 
-    Their keys begin with ``kind``. Only layers for multi-token prediction that the model ``without_further``
-    lacks are ignored.
+    Their keys begin with ``kind``, under which the checkpoint may hold no other tensors. If the model
+    ``without_further`` is given, layers for multi-token prediction that it lacks are ignored.
 
     Raises:
         ConfigError: (naming ``option``) if a tensor is missing, superfluous or of another shape.

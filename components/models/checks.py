@@ -22,7 +22,7 @@ CHANGES_LOGITS = (
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 ROUTED = ("deepseek_v3", "mixtral", "qwen3_moe")
-"""MoE families whose results were compared with transformers."""
+"""MoE families that the engines train, because their results were compared with those of transformers."""
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 

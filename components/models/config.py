@@ -39,10 +39,10 @@ from components.models.weights import named_shapes, shape_hash
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """``init=pretrained`` takes shape, weights and tokenizer from ``path``.
+    """The model of a run. ``init=pretrained`` takes shape, weights and tokenizer from ``path``.
 
-    ``init=random`` takes the shape from ``architecture``, without file or network access, or from ``path``
-    if ``architecture`` is None.
+    ``init=random`` takes the shape from ``architecture``, without file or network access, or from ``path`` if
+    ``architecture`` is None.
     """
 
     path: str | None = None
@@ -51,7 +51,7 @@ class ModelSpec:
     """``model_type`` and fields of its transformers configuration."""
     init: Literal["random", "pretrained"] = "random"
     revision: str | None = None
-    """Branch, tag or commit of a hub id."""
+    """Branch, tag or commit of ``path`` on the hub. It does not apply to ``tokenizer``."""
     trust_remote_code: bool = False
     tokenizer: str | None = None
     """A folder or hub id. None means that of ``path`` if the shape comes from it, else the embedded one."""
@@ -252,8 +252,8 @@ class ModelSpec:
     def weights(self, seed: int) -> WeightSource:
         """Return the initial weights by Hugging Face parameter name.
 
-        ``seed`` determines the random ones: all with ``init=random``, and those of layers for multi-token
-        prediction that the files of ``path`` lack.
+        ``seed`` determines the random ones: all with ``init=random``, and those of a scalar head and of
+        layers for multi-token prediction that the files of ``path`` lack.
 
         Raises:
             ConfigError: if the tensors of the files or of the checkpoint are not those of this model.
@@ -293,7 +293,7 @@ class ModelSpec:
         return tokenizer if self.chat_template is None else with_chat_template(tokenizer, self.chat_template)
 
     def with_any_tokenizer(self) -> Self:
-        """Return this model, for a forecast with the embedded tokenizer if its folder has none."""
+        """Return this model, with the embedded tokenizer if its folder has none, for a forecast."""
         if self.tokenizer is not None or not self._reads_path or has_tokenizer(self.folder()):
             return self
         return dataclasses.replace(self, tokenizer=str(EMBEDDED_TOKENIZER))

@@ -37,7 +37,7 @@ def check_values(config: PreTrainedConfig, prefix: str) -> None:
 
 
 def wrong_field(config: PreTrainedConfig, build: Callable[[PreTrainedConfig], object]) -> str | None:
-    """Return the first field with whose default ``build`` succeeds, or None if there is no such field."""
+    """Return the first field whose default value makes ``build`` succeed, or None if there is none."""
     for name in config.to_diff_dict():
         other = copy.deepcopy(config)
         with suppress(*UNBUILDABLE):

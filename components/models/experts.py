@@ -87,7 +87,7 @@ def share_of_experts(model: PreTrainedModel) -> float:
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which transformers stores a tensor of a model in ``dtype``.
+    """Return the dtype in which transformers stores the tensor ``name`` if the model is stored in ``dtype``.
 
     Router biases stay in float32: they are sums of small updates, which half precision would lose.
     """

@@ -9,10 +9,10 @@ from components.contracts.errors import ConfigError
 
 
 def freeze(model: PreTrainedModel, frozen: Sequence[str], train_only: Sequence[str] = ()) -> set[str]:
-    """Freeze the parameters that a pattern of ``frozen`` matches, or those that none of ``train_only`` does.
+    """Freeze the parameters that match a pattern of ``frozen``, or that match none of ``train_only``.
 
-    At most one of the two is given. Tied parameters match by any of their names. Return the names of those
-    that are frozen.
+    At most one of the two is given. Tied parameters match by any of their names. Return the names of the
+    frozen parameters.
 
     Raises:
         ConfigError: if a pattern matches nothing, or nothing is left to train.

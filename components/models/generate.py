@@ -81,9 +81,9 @@ def complete(
     prompts: Sequence[Sequence[int]],
     **options: Any,
 ) -> list[dict[str, str]]:
-    """Return the ``completion`` of each prompt (token ids), and why it ends: ``stop`` or ``length``.
+    """Return the ``completion`` of each prompt (token ids), and its ``finish``: ``stop`` or ``length``.
 
-    The prompts are padded at their beginnings, which attention leaves out. ``options`` are those of
+    The prompts are padded on the left, and attention ignores the padding. ``options`` are those of
     transformers' ``generate``.
     """
     width = max(map(len, prompts))
@@ -120,7 +120,7 @@ def load_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def load_adapted(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
-    """Load with peft, because transformers without it (5.23) ignores the magnitudes of DoRA."""
+    """Load with peft, because transformers' own loading of adapters (5.23) ignores the magnitudes of DoRA."""
     from peft import PeftModel  # slow to import
 
     named = read_json(folder / ADAPTER_CONFIG_NAME)

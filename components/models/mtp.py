@@ -27,7 +27,7 @@ FIELD = "num_nextn_predict_layers"
 """Configuration field with the number of MTP layers: DeepSeek's name, which we use for every family."""
 
 FAMILIES = ("deepseek_v3", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""Families whose MTP layers were compared with the layers of transformers."""
+"""Families for which MTP layers are supported: they were compared with the layers of transformers."""
 
 JOINS = ("enorm", "hnorm", "eh_proj", "shared_head")
 """Submodules of an MTP layer that a decoder layer does not have."""
@@ -66,7 +66,7 @@ class MTPConfig:
         return tuple(batch.shifted(depth) for depth in range(1, self.num_layers + 1))
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        """Return the number of labels of each term: positions with a label that many tokens ahead."""
+        """Return the number of labels of each term: at depth k, the positions with a label k tokens ahead."""
         batches = zip(self.loss_names, self.batches(batch), strict=True)
         return {name: len(ahead.labelled()) for name, ahead in batches}
 
@@ -77,7 +77,7 @@ def num_mtp_layers(config: PreTrainedConfig) -> int:
 
 
 def append_mtp_layers(model: PreTrainedModel) -> None:
-    """Append the MTP layers of its configuration to ``model``, on the meta device, each a copy of its last.
+    """Append to ``model``, on the meta device, the MTP layers of its configuration, copies of its last layer.
 
     Raises:
         ConfigError: if the model's family is not in ``FAMILIES``.

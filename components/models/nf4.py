@@ -24,7 +24,7 @@ from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
 
 BLOCK, GROUP = 64, 256
-"""Values with one scale, and scales with one scale of their own."""
+"""Number of values that share a scale, and number of scales that share a scale of their own."""
 
 CONFIG = "quantization_config.json"
 """File in an adapter's folder with the quantisation of its base model, for transformers'
@@ -49,7 +49,7 @@ def check_installed() -> None:
 
 
 def num_bytes(numel: int) -> int:
-    """Return the size of ``quantize`` of a matrix of ``numel`` values: 4.127 bits for each."""
+    """Return the number of bytes that ``quantize`` returns for ``numel`` values: 4.127 bits for each."""
     return sum(sizes(numel))
 
 
@@ -95,7 +95,7 @@ def round_linears(model: PreTrainedModel) -> None:
 
 
 def quantized(weights: WeightSource, names: Collection[str], device: torch.device) -> WeightSource:
-    """Return a source of ``weights`` in which those called ``names`` are bytes, computed on ``device``."""
+    """Return a source of ``weights`` that quantises those in ``names`` to bytes, on ``device``."""
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
         return quantize(weights(name).to(device))[index] if name in names else weights(name, index)

@@ -105,7 +105,7 @@ def completed(weights: WeightSource, drawn: WeightSource, lacking: set[str], fol
 
 
 def unused_names(names: Iterable[str], model: PreTrainedModel) -> Iterator[str]:
-    """Yield the ``names`` outside of MTP layers, which DeepSeek's files have after the last of ``model``."""
+    """Yield those ``names`` that are not in MTP layers, which DeepSeek's files have after all others."""
     last = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     found = {name: LAYER.match(name) for name in names}
     mtp = {

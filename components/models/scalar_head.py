@@ -54,7 +54,8 @@ def set_scalar_head(config: PreTrainedConfig) -> None:
     """Make ``config`` that of a model with a scalar head.
 
     Raises:
-        ConfigError: if transformers has no classifier of this family, or it is one with several labels.
+        ConfigError: if transformers has no classifier of this family, or ``config`` is of a classifier with
+            several labels.
     """
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ConfigError(

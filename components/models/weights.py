@@ -13,7 +13,7 @@ def named_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the other names of tied parameters -> the name in ``named_shapes``: lm_head -> embed_tokens."""
+    """Map each further name of a tied parameter to its name in ``named_shapes``: lm_head -> embed_tokens."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}

@@ -1,4 +1,4 @@
-"""The optimizers of both engines."""
+"""AdamW and SGD."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -22,7 +22,7 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.1
     max_grad_norm: float | None = 1.0
-    """L2 norm over all parameters to which larger gradients are scaled down. None or 0 means never."""
+    """Maximum L2 norm of all gradients together; larger ones are scaled down. None or 0 means no limit."""
     groups: tuple[WeightGroup, ...] = ()
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")

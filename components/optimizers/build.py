@@ -1,4 +1,4 @@
-"""The torch optimizer of a description."""
+"""Building the torch optimizer from its description."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -30,7 +30,7 @@ class WeightOptions:
     lr_scale: float
     """Ratio of the weight's learning rate to that of the scheduler."""
     has_own_lr: bool
-    """Whether a group of ``optimizer.groups`` has set it."""
+    """Whether a group of ``optimizer.groups`` sets the learning rate of this weight."""
 
 
 def weight_options(description: Optimizer, name: str, ndim: int) -> WeightOptions:

@@ -49,7 +49,7 @@ class Muon:
     groups: tuple[WeightGroup, ...] = ()
 
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer", "exp_avg_sq")
-    """State per parameter, at most: a matrix has the first, other weights have AdamW's two."""
+    """State per weight, at most. Only the number is read: a matrix has one tensor, others AdamW's two."""
     kind: ClassVar[str] = "muon"
     scope: ClassVar[Scope] = "matrix"
 
@@ -91,7 +91,7 @@ class Muon:
 
 
 class MuonByHead(torch.optim.Muon):
-    """``torch.optim.Muon`` that takes each head of query, key and value matrices for a matrix."""
+    """``torch.optim.Muon`` that orthogonalises each head of query, key and value matrices by itself."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], head_dim: int | None, **options: Any) -> None:
         named = [pair for group in groups for pair in group["params"]]

@@ -15,7 +15,7 @@ from components.optimizers.adamw_sgd import Scope
 from components.optimizers.weight_groups import WeightGroup, check_groups
 
 SHARED = ("lr", "weight_decay", "max_grad_norm", "groups")
-"""Keys of every optimizer."""
+"""Config keys that every optimizer has."""
 SHAPE = (96, 64)
 """Shape of the matrix of the trial: above 4096 elements, from which 8-bit optimizers quantise their state."""
 
@@ -42,7 +42,8 @@ class TorchClass:
     """A subclass of ``torch.optim.Optimizer`` and its arguments.
 
     Raises:
-        ConfigError: if the class has no ``lr``, or cannot update a matrix and a vector with these arguments.
+        ConfigError: if a number is out of range, weight decay is set but the class has none, or the class
+            cannot update a matrix and a vector with these arguments.
     """
 
     optimizer: type[torch.optim.Optimizer]
@@ -164,7 +165,7 @@ class TorchClass:
 
 
 def describe_class(target: type[torch.optim.Optimizer]) -> Callable[..., TorchClass]:
-    """Return a function that describes the optimizer class ``target`` from its arguments.
+    """Return a function that makes a ``TorchClass`` of ``target`` from the arguments of this optimizer class.
 
     Its signature is that of the class, without ``params``, and with the keys that all optimizers have.
 

@@ -30,7 +30,7 @@ def find_group(groups: Sequence[WeightGroup], name: str) -> WeightGroup | None:
 
 
 def check_groups(groups: Sequence[WeightGroup], lr: float) -> None:
-    """Raise ConfigError if a number of a group is out of range, or has no schedule."""
+    """Raise ConfigError if a number of a group is out of range, or ``lr`` is 0 but that of a group is not."""
     for number, group in enumerate(groups):
         check_at_least_zero(f"optimizer.groups[{number}]", group, "lr", "weight_decay")
         if group.lr and not lr:
@@ -45,10 +45,10 @@ def check_matches(groups: Sequence[WeightGroup], tensors: Iterable[Sequence[str]
 
     Args:
         groups: the groups of an optimizer.
-        tensors: names on disk of the trained weights, together if the engine keeps them in one tensor.
+        tensors: for each tensor of the engine, the names on disk of the trained weights that it holds.
 
     Raises:
-        ConfigError: if a pattern matches none of them, or a part of a tensor only.
+        ConfigError: if a pattern matches no weight, or weights in one tensor are in different groups.
     """
     together = [*tensors]
     names = [name for tensor in together for name in tensor]

@@ -67,7 +67,7 @@ def check_forecast(mode: str, layout: ParallelismSpec) -> None:
 
 
 def resolve_device(device: Literal["auto", DeviceKind], name: str | None = None) -> DeviceKind:
-    """Resolve ``auto`` to the accelerator of this machine, to ``cuda`` if ``name`` is given, else to ``cpu``.
+    """Resolve ``auto`` to ``cuda`` if ``name`` is given, else to this machine's accelerator, else to ``cpu``.
 
     ``name`` is the GPU of a forecast, which need not be in this machine.
 
@@ -92,9 +92,9 @@ def resolve_device(device: Literal["auto", DeviceKind], name: str | None = None)
 
 
 def check_float8(device: str, name: str | None) -> None:
-    """Raise ConfigError if the device, the GPU ``name`` if it is given, has no products in float8.
+    """Raise ConfigError if the device (the GPU ``name``, if it is given) has no float8 matrix products.
 
-    A CPU computes with the rounded values.
+    The CPU passes: it computes with the rounded values.
     """
     if device not in ("cpu", "cuda"):
         raise ConfigError("run.dtype: fp8 is for NVIDIA GPUs and the CPU; use run.dtype=bf16.")

@@ -1,4 +1,4 @@
-"""The state of an optimizer of any ``torch.optim.Optimizer`` class, which creates it in its first update."""
+"""Saving and loading the state of any ``torch.optim.Optimizer``, which is created in its first update."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,21 +13,21 @@ UPDATES = "optimizer_step"
 
 
 class ClassState:
-    """The numbers of an optimizer that was built by a ``TorchClass`` and updates elements one by one."""
+    """The scalar state of an optimizer that a ``TorchClass`` built and that updates elements one by one."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, description: TorchClass) -> None:
         self.optimizer, self.kinds = optimizer, description.state
         self.updates = 0
 
     def numbers(self) -> dict[str, Tensor]:
-        """Return copies of all numbers, of shape (1,), by key of a checkpoint."""
+        """Return copies of all numbers by checkpoint key: float64 ``[1]``."""
         states = [state for state in self.optimizer.state.values() if state]
         found = {f"optimizer_state/{name}": number(states[0][name]) for name in self.kinds.scalars}
         found |= group_numbers(self.optimizer, self.kinds.group_scalars)
         return found | {UPDATES: number(self.updates)}
 
     def set_numbers(self, numbers: Mapping[str, Tensor]) -> None:
-        """Set all numbers. A checkpoint from before the first update has no state to continue with."""
+        """Set all numbers. If they are from before the first update, clear the state of all parameters."""
         self.updates = int(numbers[UPDATES].item())
         if not self.updates:
             self.optimizer.state.clear()
@@ -40,7 +40,8 @@ class ClassState:
 def create_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """Let the optimizer create the state of ``parameters``, by an update that is then undone.
 
-    The values of the state are those after an update without a gradient: to be overwritten, or not read.
+    The values of the state are those after an update with zero gradients. The caller overwrites or ignores
+    them.
     """
     if not parameters:
         return
@@ -79,5 +80,5 @@ def set_number(state: dict[str, Any], name: str, value: Tensor) -> None:
 
 
 def number(value: Any) -> Tensor:
-    """Return a number of an optimizer in float64, which holds a Python number exactly, of shape (1,)."""
+    """Return a number of an optimizer as float64 ``[1]``, which represents any Python float exactly."""
     return torch.tensor([float(value)], dtype=torch.float64)

@@ -23,9 +23,10 @@ def has_grouped_kernel(rows: Tensor, outputs: int) -> bool:
 
 
 def grouped(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
-    """Multiply ``rows`` ``[N, in]``, ``loads[e]`` of them by ``weight[e]`` ``[out, in]``, to ``[N, out]``.
+    """Multiply the rows of each expert e, ``loads[e]`` consecutive ones, by ``weight[e]``.
 
-    The host does not wait for ``loads``.
+    ``rows`` is ``[N, in]``, ``weight`` ``[E, out, in]`` and the result ``[N, out]``. The host does not wait
+    for ``loads``.
     """
     visited = UsedExpertsOnly.apply(weight, loads)
     return F.grouped_mm(rows, visited.transpose(1, 2), offs=loads.cumsum(0, dtype=torch.int32))
@@ -34,7 +35,7 @@ def grouped(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
 class UsedExpertsOnly(torch.autograd.Function):
     """Identity on ``weight`` that zeros the gradient of experts without rows.
 
-    A kernel may leave it uninitialized.
+    The kernel may leave that gradient uninitialized.
     """
 
     @staticmethod

@@ -32,9 +32,9 @@ class LossAccumulator:
     metric_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def scaled_loss(self, output: LossOutput) -> Tensor:
-        """Return the scalar for the backward pass: the sum of each term times N_main / N_term.
+        """Return the scalar for the backward pass: the sum over terms of term * N_main / N_term.
 
-        The first term is the main one. The sum is multiplied by ``factor``.
+        N are the global counts. The first term is the main one. The sum is multiplied by ``factor``.
         """
         main, *others = output.terms.items()
         if not others:

@@ -1,4 +1,4 @@
-"""The factor of the loss in fp16, whose smallest gradients would else become zeros."""
+"""The loss scale for fp16, in which the smallest gradients would otherwise become zeros."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from components.contracts.engine import LossScaling
 from components.contracts.errors import NonRetryableError
 
 KEY = "loss_scale"
-"""Key in checkpoints: float64 ``[2]``, the scale and the steps since it has changed."""
+"""Key in checkpoints: float64 ``[2]``, the scale and ``LossScale.steps``."""
 GROWTH, BACKOFF = 2.0, 0.5
 SMALLEST = 1.0
 """Smallest scale, as in Megatron-LM and DeepSpeed. ``torch.amp.GradScaler`` has no smallest scale."""
@@ -24,18 +24,18 @@ class LossScale:
     value: float
     growth_interval: int
     steps: int = 0
-    """Steps without overflow since the scale has changed."""
+    """Number of steps without overflow since the scale last changed."""
 
     @classmethod
     def build(cls, given: LossScaling | None) -> "LossScale | None":
         return None if given is None else cls(given.initial, given.growth_interval)
 
     def update(self, *, overflow: bool, accepted: bool) -> None:
-        """Change the scale after a step, in which some gradient was not finite if ``overflow``.
+        """Update the scale after a step. ``overflow`` means that some gradient was not finite.
 
         Raises:
-            NonRetryableError: if there was an overflow although the loss was ``accepted``, finite and below
-                the limit, and no smaller scale is left.
+            NonRetryableError: if there was an overflow although the loss was ``accepted`` (finite and not
+                above the limit), and half the scale would be below ``SMALLEST``.
         """
         if overflow and accepted and self.value * BACKOFF < SMALLEST:
             raise NonRetryableError(
@@ -52,7 +52,7 @@ class LossScale:
 
 
 def scale_tensors(scale: LossScale | None) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint by key, none without a scale."""
+    """Return the tensors of ``scale`` for a checkpoint, by key. There are none if ``scale`` is None."""
     return {} if scale is None else {KEY: torch.tensor([scale.value, scale.steps], dtype=torch.float64)}
 
 

@@ -20,11 +20,11 @@ often and launch fewer kernels. A CPU is not faster with 4,000 or 16,000 tokens 
 def group_microbatches(
     microbatches: Sequence[Batch], group: dist.ProcessGroup, device: torch.device
 ) -> list[list[Batch]]:
-    """Group consecutive micro-batches, each group with the same number and at most ``MAX_TOKENS`` tokens.
+    """Group consecutive micro-batches, equally many per group, with at most ``MAX_TOKENS`` tokens per group.
 
-    If a micro-batch has more tokens, every group has one. Collective: every rank of ``group`` passes the same
-    number of micro-batches and gets the same number of groups, because with sharded weights each forward is
-    collective. Padded micro-batches are not merged.
+    The last group may be smaller. If any micro-batch has more tokens or is padded, each is its own group.
+    Collective: every rank of ``group`` passes the same number of micro-batches and gets the same number of
+    groups, because with sharded weights each forward pass is collective.
     """
     if any(batch.cu_seqlens is None for batch in microbatches):
         return [[batch] for batch in microbatches]
@@ -75,5 +75,5 @@ def merge(batches: Sequence[Batch]) -> Batch:
 
 
 def unmerge(values: Tensor, batches: Sequence[Batch]) -> list[Tensor]:
-    """Split ``values``, like the labels of ``join(batches)``, into one tensor per batch."""
+    """Split ``values``, which have the shape of ``merge(batches).labels``, into one tensor per batch."""
     return list(values.split([batch.labels.shape[1] for batch in batches], dim=1))

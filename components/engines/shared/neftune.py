@@ -52,7 +52,7 @@ class NoisyEmbedding:
 
     def __init__(self) -> None:
         self.given: tuple[Tensor, Tensor] | None = None
-        """Keys and ranges like the input ids."""
+        """Keys and ranges from ``NEFTune.noise_of``, like the input ids. None means that nothing is added."""
 
     def __call__(self, _module: nn.Module, _inputs: object, embedded: Tensor) -> Tensor:
         if self.given is None:

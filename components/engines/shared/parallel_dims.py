@@ -75,7 +75,8 @@ def check_cp(cp: int, tp: int, config: PreTrainedConfig, *, instead: str = "") -
     """Check that the all-to-all of context parallelism can split the heads of a tensor-parallel rank.
 
     Raises:
-        ConfigError: if ``cp`` does not divide them. ``instead`` is a remedy besides other sizes.
+        ConfigError: if ``cp`` does not divide them. The message suggests other sizes, or the remedy
+            ``instead``.
     """
     heads = config.num_attention_heads // tp
     if heads % cp:

@@ -14,7 +14,7 @@ from components.rank_info import RankInfo
 
 PATIENCE_S = 1800.0
 GRACE_S = 120.0
-"""Seconds by which collectives time out later than the watchdog of the run, which reports more."""
+"""Seconds by which the timeout of collectives exceeds that of the run's watchdog, which reports more."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 MAPPED_BYTES = 32 << 20
 """Size from which malloc maps every block by itself; glibc takes no larger value."""
@@ -79,7 +79,7 @@ def set_timeouts(timeout_s: float) -> None:
 def destroy_process_group() -> None:
     """Destroy every process group and free unused device memory, so that what follows starts clean.
 
-    The next run of this process, and the closing completion of this run, measure how much memory is free.
+    The next run of this process, and the completion at the end of this run, measure how much memory is free.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -92,8 +92,8 @@ def keep_freed_memory() -> bool:
 
     A returned block is mapped and zeroed page by page at its next use, which costs as much as the arithmetic
     on an activation. Memory freed in a step is kept for the next one, and for later runs of this process.
-    Larger blocks are returned: kept ones are split for smaller blocks, so that they fit no later large one,
-    which can double the peak.
+    Larger blocks are returned: if they were kept, malloc would split them for smaller blocks, later large
+    blocks would not fit, and the peak could double.
 
     Return False, without any effect, if the C library has no such option (musl, macOS).
     """

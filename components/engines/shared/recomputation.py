@@ -13,9 +13,10 @@ RECOMPUTED_MORE: Mapping[str, tuple[str, ...]] = {
 
 
 def recomputed_share(how: str, first: int | None, chunks: Sequence[int]) -> float:
-    """Return the share of all layers that are recomputed as a whole: the ``first`` of every chunk, or all.
+    """Return the share of layers that are recomputed as a whole: the first ``first`` of every chunk.
 
-    ``chunks`` are the numbers of layers of the chunks; a model without pipelining is one chunk.
+    None means all. The share is 0 unless ``how`` is ``full``. ``chunks`` are the numbers of layers of the
+    chunks; a model without pipelining is one chunk.
     """
     if how != "full":
         return 0.0
@@ -26,7 +27,8 @@ def check_recomputed(how: str, first: int | None, num_layers: int) -> None:
     """Check ``parallelism.recompute_num_layers=first`` for ``num_layers`` layers of the model or of a chunk.
 
     Raises:
-        ConfigError: if layers are not recomputed as a whole, or if there are not as many.
+        ConfigError: if ``first`` is given and ``how`` is not ``full``, or ``first`` is not 1 to
+            ``num_layers``.
     """
     if first is None:
         return

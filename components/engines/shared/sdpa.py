@@ -38,9 +38,9 @@ def causal_sdpa(
     """Compute ``[B, heads, T, D]`` -> ``[B, T, heads, D]``, with one sequence per row.
 
     If there are more keys than queries, the queries are the last tokens of the sequence. key and value may
-    have fewer heads (GQA). On the CPU, ``CPU_ROWS`` queries at a time are computed, with the keys that one of
-    them attends to. On a GPU keys and values are repeated for GQA, which torch's kernel of linear memory for
-    fp32 lacks: the other one saves ``[heads, T, T]``.
+    have fewer heads (GQA). On the CPU, ``CPU_ROWS`` queries at a time are computed, with the keys that at
+    least one of them attends to. On a GPU, keys and values are repeated for GQA, because torch's
+    memory-efficient kernel, the one for fp32, lacks GQA and its fallback saves ``[heads, T, T]``.
 
     Autograd saves the mask of every call. These masks are views of one tensor ``[rows, keys]``, so that for
     fixed ``rows`` memory grows with T and not with its square.

@@ -1,4 +1,4 @@
-"""The private API of torch that engines use, collected in one file.
+"""The private names of torch that engines use, collected in one file.
 
 If a release of torch moves one of them, ``tests/unit/test_private_api.py`` fails and prints its name.
 """
@@ -55,8 +55,8 @@ def storage_key(tensor: Tensor) -> int:
 def clear_dtensor_caches() -> None:
     """Clear torch's caches of DTensor operations, whose place differs between releases.
 
-    They keep the device meshes of earlier runs of this process, whose groups each have a thread that wakes a
-    hundred times a second with gloo.
+    They keep alive the device meshes of earlier runs of this process. With gloo, each process group of a mesh
+    has a thread that wakes a hundred times a second.
     """
     for owner, name in (
         (debug, "_clear_python_sharding_prop_cache"),
@@ -71,7 +71,7 @@ def clear_dtensor_caches() -> None:
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the dict of the parameters of ``module``, in which a plain tensor may replace one."""
+    """Return the dict of ``module``'s own parameters, in which callers may replace one by a plain tensor."""
     return module._parameters
 
 

@@ -33,7 +33,7 @@ class TrainStepEngine(Engine):
     spec: ModelSpec
     options: EngineOptions
     routing: RouterState | None
-    """None for a model without experts."""
+    """The state of the MoE routers. None for a model without experts."""
     loss_scale: LossScale | None
     """None if the loss is not scaled."""
     sums: LossAccumulator | None = None
@@ -87,7 +87,7 @@ class TrainStepEngine(Engine):
 
     @abstractmethod
     def reference_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's parts of the frozen reference's weights, each with that of the trained model."""
+        """Yield this rank's parts of the frozen reference's weights, each with the same part of the model."""
 
     # ---- the train step
 

@@ -39,7 +39,7 @@ def seq_to_heads(
 def heads_to_seq(out: Tensor, group: dist.ProcessGroup, *, heads: int, positions: int) -> Tensor:
     """Exchange all positions of this rank's heads for its positions of all heads.
 
-    It is the inverse of ``seq_to_heads`` for one tensor, and as collective.
+    It is the inverse of ``seq_to_heads`` for one tensor, and collective like it.
     """
     traded: tuple[Tensor, ...] = HeadSeqAllToAll.apply(group, positions, heads, out)
     return traded[0]

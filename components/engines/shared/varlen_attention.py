@@ -32,8 +32,11 @@ ATTENTION_RECOMPUTED = "runner_varlen_recomputed"
 """``attn_implementation`` of the same attention, recomputed in the backward pass."""
 
 NO_MASK = torch.empty(1, 1, 0, 0)
-"""transformers passes a 4-D mask on unchanged. Without a mask it would search position_ids for packed
-sequences in every forward pass, for which the host must wait for a GPU."""
+"""An empty 4-D mask, which transformers passes on unchanged.
+
+Without a mask it would search position_ids for packed sequences in every forward pass, for which the host
+must wait for a GPU.
+"""
 
 HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
 """Arguments that models pass to every attention layer and that do not change causal attention."""
@@ -43,16 +46,17 @@ HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_
 class SequenceSpans:
     """The lengths of the sequences of a packed row, in host memory.
 
-    An object, because torch.compile would compile a decoder block anew for other numbers.
+    They are in an object, because torch.compile would recompile a decoder block for every new list of
+    numbers.
     """
 
     queries: list[int]
     keys: list[int]
-    """With the prefix of every sequence."""
+    """Number of keys of each sequence, including those of its prefix."""
 
 
 def sequence_spans(here: Batch) -> SequenceSpans | None:
-    """Return the lengths in ``here``, which is in host memory. None means that it is not packed."""
+    """Return the sequence lengths of ``here``, a batch in host memory, or None if it is not packed."""
     if here.cu_seqlens is None:
         return None
     queries = here.cu_seqlens.diff()
@@ -193,7 +197,7 @@ def ulysses_attention(
 
 
 def check_attention_arguments(module: nn.Module, is_causal: bool | None, others: dict[str, object]) -> None:
-    """Raise ConfigError if the model passes an argument that would be ignored."""
+    """Raise ConfigError if attention is not causal, or the model passes an argument that would be ignored."""
     kind = type(module).__name__
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise ConfigError(f"model: {kind} attends to later tokens; choose a causal language model.")
@@ -207,8 +211,8 @@ def check_attention_arguments(module: nn.Module, is_causal: bool | None, others:
 def has_kernel(query: Tensor, dropout: float) -> bool:
     """Return whether ``varlen_kernel`` can be used.
 
-    Its CUDA kernel needs half precision, compute capability 8.0 and heads of at most 256 dimensions, a
-    multiple of 8, and has no dropout.
+    Its CUDA kernel needs half precision, compute capability 8.0 or above, and a head dimension that is a
+    multiple of 8 and at most 256. It has no dropout.
     """
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or dropout:
         return False
@@ -245,7 +249,7 @@ def varlen_kernel(
 
 @cache
 def has_enable_gqa() -> bool:
-    """Return whether torch has the option: 2.11 groups heads without it, 2.13 requires it."""
+    """Return whether ``varlen_attn`` has ``enable_gqa``: torch 2.11 does GQA without it, 2.13 requires it."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 

@@ -1,8 +1,8 @@
-"""The optimizer of an update that needs whole weights, such as an orthogonalised matrix.
+"""An optimizer for updates that need whole weights, such as the orthogonalisation of a matrix.
 
 Every weight has an owner among the ranks that share it. In a step, its gradient is gathered there, the owner
-updates it with the optimizer's own class, and every rank receives its part of the result. So the work and the
-state, which is never sharded, are divided by weights.
+updates it with the optimizer's own class, and every rank receives its part of the result. So the ranks divide
+the work and the state by whole weights; the state is never sharded.
 """
 
 from abc import ABC, abstractmethod
@@ -47,7 +47,7 @@ class OwnedWeight(ABC):
 
     @abstractmethod
     def gather(self) -> None:
-        """Set the gradient of ``parameter`` on the owner, and its value if it does not keep that."""
+        """Set the gradient of ``parameter`` on the owner, and its value if the owner does not keep it."""
 
     @abstractmethod
     def distribute(self) -> None:
@@ -86,7 +86,7 @@ class WholeWeightOptimizer:
 
     @contextmanager
     def evaluating(self) -> Iterator[bool]:
-        """Do nothing: an optimizer with other weights for evaluation is not given whole weights."""
+        """Yield False, as no weight changes: optimizers with weights for evaluation never use this class."""
         yield False
 
     def tensors(self) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ def owners(weights: Iterable[tuple[int, int]]) -> list[int]:
     """Give every weight, the largest first, to the rank with the fewest elements of those that share it.
 
     Args:
-        weights: numbers of the ranks that share a weight, and of its elements.
+        weights: for each weight, the number of ranks that share it and the number of its elements.
 
     Returns:
         The number of the owner of every weight, which is the same on all ranks that share it.

@@ -21,7 +21,7 @@ def file_names(model_type: str) -> Rename:
 
 
 def module_name(name: str, model_type: str) -> str:
-    """Return the name in files of a module, given its whole name or the last part."""
+    """Return the name that a module has in files, given its full name or the last part of it."""
     if model_type == "mixtral" and name in MIXTRAL:
         return MIXTRAL[name]
     return file_names(model_type)(f"{name}.").removesuffix(".")
