@@ -1,12 +1,22 @@
 """Token statistics in chunks of a given size. With the default size, a small test has only one chunk."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 from components.contracts.loss import TokenStats
-from components.engines.shared import token_log_probs
+from components.engines.shared import fused_softmax, token_log_probs
 
 
-def chunked_stats(*args: Any, chunk_size: int, **options: Any) -> TokenStats:
-    with mock.patch.object(token_log_probs, "CPU_ROWS", chunk_size):
+def op_by_op(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``fused_softmax.compiled``: the same functions without torch.compile, which takes seconds."""
+    return function
+
+
+def chunked_stats(*args: Any, chunk_size: int, fused: bool = False, **options: Any) -> TokenStats:
+    with (
+        mock.patch.object(token_log_probs, "CPU_ROWS", chunk_size),
+        mock.patch.object(fused_softmax, "is_available", return_value=fused),
+        mock.patch.object(fused_softmax, "compiled", op_by_op),
+    ):
         return token_log_probs.token_stats(*args, **options)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -93,11 +94,14 @@ SPEED = (
     "run.micro_batch_size=1",
     "run.max_steps=16",
 )
+TOGETHER = "run.micro_batch_size=4"
 OURS: Mapping[str, tuple[str, ...]] = {
     "fsdp2 eager": ENGINES["fsdp2"],
     "fsdp2 compiled": (*ENGINES["fsdp2"], "run.compile=true"),
+    "fsdp2 compiled, 4 rows": (*ENGINES["fsdp2"], "run.compile=true", TOGETHER),
     "fsdp2 liger": ("parallelism=single", "run.kernels=liger"),
     "megatron local": ENGINES["megatron"],
+    "megatron local, 4 rows": (*ENGINES["megatron"], TOGETHER),
     "megatron te": ("parallelism=megatron", "parallelism.transformer_impl=transformer_engine"),
 }
 PEERS = {"transformers loop": "loop", "hf trainer": "hf", "trl": "trl"}
@@ -126,7 +130,8 @@ def speed(program: str, options: Sequence[str], place: Place, seconds: float) ->
 def shapes(place: Place) -> dict[str, tuple[str, ...]]:
     """Return the options of each model; the layers of the 8B model are cut to half of the GPU's memory.
 
-    On a CPU it is a tiny model with few data, to see that the programs run.
+    Rows of 4096 tokens are filled with conversations of 20 to 750 tokens. On a CPU it is a tiny model with
+    few data, to see that the programs run.
     """
     if place.device == "cpu":
         return {"tiny": (*SMALL[:6], *few_data(place), "data.max_length=128", "run.max_steps=6")}
@@ -134,8 +139,13 @@ def shapes(place: Place) -> dict[str, tuple[str, ...]]:
     ends, layer = 18 * 2 * 128256 * 4096, 18 * 218e6
     layers = int((torch.cuda.get_device_properties(0).total_memory / 2 - ends) / layer)
     cut = f"model.architecture.num_hidden_layers={min(max(layers, 1), 8)}"
-    long = "data.max_length=4096"
-    return {"llama3_1b": ("model=llama3_1b", long), "llama3_8b, cut": ("model=llama3_8b", cut, long)}
+    chats, lengths = place.folder / "long_chats.jsonl", random.Random(0)
+    records = [
+        {"instruction": "Repeat.", "output": "one more " * lengths.randint(4, 360)} for _ in range(700)
+    ]
+    chats.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    long = ("data=files", f"data.train={chats}", "data.max_length=4096")
+    return {"llama3_1b": ("model=llama3_1b", *long), "llama3_8b, cut": ("model=llama3_8b", cut, *long)}
 
 
 def few_data(place: Place) -> tuple[str, ...]:

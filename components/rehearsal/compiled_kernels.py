@@ -1,12 +1,14 @@
-"""Megatron's functions that torch compiles to one kernel on a GPU, and a rehearsal runs op by op."""
+"""Functions that torch compiles to one kernel on a GPU, and a rehearsal runs op by op."""
 
 import sys
 from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from components.engines.shared import fused_softmax
 from components.rehearsal.mode import RehearsalMode
 
 MODULE = "megatron.core.fusions.fused_bias_swiglu"
@@ -14,10 +16,13 @@ FUNCTIONS = ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")
 
 
 def install(mode: RehearsalMode) -> None:
-    """Let each function count as one kernel, and as memory only its result.
+    """Let each function of Megatron and of the head count as one kernel, and as memory only its result.
 
     It must be called after the engine is built, which imports Megatron.
     """
+    head: Any = fused_softmax
+    head.is_available = lambda _device: True
+    head.compiled = lambda function: one_kernel(function, mode)
     if (module := sys.modules.get(MODULE)) is not None:
         for name in FUNCTIONS:
             setattr(module, name, one_kernel(getattr(module, name), mode))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.distributed.adapter_cases import continued, plain_adapter
 from tests.distributed.cases import assert_same, fsdp2, plain_step
-from tests.distributed.compile_cases import one_step
+from tests.distributed.compile_cases import one_step, one_step_with_kernel
 from tests.ranks import Ranks
 
 RECOMPUTED_TP2 = fsdp2(1, tp=2, activation_checkpointing="full")
@@ -25,3 +25,10 @@ def test_compiled_blocks_in_4_bits_equal_plain_peft(tmp_path: Path) -> None:
     )
     assert_same(compiled.step, expected.first)
     assert compiled.graphs > 0
+
+
+def test_a_block_with_the_kernel_for_packed_rows_is_one_graph() -> None:
+    (compiled,) = Ranks(1).run(one_step_with_kernel, fsdp2(), "deep", seconds=150)
+    assert_same(compiled.step, plain_step("deep", "token"))
+    assert not compiled.breaks
+    assert 0 < compiled.graphs <= 4

@@ -76,6 +76,7 @@ def errors(ours: Answer, theirs: Answer) -> list[float]:
 @pytest.mark.parametrize("split", SPLITS)
 def test_statistics_and_gradients_equal_those_of_whole_logits(ranks: dict[int, Ranks], split: str) -> None:
     cases = [Case(w, bias, chunk) for w in PATHS for bias, chunk in ((False, 7), (True, 7), (True, 1000))]
+    cases += [Case(weighted, fused=True) for weighted in PATHS]
     for case, ours in zip(cases, together(ranks, split, cases), strict=True):
         assert [t.dtype for t in ours.stats] == [torch.float32] * (1 if case.weighted else 4)
         assert len(ours.gradients) == 2 + case.bias

@@ -37,6 +37,7 @@ class Case:
     nan_row: int | None = None
     label: int | None = None
     """Label of the first token. None means that it stays random."""
+    fused: bool = False
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Return hidden ``[1, tokens, width]``, weight ``[V, width]``, bias ``[V]`` and labels.
@@ -95,6 +96,7 @@ def answer(case: Case, rows: slice = slice(None), shard: VocabularyShard | None 
             requires=requires,
             weights=weights,
             chunk_size=case.chunk_size,
+            fused=case.fused,
             shard=shard,
         )
         forward = watch.collectives

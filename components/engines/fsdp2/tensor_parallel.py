@@ -282,6 +282,8 @@ class ReduceFromTP(torch.autograd.Function):
         return grads[0], None
 
 
+# torch 2.11 would trace the all-reduce, and lose the gradients of everything before it.
+@torch.compiler.disable
 def reduce_from_tp(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = part.contiguous().clone()
     dist.all_reduce(total, group=group)

@@ -101,5 +101,5 @@ def count_zeros(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, de
 
 def clip(gradients: list[Tensor], norm: float, max_norm: float | None) -> None:
     """Scale gradients whose global norm is ``norm`` down to ``max_norm``, in place. None or 0 means never."""
-    if max_norm and gradients:
-        torch._foreach_mul_(gradients, min(max_norm / (norm + 1e-6), 1.0))
+    if max_norm and gradients and (factor := max_norm / (norm + 1e-6)) < 1:
+        torch._foreach_mul_(gradients, factor)

@@ -6,6 +6,7 @@ Given logsumexp, the columns of ``dz`` are independent. So with a split vocabula
 communicates here; in the backward pass the caller sums the gradient of ``h`` over the ranks.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,14 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from components.contracts.batch import IGNORE
 from components.contracts.loss import TokenStats
+from components.engines.shared import fused_softmax
 from components.engines.shared.vocab_parallel import FullVocabulary, Vocabulary, VocabularyShard
 
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20, "xpu": 512 << 20, "npu": 512 << 20}
-"""Size of the fp32 logits of one chunk. Every chunk reads and writes the whole head gradient once, which is
-cheap compared to the matmul only if the chunk has many rows; a GPU needs more of them. On a CPU at V 128k,
-64, 128 and 256 MiB took 3.3, 2.7 and 2.6 s in bf16, 4.6, 4.4 and 4.8 s in fp32."""
+"""Size of the logits of one chunk, which are in fp32 unless they are fused. Every chunk reads and writes the
+whole head gradient once, which is cheap compared to the matmul only if the chunk has many rows; a GPU needs
+more of them. On a CPU at V 128k, 64, 128 and 256 MiB took 3.3, 2.7 and 2.6 s in bf16, 4.6, 4.4 and 4.8 s in
+fp32."""
 
 CPU_ROWS = 512
 """Maximum number of rows of one chunk. At V 16k, 2048 rows took the same time in fp32 and 8 % more in
@@ -66,7 +69,9 @@ def token_stats(
     index = (flat != IGNORE).nonzero()[:, 0] if label_index is None else label_index
     rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
     vocabulary = shard or FullVocabulary(len(head_weight))
-    head = HeadChunking(vocabulary, chunk_size(vocabulary, hidden.device), requires)
+    fused = head_bias is None and fused_softmax.is_available(hidden.device.type)
+    size = chunk_size(vocabulary, hidden.device, hidden.dtype if fused else stats_dtype(hidden))
+    head = HeadChunking(vocabulary, size, requires, fused)
     inputs = (head, rows, head_weight, head_bias, flat.index_select(0, index))
     differentiable = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
     logsumexp = mean_logp = log_squares = None
@@ -119,12 +124,12 @@ class Spread(torch.autograd.Function):
         return grads[0].reshape(-1).index_select(0, index), None, None
 
 
-def chunk_size(vocabulary: Vocabulary, device: torch.device) -> int:
-    """Return the number of positions per chunk.
+def chunk_size(vocabulary: Vocabulary, device: torch.device, dtype: torch.dtype) -> int:
+    """Return the number of positions per chunk of logits in ``dtype``.
 
     It is the same on all ranks that share the vocabulary, because each chunk is reduced over them.
     """
-    rows = max(CHUNK_BYTES[device.type] // (4 * vocabulary.typical_rows), 1)
+    rows = max(CHUNK_BYTES[device.type] // (dtype.itemsize * vocabulary.typical_rows), 1)
     return min(rows, CPU_ROWS) if device.type == "cpu" else rows
 
 
@@ -135,39 +140,59 @@ class HeadChunking:
     vocabulary: Vocabulary
     chunk_size: int
     requires: frozenset[str]
+    fused: bool
+    """Whether the kernels of ``fused_softmax`` are used. Logits then stay in the dtype of the product."""
 
     def chunks(self, rows: Tensor) -> Iterator[slice]:
         return (slice(i, i + self.chunk_size) for i in range(0, len(rows), self.chunk_size))
 
+    def logits(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the logits as a new tensor ``[n, V]`` that the caller may overwrite."""
+        logits = rows @ weight.T
+        if not self.fused:
+            logits = logits.to(stats_dtype(rows))
+        return logits if bias is None else logits.add_(bias)
 
-def chunk_logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the logits as a new tensor ``[n, V]`` that the caller may overwrite."""
-    logits = (rows @ weight.T).to(stats_dtype(rows))
-    return logits if bias is None else logits.add_(bias)
+    def exponentiate(
+        self, logits: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Replace ``logits`` by ``exp(logits - max)`` in place, unless they are fused.
+
+        Return ``(sum, logsumexp, logps, others)``, all ``[n]``: ``others`` are the other required statistics.
+        """
+        chosen = self.vocabulary.select_targets(logits, targets).to(stats_dtype(logits))
+        largest, sums = self._fused_sums(logits) if self.fused else self._sums(logits)
+        parts = {"chosen": chosen} | sums
+        found = dict(zip(parts, self.vocabulary.reduce(tuple(parts.values())), strict=True))
+        chosen, total = found.pop("chosen"), found.pop("total")
+        logsumexp = largest + total.log()
+        if "mean_logp" in found:
+            found["mean_logp"] = found["mean_logp"] / self.vocabulary.size - logsumexp
+        if "log_sum_sq_probs" in found:
+            found["log_sum_sq_probs"] = found["log_sum_sq_probs"].log() - 2 * total.log()
+        return total, logsumexp, chosen - logsumexp, found
+
+    def _sums(self, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the maximum of all ranks, and this rank's sums of the required statistics."""
+        largest, sums = self.vocabulary.reduce_max(row_max(logits)), {}
+        if "mean_logp" in self.requires:
+            sums["mean_logp"] = logits.sum(-1)
+        sums["total"] = logits.sub_(largest[:, None]).exp_().sum(-1)
+        if "log_sum_sq_probs" in self.requires:  # a norm: squares would be a second tensor of this size
+            sums["log_sum_sq_probs"] = torch.linalg.vector_norm(logits, dim=-1).square()
+        return largest, sums
+
+    def _fused_sums(self, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        own, total, squares, plain = fused_softmax.row_sums(logits)
+        largest = self.vocabulary.reduce_max(own.clone())
+        factor = (own - largest).exp()
+        sums = {"total": total * factor, "log_sum_sq_probs": squares * factor.square(), "mean_logp": plain}
+        return largest, {name: sums[name] for name in sums if name == "total" or name in self.requires}
 
 
-def exponentiate(
-    logits: Tensor, targets: Tensor, head: HeadChunking
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Replace ``logits`` by ``exp(logits - max)`` in place.
-
-    Return ``(sum, logsumexp, logps, others)``, all ``[n]``: ``others`` are the other required statistics.
-    """
-    largest = head.vocabulary.row_max(logits)
-    parts = {"chosen": head.vocabulary.select_targets(logits, targets)}
-    if "mean_logp" in head.requires:
-        parts["mean_logp"] = logits.sum(-1)
-    parts["total"] = logits.sub_(largest[:, None]).exp_().sum(-1)
-    if "log_sum_sq_probs" in head.requires:  # a norm, because squares would be a second tensor of this size
-        parts["log_sum_sq_probs"] = torch.linalg.vector_norm(logits, dim=-1).square()
-    found = dict(zip(parts, head.vocabulary.reduce(tuple(parts.values())), strict=True))
-    chosen, total = found.pop("chosen"), found.pop("total")
-    logsumexp = largest + total.log()
-    if "mean_logp" in found:
-        found["mean_logp"] = found["mean_logp"] / head.vocabulary.size - logsumexp
-    if "log_sum_sq_probs" in found:
-        found["log_sum_sq_probs"] = found["log_sum_sq_probs"].log() - 2 * total.log()
-    return total, logsumexp, chosen - logsumexp, found
+def row_max(logits: Tensor) -> Tensor:
+    """Return the maximum of every row, -inf for a rank without any column."""
+    return logits.amax(-1) if logits.shape[1] else logits.new_full(logits.shape[:1], -math.inf)
 
 
 def stats_dtype(tensor: Tensor) -> torch.dtype:
@@ -218,8 +243,9 @@ class ChunkedStats(torch.autograd.Function):
         logps, logsumexp = (rows.new_empty(len(rows), dtype=stats_dtype(rows)) for _ in range(2))
         others = {name: torch.empty_like(logps) for name in head.requires - {"logsumexp"}}
         for chunk in head.chunks(rows):
-            logits = chunk_logits(rows[chunk], weight, bias)
-            _, logsumexp[chunk], logps[chunk], found = exponentiate(logits, targets[chunk], head)
+            logits = head.logits(rows[chunk], weight, bias)
+            _, logsumexp[chunk], logps[chunk], found = head.exponentiate(logits, targets[chunk])
+            del logits
             for name, values in found.items():
                 others[name][chunk] = values
         ctx.head = head
@@ -236,16 +262,24 @@ class ChunkedStats(torch.autograd.Function):
         assert g_logp is not None
         assert g_logsumexp is not None
         g_softmax = g_logsumexp - g_logp if g_mean is None else g_logsumexp - g_logp - g_mean
-        vocabulary = ctx.head.vocabulary
+        head: HeadChunking = ctx.head
+        g_all = None if g_mean is None else g_mean / head.vocabulary.size
         total = Gradients(rows, weight, bias, ctx.needs_input_grad[1:4])
-        for chunk in ctx.head.chunks(rows):
-            logits = chunk_logits(rows[chunk], weight, bias)
-            softmax = logits.sub_(logsumexp[chunk, None]).exp_()
-            grad_logits = softmax.mul_(g_softmax[chunk, None])
-            if g_mean is not None:
-                grad_logits.add_(g_mean[chunk, None] / vocabulary.size)
-            vocabulary.add_to_targets_(grad_logits, targets[chunk], g_logp[chunk])
-            total.add(chunk, grad_logits)
+        for chunk in head.chunks(rows):
+            logits = head.logits(rows[chunk], weight, bias)
+            if head.fused:
+                columns = targets[chunk] - head.vocabulary.start
+                of_all = None if g_all is None else g_all[chunk]
+                fused_softmax.write_gradient(
+                    logits, logsumexp[chunk], g_softmax[chunk], columns, g_logp[chunk], of_all
+                )
+            else:
+                logits.sub_(logsumexp[chunk, None]).exp_().mul_(g_softmax[chunk, None])
+                if g_all is not None:
+                    logits.add_(g_all[chunk, None])
+                head.vocabulary.add_to_targets_(logits, targets[chunk], g_logp[chunk])
+            total.add(chunk, logits)
+            del logits
         return None, *total.result(), None
 
 
@@ -269,11 +303,16 @@ class WeightedStats(torch.autograd.Function):
         ctx.weights = weights = weights.to(logps.dtype)
         ctx.gradients = Gradients(rows, weight, bias, ctx.needs_input_grad[1:4])
         for chunk in head.chunks(rows):
-            logits = chunk_logits(rows[chunk], weight, bias)
-            total, _, logps[chunk], _ = exponentiate(logits, targets[chunk], head)
-            grad_logits = logits.mul_((weights[chunk] / total)[:, None])
-            head.vocabulary.add_to_targets_(grad_logits, targets[chunk], -weights[chunk])
-            ctx.gradients.add(chunk, grad_logits)
+            logits, weight_of = head.logits(rows[chunk], weight, bias), weights[chunk]
+            total, logsumexp, logps[chunk], _ = head.exponentiate(logits, targets[chunk])
+            if head.fused:
+                columns = targets[chunk] - head.vocabulary.start
+                fused_softmax.write_gradient(logits, logsumexp, weight_of, columns, -weight_of)
+            else:
+                logits.mul_((weight_of / total)[:, None])
+                head.vocabulary.add_to_targets_(logits, targets[chunk], -weight_of)
+            ctx.gradients.add(chunk, logits)
+            del logits
         return logps
 
     @staticmethod

@@ -8,7 +8,7 @@ attend to each other.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +40,10 @@ must wait for a GPU.
 
 HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
 """Arguments that models pass to every attention layer and that do not change causal attention."""
+
+
+HAS_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""torch 2.11 computes GQA without this option of ``varlen_attn``, and 2.13 requires it."""
 
 
 @dataclass
@@ -172,19 +176,39 @@ def recomputed(module: nn.Module, *tensors: Tensor | None, **options: Any) -> tu
     return checkpoint(attention, module, *tensors, use_reentrant=False, **options)
 
 
+def dispatch(
+    attend: Callable[..., tuple[Tensor, None]],
+    module: nn.Module,
+    query: Tensor,
+    *tensors: Tensor | None,
+    context_group: dist.ProcessGroup | None = None,
+    dropout: float = 0.0,
+    padded: bool = False,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Call ``attend`` on whole rows; with ``context_group`` each rank passes and gets its share of positions.
+
+    torch.compile traces only the kernel for packed rows, with the rest of the block as one graph.
+    """
+    options |= {"dropout": dropout, "padded": padded}
+    if attend is attention and context_group is None and not padded and has_kernel(query, dropout):
+        return attend(module, query, *tensors, **options)
+    return untraced(attend, context_group, module, query, *tensors, **options)
+
+
 # Sequence lengths are Python numbers, for which every batch would be compiled anew.
 @torch.compiler.disable
-def ulysses_attention(
+def untraced(
     attend: Callable[..., tuple[Tensor, None]],
+    context_group: dist.ProcessGroup | None,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *others: Tensor | None,
-    context_group: dist.ProcessGroup | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Call ``attend`` on whole rows; with ``context_group`` each rank passes and gets its share of positions.
+    """Call ``attend``, with Ulysses' exchanges over ``context_group`` around it.
 
     The activations that ``attend`` then saves have whole rows and a share of the heads, so that recomputing
     it needs no communication.
@@ -217,7 +241,12 @@ def has_kernel(query: Tensor, dropout: float) -> bool:
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or dropout:
         return False
     width = query.shape[-1]
-    return width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return width % 8 == 0 and width <= 256 and capability(query.device) >= (8, 0)
+
+
+@torch.compiler.assume_constant_result
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def varlen_kernel(
@@ -239,18 +268,12 @@ def varlen_kernel(
     if missing:
         value = F.pad(value, (0, missing))
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    options: Json = {"enable_gqa": True} if has_enable_gqa() and q.shape[1] != k.shape[1] else {}
+    options: Json = {"enable_gqa": True} if HAS_ENABLE_GQA and q.shape[1] != k.shape[1] else {}
     # Window (left, right) around every token: (-1, 0) is plain causal.
     size = (-1 if window is None else window - 1, 0)
     out = varlen_attn(q, k, v, *cu_seqlens, *max_seqlens, scale=scale, window_size=size, **options)
     assert isinstance(out, Tensor)
     return out.unsqueeze(0)[..., :-missing] if missing else out.unsqueeze(0)
-
-
-@cache
-def has_enable_gqa() -> bool:
-    """Return whether ``varlen_attn`` has ``enable_gqa``: torch 2.11 does GQA without it, 2.13 requires it."""
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> None:
@@ -259,5 +282,5 @@ def no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> N
 
 
 for name, function in ((ATTENTION, attention), (ATTENTION_RECOMPUTED, recomputed)):
-    AttentionInterface.register(name, partial(ulysses_attention, function))
+    AttentionInterface.register(name, partial(dispatch, function))
     AttentionMaskInterface.register(name, no_mask)

@@ -20,15 +20,16 @@ class FullVocabulary:
     """A vocabulary whose head is entirely on this rank, so that nothing is reduced."""
 
     size: int
+    start = 0
 
     @property
     def typical_rows(self) -> int:
         """Number of rows of the head for planning memory, the same on every rank."""
         return self.size
 
-    def row_max(self, logits: Tensor) -> Tensor:
-        """Return the maximum over the vocabulary, ``[tokens]``."""
-        return logits.amax(-1)
+    def reduce_max(self, largest: Tensor) -> Tensor:
+        """Turn the maximum over the rows of this rank, ``[tokens]``, into that over the vocabulary."""
+        return largest
 
     def reduce(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Turn sums over the rows of this rank, each ``[tokens]``, into sums over the vocabulary."""
@@ -60,8 +61,7 @@ class VocabularyShard:
     def typical_rows(self) -> int:
         return math.ceil(self.size / self.group.size())
 
-    def row_max(self, logits: Tensor) -> Tensor:
-        largest = logits.amax(-1) if logits.shape[1] else logits.new_full(logits.shape[:1], -math.inf)
+    def reduce_max(self, largest: Tensor) -> Tensor:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return largest
 

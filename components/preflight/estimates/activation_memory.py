@@ -157,14 +157,16 @@ def mask_bytes(longest: int, run: RunShape) -> int:
 def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape, *, trained: bool) -> Bytes:
     """Return the bytes for log-probabilities of ``labels`` positions over ``vocabulary`` rows of the head.
 
-    At most two chunks of fp32 logits exist at once, the current and the previous one. In a lower dtype the
-    gradient of a ``trained`` head from one chunk is a matrix of its own, which is added to the fp32 sum. Rows
-    of the hidden state are copied and have a gradient.
+    The logits of one chunk exist at once: in the dtype of computing on a CUDA GPU, else in fp32 beside a copy
+    in a lower dtype. There, the gradient of a ``trained`` head from one chunk is a matrix of its own, which
+    is added to the fp32 sum. Rows of the hidden state are copied and have a gradient.
     """
-    chunk = min(chunk_size(FullVocabulary(vocabulary), torch.device(run.device)), labels)
+    fused = run.device == "cuda"
+    logits_dtype = run.dtype if fused else torch.float32
+    chunk = min(chunk_size(FullVocabulary(vocabulary), torch.device(run.device), logits_dtype), labels)
     cast = 0 if run.dtype == torch.float32 else run.size
     product = hidden * cast if trained else 0
-    per_row = max(min(2 * chunk, labels) * FP32 + chunk * cast, chunk * (FP32 + cast) + product)
+    per_row = chunk * (run.size if fused else FP32 + cast) + product
     return {"logits": per_row * vocabulary, "activations": 2 * labels * hidden * run.size}
 
 

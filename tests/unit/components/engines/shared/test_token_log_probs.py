@@ -1,6 +1,7 @@
 """Chunked statistics equal the same statistics from full logits."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,13 +9,14 @@ from torch import Tensor
 
 from components.contracts.batch import IGNORE
 from components.contracts.loss import TokenStats
-from components.engines.shared import token_log_probs
+from components.engines.shared import fused_softmax, token_log_probs
 from components.engines.shared.token_log_probs import token_stats
 from tests.chunked_stats import chunked_stats
 
 H, V = 16, 53
 ALL = frozenset({"logsumexp", "mean_logp", "log_sum_sq_probs"})
 CHUNKS = [1, 7, 1000]
+KINDS = ["plain", "bias", "fused"]
 
 
 def make(
@@ -59,10 +61,11 @@ def assert_close(ours: list[Tensor], theirs: list[Tensor], relative: float) -> N
 
 
 @pytest.mark.parametrize("chunk_size", CHUNKS)
-@pytest.mark.parametrize("bias", [False, True])
-def test_statistics_and_gradients_equal_those_of_full_logits(chunk_size: int, bias: bool) -> None:
-    hidden, weight, labels, vector = make(bias=bias)
-    ours = chunked_stats(hidden, weight, labels, head_bias=vector, requires=ALL, chunk_size=chunk_size)
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_and_gradients_equal_those_of_full_logits(chunk_size: int, kind: str) -> None:
+    hidden, weight, labels, vector = make(bias=kind == "bias")
+    options: dict[str, Any] = {"requires": ALL, "chunk_size": chunk_size, "fused": kind == "fused"}
+    ours = chunked_stats(hidden, weight, labels, head_bias=vector, **options)
     theirs = full(hidden, weight, labels, vector)
     for name in ("logps", *ALL):
         assert getattr(ours, name).dtype == torch.float32
@@ -72,9 +75,10 @@ def test_statistics_and_gradients_equal_those_of_full_logits(chunk_size: int, bi
 
 
 @pytest.mark.parametrize("requires", [frozenset(), *(frozenset({name}) for name in sorted(ALL))])
-def test_only_what_is_required_is_returned(requires: frozenset[str]) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_only_what_is_required_is_returned(requires: frozenset[str], fused: bool) -> None:
     hidden, weight, labels, _ = make()
-    ours = chunked_stats(hidden, weight, labels, requires=requires, chunk_size=5)
+    ours = chunked_stats(hidden, weight, labels, requires=requires, chunk_size=5, fused=fused)
     theirs = full(hidden, weight, labels, None)
     theirs = replace(theirs, **dict.fromkeys(ALL - requires))
     assert {n for n in ALL if getattr(ours, n) is not None} == requires
@@ -82,14 +86,15 @@ def test_only_what_is_required_is_returned(requires: frozenset[str]) -> None:
 
 
 @pytest.mark.parametrize("chunk_size", CHUNKS)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1.0, 0.37, 0.0])
 def test_gradients_made_in_the_forward_equal_those_of_full_logits(
-    chunk_size: int, bias: bool, scale: float
+    chunk_size: int, kind: str, scale: float
 ) -> None:
-    hidden, weight, labels, vector = make(bias=bias)
+    hidden, weight, labels, vector = make(bias=kind == "bias")
     weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(2)) * (labels != IGNORE)
-    ours = chunked_stats(hidden, weight, labels, head_bias=vector, weights=weights, chunk_size=chunk_size)
+    options: dict[str, Any] = {"weights": weights, "chunk_size": chunk_size, "fused": kind == "fused"}
+    ours = chunked_stats(hidden, weight, labels, head_bias=vector, **options)
     theirs = full(hidden, weight, labels, vector)
     torch.testing.assert_close(ours.logps, theirs.logps, rtol=1e-5, atol=1e-5)
     inputs = (hidden, weight, vector)
@@ -98,16 +103,16 @@ def test_gradients_made_in_the_forward_equal_those_of_full_logits(
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_bf16_is_as_good_as_full_logits_in_bf16(weighted: bool) -> None:
-    hidden, weight, labels, vector = make(dtype=torch.bfloat16, bias=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_as_good_as_full_logits_in_bf16(weighted: bool, kind: str) -> None:
+    hidden, weight, labels, vector = make(dtype=torch.bfloat16, bias=kind == "bias")
     weights = (labels != IGNORE).float()
-    ours = chunked_stats(
-        hidden, weight, labels, head_bias=vector, weights=weights if weighted else None, chunk_size=7
-    )
+    options: dict[str, Any] = {"weights": weights if weighted else None, "chunk_size": 7}
+    ours = chunked_stats(hidden, weight, labels, head_bias=vector, fused=kind == "fused", **options)
     assert ours.logps.dtype == torch.float32
     inputs = [hidden, weight, vector]
     exact_inputs = [t.detach().double().requires_grad_() for t in inputs if t is not None]
-    exact = full(exact_inputs[0], exact_inputs[1], labels, exact_inputs[2])
+    exact = full(exact_inputs[0], exact_inputs[1], labels, *(exact_inputs[2:] or [None]))
     theirs = full(hidden, weight, labels, vector)
     grads = [gradients(-(weights * s.logps).sum(), *inputs) for s in (ours, theirs)]
     exact_grads = gradients(-(weights * exact.logps).sum(), *exact_inputs)
@@ -148,12 +153,11 @@ def test_no_label_gives_connected_zeros(weighted: bool) -> None:
         assert not grad.any()
 
 
-def test_extreme_logits_stay_finite() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_extreme_logits_stay_finite(fused: bool) -> None:
     hidden, weight, labels, _ = make(scale=1e4)
-    stats = chunked_stats(hidden, weight, labels, requires=ALL, chunk_size=7)
-    found = [
-        values for values in vars(stats).values() if values is not None
-    ]  # all but those of a scalar head
+    stats = chunked_stats(hidden, weight, labels, requires=ALL, chunk_size=7, fused=fused)
+    found = [values for values in vars(stats).values() if values is not None]  # not those of a scalar head
     assert len(found) == 1 + len(ALL)
     assert all(torch.isfinite(values).all() for values in found)
     assert all(torch.isfinite(g).all() for g in gradients(mixed(stats), hidden, weight))
@@ -199,3 +203,16 @@ def test_weights_and_other_statistics_exclude_each_other() -> None:
     hidden, weight, labels, _ = make()
     with pytest.raises(AssertionError):
         token_stats(hidden, weight, labels, requires=ALL, weights=(labels != IGNORE).float())
+
+
+def test_the_compiled_kernels_equal_their_functions() -> None:
+    """The kernels are made for the CPU here, in C++; ``tests/gpu`` trains with those of a GPU."""
+    logits, targets = torch.randn(5, V).bfloat16(), torch.tensor([0, V, 7, -1, V - 1])
+    sums = fused_softmax.row_sums(logits)
+    for ours, theirs in zip(sums, fused_softmax._row_sums(logits), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    of_row = [torch.randn(5) for _ in range(4)]
+    ours, theirs = logits.clone(), logits.clone()
+    fused_softmax.write_gradient(ours, *of_row[:2], targets, *of_row[2:])
+    fused_softmax._write_gradient(theirs, *of_row[:2], targets, *of_row[2:])
+    torch.testing.assert_close(ours, theirs)

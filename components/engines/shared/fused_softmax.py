@@ -1,0 +1,79 @@
+"""The softmax of the head in two kernels, which torch.compile makes on a GPU.
+
+Op by op, the logits of a chunk would be read and written about ten times, mostly in fp32. Here they stay in
+their own dtype, are read for the sums, and are then replaced by their gradient.
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@cache
+def is_available(device: str) -> bool:
+    """Return whether torch.compile can make the kernels: it needs Triton, and Triton needs a C compiler."""
+    compilers = (os.environ.get("CC", ""), "gcc", "clang")
+    has_compiler = any(shutil.which(name) for name in compilers if name)
+    return device == "cuda" and find_spec("triton") is not None and has_compiler
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def row_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the maximum of ``logits [n, V]``, and the sums of exp(z - max), of its square and of z.
+
+    All are ``[n]`` in at least fp32. The maximum of no column is -inf.
+    """
+    if not logits.shape[1]:
+        none = logits.new_zeros(len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+        return none - math.inf, none, none, none
+    return compiled(_row_sums)(logits)
+
+
+def write_gradient(
+    logits: Tensor,
+    logsumexp: Tensor,
+    of_softmax: Tensor,
+    columns: Tensor,
+    of_column: Tensor,
+    of_all: Tensor | None = None,
+) -> None:
+    """Replace ``logits [n, V]`` by ``of_softmax * softmax + of_column * onehot(columns) + of_all``.
+
+    The other tensors are ``[n]``. A column outside of 0 to V - 1 has no one. The sum is in at least fp32, and
+    rounded once.
+    """
+    if logits.shape[1]:
+        compiled(_write_gradient)(logits, logsumexp, of_softmax, columns, of_column, of_all)
+
+
+def _row_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    largest = values.amax(-1)
+    powers = (values - largest[:, None]).exp()
+    return largest, powers.sum(-1), powers.square().sum(-1), values.sum(-1)
+
+
+def _write_gradient(
+    logits: Tensor,
+    logsumexp: Tensor,
+    of_softmax: Tensor,
+    columns: Tensor,
+    of_column: Tensor,
+    of_all: Tensor | None,
+) -> None:
+    values = logits.to(logsumexp.dtype)
+    gradient = (values - logsumexp[:, None]).exp() * of_softmax[:, None]
+    here = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
+    gradient = gradient + torch.where(here, of_column[:, None], 0)
+    logits.copy_(gradient if of_all is None else gradient + of_all[:, None])
