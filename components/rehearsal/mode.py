@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from components.rehearsal import traffic
 from components.rehearsal.arithmetic import Arithmetic
+from components.rehearsal.call_site import call_site
 from components.rehearsal.host_values import Arguments, HostValues, Keywords, UnknownValueError
 from components.rehearsal.host_waits import INDEXING, MASKS, HostWaits
 from components.rehearsal.kernel_rules import KernelRules
@@ -22,6 +23,9 @@ aten = torch.ops.aten
 
 PLAIN = (FakeTensor, Tensor, torch.nn.Parameter)
 """Other tensor types, such as DTensor, first replace a call by calls on their parts."""
+
+HELD_BY_AUTOGRAD = 4
+"""``_use_count`` of a gradient in a dispatch mode if nothing but the backward pass holds it."""
 
 
 class RehearsalMode(TorchDispatchMode):
@@ -85,6 +89,8 @@ class RehearsalMode(TorchDispatchMode):
         self, func: OpOverload, args: Arguments, kwargs: Keywords, target: torch.device | None
     ) -> object:
         """Record an operator and return its fake result."""
+        if is_accumulation(func, args):
+            func = aten.add_.Tensor
         self.waits.see(func, args, kwargs, target)
         self.rules.check(func, args)
         if func._schema.name in INDEXING:
@@ -196,6 +202,20 @@ class RehearsalMode(TorchDispatchMode):
             resolved = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
             self.traffic.add(name, dist.get_process_group_ranks(resolved), (*args, out))
         return out
+
+
+def is_accumulation(func: OpOverload, args: Arguments) -> bool:
+    """Return whether autograd adds two gradients of one tensor, which it does in place for real tensors.
+
+    Its rule (torch/csrc/autograd/input_buffer.cpp) excludes subclasses such as fake tensors.
+    """
+    if func is not aten.add.Tensor or torch._C._current_graph_task_id() == -1:
+        return False
+    first, second = args
+    if not isinstance(second, Tensor):
+        return False
+    same = first.shape == second.shape and first.dtype == second.dtype and first.is_contiguous()
+    return same and call_site() == "autograd" and first._use_count() <= HELD_BY_AUTOGRAD
 
 
 def plausible(dtype: torch.dtype) -> float | int | bool:

@@ -104,6 +104,8 @@ class BlockActivations:
     """Bytes per element that the backward pass of a norm needs at the same time."""
     dora: int = 0
     """Width of the results of matrices with a learned norm, and of their adapters, which DoRA saves."""
+    dora_products: int = 0
+    """Elements of the largest matrices from which DoRA computes the norms of one weight."""
 
     def not_recomputed(self) -> "BlockActivations":
         return replace(self, run=replace(self.run, recompute="none"))
@@ -131,13 +133,14 @@ class BlockActivations:
 
         The gradients peak with those of the block's result and of the MLP's gate and up, when the product of
         these is already freed (see ``MlpActivations.gradients`` for other MLPs), or, if the MLP is narrow, in
-        the norm before it, when everything of the MLP is freed.
+        the norm before it, when everything of the MLP is freed. DoRA needs most before there are gradients.
         """
         again = self.full_attention(tokens) - self.saved(tokens)
         of_mlp = self.mlp.gradients * self.run.size
         freed = self.mlp.kept * self.run.size + self.hidden * (self.norm - FP32 + self.run.size)
         of_norm = self.hidden * self.norm_gradients - freed
-        return again + int(tokens * (self.hidden * self.run.size + max(of_mlp, of_norm)))
+        gradients = int(tokens * (self.hidden * self.run.size + max(of_mlp, of_norm)))
+        return again + max(gradients, self.dora_products * self.run.size)
 
     def forward(self, tokens: int) -> int:
         """Return the bytes at the peak of a pass without gradient.
@@ -157,9 +160,9 @@ def mask_bytes(longest: int, run: RunShape) -> int:
 def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape, *, trained: bool) -> Bytes:
     """Return the bytes for log-probabilities of ``labels`` positions over ``vocabulary`` rows of the head.
 
-    The logits of one chunk exist at once: in the dtype of computing on a CUDA GPU, else in fp32 beside a copy
-    in a lower dtype. There, the gradient of a ``trained`` head from one chunk is a matrix of its own, which
-    is added to the fp32 sum. Rows of the hidden state are copied and have a gradient.
+    The logits of one chunk exist at once, on a CUDA GPU in the dtype of computing. Elsewhere they are in
+    fp32, with a copy in a lower dtype. There, the gradient of a ``trained`` head from one chunk is a matrix
+    of its own, which is added to the fp32 sum. Rows of the hidden state are copied and have a gradient.
     """
     fused = run.device == "cuda"
     logits_dtype = run.dtype if fused else torch.float32

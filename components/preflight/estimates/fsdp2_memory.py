@@ -8,7 +8,7 @@ from math import gcd
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
-from components.adapters.lora_config import MAGNITUDE
+from components.adapters.lora_config import MAGNITUDE, A
 from components.engines.fsdp2.float8 import float8_linears
 from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.parallelize import decoder_blocks
@@ -429,10 +429,26 @@ def block_activations(
     other, routed = plain, moe_block_numbers(model)
     if routed:
         other = replace(plain, mlp=moe_activations(model, run, split=layout.tp, shared_split=layout.tp))
+    if adapter is not None and adapter.dora:
+        plain, other = (replace(kind, dora_products=dora_products(model, adapter)) for kind in (plain, other))
     widths = dora_widths(model, adapter)
     blocks = [replace(other if n in routed else plain, dora=width) for n, width in enumerate(widths)]
     first = len(blocks) if layout.recompute_num_layers is None else layout.recompute_num_layers
     return (*blocks[:first], *(block.not_recomputed() for block in blocks[first:]))
+
+
+def dora_products(model: PreTrainedModel, adapter: LoRA) -> int:
+    """Return the elements of the largest matrices from which peft computes the norms of one weight.
+
+    They are the identity, which the adapter is applied to, its product, and the scaled and the summed weight.
+    """
+    shapes = adapter.shapes(model)
+    sizes = (
+        (shapes[name.removesuffix(MAGNITUDE) + A][1], shape.numel())
+        for name, shape in shapes.items()
+        if name.endswith(MAGNITUDE)
+    )
+    return max(width * (width + 3 * rows) for width, rows in sizes)
 
 
 def dora_widths(model: PreTrainedModel, adapter: LoRA | None) -> list[int]:
