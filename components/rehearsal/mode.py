@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from components.engines.shared.torch_private import use_count
 from components.rehearsal import traffic
 from components.rehearsal.arithmetic import Arithmetic
 from components.rehearsal.call_site import call_site
@@ -25,7 +26,7 @@ PLAIN = (FakeTensor, Tensor, torch.nn.Parameter)
 """Other tensor types, such as DTensor, first replace a call by calls on their parts."""
 
 HELD_BY_AUTOGRAD = 4
-"""``_use_count`` of a gradient in a dispatch mode if nothing but the backward pass holds it."""
+"""``use_count`` of a gradient in a dispatch mode if nothing but the backward pass holds it."""
 
 
 class RehearsalMode(TorchDispatchMode):
@@ -215,7 +216,7 @@ def is_accumulation(func: OpOverload, args: Arguments) -> bool:
     if not isinstance(second, Tensor):
         return False
     same = first.shape == second.shape and first.dtype == second.dtype and first.is_contiguous()
-    return same and call_site() == "autograd" and first._use_count() <= HELD_BY_AUTOGRAD
+    return same and call_site() == "autograd" and use_count(first) <= HELD_BY_AUTOGRAD
 
 
 def plausible(dtype: torch.dtype) -> float | int | bool:

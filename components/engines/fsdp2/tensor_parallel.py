@@ -23,7 +23,11 @@ from transformers import PreTrainedModel
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.engines.shared.parallel_dims import check_tp, divisors, suggest_sizes
-from components.engines.shared.torch_private import compute_local_shape_and_global_offset, own_parameters
+from components.engines.shared.torch_private import (
+    compute_local_shape_and_global_offset,
+    own_parameters,
+    traced_all_reduce,
+)
 from components.models.scalar_head import SCORE, has_scalar_head, ties_embedding
 
 Layer = Any
@@ -282,9 +286,9 @@ class ReduceFromTP(torch.autograd.Function):
         return grads[0], None
 
 
-# torch 2.11 would trace the all-reduce, and lose the gradients of everything before it.
-@torch.compiler.disable
 def reduce_from_tp(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        return traced_all_reduce(part, group)
     total = part.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total

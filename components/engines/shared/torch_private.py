@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -50,6 +51,20 @@ def local_shard(tensor: Tensor) -> Tensor:
 def storage_key(tensor: Tensor) -> int:
     """Return a number that is equal for tensors in the same storage, whatever its current size."""
     return local_shard(tensor).untyped_storage()._cdata
+
+
+def traced_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over ``group`` as a new tensor, in code that torch.compile traces.
+
+    torch 2.11 would replace ``dist.all_reduce`` by a copy through which no gradient flows.
+    """
+    summed: Tensor = wait_tensor(all_reduce(tensor.contiguous(), "sum", group))
+    return summed
+
+
+def use_count(tensor: Tensor) -> int:
+    """Return the number of references of C++ code to ``tensor``, which Python's object counts as one of."""
+    return tensor._use_count()  # type: ignore[attr-defined]
 
 
 def clear_dtensor_caches() -> None:

@@ -241,12 +241,13 @@ def has_kernel(query: Tensor, dropout: float) -> bool:
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or dropout:
         return False
     width = query.shape[-1]
-    return width % 8 == 0 and width <= 256 and capability(query.device) >= (8, 0)
+    return width % 8 == 0 and width <= 256 and is_ampere(query.device)
 
 
 @torch.compiler.assume_constant_result
-def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def is_ampere(device: torch.device) -> bool:
+    """Return whether the GPU is of that generation or a later one."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def varlen_kernel(
