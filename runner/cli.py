@@ -126,8 +126,14 @@ def run_or_answer(task: Callable[[Sequence[str]], object], usage: str | None) ->
     """Run ``task`` with the arguments, or answer ``--help`` or ``--version``; return the exit code."""
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
-        return exit_code(lambda: print((usage or "").replace("``", "").strip()))
-    return exit_code(print_version if "--version" in arguments else lambda: task(arguments))
+        code = exit_code(lambda: print((usage or "").replace("``", "").strip()))
+    else:
+        code = exit_code(print_version if "--version" in arguments else lambda: task(arguments))
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 KEPT = {
     "components/checkpoint/async_save.py": {"_spec"},  # torch's, outside of the engines
     "components/checkpoint/flat_shard.py": {"_C", "_disabled_torch_function_impl"},
-    "components/engines/fsdp2/engine.py": {"_flatten", "_foreach_div_"},
+    "components/engines/fsdp2/engine.py": {"_foreach_div_"},
     "components/engines/shared/loss_accumulator.py": {"_foreach_mul_", "_foreach_norm"},
     "components/engines/megatron/compat/packed_rope.py": {"_apply_rotary_pos_emb_bshd"},  # Megatron's
     "components/engines/megatron/runtime/optimizer.py": {"_get_model_param_range_map"},  # Megatron's

@@ -41,7 +41,7 @@ from components.engines.shared.loss_scale import LossScale, load_scale, scale_te
 from components.engines.shared.mtp import add_mtp_losses
 from components.engines.shared.neftune import NEFTune
 from components.engines.shared.oom import naming_microbatch
-from components.engines.shared.torch_private import clear_dtensor_caches
+from components.engines.shared.torch_private import clear_dtensor_caches, flattened
 from components.engines.shared.train_step import TrainStepEngine
 from components.engines.shared.whole_weights import WholeWeightOptimizer
 from components.models import ModelSpec, export_folder
@@ -70,7 +70,7 @@ class FSDP2Engine(TrainStepEngine):
     ) -> None:
         self.device, self.spec, self.options = device, model, options
         self.mesh = make_mesh(device, dp_replicate=layout.dp_replicate, cp=layout.cp, tp=layout.tp)
-        data = self.mesh[REPLICATE, SHARD]._flatten("dp")
+        data = flattened(self.mesh[REPLICATE, SHARD], "dp")
         world = dist.group.WORLD
         assert world is not None
         self.world, self.group = world, data.get_group()

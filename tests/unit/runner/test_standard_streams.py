@@ -2,10 +2,12 @@
 
 import logging
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from runner import cli
 from runner.logging_setup import log_to
 from runner.standard_streams import lossy_text
 
@@ -45,3 +47,12 @@ def test_descriptors_stay_open() -> None:
     assert os.read(reader, 10) == b"still open"
     os.close(reader)
     os.close(writer)
+
+
+def test_a_command_whose_reader_has_read_enough_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "argv", ["import_config"])
+    with open(writing, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert cli.run_or_answer(lambda _: print("command"), None) == 0
