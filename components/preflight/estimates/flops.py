@@ -16,7 +16,8 @@ from components.models.mtp import num_mtp_layers
 from components.models.scalar_head import output_head
 from components.preflight.estimates.data_sheets import GPUS, LONGEST_FIRST
 
-MEASURE_SECONDS = 0.2
+MEASURE_SECONDS, ROUGH_SECONDS = 0.2, 0.03
+"""Duration of a measurement, for the MFU and for a comparison of dtypes."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,12 @@ def sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def slowdown(dtype: torch.dtype) -> float:
-    """Return how many times as long as in fp32 a matrix product takes in ``dtype`` on this CPU, measured."""
+    """Return how many times as long as in fp32 a matrix product takes in ``dtype`` on this CPU.
+
+    It is measured only roughly, because a run waits for it.
+    """
     here = torch.device("cpu")
-    return peak_flops(here, torch.float32) / peak_flops(here, dtype)
+    return measure_peak(here, torch.float32, ROUGH_SECONDS) / measure_peak(here, dtype, ROUGH_SECONDS)
 
 
 def peak_name(device: torch.device, dtype: torch.dtype) -> str:
@@ -153,10 +157,10 @@ def data_sheet_peak(name: str, dtype: torch.dtype) -> float | None:
     return None
 
 
-def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
+def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = MEASURE_SECONDS) -> float:
     size = 1024 if device.type == "cpu" else 8192
     a, b = torch.ones(2, size, size, device=device, dtype=dtype)
-    best, deadline = inf, time.perf_counter() + MEASURE_SECONDS
+    best, deadline = inf, time.perf_counter() + seconds
     torch.mm(a, b)
     while best == inf or time.perf_counter() < deadline:  # once at least, however busy the machine is
         synchronize(device)

@@ -27,5 +27,5 @@ def test_a_slow_dtype_is_named_with_its_cost(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_cost_is_the_ratio_of_the_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = {torch.float32: 6e9, torch.bfloat16: 3e9}
-    monkeypatch.setattr(flops, "peak_flops", lambda _, dtype: peaks[dtype])
+    monkeypatch.setattr(flops, "measure_peak", lambda _device, dtype, _seconds: peaks[dtype])
     assert flops.slowdown(torch.bfloat16) == 2.0
