@@ -6,6 +6,7 @@ import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +17,7 @@ from components.data.demo import SplitName, stdlib_records
 from components.data.records.columns import check_columns, renamed
 from components.data.records.formats import KINDS, detect
 from components.data.records.hub_records import HubDataset
-from components.data.records.options import RecordOptions
+from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import (
     Item,
     Record,
@@ -79,6 +80,8 @@ class RecordSource(ABC):
     """Number of records that are read, from the first one. None means all."""
     streaming: bool = False
     """Whether the source may be too large to be read as a whole."""
+    convert: Callable[[Record], Record] | None = None
+    """Function that changes every record before its format is looked at."""
 
     @property
     @abstractmethod
@@ -95,7 +98,8 @@ class RecordSource(ABC):
         return [digest([asdict(self.options), self.max_samples]), *self.files(cache)]
 
     def items(self, kind: SampleKind) -> SourceItems:
-        records = self.records()
+        read = self.records()
+        records = read if self.convert is None else map(partial(_converted, self.convert), read)
         begin = list(_through_first_readable(records))
         first, origin = begin[-1]
         faulty = begin[0][0] if self.options.on_bad_record == "stop" else first
@@ -117,7 +121,7 @@ class RecordSource(ABC):
             )
         options = replace(options, ranked=kind == "ranked" and "margin" not in options.ignore_fields)
         items = islice(chain(begin, records), self.max_samples)
-        return SourceItems(options.format, items, options, records.reading.fraction)
+        return SourceItems(options.format, items, options, read.reading.fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +169,19 @@ class HubSource(RecordSource):
 
 def _only_first(source: RecordSource) -> str:
     return f", its first {source.max_samples:,} records" if source.streaming and source.max_samples else ""
+
+
+def _converted(convert: Callable[[Record], Record], item: Item) -> Item:
+    record, origin = item
+    if isinstance(record, Unreadable):
+        return item
+    try:
+        return convert(record), origin
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        what = (
+            f"{origin}: convert raised {type(error).__name__}: {error}. The fields are {', '.join(record)}."
+        )
+        return Unreadable(RecordError(what)), origin
 
 
 def _through_first_readable(records: Iterator[Item]) -> Iterator[Item]:

@@ -17,6 +17,7 @@ from components.data.data_sources import STAGES, FileSource, HubSource, RecordSo
 from components.data.mixture import Shares, StoppingStrategy, parse_blend
 from components.data.records.hub_records import HubDataset
 from components.data.records.options import Format, RecordOptions
+from components.data.records.record_files import Record
 from components.data.store.indexed import indexed_prefix
 from components.data.stream.chunks import split_buffer
 
@@ -49,6 +50,15 @@ class RecordsData(Data):
 
     def held_out_fraction(self) -> float:
         return self.eval_fraction
+
+    def convert(self, record: Record) -> Record:
+        """Return ``record`` in one of the formats. A subclass may read records of any shape with it."""
+        return record
+
+    def converting(self, source: RecordSource) -> RecordSource:
+        """Return ``source`` with the ``convert`` of a subclass."""
+        is_own = type(self).convert is not RecordsData.convert
+        return replace(source, convert=self.convert) if is_own else source
 
     def check_kind(self, kind: SampleKind) -> None:
         super().check_kind(kind)
@@ -230,10 +240,10 @@ class FilesData(RecordsData):
             "max_samples", self.max_eval_samples if option.startswith("data.eval") else self.max_samples
         )
         if not path.startswith(_HUB):
-            return FileSource(option=option, path=path, options=options, max_samples=limit)
+            return self.converting(FileSource(option=option, path=path, options=options, max_samples=limit))
         repo = path.removeprefix(_HUB)
         dataset = HubDataset(option, repo, self.subset, split or self.split or "train", self.revision)
-        return HubSource(option=option, dataset=dataset, options=options, max_samples=limit)
+        return self.converting(HubSource(option=option, dataset=dataset, options=options, max_samples=limit))
 
 
 def _check_source(where: str, source: Json) -> None:

@@ -97,11 +97,12 @@ class LlamaFactoryData(RecordsData):
         if "hf_hub_url" in entry:
             split = entry.get("split") or "train"
             dataset = HubDataset(f"{option}={name}", entry["hf_hub_url"], entry.get("subset"), split)
-            return HubSource(option=option, dataset=dataset, options=options, max_samples=limit)
+            hub = HubSource(option=option, dataset=dataset, options=options, max_samples=limit)
+            return self.converting(hub)
         if "file_name" not in entry:
             raise ConfigError(f"{where}: names no file_name and no hf_hub_url; add one of them.")
         path = str(self._file.parent / entry["file_name"])
-        return FileSource(option=option, path=path, options=options, max_samples=limit)
+        return self.converting(FileSource(option=option, path=path, options=options, max_samples=limit))
 
     def _entry(self, option: str, name: str) -> Json:
         entry = self._entries.get(name)

@@ -1,5 +1,6 @@
 """Every example of docs/extending.md trains, from a folder outside of the package."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -21,6 +22,9 @@ def test_an_example_trains(title: str, tmp_path: Path, monkeypatch: pytest.Monke
     for name, block in zip(names, blocks, strict=True):
         assert sum(bool(line.strip()) for line in block.splitlines()) <= MOST_LINES
         (tmp_path / name).write_text(block)
+    tickets = ({"question": f"Count to {n}.", "replies": [{"text": "one more " * n}]} for n in range(1, 41))
+    lines = (json.dumps({"thread": ticket}) for ticket in tickets)
+    (tmp_path / "tickets.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (command,) = re.findall(r"```bash\npython -m runner (.*)\n```", section)

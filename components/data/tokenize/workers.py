@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from components.contracts.data import PAIRS, SampleKind
 from components.contracts.errors import FAILED, ConfigError
-from components.data.data_sources import Source
+from components.data.data_sources import RecordSource, Source
 from components.data.progress import show_progress
 from components.data.records.formats import normalize
 from components.data.records.options import RecordError
@@ -262,12 +262,16 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _own_code(source: Source) -> str:
-    """Return the text of the module of a source from outside this package: its samples are as it says."""
-    module = type(source).__module__
-    if module.partition(".")[0] != __name__.partition(".")[0]:
-        with suppress(OSError):  # a module without a file of Python
-            return inspect.getsource(sys.modules[module])
-    return ""
+    """Return the text of the modules from outside this package that decide about the samples of a source."""
+    modules = {type(source).__module__}
+    if isinstance(source, RecordSource) and source.convert is not None:
+        modules.add(source.convert.__module__)
+    found = ""
+    for module in sorted(modules):
+        if module.partition(".")[0] != __name__.partition(".")[0]:
+            with suppress(OSError):  # a module without a file of Python
+                found += inspect.getsource(sys.modules[module])
+    return found
 
 
 @cache
