@@ -38,6 +38,8 @@ from runner.training.rank import DTYPES, engine_options
 from runner.training.state import TrainState
 
 ASSUMED_GPU = "H100"
+LARGE_RATE = 1e-3
+"""Learning rate that is too large for most models with trained weights."""
 SLOW = 2.0
 """Time of a matrix product, relative to fp32, from which a dtype is called slow."""
 
@@ -303,7 +305,7 @@ def check_launch(
         world_size=world_size,
         local_ranks=local_ranks,
         console=terminal(experiment.logger),
-        notes=(*notes, *(() if proves else slow_dtype(run, device))),
+        notes=(*notes, *(() if proves else slow_dtype(run, device)), *large_rate(experiment, where)),
     )
     if ahead.mode in ("only", "rehearse") and not where.given("run.global_batch_size"):
         return with_assumed_batch(launch)
@@ -360,6 +362,15 @@ def slow_dtype(run: RunConfig, device: DeviceKind) -> tuple[str, ...]:
         return ()
     what = f"a matrix product in {run.dtype} takes {slower:.0f} times as long as in fp32 on this CPU"
     return (f"run.dtype: {what}; run.dtype=fp32 is faster here",)
+
+
+def large_rate(experiment: Experiment, where: ConfigSources) -> tuple[str, ...]:
+    """Return the sentence to print if trained weights continue with a default rate for new ones."""
+    trains, rate = not experiment.run.evaluate_only, experiment.optimizer.lr
+    if not trains or experiment.model.is_random_init or where.chosen("optimizer.lr") or rate < LARGE_RATE:
+        return ()
+    unset = f"optimizer.lr is not given, and {rate:g} suits small models with new weights"
+    return (f"{unset}; to fine-tune, 1e-5 is usual, and 1e-4 with an adapter",)
 
 
 def with_assumed_batch(launch: RunPreparation) -> RunPreparation:

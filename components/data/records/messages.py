@@ -9,7 +9,8 @@ from components.data.records.options import RESERVED, ROLES, SPELLINGS, RecordEr
 from components.data.records.samples import Message, Tool
 from components.json_text import parse_json
 
-_KEPT_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking")  # some templates read them
+REASONING_KEYS = ("reasoning_content", "thinking")
+_KEPT_KEYS = ("name", "tool_call_id", *REASONING_KEYS)  # some templates read them
 _FLAGS = ("weight", "train", "loss_weight")  # OpenAI's, axolotl's and LLaMA-Factory's
 _UNTRAINED = "untrained"
 """Key of a message that its record excludes from training, until ``split_untrained``."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from components.data.records.messages import REASONING_KEYS
 from components.data.records.options import Format, RecordError, RecordOptions
 
 _QUESTION = ("instruction", "prompt", "input", "query", "history")
@@ -24,7 +25,7 @@ _READ: Mapping[Format, tuple[str, ...]] = {
 }
 _MESSAGE_KEYS = (
     *("role", "from", "content", "value", "tool_calls", "name", "tool_call_id"),
-    *("reasoning_content", "thinking", "weight", "train", "loss_weight"),
+    *(*REASONING_KEYS, "weight", "train", "loss_weight"),
 )
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text can be trained on"),

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from components.contracts.data import PAIRS, SampleKind
 from components.data.records.formats import normalize
+from components.data.records.messages import REASONING_KEYS
 from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import Record, Unreadable
 from components.data.records.samples import PreferenceSample, Sample, Turns, UnpairedSample
@@ -157,7 +158,19 @@ class Encoder:
                     "Set data.strings=chat, or give all records the same form."
                 )
             return replace(sample, kl_completion=item.kl_completion), unread
-        return normalize(item, self.options, origin) if isinstance(item, dict) else (item, ())
+        if not isinstance(item, dict):
+            return item, ()
+        sample, unread = normalize(item, self.options, origin)
+        return sample, [*unread, *self._unread_by_template(item)]
+
+    def _unread_by_template(self, record: Record) -> Iterator[str]:
+        """Yield the fields of messages that some chat templates read, and that of this tokenizer does not."""
+        source = str(self.tokenizer.chat_template)
+        for name, value in record.items():
+            turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
+            for key in REASONING_KEYS:
+                if key not in source and any(turn.get(key) for turn in turns):
+                    yield f"{name}[].{key}"
 
     def _fit(self, encoded: list[Encoded]) -> list[Encoded] | None:
         if self.kind != "unpaired":

@@ -41,5 +41,7 @@ def test_a_record_that_cannot_be_converted_is_a_bad_record(tmp_path: Path) -> No
     first, *others = (record for record, _ in items(tmp_path, records, on_bad_record="skip"))
     assert isinstance(first, Unreadable)
     assert len(others) == len(RECORDS)
-    with pytest.raises(ConfigError, match=r"records.jsonl:1: convert raised IndexError: .* The fields are a\."):
+    with pytest.raises(
+        ConfigError, match=r"records.jsonl:1: convert raised IndexError: .* The fields are a\."
+    ):
         items(tmp_path, records)

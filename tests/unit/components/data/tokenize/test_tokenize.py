@@ -1,5 +1,6 @@
 """Samples are truncated, dropped and counted equally with and without workers, once per content."""
 
+import copy
 import ctypes
 import json
 import multiprocessing
@@ -423,3 +424,15 @@ def test_a_source_with_nothing_to_train_on_is_refused(
     encoder = replace(chat_encoder, max_length=max_length, long_samples=long_samples)
     with pytest.raises(ConfigError, match=f"data.train=.*x.jsonl: no sample is left .*{message}"):
         build_store(FileSource(option="data.train", path=str(path)), encoder, tmp_path / "cache", 1)
+
+
+def test_reasoning_that_the_template_does_not_read_is_listed(
+    tokenizer: PreTrainedTokenizerBase, chat_encoder: Encoder
+) -> None:
+    turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2", "thinking": "1 + 1"}]
+    plain = [turns[0], turns[1] | {"thinking": ""}]
+    records: list[EncoderInput] = [({"messages": turns}, "a:1"), ({"messages": plain}, "a:2")]
+    assert chat_encoder(records).unread == {"messages[].thinking": 1}
+    reads = copy.copy(tokenizer)
+    reads.chat_template = f"{{# thinking #}}{tokenizer.chat_template}"
+    assert not replace(chat_encoder, tokenizer=reads)(records).unread
