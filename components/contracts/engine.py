@@ -42,7 +42,7 @@ class StepResult:
 
 
 class Engine(LossEngine, Protocol):
-    """Holder of the model and the optimizer. All methods are collective and called in the same order.
+    """Holder of the model and the optimizer. All ranks call its methods together, in the same order.
 
     A train step is ``begin_train_step``, any number of ``train_microbatches``, then ``finish_train_step`` or
     ``abort_train_step``. It is an error to begin a second step before the end of the first, or to finish a
@@ -58,8 +58,8 @@ class Engine(LossEngine, Protocol):
     def begin_train_step(self, microbatches: Sequence[Batch] | None = None, loss: Loss | None = None) -> None:
         """Compute the global counts of all terms of the loss and of the model.
 
-        They are all-reduced over data-parallel ranks. Without arguments (losses of one term, models that add
-        no terms, no loss scale) the counts are summed during the step.
+        They are all-reduced over data-parallel ranks. The arguments may be left out if the loss has one term,
+        the model adds none and there is no loss scale; the counts are then summed during the step.
         """
 
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:
@@ -89,7 +89,7 @@ class Engine(LossEngine, Protocol):
     def layer_norms(self) -> dict[str, float]:
         """Return the L2 norm of the gradients of each layer, and of each weight outside of layers.
 
-        Only for ``before_update``.
+        It may only be called from ``before_update``.
         """
 
     def abort_train_step(self) -> None:
@@ -112,7 +112,7 @@ class Engine(LossEngine, Protocol):
         """Return the largest ``value`` of all ranks, reduced in host memory so that no GPU waits."""
 
     def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
-        """Return the global ``loss`` and metrics over ``batches``, with the sums and counts of training."""
+        """Return the global ``loss`` and metrics over ``batches``: sums divided by counts, as in training."""
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         """Return this rank's shards of weights, moments (fp32) and RNG states for a checkpoint, by key.
@@ -139,10 +139,10 @@ class Engine(LossEngine, Protocol):
 
 @dataclass(frozen=True)
 class LossScaling:
-    """Options of the loss scale, for which ``torch.amp.GradScaler`` has the same names and rule."""
+    """Options of the loss scale, which changes by the rule of ``torch.amp.GradScaler``."""
 
     initial: float
-    """Factor of the mean loss in the first step."""
+    """The loss scale of the first step: the factor by which the mean loss is multiplied."""
     growth_interval: int
     """Number of steps without overflow after which the factor is doubled."""
 
@@ -169,4 +169,4 @@ class EngineOptions:
     timeout_s: float = 0
     """Lower bound of the timeout of collectives, in seconds."""
     float8: bool = False
-    """Whether matrix products of linear layers are in float8. All else is in ``dtype``, bf16."""
+    """Whether linear layers in decoder blocks multiply in float8. All else is in ``dtype``, which is bf16."""

@@ -21,7 +21,7 @@ class TrainingError(RuntimeError):
 
 
 class NonRetryableError(TrainingError):
-    """A failure without restart (``run.max_restarts``): the run would fail again, or a stop was requested."""
+    """A failure that is not retried (``run.max_restarts``): the run would fail again, or was told to stop."""
 
 
 def check_at_least_one(node: str, config: object, *keys: str) -> None:

@@ -53,9 +53,9 @@ class HookRun:
     requests: set[Request] = field(default_factory=set)
 
     def ask(self, request: Request) -> None:
-        """Ask for an evaluation, a checkpoint or the end of the training, which then is complete.
+        """Ask for an evaluation, a checkpoint or the end of the training, after the current step.
 
-        The run does it after the current step if any rank asks.
+        It is enough that one rank asks. A run that a hook ends counts as completed.
         """
         self.requests.add(request)
 
@@ -64,8 +64,8 @@ class HookRun:
 class Hook:
     """Base class of hooks. Every rank calls every method, in the order in which the hooks are configured.
 
-    With ``on_error=warn``, a hook that raises an error on some rank is left out from there on, on all ranks;
-    otherwise the error ends the run.
+    With ``on_error=warn``, a hook that raises an error on any rank is removed on all ranks; otherwise the
+    error ends the run. ``ConfigError`` and ``TrainingError`` always end it.
     """
 
     on_error: Literal["stop", "warn"] = "stop"
@@ -93,11 +93,11 @@ class Hook:
         """Observe a complete checkpoint."""
 
     def end(self, run: HookRun, *, completed: bool) -> None:
-        """Conclude the run, after its export if it has ``completed``. Otherwise it can be resumed."""
+        """Conclude the run. If ``completed``, any export is written already; else the run can be resumed."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return this rank's tensors for each checkpoint, by names without regard to the layout.
+        """Return this rank's tensors for each checkpoint, under names that do not depend on the layout.
 
-        On resume they are read in place after ``begin``. A DTensor specifies its shard.
+        On resume, saved values are copied into them after ``begin``. A DTensor specifies its shard.
         """
         return {}

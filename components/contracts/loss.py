@@ -17,9 +17,10 @@ before the first step, and the data loader attaches the log-probabilities from i
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Model outputs for a loss: float32 tensors like ``Batch.labels``, 0 at positions without a label.
+    """Model outputs for a loss: float32 tensors of the shape of ``Batch.labels``.
 
-    ``z`` are the logits over the vocabulary (without padded rows) and ``y`` is the label.
+    All but ``values`` are 0 at positions without a label. In the formulas, ``z`` are the logits over the
+    vocabulary (without padded rows) and ``y`` is the label.
     """
 
     logps: Tensor
@@ -66,8 +67,7 @@ class Loss(Protocol):
     """Statistics needed besides ``logps``: names of other fields of ``TokenStats``. With ``values`` the model
     has a scalar head instead of one over the vocabulary."""
     reference: ReferenceChoice
-    """The reference model whose log-probabilities ``prepare`` attaches. With ``none`` it attaches none, or
-    zeros."""
+    """The source of the reference log-probabilities of a batch. With ``none`` a batch has none."""
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Return the count of each term, in the order of ``LossOutput.terms``; it depends on labels only."""

@@ -3,11 +3,11 @@
 from typing import Literal
 
 RunStatus = Literal["completed", "interrupted", "failed"]
-"""``interrupted`` means by a signal or ``run.max_time``; such a run can be resumed."""
+"""``interrupted`` means stopped by a signal or by ``run.max_time``; such a run can be resumed."""
 JobStatus = Literal["running", "completed", "invalid", "failed", "interrupted", "pruned"]
 """``invalid`` means that the job's configuration was refused before its run started."""
 RENAMED: dict[str, str] = {"done": "completed", "refused": "invalid", "stopped": "interrupted"}
-"""Names in files written before version 0.2."""
+"""Names of statuses in files written before version 0.2, and the present names."""
 
 
 def current_status(found: object) -> object:

@@ -12,7 +12,7 @@ from components.data.store.token_store import Bools, FilterResult, TokenSequence
 
 @dataclass(frozen=True)
 class SourceAudit:
-    """Statistics of the samples that a split has of one source.
+    """Statistics of the samples of one source that belong to a split.
 
     ``tokens`` and lengths are those after truncation, without the mismatched answers of unpaired data.
     """
@@ -110,7 +110,8 @@ def audit_source(
 ) -> SourceAudit:
     """Return the statistics of the ``selected`` samples (bool per sample).
 
-    With ``with_left_out``, also report the samples that were left out (they belong to one split only).
+    With ``with_left_out``, also count the samples of the source that were left out. If two splits divide a
+    source, only one of them reports these.
     """
     sequences = np.repeat(selected, tokens.sequences_per_sample)
     if tokens.desirable is not None:

@@ -78,7 +78,7 @@ def collate_padded(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> 
 def prefix_lengths(store: TokenSequences, segments: Ints) -> Ints:
     """Return the length of the prefix that each segment shares with the one before it, int64 ``[n]``.
 
-    It is the number of tokens that a rejected sequence leaves to its chosen one, and 0 for other segments.
+    It is 0 except for a rejected sequence whose prompt is computed only as part of its chosen sequence.
     """
     if store.sequences_per_sample == 1:
         return np.zeros(len(segments), np.int64)  # a document segment with a later start was cut
@@ -125,7 +125,7 @@ def _has_pairs(store: TokenSequences) -> bool:
 
 
 def _sequence_labels(store: TokenSequences, segments: Ints) -> torch.Tensor | None:
-    """Return labels of answers, alternating with KL_COMPLETION; -1 for padding in the place of an answer."""
+    """Return DESIRABLE or UNDESIRABLE (-1 for padding) of each answer, alternating with KL_COMPLETION."""
     if store.desirable is None:
         return None
     real = segments[:, 2] > segments[:, 1]

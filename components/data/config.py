@@ -73,7 +73,7 @@ class Data(ABC):
         """Return each source with the number of times that an epoch contains its samples."""
 
     def streamed_sources(self) -> Sequence[Source]:
-        """Return the sources of a stream, without end. An empty list means that data is read as a whole."""
+        """Return the sources of an endless stream. An empty list means that data is read as a whole."""
         return []
 
     def records_per_chunk(self) -> tuple[float, ...]:
@@ -210,7 +210,7 @@ class Data(ABC):
         return self.num_workers or min(_MAX_WORKERS, os.cpu_count() or 1)
 
     def check_kind(self, kind: SampleKind) -> None:
-        """Raise ConfigError if an option is given that samples of ``kind`` do not read."""
+        """Raise ConfigError if an option is given that has no effect on samples of ``kind``."""
         if kind == "text" and self.train_on_prompt:
             raise ConfigError("data.train_on_prompt: a document has no prompt; leave it out with stage=pt.")
 
@@ -252,7 +252,7 @@ class Data(ABC):
             )
 
     def restore(self, prepared: Json) -> PreparedData:
-        """Restore what ``prepare`` returned from its ``to_json``."""
+        """Restore the result of ``prepare`` from the output of its ``to_json``."""
         return as_type(PreparedData, prepared)
 
     def _train_split(
@@ -282,7 +282,7 @@ class Data(ABC):
     ) -> Sequence[SourceTokens]:
         """Return ``parts`` with the repeats that follow from the shares, if there are any.
 
-        A share is one of the tokens of documents, as in Megatron, and of samples otherwise.
+        Shares of documents are measured in tokens, as in Megatron, and those of other samples in samples.
         """
         shares = self.shares()
         if shares is None:

@@ -53,7 +53,7 @@ class Source(Protocol):
 
     @property
     def option(self) -> str:
-        """The name of the source before the number of a record."""
+        """The name of the source in the ids of its samples, such as ``data.train`` in ``data.train:17``."""
 
     @property
     def name(self) -> str:
@@ -66,7 +66,7 @@ class Source(Protocol):
         """Return the content of the source.
 
         Raises:
-            ConfigError: if they are of another kind.
+            ConfigError: if the records cannot be read, or do not give samples of ``kind``.
         """
 
 
@@ -92,7 +92,7 @@ class RecordSource(ABC):
 
     @abstractmethod
     def files(self, cache: Path) -> list[str]:
-        """Return digests of what holds the records."""
+        """Return strings that change with the files or the data set that holds the records."""
 
     def content(self, cache: Path) -> list[str]:
         return [digest([asdict(self.options), self.max_samples]), *self.files(cache)]

@@ -22,7 +22,7 @@ from components.data.store.indexed import indexed_prefix
 from components.data.stream.chunks import split_buffer
 
 BUFFER_SIZE = 10_000
-"""Records of a stream that are shuffled together."""
+"""Default of ``data.buffer_size``, the number of records of a stream that are shuffled together."""
 _HUB = "hub:"
 _SOURCE_KEYS = ("path", "repeats", "share", "format", "columns", "max_samples")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -93,7 +93,7 @@ class FilesData(RecordsData):
 
     train: str | None = None
     sources: list[Json] | str | None = None
-    """One ``{path, repeats = 1 or share, format, columns, max_samples}`` per source, or ``0.7 A 0.3 B``."""
+    """A list of ``{path, repeats or share, format, columns, max_samples}``, or text like ``0.7 A 0.3 B``."""
     stopping_strategy: StoppingStrategy = "first_exhausted"
     eval: str | dict[str, str] | None = None
     """One path, or the path of each evaluation set by its name."""

@@ -1,4 +1,4 @@
-"""One global batch: some rows of a plan, in micro-batches and in numbers."""
+"""One global batch: some rows of a plan, their micro-batches and their statistics."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -44,7 +44,7 @@ class LlamaFactoryData(RecordsData):
     dataset_info: str | None = None
     """The folder of dataset_info.json, or the file."""
     dataset: str | tuple[str, ...] | None = None
-    """Names: a list, or a text with commas."""
+    """Names of training data sets: a list, or a text with commas between the names."""
     eval_dataset: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:

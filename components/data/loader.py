@@ -77,7 +77,7 @@ class TokenDataLoader:
         return not all(holds(self.segments(step)[:, 0]) for step, _ in self.steps_with_new_samples())
 
     def steps_with_new_samples(self) -> Iterator[tuple[int, Bools]]:
-        """Yield the steps with samples of no earlier step, and the sequences of earlier steps (bool ``[S]``).
+        """Yield each step that has new samples, with a mask of the sequences seen before it (bool ``[S]``).
 
         Later steps are not looked at once every sample has been seen.
         """
@@ -101,7 +101,7 @@ class TokenDataLoader:
         return step, place // self._shard.dp_size
 
     def epoch(self, step: int) -> float:
-        """Return the number of epochs, with its fraction, that the first ``step`` steps are."""
+        """Return the number of epochs, including a fraction, that the first ``step`` steps make up."""
         if not step:
             return 0.0
         epoch, first, last = self._steps.locate(step - 1)
@@ -157,7 +157,7 @@ class SplitFiles:
         return tokens, CachedPlans(folder, tokens, self.options, repeats, self.share_prompt)
 
     def reference(self, folder: Path) -> ReferenceLogps:
-        """Return the log-probabilities of these tokens in ``folder``, that of one reference model."""
+        """Return the log-probabilities of these tokens under one reference model, which are in ``folder``."""
         assert not any(store.indexed for store in self.stores), "only the name of a token store tells all"
         name = digest([Path(store.path).name for store in self.stores])
         return ReferenceLogps(
