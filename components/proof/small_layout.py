@@ -10,7 +10,8 @@ from components.contracts.parallelism import ParallelismSpec
 
 MOST_RANKS = 8
 DROPPED = ("dp", "default_dp", "etp", "cp", "dp_replicate", "ep", "pp", "tp")
-"""Fields of a layout, also of the user's own, in the order in which they become 1 if 2 each are too many."""
+"""Fields of a layout, also of the user's own, in the order in which they become 1 if sizes of 2 need too many
+ranks."""
 SIZES = ("vpp", *DROPPED)
 STAGES = ("pipeline_layout", "first_stage_layers", "last_stage_layers", "recompute_num_layers")
 """Fields with numbers of layers, which do not fit a model with other layers."""

@@ -17,7 +17,7 @@ class Limits:
     """``preflight.shrink``: the largest sizes in a proof. None means as composed."""
 
     layers: int | None
-    """Rounded up to a multiple of the pipeline chunks of the layout."""
+    """Number of layers, rounded up to a multiple of the pipeline chunks of the layout."""
     hidden: int | None
     vocabulary: int | None
     max_length: int | None

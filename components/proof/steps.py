@@ -25,7 +25,7 @@ rate, correct runs would differ by more than the accepted error of a curve, beca
 near 0 changes the signs of updates of Adam. At a lower one a wrong optimizer would not show."""
 SCALE = 2.0**30
 FIRST_STEP = AdamW(lr=SCALE**2, betas=(0.0, 0.0), eps=SCALE, weight_decay=0.0, max_grad_norm=None)
-"""Its first update is ``-SCALE * gradient``, up to the rounding of fp32, on every engine."""
+"""An optimizer whose first update is ``-SCALE * gradient``, up to fp32's rounding, on every engine."""
 
 
 class PerMicrobatch:

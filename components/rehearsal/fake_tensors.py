@@ -15,7 +15,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from components.rehearsal.mode import RehearsalMode, plausible
 
 ATEN = torch.library.Library("aten", "IMPL")
-"""Its replacements of kernels last as long as this object."""
+"""The library of replaced ATen kernels. They stay replaced as long as this object exists."""
 OWN_ATTRIBUTES = frozenset(
     [
         "fake_device",

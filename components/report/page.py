@@ -45,7 +45,7 @@ NOT_TRAINED = {"run.name", "run.output_dir"}
 MOST_WORDS = 3
 """Overrides in the name of a run."""
 POINTS, MOST_POINTS, FEWEST_POINTS = 30_000, 333, 30
-"""Means of one metric: of all runs together, and most and fewest of one run. Each has two extremes."""
+"""Numbers of means of one metric: of all runs together, at most of one run, and at least of one run."""
 
 
 def write_page(

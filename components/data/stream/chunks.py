@@ -14,7 +14,7 @@ from components.data.store.concat_store import ConcatTokens
 from components.data.store.token_store import BadRecord, TokenStore
 
 COMPLETE = "chunk.json"
-"""Name of the file that is written last into the folder of a chunk: which sources it has samples of."""
+"""Name of the file that is written last into the folder of a chunk, with the sources that have samples."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Stream:
     options: tuple[str, ...]
     """The option that names each source."""
     records_per_chunk: tuple[float, ...]
-    """Records that a chunk has of each source, on average."""
+    """Mean number of records of each source in a chunk."""
     plan: PlanOptions
     share_prompt: bool
     collation: Collation
 
     def records(self, source: int, chunk: int) -> tuple[int, int]:
-        """Return the first and past-the-last record of ``source`` in ``chunk``, from 0.
+        """Return the first record of ``source`` in ``chunk`` and the one after the last, counted from 0.
 
-        A source that ends begins again, so that there is no last record.
+        A source that ends begins again, so that its records have no last number.
         """
         mean = self.records_per_chunk[source]
         return floor(chunk * mean), floor((chunk + 1) * mean)
@@ -70,10 +70,10 @@ def chunk_name(chunk: int) -> str:
 
 
 def split_buffer(buffer_size: int, shares: Sequence[float]) -> tuple[float, ...]:
-    """Return how many of ``buffer_size`` records are of each source.
+    """Divide ``buffer_size`` records among the sources in proportion to ``shares``.
 
     Raises:
-        ConfigError: if it is less than one.
+        ConfigError: if a source would get less than one record.
     """
     found = tuple(buffer_size * share / sum(shares) for share in shares)
     if min(found) < 1:

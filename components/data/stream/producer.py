@@ -18,7 +18,7 @@ from components.data.tokenize.encoder import Encoder, EncoderInput, with_kl_comp
 from components.data.tokenize.workers import batched, encode_batches, end_with_parent, new_writer
 
 AHEAD = 2
-"""Chunks that are made before rank 0 opens them."""
+"""Number of chunks that are made before rank 0 needs them."""
 FAILURE = "failure.json"
 """Name of the file with the reason why there will be no further chunk."""
 
@@ -94,7 +94,7 @@ class Producer:
         shutil.rmtree(folder, ignore_errors=True)  # what a killed run left
 
     def start(self, first: int) -> None:
-        """Make chunk ``first`` and ``AHEAD - 1`` more, unless it runs already."""
+        """Start the process with requests for chunk ``first`` and ``AHEAD - 1`` more, unless it runs."""
         if self._process is not None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ class Producer:
             self._sender.send(None)
 
     def check(self) -> None:
-        """Note for all ranks if the process has died."""
+        """If the process has died, write ``FAILURE``, which every rank reads."""
         assert self._process is not None
         code = self._process.exitcode
         if code is not None and not (self._folder / FAILURE).exists():
@@ -128,7 +128,7 @@ class Producer:
 
 
 def _produce(reader: StreamReader, folder: Path, first: int, requests: Connection) -> None:
-    """Write a chunk for each request, until there is no more."""
+    """Write a chunk for each request, until no more requests come."""
     end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0, which has it too, ends this process
     with ExitStack() as stack:

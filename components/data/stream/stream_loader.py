@@ -29,8 +29,8 @@ _NAMED = 10  # bad records of a chunk that the log names
 class StreamLoader:
     """A ``components.contracts.data.DataLoader`` of a stream.
 
-    A batch takes the next rows, if need be of several chunks. A step is found by walking there from one whose
-    position is known; that of the first step is in the checkpoint.
+    A batch consists of the next rows, of several chunks if necessary. The position of a step is found by
+    walking through the steps from one whose position is known; a checkpoint has that of its next step.
     """
 
     def __init__(

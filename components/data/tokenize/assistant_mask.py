@@ -257,7 +257,7 @@ def _is_blank(chat: Conversation, token: int) -> bool:
 
 
 def token_span(chat: Conversation, span: Span) -> Span:
-    """Return the tokens of some characters, without one that begins before them: it is partly prompt."""
+    """Return the tokens of a span of characters, without one that begins before it: this is partly prompt."""
     start, end = span
     first = bisect_left(chat.offsets, (start, start + 1))
     stop = bisect_left(chat.offsets, (end, end), lo=first)

@@ -127,8 +127,8 @@ def _pieces(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 def _harmless_cut(text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the first place after ``start`` at which cutting changes no token, or the end of the text.
 
-    Tokenizers split text into words first. So a cut before white space that leaves the tokens of the
-    ``_AROUND`` characters on both sides as they are does so for the whole text.
+    Tokenizers split text into words first. So if a cut before white space does not change the tokens of the
+    ``_AROUND`` characters on either side, it changes no token of the whole text.
     """
     for border in islice(_BORDER.finditer(text, start), _TRIES):
         at = border.start()
@@ -207,7 +207,7 @@ def _encode_chat(sample: ChatSample, template: Template, whole: bool) -> Encoded
 
 
 def _encode_turns(messages: list[Message], template: Template, untrained: frozenset[int]) -> Encoded:
-    """Encode with the assistant turns as targets that are not ``untrained`` and not empty."""
+    """Encode a conversation; its targets are the assistant turns that are neither ``untrained`` nor empty."""
     chat = template.conversation(messages)
     answers = ((i, m) for i, m in enumerate(messages) if m["role"] == "assistant" and i not in untrained)
     said = [i for i, message in answers if message["content"].strip() or "tool_calls" in message]

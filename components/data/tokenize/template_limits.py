@@ -67,7 +67,7 @@ def limited_memory() -> Iterator[None]:
 
 @contextmanager
 def limited_time() -> Iterator[None]:
-    """Raise TemplateRuntimeError if the body takes more than ``RENDER_SECONDS``. Only a main thread can."""
+    """Raise TemplateRuntimeError if the body takes more than ``RENDER_SECONDS``, in a main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -104,7 +104,7 @@ def check_optimizer(optimizer: Optimizer, world_size: int, *, offloads: bool) ->
 
 
 def tensors(model: PreTrainedModel, adapter: LoRA | None) -> list[list[str]]:
-    """Return the names on disk of the trained weights; together those of the experts of a layer."""
+    """Return the names on disk of the trained weights; the experts of a layer are in one list."""
     if adapter is None:
         trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
         return [[name for name, _ in unstack_experts([pair])] for pair in trained]

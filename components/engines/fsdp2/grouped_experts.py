@@ -91,7 +91,7 @@ class GroupedExperts(nn.Module):
         return total if self.tp is None else ReduceFromTP.apply(total, self.tp)
 
     def _compute_elsewhere(self, rows: Tensor, loads: Tensor, ep: dist.ProcessGroup) -> Tensor:
-        """Apply the experts of all ep ranks to ``rows``, sorted by expert, ``loads[e]`` of each.
+        """Apply the experts of all ep ranks to ``rows``, sorted by expert: ``loads[e]`` rows for expert e.
 
         The result has the order of ``rows``.
         """

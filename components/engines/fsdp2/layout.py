@@ -13,8 +13,8 @@ class FSDP2Layout:
     """
 
     dp: int | None = None
-    """Number of data-parallel ranks. None means ``dp_shard * dp_replicate`` if ``dp_shard`` is given, else
-    that it fills WORLD_SIZE, else the visible GPUs, else ``default_dp``."""
+    """Number of data-parallel ranks. None means ``dp_shard * dp_replicate`` if ``dp_shard`` is given, else as
+    many as fill WORLD_SIZE, else the visible GPUs, else ``default_dp``."""
     default_dp: int = 2
     """Default of ``dp``, rounded up to a multiple of ``dp_replicate``."""
     reshard_after_forward: bool = True
@@ -41,8 +41,9 @@ class FSDP2Layout:
     """The micro-batches of a step after which gradients are reduced. With ``last`` they accumulate in fp32 on
     every rank for the whole model, with ``every`` only for this rank's shard, and are sent more often."""
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise"
-    """torchao's name of how ``run.dtype=fp8`` rounds. The scales of ``tensorwise`` depend on all tokens of a
-    micro-batch. Those of rows are powers of 2, so that a token is rounded alike in every micro-batch."""
+    """torchao's name for the way in which ``run.dtype=fp8`` rounds. The scales of ``tensorwise`` depend on
+    all tokens of a micro-batch. Other recipes scale rows by powers of 2, so that a token is rounded alike in
+    every micro-batch."""
     fp8_all_gather: bool = False
     """Whether weights are rounded to float8 before they are gathered."""
     dp_shard: int | None = field(default=None, repr=False)
@@ -56,6 +57,6 @@ class FSDP2Layout:
     def gathers_frozen(self, shards: int) -> bool:
         """Return whether FSDP gathers frozen weights too, which ``shards`` ranks share.
 
-        A single one has them whole, in the dtype of computing: a gathered copy would take as much again.
+        A single rank has them whole, in the dtype of computing: a gathered copy would take as much again.
         """
         return shards > 1 or self.cpu_offload or self.fp8_all_gather

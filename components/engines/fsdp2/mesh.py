@@ -56,7 +56,7 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def without_wrapper(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` with a plain shard, which they share, if torchao has wrapped its own."""
+    """Return ``tensor`` with a plain shard in place of torchao's wrapper, if any; both share memory."""
     wrapped = isinstance(tensor, DTensor) and hasattr(tensor.to_local(), "_tensor")
     return placed_like(local_shard(tensor), tensor) if wrapped else tensor
 

@@ -183,9 +183,9 @@ def build_model(
     Trained parameters have fp32 shards (the master weights), are cast to ``dtype`` for computing, and have
     their gradients reduced in fp32. Frozen parameters, which with an ``adapter`` are those of the model
     itself, are stored in ``dtype``, or as the adapter quantises them, but in fp32 if they are the initial
-    factors of PiSSA. The initial values of an adapter may depend on the seed. Peak memory is the shard plus
-    this rank's part of one tensor, all of it if it is quantised: then its values are the same for any number
-    of ranks. PiSSA decomposes whole matrices, one after the other.
+    factors of PiSSA. The initial values of an adapter may depend on the seed. Peak memory is that of the
+    shards and of this rank's part of one more tensor. A tensor that is quantised is read whole, so that its
+    values do not depend on the number of ranks. PiSSA decomposes whole matrices, one after the other.
     """
     dtype, adapter = options.dtype, options.adapter if trainable else None
     # A frozen model saves no activations.
@@ -274,9 +274,9 @@ def apply_fsdp(
 def shard_dim(parameter: nn.Parameter, shards: int, whole: Mapping[nn.Parameter, int]) -> Shard | None:
     """Return the dimension that FSDP shards. None means dimension 0: rows, or experts of a stacked tensor.
 
-    ``whole`` has, by parameter of stacked experts, the dimension to shard if ``shards`` does not divide their
-    number. Columns are sharded if tensor-parallel ranks have unequal numbers of rows, because torch would
-    then compute wrong row offsets of the shards.
+    For a parameter of stacked experts, ``whole`` has the dimension to shard if ``shards`` does not divide the
+    number of experts. Columns are sharded if tensor-parallel ranks have unequal numbers of rows, because
+    torch would then compute wrong row offsets of the shards.
     """
     if parameter in whole:
         return Shard(whole[parameter]) if len(parameter) % shards else None
@@ -306,7 +306,7 @@ def apply_ac(block: nn.Module) -> None:
 
 
 def apply_offloading(lm: PreTrainedModel, device: torch.device) -> ActivationOffloading:
-    """Offload the activations of the blocks of ``lm``, before ``fully_shard``, whose hooks precede."""
+    """Offload the activations of the blocks of ``lm``; it precedes ``fully_shard``, whose hooks run first."""
     offloading = ActivationOffloading(device)
     offloading.apply(lm.base_model, decoder_blocks(lm), grouped_experts(lm).values())
     return offloading

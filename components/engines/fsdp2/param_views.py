@@ -1,4 +1,4 @@
-"""Named views of parameters: one of stacked experts holds many tensors, each with its own name on disk."""
+"""Named views of parameters. A parameter of stacked experts holds many tensors, each with a name on disk."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

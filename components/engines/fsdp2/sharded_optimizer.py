@@ -51,7 +51,8 @@ class ShardedOptimizer:
     def evaluating(self) -> Iterator[bool]:
         """Give the weights the values that the optimizer trains for, such as an average, inside the context.
 
-        Yields whether they changed. They are restored from a copy: the way back of such an optimizer rounds.
+        Yields whether they changed. They are restored from a copy, because the optimizer's own way back
+        rounds.
         """
         if not hasattr(self.optimizer, "eval"):
             yield False
@@ -101,7 +102,7 @@ class ShardedOptimizer:
         return {f"{kind}/{v.name}": v.slices(self.moment(kind, v.parameter)) for kind, v in views}
 
     def _numbers(self) -> dict[str, Tensor]:
-        """Return copies of the numbers; of ours, only the updates for AdamW's bias correction (else 0)."""
+        """Return copies of the numbers in the state; of our own optimizers, only the number of updates."""
         if self.of_class is not None:
             return self.of_class.numbers()
         counts = [state[STEP] for state in self.optimizer.state.values() if STEP in state]
@@ -111,7 +112,7 @@ class ShardedOptimizer:
         """Create the state of weights that have not been updated yet.
 
         Returns:
-            The shards whose state is not that of before an update: those of another class than ours.
+            The shards whose new state differs from that of an optimizer before its first update.
         """
         if self.of_class is None:
             make_moments(self.optimizer, self.moments)

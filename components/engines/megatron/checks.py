@@ -252,7 +252,7 @@ def has_latents(config: PreTrainedConfig) -> bool:
 
 
 def tensors(layout: Layout, model: PreTrainedModel, adapter: LoRA | None) -> list[list[str]]:
-    """Return the names of the trained weights; together those that Megatron keeps in one tensor."""
+    """Return the names of the trained weights; those that Megatron keeps in one tensor are in one list."""
     if adapter is not None:
         return [[name] for name in adapter.shapes(model)]
     trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]

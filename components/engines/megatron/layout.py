@@ -40,8 +40,8 @@ class Layout:
     the first pipeline stage, and at the end of this pass on others, to which Megatron gives one bucket."""
     overlap_param_gather: bool | None = None
     """Whether weights that the distributed optimizer has updated are gathered during the next forward pass.
-    None means that they are with ``overlap_grad_reduce``, except if owners update whole weights, or in host
-    memory."""
+    None means yes with ``overlap_grad_reduce``, unless owners update whole weights or the optimizer is in
+    host memory."""
     bucket_size: int | None = None
     """Gradient elements per reduction bucket. None means Megatron's default."""
     pipeline_layout: str | None = None

@@ -24,6 +24,6 @@ def has_transformer_engine() -> bool:
 def has_packed_kernel() -> bool:
     """Return whether transformer-engine attends to packed sequences on this GPU without holding all scores.
 
-    Its fused attention does since compute capability 9.0 (Hopper), flash-attn on the GPUs before too.
+    Its fused attention does so from compute capability 9.0 (Hopper) on, and flash-attn on earlier GPUs too.
     """
     return find_spec("flash_attn") is not None or torch.cuda.get_device_capability() >= (9, 0)

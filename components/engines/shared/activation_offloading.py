@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from components.engines.shared.torch_private import storage_key
 
 MIN_BYTES = 1024
-"""Smaller tensors stay on the device: a copy costs more time than they take memory."""
+"""Smaller tensors stay on the device, because copying them takes time and saves little memory."""
 
 
 @dataclass(eq=False)

@@ -25,8 +25,8 @@ class MatmulSizes:
     """Sizes of the matrix products of a model."""
 
     linear: float
-    """Number of weights that a token is multiplied with, including its chosen experts only. Embeddings, which
-    are looked up, and norms do not count."""
+    """Number of weights that a token is multiplied with, of the experts only those that it chooses.
+    Embeddings, which are looked up, and norms do not count."""
     head: float
     """Number of weights of the output head, which only labelled positions need."""
     attention: tuple[tuple[float, float], ...]

@@ -63,7 +63,7 @@ class BlockParameters:
     float8: int = 0
     """Elements of ``numel`` that are gathered in float8."""
     initial: int = 0
-    """Those of ``numel`` that are frozen in fp32."""
+    """Elements of ``numel`` that are frozen in fp32."""
     gathers_frozen: bool = True
 
     def gathered(self, size: int) -> int:
@@ -313,8 +313,8 @@ class StepMemory:
     def saved(self, num_blocks: int, resident: int) -> int:
         """Return the bytes of activations of the first ``num_blocks`` blocks on the device.
 
-        If they are offloaded, they are those of the last ``resident`` blocks: of the current one, and in the
-        backward pass of the one before it, which is copied back meanwhile.
+        If activations are offloaded, only those of the last ``resident`` blocks are there: of the current
+        block and, in the backward pass, of the one before it, which is copied back meanwhile.
         """
         first = max(num_blocks - resident, 0) if self.offloads_activations else 0
         return sum(self.saved_by_block[first:num_blocks])
@@ -336,7 +336,7 @@ class StepMemory:
     def sharded_grads(self, first: int) -> int:
         """Return the bytes of the gradient shards of the blocks from ``first`` on.
 
-        Those of earlier micro-batches, if they were reduced, are of all parameters.
+        If earlier micro-batches were reduced, there are shards of all gradients.
         """
         earlier = self.num_microbatches > 1 and self.layout.reduce_gradients == "every"
         parts = self.weights.parts if earlier else self.weights.blocks[first:]

@@ -107,7 +107,7 @@ class RankParameters:
     """Trained expert parameters."""
     frozen: int
     initial: int
-    """Those of ``frozen`` that are in fp32."""
+    """Elements of ``frozen`` that are in fp32."""
     embedding: int
     """Size of an embedding or head matrix, 0 if it is frozen."""
     matrix: int
@@ -250,9 +250,9 @@ class StageMemory:
     def on_device(self, number: int, layers: int) -> int:
         """Return the bytes of the activations of ``number`` chunks on the device.
 
-        If they are offloaded, they are those of ``layers`` layers: of the current one, and in the backward
-        pass of the one before it, which is copied back meanwhile. The last layer of the newest of several
-        micro-batches is there, too.
+        If activations are offloaded, only those of ``layers`` layers are there: of the current layer and, in
+        the backward pass, of the one before it, which is copied back meanwhile. The last layer of the newest
+        of several micro-batches is there, too.
         """
         if not self.offloads_activations:
             return number * self.saved

@@ -107,13 +107,14 @@ class OwnedState(NamedTuple):
     weights: int
     moments: int
     buffers: int
-    """While the largest weight is updated: two copies."""
+    """Bytes of two copies of the largest weight, while it is updated."""
 
 
 def owned_state(optimizer: Optimizer, found: Sequence[Parameter], plain: int, experts: int) -> OwnedState:
-    """Distribute the weights of ``found``, whole and with the experts of one rank, as the engines do.
+    """Distribute whole weights over owners as the engines do, and return the state of the fullest rank.
 
-    ``plain`` ranks share a weight, and ``experts`` ranks that of an expert.
+    ``found`` are the weights, with the experts of one rank. ``plain`` ranks share a weight, and ``experts``
+    ranks share that of an expert.
     """
     each = [
         (experts if p.of_experts else plain, 4 * p.numel // max(p.number, 1), p.name)

@@ -130,4 +130,4 @@ class StepCost:
     recomputed: float
     """Share of the blocks that the backward pass recomputes as a whole."""
     recomputes_attention: bool
-    """Whether it recomputes the attention of all blocks instead."""
+    """Whether the backward pass recomputes the attention of all blocks, and nothing else."""

@@ -47,7 +47,7 @@ class HFTensorSlice:
     primary: bool
     """Whether it is saved and exported; a tied copy on another pipeline stage is only loaded."""
     expert: bool = False
-    """Whether it belongs to an expert, of which each rank of ``ep`` holds different ones."""
+    """Whether it belongs to an expert; the ranks of ``ep`` hold different experts."""
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return this part of ``tensor``: weight, master weight, moment or gradient of the whole parameter.

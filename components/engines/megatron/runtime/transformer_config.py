@@ -109,7 +109,7 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, options: EngineOpti
 
 
 def check_further_fields(kind: type[TransformerConfig], given: Config, ours: Config) -> None:
-    """Raise ConfigError if a field of ``parallelism.transformer_config`` may not be set, or not so."""
+    """Raise ConfigError if a field in ``parallelism.transformer_config`` or its value is not allowed."""
     hints = typing.get_type_hints(kind)
     for name, value in given.items():
         of_recomputation = "parallelism.activation_checkpointing" if name.startswith("recompute_") else None
