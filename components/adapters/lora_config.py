@@ -56,7 +56,7 @@ class LoRA:
     dropout: float = 0.0
     """Dropout probability of the input of ``A``, in training passes only."""
     rslora: bool = False
-    """Scale by alpha / sqrt(r) (Kalajdzievski, 2023)."""
+    """Whether ``scaling`` is alpha / sqrt(r) instead of alpha / r (Kalajdzievski, 2023)."""
     init_lora_weights: Init | None = "kaiming"
     """Initial ``A``: uniform as in ``torch.nn.Linear``, or normal with standard deviation 1 / r. ``B`` is 0.
     With pissa, both are those of ``principal_factors``. None means that the values are read from ``path``."""

@@ -21,7 +21,7 @@ class TrainingError(RuntimeError):
 
 
 class NonRetryableError(TrainingError):
-    """A failure that is not retried (``run.max_restarts``): the run would fail again, or was told to stop."""
+    """A failure that is not retried (``run.max_restarts``): it would recur, or a stop was requested."""
 
 
 def check_at_least_one(node: str, config: object, *keys: str) -> None:

@@ -95,7 +95,7 @@ def read(tool: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def command_line(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what ``read`` does, of a command line: that of the launcher, the script and its options."""
+    """Return what ``read`` returns, from the command line of a launcher, a script and its options."""
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     found: dict[str, str] = {}
     start = 0
@@ -117,7 +117,7 @@ def command_line(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def flags(words: Sequence[str]) -> dict[str, Any]:
-    """Return the ``--name value``, ``--name=value`` and ``--name`` among the words; the rest has no name."""
+    """Return the values of ``--name value``, ``--name=value`` and ``--name``; words before have no name."""
     found: dict[str, list[Any]] = {}
     name = ""
     for word in words:

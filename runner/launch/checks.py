@@ -74,7 +74,7 @@ class RunPreparation:
     local_ranks: int
     console: Console
     notes: tuple[str, ...] = ()
-    """Values that a forecast or a rehearsal assumes, as sentences to print."""
+    """Sentences to print: values that are assumed, and options that may be mistakes."""
     resources: ExitStack = field(default_factory=ExitStack)
     """Held until the run has ended: the lock of its folder."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Results:
-    """The finite ones of the logged values. A run that resumes in its folder adds to them."""
+    """The logged values that are finite. A run that resumes in its folder adds to them."""
 
     first: dict[str, float] = field(default_factory=dict)
     """The first training row that has a loss."""
