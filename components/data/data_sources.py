@@ -178,9 +178,8 @@ def _converted(convert: Callable[[Record], Record], item: Item) -> Item:
     try:
         return convert(record), origin
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        what = (
-            f"{origin}: convert raised {type(error).__name__}: {error}. The fields are {', '.join(record)}."
-        )
+        fields = f"The fields are {', '.join(record)}; correct the record, or convert."
+        what = f"{origin}: convert raised {type(error).__name__}: {error}. {fields}"
         return Unreadable(RecordError(what)), origin
 
 

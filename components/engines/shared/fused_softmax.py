@@ -18,10 +18,14 @@ from torch import Tensor
 
 @cache
 def is_available(device: str) -> bool:
-    """Return whether torch.compile can make the kernels: it needs Triton, and Triton needs a C compiler."""
+    """Return whether torch.compile can make the kernels.
+
+    It needs Triton, which needs a C compiler and a GPU of compute capability 7.0 or above.
+    """
+    if device != "cuda" or find_spec("triton") is None or torch.cuda.get_device_capability() < (7, 0):
+        return False
     compilers = (os.environ.get("CC", ""), "gcc", "clang")
-    has_compiler = any(shutil.which(name) for name in compilers if name)
-    return device == "cuda" and find_spec("triton") is not None and has_compiler
+    return any(shutil.which(name) for name in compilers if name)
 
 
 @cache

@@ -42,6 +42,6 @@ def test_a_record_that_cannot_be_converted_is_a_bad_record(tmp_path: Path) -> No
     assert isinstance(first, Unreadable)
     assert len(others) == len(RECORDS)
     with pytest.raises(
-        ConfigError, match=r"records.jsonl:1: convert raised IndexError: .* The fields are a\."
+        ConfigError, match=r"records.jsonl:1: convert raised IndexError: .* The fields are a;"
     ):
         items(tmp_path, records)
