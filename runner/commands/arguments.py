@@ -36,6 +36,16 @@ def parse_pairs(
     return given
 
 
+def trusted_modules(value: str) -> tuple[str, ...]:
+    """Parse ``[MODULE,...]`` or ``MODULE``; raise ConfigError if a part is not the name of a module."""
+    names = [name.strip() for name in value.removeprefix("[").removesuffix("]").split(",")]
+    found = tuple(name for name in names if name)
+    for name in found:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ConfigError(f"trust: {name!r} is not the name of a module; give trust=[my.module].")
+    return found
+
+
 def first_line(text: str | None) -> str:
     """Return the first line of a command's description, which shows its usage."""
     return (text or "").splitlines()[0].replace("``", "")

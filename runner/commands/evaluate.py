@@ -2,6 +2,7 @@
 
 checkpoint=DIR  a run folder, whose newest complete checkpoint is used, a checkpoint folder, or a folder that
                 transformers or peft reads, such as an export or an adapter
+trust=[MODULE]  modules whose classes the options of the run may name, besides those of this program
 KEY=VALUE       any option of ``python -m runner``: data.eval=FILE, parallelism=tp2pp2, run.name=NAME
 
 A checkpoint is evaluated by the experiment of its run, changed by the options: on the same layout, the result
@@ -9,6 +10,7 @@ is the run's own to the last bit. The loss, the perplexity and the metrics of th
 written to run.json and the metrics of a new run folder.
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +20,15 @@ import yaml
 from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
 from runner import cli
-from runner.commands.arguments import first_line
-from runner.config.sources import name_of
+from runner.commands.arguments import first_line, trusted_modules
+from runner.config.sources import OURS, name_of
 from runner.launch.run_record import RunRecord
 
 _LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "sweep", "hook")
 """Groups of options that the run had for its training."""
 _DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset")
 """The keys that name data only with ``data=llamafactory``."""
+_CLASS = re.compile(r"_target_[\"']?\s*[=:]\s*[\"']?([\w.]+)")
 ADAPTER_CONFIG = "adapter_config.json"
 _TRAINING = (
     *("run.eval_every", "run.eval_every_epochs", "run.max_time"),
@@ -37,9 +40,10 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
     """Return the overrides of ``python -m runner`` that evaluate the model.
 
     Raises:
-        ConfigError: if no checkpoint is given, or it is of a kind that cannot be evaluated.
+        ConfigError: if no checkpoint is given, it is of a kind that cannot be evaluated, or its run names
+            code that is not trusted.
     """
-    given = [word for word in arguments if not word.startswith("checkpoint=")]
+    given = [word for word in arguments if not word.startswith(("checkpoint=", "trust="))]
     named = [word.partition("=")[2] for word in arguments if word.startswith("checkpoint=")]
     if len(named) != 1:
         have = "is given twice" if named else "is missing"
@@ -51,6 +55,7 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
         known = ["model=hf", f"model.path={folder}"]
     else:
         known = recorded(folder)
+        check_code(known, arguments)
     if {"data.eval", "data"} & {*map(name_of, given)} == {"data.eval"} and "data=llamafactory" in known:
         known = [word for word in known if word != "data=llamafactory" and name_of(word) not in _DATASETS]
     only = ["run.evaluate_only=true", "run.export=false", "run.final_sample_tokens=0"]
@@ -86,6 +91,25 @@ def recorded(folder: Path) -> list[str]:
     initial = [word for word in RunRecord.read(run).overrides if name_of(word) == "checkpoint.init_from"]
     name = f"run.name=evaluate_{run.resolve().parent.name}"  # not among the trained runs
     return [*own, *initial, name, f"checkpoint.resume={folder}", "checkpoint.allow_mismatch=true"]
+
+
+def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
+    """Raise ConfigError if the options of a run name code that the user has not trusted."""
+    trusted = [module for word in given if word.startswith("trust=") for module in trusted_modules(word[6:])]
+    known = tuple(f"{module}." for module in (*OURS, *trusted))
+    for word in recorded:
+        classes = _CLASS.findall(word)
+        if len(classes) < word.count("_target_") or not all(f"{name}.".startswith(known) for name in classes):
+            raise ConfigError(
+                f"{name_of(word)} (run.json): {word} may name a class that is not of this program, and a "
+                "folder may not; if you know the code, give trust=[MODULE]."
+            )
+        allows = "trust_remote_code" in word and not word.lower().endswith("=false")
+        if allows and "model.trust_remote_code" not in map(name_of, given):
+            raise ConfigError(
+                f"{name_of(word)} (run.json): the run allowed code that its model brings; read it, then give "
+                "model.trust_remote_code=true."
+            )
 
 
 def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:

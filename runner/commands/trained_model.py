@@ -16,6 +16,7 @@ from components.checkpoint.to_hf import CheckpointModel
 from components.contracts.errors import ConfigError
 from components.models.generate import load_model
 from components.models.scalar_head import SCORE, is_classifier
+from runner.commands.arguments import trusted_modules
 from runner.config.instantiate import build_component
 from runner.config.sources import ConfigSources
 from runner.launch.run_dir import read_run_config
@@ -51,16 +52,6 @@ def read_checkpoint(given: Mapping[str, str]) -> tuple[CheckpointModel, torch.dt
     if (point / ".metadata").is_file() and f"{SCORE}.weight" in StoredTensors(point).shapes("model"):
         model = replace(model, scalar_head=True)
     return CheckpointModel(model, adapter, point, run, seed, config["checkpoint"].get("init_from")), stored
-
-
-def trusted_modules(value: str) -> tuple[str, ...]:
-    """Parse ``[MODULE,...]`` or ``MODULE``; raise ConfigError if a part is not the name of a module."""
-    names = [name.strip() for name in value.removeprefix("[").removesuffix("]").split(",")]
-    found = tuple(name for name in names if name)
-    for name in found:
-        if not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigError(f"trust: {name!r} is not the name of a module; give trust=[my.module].")
-    return found
 
 
 def open_model(given: Mapping[str, str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

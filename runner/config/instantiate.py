@@ -31,7 +31,7 @@ from runner.config.run_config import (
     check_restart_source,
     watched_metric,
 )
-from runner.config.sources import ConfigSources
+from runner.config.sources import OURS, ConfigSources
 from runner.config.targets import objection
 from runner.config.unknown_keys import unknown_key
 
@@ -60,9 +60,6 @@ NAMED: Mapping[str, type] = {"hook": Hook, "logger": LoggerSpec}
 """Groups with any number of components, each under a name, and the contracts that these serve."""
 EXAMPLES = {"hook": "ema.decay", "logger": "wandb.mode"}
 """A key of each of these groups."""
-
-OURS = ("components", "torch.optim")
-"""Modules whose classes a configuration read from a folder may name."""
 
 
 @dataclass(frozen=True)

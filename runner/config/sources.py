@@ -13,6 +13,10 @@ COMMAND_LINE = "the command line"
 CONFIG = "conf/config.yaml"
 
 
+OURS = ("components", "torch.optim")
+"""Modules whose classes a configuration read from a folder may name."""
+
+
 @dataclass(frozen=True)
 class ConfigSources:
     """The inputs of the composition of one config."""

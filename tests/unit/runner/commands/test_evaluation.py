@@ -1,5 +1,8 @@
 from pathlib import Path
 
+import pytest
+
+from components.contracts.errors import ConfigError
 from runner.commands.evaluate import evaluation
 from runner.launch.run_record import RunRecord
 
@@ -14,3 +17,20 @@ def test_a_file_replaces_the_data_sets_of_a_run(tmp_path: Path) -> None:
     assert {"stage=sft", "data=files", "data.train=x.jsonl", "run.name=evaluate_lora"} <= {*words}
     assert not any(word.startswith(("data.dataset", "data=llamafactory", "run.name=lora")) for word in words)
     assert "data.dataset=b" in evaluation([f"checkpoint={run}", "data.eval_dataset=b"])
+
+
+@pytest.mark.parametrize(
+    ("word", "consent"),
+    [
+        ("data._target_=my_records.Tickets", "trust=[my_records]"),
+        ("+logger.own._target_='my_records.Log'", "trust=my_records"),
+        ('stage={"_target_": my_records.Loss}', "trust=[other,my_records]"),
+        ("model.trust_remote_code=true", "model.trust_remote_code=true"),
+    ],
+)
+def test_code_that_a_run_names_needs_consent(tmp_path: Path, word: str, consent: str) -> None:
+    RunRecord(overrides=["data._target_=components.data.StdlibData", word]).write(tmp_path)
+    arguments = [f"checkpoint={tmp_path}", "data.eval=x.jsonl"]
+    with pytest.raises(ConfigError, match=r"\(run.json\): .* give "):
+        evaluation(arguments)
+    assert word in evaluation([*arguments, consent])
