@@ -11,7 +11,7 @@ from components.contracts.json_types import Config, Json
 
 
 def none() -> NoAdapter:
-    """Return None for ``adapter=none``: every parameter of the model is trained."""
+    """Return None for ``adapter=none``: no adapter is trained."""
 
 
 def lora(

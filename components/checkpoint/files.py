@@ -64,7 +64,7 @@ class MeasuredFiles(FileSystem):
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
         self.refusal: OSError | None = None
-        """The OSError of the disk, which torch's serialisation reports as an unexpected position."""
+        """The OSError of a failed write, for which torch may raise a RuntimeError about file positions."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
@@ -112,9 +112,9 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class AliasPlanner(DefaultSavePlanner):
-    """A planner that hands parts of CPU tensors to the writer as views; torch would copy and keep each part.
+    """A planner that hands parts of CPU tensors to the writer without the copies that torch would make.
 
-    The storage of such a view ends with the part: torch clones a tensor that does not fill its storage.
+    torch clones a tensor that does not fill its storage. Here each part is a view whose storage is the part.
     """
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 @dataclass(frozen=True)
 class FlatChunk:
-    """A rectangular part of a whole tensor that is contiguous in the flat one."""
+    """A rectangular part of a tensor whose elements are contiguous in the rank's flat tensor."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -14,7 +14,7 @@ from components.contracts.json_types import Json
 from components.json_text import as_type, parse_json
 
 MARKER = "complete"
-"""File that marks a complete checkpoint. It holds the checksum of meta.json, so it is valid for no other."""
+"""File that marks a checkpoint as complete. It holds the checksum of the meta.json that it marks."""
 STEPS = "step_" + "[0-9]" * 8
 """Glob pattern of checkpoint folders. Copies that a user made next to them do not match."""
 META = "meta.json"
@@ -43,7 +43,7 @@ def step_of(folder: Path) -> int:
 def create_dir(folder: Path) -> None:
     """Create an empty folder, removing any checkpoint that was there, incomplete or complete.
 
-    The run folder above it must exist: if it was removed, a new one would look like a run without its files.
+    Raises FileNotFoundError if the run folder is gone: a new one would lack the run's other files.
     """
     remove(folder)
     folder.parent.mkdir(exist_ok=True)
@@ -51,9 +51,9 @@ def create_dir(folder: Path) -> None:
 
 
 def commit(folder: Path, meta: CheckpointMeta) -> None:
-    """Write meta.json and, once it is on disk, the marker. The files of all ranks must be on disk before.
+    """Write meta.json and, once it is on disk, the marker. The files of all ranks must be on disk already.
 
-    Runs on the first rank of every node, which marks the node's own filesystem or the shared one.
+    The first rank of every node calls it, so that each local disk, or the shared one, has a marker.
     """
     text = json.dumps(asdict(meta), indent=2).encode() + b"\n"
     write_atomic(folder / META, text)
@@ -112,7 +112,7 @@ def prune(checkpoints: Path, keep_last: int, *, keep_best: bool) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, its marker first: if killed half-way, it must not look complete."""
+    """Remove a checkpoint, its marker first, so that it does not look complete if the process is killed."""
     if not checkpoint.exists():
         return
     unmark(checkpoint)
@@ -126,6 +126,6 @@ def unmark(checkpoint: Path) -> None:
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a failed save as far as the disk allows, ignoring OSError. What remains has no marker."""
+    """Remove a failed save, its marker first, as far as the disk allows. Any OSError is ignored."""
     with contextlib.suppress(OSError):
         remove(checkpoint)

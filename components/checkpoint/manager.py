@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class State(Protocol):
-    """A dataclass of counters. The folder is named after ``step``."""
+    """A dataclass of counters that a checkpoint contains. The checkpoint's folder is named after ``step``."""
 
     step: int
 
@@ -75,10 +75,12 @@ class CheckpointManager:
     def save(self, engine: Engine, state: State, others: Mapping[str, Tensor] = {}) -> None:
         """Save ``engine``, ``state`` and ``others``, unless ``current`` is the checkpoint of this step.
 
-        With ``in_background`` it waits for the previous save and returns once a copy is made.
+        With ``in_background`` it waits for the previous save and returns once a copy is made. A failure of
+        the new save is then raised by a later call.
 
         Raises:
-            TrainingError: if writing failed on some rank and ``on_error`` is ``stop``; raised on every rank.
+            TrainingError: on every rank, if the disk of some rank failed and ``on_error`` is ``stop``, or if
+                torch could not write the tensors for another reason.
         """
         self.wait()
         target = step_folder(self.folder, state.step)
@@ -113,13 +115,13 @@ class CheckpointManager:
 
     @property
     def last_write_s(self) -> float:
-        """Seconds that a final save may take besides its copy: the previous save and its own."""
+        """Seconds to allow for the writes of a final save: its own, and that of the save before it."""
         return 2 * self.background.longest_s if self.in_background else 0.0
 
     def _attend(self, work: Callable[[], None], *, stop: bool | None = None) -> None:
-        """Run ``work`` and handle its OSError, which is raised on every rank or none.
+        """Run ``work``, which raises an OSError on every rank or on none, then announce a new checkpoint.
 
-        It is raised as TrainingError if ``stop``, and logged otherwise. None means that ``on_error`` decides.
+        With ``stop`` it becomes a TrainingError, else it is logged. None means that ``on_error`` decides.
         """
         try:
             work()
@@ -165,7 +167,7 @@ class CheckpointManager:
             log.warning("%s: older checkpoints could not be removed: %s", self.folder, error)
 
     def _on_nodes(self, work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-        """Run ``work`` on the first rank of every node, then a barrier; an OSError is raised on all."""
+        """Run ``work`` on the first rank of every node and wait for it; an OSError is raised on all ranks."""
         refusal: OSError | None = None
         if self.first_of_node:
             try:

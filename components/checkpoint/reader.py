@@ -1,4 +1,4 @@
-"""Reading parts of a checkpoint's tensors one at a time, in a process without a process group."""
+"""Reading parts of a checkpoint's tensors one at a time, without collective operations."""
 
 from pathlib import Path
 from pickle import UnpicklingError

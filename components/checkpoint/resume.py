@@ -27,7 +27,7 @@ class RunIdentity:
     model: str
     """Hash of parameter names and shapes."""
     data: str
-    """Hash of the data and of everything that determines its plan, except the batch size."""
+    """Hash of the data and of everything that determines global batches, except their size."""
     optimizer: str
     """Kind of optimizer. Different kinds have different moments."""
     reference: str | None
@@ -51,7 +51,7 @@ REMEDIES = {
     "global_batch_size": "set run.global_batch_size={theirs}",
     "data": "data: the samples, the tokenizer or an option that shapes batches differ; use those of its run",
 }
-"""Property -> remedy, in the order of the checks: the seed comes before data, whose plan depends on it."""
+"""Property -> remedy, in the order of the checks. The seed precedes the data, whose hash includes it."""
 
 FORCED = ("seed", "global_batch_size", "data")
 """Properties that ``checkpoint.allow_mismatch`` lets change: the step is kept, later batches differ."""
@@ -62,7 +62,7 @@ class Resume:
     """``checkpoint.resume`` and its related keys."""
 
     mode: str
-    """``never``, ``auto``, a run folder or a checkpoint folder."""
+    """``never``, ``auto``, or the path of a checkpoint, a run folder or a folder of runs."""
     verify: bool = False
     """Whether to read every byte of the checkpoint and compare checksums. Sizes are always compared."""
     force: bool = False
@@ -71,7 +71,8 @@ class Resume:
         """Return the checkpoint to resume from. None means that the run starts from step 0.
 
         Raises:
-            ConfigError: if the named checkpoint does not exist, or it is damaged or belongs to another run.
+            ConfigError: if the named checkpoint does not exist, or if the checkpoint is damaged, holds only
+                weights, or belongs to another run.
         """
         if self.mode == "never":
             return None
@@ -98,10 +99,10 @@ def run_order(run: Path) -> tuple[str, int]:
 
 
 def resolve_checkpoint(option: str, path: str) -> Path:
-    """Return the absolute checkpoint folder ``path``, or the newest one of a run folder or folder of runs.
+    """Return the absolute path of a checkpoint: ``path``, or the newest in this run folder or folder of runs.
 
     Raises:
-        ConfigError: (naming ``option``) if there is none, or a file has another size than was written.
+        ConfigError: (naming ``option``) if there is none, or if it is damaged. Checksums are not compared.
     """
     point = find_checkpoint(option, path)
     verify_checkpoint(point, checksums=False, option=option)
@@ -154,7 +155,7 @@ def newest_valid(checkpoints: Path) -> Path | None:
 
 
 def inspect_checkpoint(point: Path, *, checksums: bool) -> tuple[CheckpointMeta | None, str | None]:
-    """Return the metadata of the checkpoint, or None if damaged, and a description of the damage, or None."""
+    """Return the content of meta.json, or None if it is damaged, and a description of any damage, or None."""
     try:
         meta = read_meta(point)
     except ConfigError:
@@ -163,7 +164,7 @@ def inspect_checkpoint(point: Path, *, checksums: bool) -> tuple[CheckpointMeta 
 
 
 def metadata_damage(point: Path) -> str | None:
-    """Describe why the list of tensors cannot be read. None means that it can, or that there is none."""
+    """Describe why ``.metadata`` cannot be read. None means that it can be read or does not exist."""
     try:
         read_metadata(point)
     except FileNotFoundError:

@@ -23,7 +23,7 @@ CLASSES: dict[str, set[str]] = {
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "pathlib": {"PosixPath"},
 }
-"""Module -> names that may occur. Not ``BytesStorageMetadata``, because torch unpickles such entries too."""
+"""Module -> names that may occur. torch unpickles the data of ``BytesStorageMetadata``, so it is left out."""
 
 
 class MetadataUnpickler(pickle.Unpickler):

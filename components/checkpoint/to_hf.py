@@ -60,8 +60,8 @@ class CheckpointModel:
 
         In a process group every rank calls this, and one of them ``writes``.
 
-        Its config names the base model in the run's folder if that was exported there. Otherwise the base
-        model is written to ``target/base`` in ``dtype``, unless it comes from a path that peft can load.
+        adapter_config.json names the base model in the run's folder if it was exported there. Otherwise a
+        base model that is not pretrained is written to ``target/base`` in ``dtype`` (fp32 if quantised).
         """
         assert self.adapter is not None
         own = self._adapter_weights()

@@ -1,1 +1,1 @@
-"""Interfaces between models, data, losses, engines and the runner. They import only each other."""
+"""Interfaces between models, data, losses, engines and the runner. They import no other project code."""

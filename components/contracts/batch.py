@@ -38,12 +38,12 @@ class Batch:
     cu_seqlens: Tensor | None = None
     """int32 ``[S + 1]``, packed only: the start of every sequence, and the end of the last one."""
     max_seqlen: int | None = None
-    """Packed only: the longest span of ``cu_seqlens``, including its prefix."""
+    """Packed only: the maximum over sequences of the span in ``cu_seqlens`` plus the prefix length."""
     prefix_lengths: Tensor | None = None
     """int32 ``[S]``, packed only: the number of tokens, from the start of the preceding sequence, that a
     sequence attends to as if it began with them. None means that every sequence attends to itself only."""
     num_keys: int | None = None
-    """With ``prefix_lengths``: their sum plus T."""
+    """With ``prefix_lengths``: the number of attention keys, T plus the sum of ``prefix_lengths``."""
     sequence_keys: Tensor | None = None
     """int64 ``[S]``: a seed for the noise of each sequence (NEFTune), another one in every train step. It
     does not depend on ranks, micro-batches or packing."""
@@ -51,8 +51,7 @@ class Batch:
     """int64 ``[S]``, preference data: ``2 * pair`` for chosen, ``2 * pair + 1`` for rejected, -1 without a
     pair."""
     margins: Tensor | None = None
-    """float64 ``[S]``, ranked data: how much more the chosen answer of a pair should score than the rejected
-    one, for both."""
+    """float64 ``[S]``, ranked data: by how much a pair's chosen answer should outscore the rejected one."""
     sequence_labels: Tensor | None = None
     """int64 ``[S]``, unpaired data: DESIRABLE or UNDESIRABLE; KL_COMPLETION for the prompt of a sample
     with the completion of another one, placed after its sample; -1 without a label."""
@@ -86,7 +85,7 @@ class Batch:
     def to(self, device: torch.device) -> Self:
         """Return this micro-batch on ``device``, except ``pair_index`` and ``sequence_labels``.
 
-        The host reads those two. It does not wait for a copy from page-locked memory.
+        The host reads those two. It does not wait for the copies if the tensors are in page-locked memory.
         """
         tensors = self._tensors() | {"label_index": self.labelled()}
         moved: Fields = {k: tensor.to(device, non_blocking=True) for k, tensor in tensors.items()}
@@ -105,7 +104,7 @@ class Batch:
     def labelled(self) -> Tensor:
         """Return the positions in ``labels.reshape(-1)`` that carry a label: int64 ``[n]``.
 
-        ``to`` computes them on the host and copies them, because the host would wait for a device.
+        ``to`` computes them on the host, because the host would have to wait if a device computed them.
         """
         if self.label_index is not None:
             return self.label_index
@@ -116,7 +115,7 @@ class Batch:
         return self.seqlens.numel()
 
     def sequence_ids(self) -> Tensor:
-        """Return the sequence of every position: int64, like ``labels``."""
+        """Return the index of each position's sequence: int64, like ``labels``."""
         if self.cu_seqlens is None:
             rows = torch.arange(self.num_sequences, device=self.labels.device)
             return rows[:, None].expand_as(self.labels)
@@ -125,7 +124,7 @@ class Batch:
         return rows.repeat_interleave(spans, output_size=self.labels.numel())[None]
 
     def real_sequence_ids(self) -> Tensor:
-        """Return the sequence of every position, -1 on padding: int64, like ``labels``."""
+        """Return the index of each position's sequence, -1 on padding: int64, like ``labels``."""
         begin = self.seqlens.new_zeros(1) if self.cu_seqlens is None else self.cu_seqlens[:-1]
         ids, position = self.sequence_ids(), torch.arange(self.labels.shape[1], device=self.labels.device)
         end = (begin + self.seqlens)[ids]
@@ -161,8 +160,8 @@ class Batch:
     def scored_positions(self) -> Tensor:
         """Return the position in ``labels.reshape(-1)`` at which a classifier scores each sequence.
 
-        As in transformers, that is the last token that is not ``pad_id``, which may also be part of a text.
-        int64 ``[S]``; the entries of empty sequences are arbitrary.
+        As in transformers, that is the last token that is not ``pad_id``, even if the text itself ends with
+        ``pad_id``. int64 ``[S]``; the entries of empty sequences are arbitrary.
         """
         assert self.pad_id is not None, "data loaders set the padding token"
         ids = self.real_sequence_ids().reshape(-1)
@@ -174,8 +173,8 @@ class Batch:
     def select(self, keep: Tensor) -> Self:
         """Return the sequences for which ``keep``, bool ``[S]``, is True.
 
-        If ``keep`` is False everywhere, the result is an empty micro-batch. For tensors in host memory,
-        because sizes are read. Prefixes are not supported.
+        If ``keep`` is False everywhere, the result is an empty micro-batch. The tensors must be in host
+        memory, because sizes are read from them. Prefixes are not supported.
         """
         assert self.prefix_lengths is None, "a prefix is not kept"
         if not keep.any():

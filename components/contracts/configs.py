@@ -1,6 +1,6 @@
 """The interfaces of the configuration groups ``model``, ``data``, ``adapter`` and ``optimizer``.
 
-Every process makes one object of each from the composed configuration. Engines build the model from it.
+Every process makes one object of each from the configuration. Engines build the model from these objects.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,7 @@ from components.contracts.data import BatchShard, DataLoader, SampleKind
 from components.contracts.json_types import Json
 
 Foreign = Any
-"""An object of transformers (configuration, model on the meta device, tokenizer), which is not imported
-here."""
+"""A configuration, model or tokenizer of transformers, which is not imported here."""
 
 
 class WeightSource(Protocol):
@@ -30,7 +29,7 @@ class WeightSource(Protocol):
 
 
 class MoESettings(Protocol):
-    """``model.moe``: the router losses."""
+    """``model.moe``: router losses and bias updates."""
 
     @property
     def bias_update_rate(self) -> float:
@@ -100,7 +99,7 @@ class ModelConfig(Protocol):
 
     @property
     def meta_model(self) -> Foreign:
-        """The model on the meta device, made once and only read. An engine builds its own."""
+        """The model on the meta device, made once. Callers must not change it. An engine builds its own."""
 
     def config(self) -> Foreign:
         """Return a new transformers configuration for every call."""
@@ -149,11 +148,11 @@ class AdapterConfig(Protocol):
         """Return a hash that is equal for adapters that compute the same function of the same parameters."""
 
     def finish_export(self, model: Any, export: Path, base: Path, seed: int, dtype: torch.dtype) -> Foreign:
-        """Complete an exported folder and return the tokenizer."""
+        """Add the tokenizer to ``export`` and return it; write a base that is not pretrained to ``base``."""
 
 
 NoAdapter = Annotated[None, "adapter=none"]
-"""Result of the function that ``adapter=none`` names: every parameter of the model is trained."""
+"""Return type of the function that ``adapter=none`` names. It means that the model itself is trained."""
 
 
 class OptimizerConfig(Protocol):
@@ -169,7 +168,7 @@ class OptimizerConfig(Protocol):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Names in torch of the optimizer state tensors that have the shape of their parameter."""
+        """Keys, in torch's optimizer state, of the tensors that have the shape of their parameter."""
 
 
 class DataAudit(Protocol):
@@ -281,6 +280,6 @@ class DataConfig(Protocol):
     ) -> DataLoader:
         """Return the loader of a stream from ``step`` on; every rank calls it, rank 0 with ``main``.
 
-        ``folder`` is the place of its files, the same on every rank. ``position`` is what ``advance`` of a
-        loader has returned for ``step``; empty for the start of the stream.
+        ``folder`` is for chunks of the stream and is the same on every rank. ``position`` is what
+        ``DataLoader.advance`` returned for ``step``, or empty at the start of the stream.
         """

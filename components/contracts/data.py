@@ -10,7 +10,7 @@ SampleKind = Literal["text", "chat", "preference", "ranked", "unpaired"]
 with a margin, or a prompt with one answer that is labelled desirable or undesirable."""
 
 PAIRS = ("preference", "ranked")
-"""The kinds of pairs, which have the same formats."""
+"""The kinds of samples that are pairs."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class BatchShard:
 
 
 class DataLoader(Protocol):
-    """Global batches as a pure function of the step, so that resuming needs only the step."""
+    """Global batches as a function of the step. Resuming a stream also needs what ``advance`` returned."""
 
     @property
     def num_steps(self) -> int:
@@ -62,16 +62,16 @@ class DataLoader(Protocol):
         """Return the ids of the samples of global batch ``step``, such as ``data.train:17``."""
 
     def largest_microbatch(self) -> tuple[int, int]:
-        """Return the step of the first epoch, and the index in it, of the micro-batch with the most tokens.
+        """Return the step and the index of the micro-batch with the most tokens in the first epoch.
 
-        It may belong to another rank; the result is the same on all ranks.
+        It may belong to another rank, whose index it then is. The result is the same on all ranks.
         """
 
     def epoch(self, step: int) -> float | None:
         """Return the number of passes over the data after ``step`` global batches. None means not known."""
 
     def advance(self, step: int) -> list[int]:
-        """Note that the first ``step`` global batches are not asked for again.
+        """Note that the first ``step`` global batches are not needed again.
 
         Returns what resuming needs to find ``step`` in a stream; for other data an empty list.
         """

@@ -30,7 +30,7 @@ class StepResult:
     loss: float
     """Sum over terms of ``term sum / term count``, over the global batch."""
     grad_norm: float
-    """L2 norm over every parameter, before clipping."""
+    """L2 norm of the gradients of all parameters together, before clipping."""
     skipped: bool
     """Whether no rank updated anything, because the loss or a gradient was not finite or the loss too
     high."""
