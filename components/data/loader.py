@@ -226,8 +226,8 @@ class PreparedData:
     def prompt(self) -> list[int]:
         """Return the token ids of a prompt to complete: those of the first sample before its first target.
 
-        The sample is from an evaluation set, if there is one. If every token is a target, the prompt is
-        half of the sequence, at most 32 tokens.
+        The sample is from an evaluation set, if there is one. If its first token is already a target, the
+        prompt is the first half of the sequence, at most 32 tokens.
         """
         tokens, plans = next(iter(self.eval.values()), self.train).open()
         sequence, _, stop = plans.plan(0).segments[0].tolist()
@@ -236,7 +236,7 @@ class PreparedData:
         return [int(token) for token in tokens.tokens(sequence, 0, length)]
 
     def write_bad_records(self, folder: Path) -> None:
-        """Write bad_records.jsonl, unless every record was read: an object per record with its place."""
+        """Write bad_records.jsonl, with source, origin and reason of each bad record, if there are any."""
         paths = {
             store.path: store.name for split in self.splits for store in split.stores if not store.indexed
         }
@@ -249,7 +249,7 @@ class PreparedData:
             (folder / "bad_records.jsonl").write_text("".join(lines))
 
     def write_samples(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write samples.json: the first training samples, as pieces of text that are trained or not."""
+        """Write samples.json: the first training samples as pieces of text, each a target or not."""
         tokens, plans = self.train.open()
         samples = []
         segments = plans.plan(0).segments

@@ -16,12 +16,10 @@ class Shares:
 
     values: Sequence[float]
     stopping_strategy: StoppingStrategy
-    """When an epoch ends: first_exhausted, when one source has been read, and others only in part;
-    all_exhausted, when every source has been read, and others more than once. The names are those of
-    ``datasets.interleave_datasets``."""
+    """Whether an epoch ends once the first or the last source is exhausted, as in ``interleave_datasets``."""
 
     def repeats(self, sizes: Sequence[int]) -> list[float]:
-        """Return how often an epoch contains each source, from their samples or tokens."""
+        """Return how often an epoch contains each source; ``sizes`` are their samples or tokens."""
         assert all(sizes), "a source without samples is refused before"
         passes = [share / size for share, size in zip(self.values, sizes, strict=True)]
         read_once = max(passes) if self.stopping_strategy == "first_exhausted" else min(passes)

@@ -26,7 +26,8 @@ class Plan:
     segments: Ints
     """int64 ``[N, 3]``: sequence, and the first and past-the-last of its tokens that serve as input.
 
-    The rejected sequence of a pair begins after its shared prefix with the chosen one, the previous segment.
+    If a pair shares its prompt, its rejected sequence begins after the tokens it shares with the chosen one,
+    which is the previous segment.
     """
     row_offsets: Ints
     """int64 ``[R + 1]``: index of the first segment of each row, and the number of segments."""
@@ -46,7 +47,7 @@ class Plan:
     def microbatch_lengths(self, micro_batch_size: int, *, packed: bool) -> Ints:
         """Return the tokens of every micro-batch of consecutive rows, int64 ``[ceil(R / micro_batch_size)]``.
 
-        They are those of its rows, or without packing those of its longest segment.
+        With packing, this is the sum over its rows; without packing, the length of its longest segment.
         """
         combine = np.add if packed else np.maximum
         rows = combine.reduceat(self.segments[:, 2] - self.segments[:, 1], self.row_offsets[:-1])
@@ -93,16 +94,17 @@ def plan_epoch(
     """Plan one pass over the data.
 
     none: a row is a sample. bfd: every ``WINDOW`` samples are packed by best-fit decreasing into rows of at
-    most ``sequences_per_sample * max_length`` tokens; the rows of a window are then shuffled, so that length
-    does not depend on time. concat: the sequences are placed end to end and cut every ``max_length`` tokens.
+    most ``sequences_per_sample * max_length`` tokens; the rows of a window are then shuffled, so that rows
+    of long and of short sequences mix. concat: the sequences are placed end to end and cut every
+    ``max_length`` tokens.
 
-    Without ``shuffle`` samples keep their order; rows of bfd are ordered by their first sample.
+    Without ``shuffle`` samples keep their order; the rows of a bfd window are ordered by their first sample.
 
     Args:
         lengths: int64 ``[S]``, tokens of each sequence. Sample ``i`` has ``sequences_per_sample`` sequences,
             the first of which is ``i * sequences_per_sample``.
-        repeats: float64 per sample, how often an epoch contains it. For a fractional part f, a share f of
-            the samples with this part is drawn anew every epoch. None means once.
+        repeats: float64 per sample, how often an epoch contains it. A share f of the samples with the same
+            fractional part f is drawn anew every epoch for one more pass. None means once.
         shared: int64 per pair, only with bfd: the leading tokens of the second sequence that the first one
             computes for both. None means that no pair shares tokens.
     """
@@ -183,7 +185,7 @@ def _pack(sizes: Ints, capacity: int, rng: np.random.RandomState | None) -> tupl
 def best_fit_decreasing(sizes: Ints, capacity: int) -> list[list[int]]:
     """Return the items of each bin in ascending order, with bins ordered by their first item.
 
-    Starting with the longest, each item is put into the bin with the least room that fits it. O(n log n).
+    From the longest on, each item goes into the fullest bin that still has room for it, else into a new one.
     """
     bins: list[list[int]] = []
     # Sorted values of room * len(sizes) + bin: one number, because comparing tuples takes twice as long.

@@ -1,4 +1,4 @@
-"""The plans of a split: each is made when it is opened first, by whichever process does, and then cached."""
+"""The plans of a split: the first process that opens a plan makes it and caches it for the others."""
 
 import logging
 from bisect import bisect_right
@@ -28,7 +28,7 @@ REPEATS = "repeats.npy"
 class CachedPlans:
     """The plans of as many epochs as a run needs.
 
-    A plan is a function of the other fields, so that every process makes the same one.
+    The fields other than ``folder`` determine each plan, so every process makes the same one.
     """
 
     folder: Path
@@ -40,7 +40,7 @@ class CachedPlans:
 
     @cached_property
     def same_number_of_rows(self) -> bool:
-        """Whether all epochs have as many rows as the first one.
+        """Whether all epochs are certain to have as many rows as the first one.
 
         The number of rows of bfd depends on the order of the samples only if there are several windows.
         """
@@ -95,7 +95,7 @@ class CachedPlans:
         return self._read_counted()
 
     def _read_counted(self) -> Ints:
-        """Return the number of rows of the first epochs, of as many as have been counted."""
+        """Return the number of rows of each epoch that has been counted so far, from epoch 0 on."""
         try:
             return load_array(self._rows_file)
         except DamagedFile as error:

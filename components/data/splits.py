@@ -71,7 +71,7 @@ class Split:
     """Whether only the chosen sequence of a pair computes the prompt."""
     parts: Sequence[SourceTokens]
     selected: Bools = field(repr=False)
-    """bool per sample of all parts."""
+    """Per sample of all parts: whether the split contains it."""
     shuffle: bool | None = None
     """Whether samples are shuffled. None means evaluation: every sample once and in order."""
 

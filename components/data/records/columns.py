@@ -1,4 +1,4 @@
-"""Give the fields of a record, and the keys and roles of its messages, the names that the formats have."""
+"""Rename the fields of a record, and the keys and roles of its messages, to the names that formats use."""
 
 from collections.abc import Mapping
 
@@ -24,7 +24,7 @@ def unnamed(record: Mapping[str, object], options: RecordOptions) -> list[str]:
 
 
 def check_columns(record: Mapping[str, object], options: RecordOptions, origin: str) -> None:
-    """Raise RecordError if the first record of a source has no field that ``data.columns`` names."""
+    """Raise RecordError if ``record``, the first of a source, lacks a field that ``data.columns`` names."""
     if options.only_columns:
         return  # optional fields may be missing
     for ours, theirs in options.columns.items():

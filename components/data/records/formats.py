@@ -1,4 +1,4 @@
-"""Convert records of users to samples. Every error message names the record's origin."""
+"""Convert records of all formats to samples. Every error message names the record's origin."""
 
 from collections.abc import Mapping
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A data set, and the part of it that is meant."""
+    """A data set that ``datasets`` loads, with the subset, split and revision to read."""
 
     option: str
     """The option that names it, for messages."""

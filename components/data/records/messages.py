@@ -13,7 +13,7 @@ REASONING_KEYS = ("reasoning_content", "thinking")
 _KEPT_KEYS = ("name", "tool_call_id", *REASONING_KEYS)  # some templates read them
 _FLAGS = ("weight", "train", "loss_weight")  # OpenAI's, axolotl's and LLaMA-Factory's
 _UNTRAINED = "untrained"
-"""Key of a message that its record excludes from training, until ``split_untrained``."""
+"""Key that marks a message as excluded from training by its record, until ``split_untrained`` removes it."""
 
 
 def fail(origin: str, what: str, remedy: str) -> NoReturn:
@@ -135,10 +135,10 @@ def split_untrained(messages: list[Message]) -> tuple[list[Message], frozenset[i
 
 
 def _content(value: object, where: str, origin: str) -> Message:
-    """Return the content, with the reasoning and the tool calls that are written as parts of it.
+    """Return a message with the content, and with the reasoning and tool calls that are parts of it.
 
-    Parts are those of OpenAI (``text``) or of LLaMA-Factory (``value``). None (a turn with only tool calls)
-    becomes "".
+    The text of a part is under ``text`` (OpenAI) or ``value`` (LLaMA-Factory). None, as in a turn with only
+    tool calls, becomes "".
     """
     if isinstance(value, list):
         return _parts(value, where, origin)
@@ -168,7 +168,7 @@ def _parts(parts: list[object], where: str, origin: str) -> Message:
 
 
 def _calls(raw: Any, where: str, origin: str) -> list[Tool]:
-    """Return one call or several, bare ``{name, arguments}`` or wrapped, with arguments as an object."""
+    """Return a list of OpenAI tool calls from one or several, wrapped or bare ``{name, arguments}``."""
     calls = []
     for call in raw if isinstance(raw, list) else [raw]:
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -204,7 +204,7 @@ def read_tools(record: Mapping[str, object], origin: str) -> list[Tool] | None:
 
 
 def read_template_kwargs(record: Mapping[str, object], options: RecordOptions, origin: str) -> Json:
-    """Return the variables of the chat template: ``data.chat_template_kwargs``, then those of the record."""
+    """Return the chat template's variables: those of the record override ``data.chat_template_kwargs``."""
     own = record.get("chat_template_kwargs") or {}
     if not isinstance(own, dict) or any(name in RESERVED for name in own):
         remedy = f"Remove {', '.join(RESERVED)} from it."
@@ -215,8 +215,8 @@ def read_template_kwargs(record: Mapping[str, object], options: RecordOptions, o
 def checked(messages: list[Message], origin: str) -> list[Message]:
     """Return the messages up to the last answer, or raise RecordError.
 
-    The order of turns is left to the chat template, except that something must come before an answer, and an
-    answer or another result before the result of a tool.
+    The order of turns is left to the chat template, except that an assistant turn must not come first, and a
+    tool turn must follow an assistant turn or another tool turn.
     """
     before = "start"
     for i, message in enumerate(messages):

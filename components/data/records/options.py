@@ -33,7 +33,7 @@ RESERVED = (
     *("messages", "tools", "tokenize", "add_generation_prompt", "chat_template"),
     "continue_final_message",
 )
-"""Arguments of ``apply_chat_template`` that are not variables of a template, or that records give."""
+"""Arguments of ``apply_chat_template`` that the program sets, so ``chat_template_kwargs`` may not."""
 
 
 class RecordError(ConfigError):

@@ -82,9 +82,8 @@ def read_records(path: str) -> Records:
     jsonl, csv, txt (one document per line) and parquet are streamed.
 
     Raises:
-        ConfigError: if the path is missing, unreadable, of an unknown kind, malformed or empty. A missing
-            path, or one that is not a file or a folder of files, is an error at once, everything else when
-            records are read.
+        ConfigError: at once if the path is missing, or is or holds a pipe, a device or a socket; while
+            records are read if a file is unreadable, malformed, empty or of an unknown kind.
     """
     sources = _matches(path)
     size = sum(file.stat().st_size for file in matching_files(path))
@@ -94,7 +93,7 @@ def read_records(path: str) -> Records:
 
 
 def matching_files(path: str) -> list[Path]:
-    """Return all files that ``read_records`` reads."""
+    """Return all files at ``path``, in folders also those of kinds that ``read_records`` does not read."""
     return [file for source in _matches(path) for file in data_files(source)]
 
 
@@ -153,7 +152,7 @@ def _read_folder(folder: Path, reading: Reading) -> Iterator[Item]:
 
 
 def _ending(path: Path) -> str:
-    """Return the extension in lower case, of a compressed file that of its content."""
+    """Return the extension in lower case; for a compressed file, the one before ``.gz`` or ``.zst``."""
     compressed = path.suffix.lower() in _CODECS
     return Path(path.stem if compressed else path).suffix.lower()
 

@@ -81,7 +81,7 @@ class UnpairedSample:
     desirable: bool
     tools: list[Tool] | None
     kl_completion: Turns
-    """The completion of another prompt."""
+    """The completion of another record, for the KL of KTO; the sample's own until the encoder replaces it."""
     template_kwargs: Json = field(default_factory=dict)
 
     @property

@@ -34,11 +34,11 @@ _REFUSED: Mapping[str, str] = {
     "margin": "only stage=rm reads the margin of a pair",
     "train_detail": "an assistant turn is trained as a whole",
 }
-"""Fields that formats define and no stage uses, with the reason."""
+"""Fields that would change what is trained but are not read, each with the reason."""
 
 
 def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: str) -> list[str]:
-    """Return the names of the fields that have a value and are not read, ``messages[].KEY`` in messages.
+    """Return the names of fields that have a value and are not read; ``FIELD[].KEY`` for keys of messages.
 
     Raises:
         RecordError: if a field that would change what is trained is not named in ``data.ignore_fields``.

@@ -97,7 +97,7 @@ class IndexedTokens:
         return f"{self.name}:{sample + 1}"
 
     def outcome(self, *, drop: bool) -> FilterResult:
-        """Return the outcome; with ``drop``, sequences longer than ``max_length`` are left out, not cut."""
+        """Return which sequences are kept; too long ones are left out with ``drop``, and cut without."""
         limit = np.iinfo(np.int32).max if self.max_length is None else self.max_length
         overlong, unsupervised = self.raw_lengths > limit, self.raw_lengths < 2
         return FilterResult(

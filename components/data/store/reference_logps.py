@@ -1,7 +1,8 @@
 """Log-probabilities of a reference model, stored by sequence and position: computed once, for any layout.
 
 A file holds one float32 for every token of some sequences, end to end: the log-probability of that token
-given those before it, 0 if the token is not a target, NaN if it has not been computed yet.
+given those before it, 0 if the token is not a target, NaN if it has not been computed. The first token of a
+sequence is always NaN.
 """
 
 import logging
@@ -31,7 +32,7 @@ RECORD = np.dtype([("place", np.int64), ("logp", np.float32)])
 
 @dataclass(frozen=True)
 class ReferenceLogps:
-    """Reference log-probabilities in the file ``path``, of ``lengths`` tokens for each sequence (int64)."""
+    """The log-probabilities in the file ``path``. ``lengths`` (int64) are the tokens of each sequence."""
 
     path: Path
     lengths: Ints
@@ -137,7 +138,8 @@ def occupied(batch: Batch) -> torch.Tensor:
 def part_file(folder: Path, dp_rank: int) -> Iterator[BinaryIO]:
     """Open a file for the records of one data-parallel rank.
 
-    Ranks that split a model have the same numbers, so only the first of them writes to the file.
+    Ranks with the same ``dp_rank`` have the same records: the one that creates the file writes to it, and the
+    others get ``os.devnull``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"part_{dp_rank}"

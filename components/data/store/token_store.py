@@ -27,11 +27,11 @@ Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 LeftOut = Literal["dropped", "unsupervised", "identical"]
-"""Why a sample is left out: longer than ``data.max_length``, without a target, a pair of equal answers."""
+"""Why a sample is left out: it exceeds ``data.max_length``, has no target, or is a pair of equal answers."""
 
 _TRUNCATED, _STOP_TRAINED, _DESIRABLE = 1, 2, 4
 _BAD = "bad_records"
-"""Name of the file with a line of JSON per record that is left out."""
+"""Name of the file with a line of JSON for each ``BadRecord``."""
 _MEMO_BYTES = 2**26  # digests of larger files are cached by size and time
 _SAVE_S = 10.0  # seconds of tokenising that a kill may cost
 
@@ -39,8 +39,8 @@ _SAVE_S = 10.0  # seconds of tokenising that a kill may cost
 class TokenSequences(Protocol):
     """Sequences of tokens. Sample ``i`` is sequence ``i``, or sequences ``2 * i`` and ``2 * i + 1``.
 
-    These two are the chosen and the rejected one of a pair, or the answer and the mismatched one of unpaired
-    data.
+    These two are the chosen and the rejected one of a pair or, in unpaired data, the prompt with its own
+    answer and with that of another record.
     """
 
     @property
@@ -179,7 +179,7 @@ class WorkerLost(ConfigError):
 
 
 class StoreWriter:
-    """Writes a token store next to ``path`` and, when the block is left, moves it to ``path``.
+    """Writes a token store next to ``path``, and moves it to ``path`` if its ``with`` block raises no error.
 
     What is written survives a kill, except for the last ``_SAVE_S`` seconds: the next writer continues after
     the first ``meta.records`` records. The caller holds a lock, so there is one writer per path.
@@ -291,7 +291,7 @@ class StoreWriter:
             sync_folder(self._path.parent)
 
     def _save(self, name: str) -> None:
-        """Force the files to disk, then write what they hold."""
+        """Force the files to disk, then write ``meta`` with their sizes and checksums to ``name``."""
         for file in self._files.values():
             file.sync()
         self.meta.sizes = {key: file.size for key, file in self._files.items()}
@@ -312,7 +312,7 @@ class TokenStore:
     name: str = ""
     """Name of the source, for ``origin``."""
     first_record: int = 0
-    """Number of the first record, from 0: of a part of a source, that in the source."""
+    """Index in the source of the store's first record, above 0 for a later chunk of a stream."""
 
     @classmethod
     def open(cls, path: Path, name: str = "", first_record: int = 0) -> Self:
