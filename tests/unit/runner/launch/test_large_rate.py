@@ -28,5 +28,5 @@ def test_it_is_printed_only_if_trained_weights_continue_with_the_default(
     )
     sentences = large_rate(experiment, ConfigSources(overrides=overrides))
     assert [sentence.partition(";")[0] for sentence in sentences] == printed * [
-        "optimizer.lr is not given, and 0.001 suits small models with new weights"
+        "optimizer.lr=0.001 suits new models"
     ]
