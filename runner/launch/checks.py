@@ -369,7 +369,7 @@ def large_rate(experiment: Experiment, where: ConfigSources) -> tuple[str, ...]:
     trains, rate = not experiment.run.evaluate_only, experiment.optimizer.lr
     if not trains or experiment.model.is_random_init or where.chosen("optimizer.lr") or rate < LARGE_RATE:
         return ()
-    return (f"optimizer.lr={rate:g} suits new models; to fine-tune, 1e-5 (LoRA: 1e-4) is usual",)
+    return (f"optimizer.lr={rate:g} suits new models; to fine-tune, 1e-5 (adapter: 1e-4) is usual",)
 
 
 def with_assumed_batch(launch: RunPreparation) -> RunPreparation:
