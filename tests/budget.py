@@ -8,7 +8,7 @@ from typing import Any
 
 FOLDER = "RUNNER_TEST_SESSION"
 """Environment variable: a folder that all processes of one test session share."""
-BUDGET: Mapping[str, int] = {"started": 50, "forked": 115, "rank_calls": 440}
+BUDGET: Mapping[str, int] = {"started": 45, "forked": 115, "rank_calls": 440}
 """Greatest number of newly started Python processes, of forked ones, and of function calls on ranks."""
 
 

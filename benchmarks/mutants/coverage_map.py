@@ -39,7 +39,10 @@ def contexts_of(by_line: Mapping[int, list[str]], lines: Iterable[int]) -> set[s
 
 
 class CoverageMap:
-    """Reads one database. ``seconds``: the duration of each test that may run. If it is empty, all may."""
+    """The tests that cover each line, read from one database of coverage.py.
+
+    ``seconds`` is the duration of each test that may be chosen. If it is empty, all tests may be.
+    """
 
     def __init__(self, database: Path, root: Path, seconds: Mapping[str, float]) -> None:
         self.root = root

@@ -70,7 +70,10 @@ class Mutant:
 
 
 class Place(NamedTuple):
-    """Surroundings of a syntax node."""
+    """Context of a syntax node: its innermost statement, and whether its code runs at import.
+
+    ``no_strings`` means that its string constants are not mutated.
+    """
 
     statement: ast.stmt | None = None
     at_import: bool = True

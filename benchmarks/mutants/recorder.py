@@ -1,4 +1,7 @@
-"""A pytest plugin that records tests: ``MUTANTS_RECORD=FILE pytest -p benchmarks.mutants.recorder``."""
+"""A pytest plugin that appends start, outcome and duration of each test to a file of JSON lines.
+
+Usage: ``MUTANTS_RECORD=FILE pytest -p benchmarks.mutants.recorder``.
+"""
 
 import json
 import os

@@ -93,7 +93,12 @@ COLUMNS = (
     ),
     Column("orpo", "preference", ("stage=orpo", "data.packing=bfd", "optimizer.lr=1e-5")),
     Column("simpo", "preference", ("stage=simpo", "data.packing=bfd", "optimizer.lr=1e-5")),
-    Column("rm packed", "preference", ("stage=rm", "data.packing=bfd", "optimizer.lr=1e-3")),
+    # Few pairs: the losses of new ones differ more than a few steps lower them.
+    Column(
+        "rm packed",
+        "preference",
+        ("stage=rm", "data.packing=bfd", "data.max_samples=16", "optimizer.lr=1e-3"),
+    ),
     Column("rm padded", "preference", ("stage=rm", "data.packing=none", "optimizer.lr=1e-5")),
     Column("kto", "unpaired", ("stage=kto", "data.packing=bfd", "optimizer.lr=1e-5")),
     Column("lora sft packed", "chat", ("stage=sft", "data.packing=bfd", "optimizer.lr=1e-3"), adapted=True),

@@ -59,7 +59,7 @@ def read_metadata(checkpoint: Path) -> stored.Metadata:
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """torch's reader of checkpoints, with ``read_metadata`` above."""
+    """torch's ``FileSystemReader``, but ``.metadata`` is read by ``read_metadata`` of this module."""
 
     def read_metadata(self, *_: object, **__: object) -> stored.Metadata:
         found = read_metadata(Path(self.path))

@@ -181,7 +181,7 @@ class DataAudit(Protocol):
 
 
 class Prepared(Protocol):
-    """Data that the parent process prepared and every rank opens, passed as JSON."""
+    """A description of the data that the parent process has prepared, passed as JSON to every rank."""
 
     def __hash__(self) -> int: ...
 

@@ -77,4 +77,4 @@ class DataLoader(Protocol):
         """
 
     def close(self) -> None:
-        """End what the loader does in the background."""
+        """Stop the background process of the loader, if it has one."""

@@ -56,10 +56,11 @@ class Engine(LossEngine, Protocol):
     """Number of shares of a global batch."""
 
     def begin_train_step(self, microbatches: Sequence[Batch] | None = None, loss: Loss | None = None) -> None:
-        """Compute the global counts of all terms of the loss and of the model.
+        """Begin a step. ``microbatches`` are all micro-batches of this rank's share of the global batch.
 
-        They are all-reduced over data-parallel ranks. The arguments may be left out if the loss has one term,
-        the model adds none and there is no loss scale; the counts are then summed during the step.
+        Their counts, one for each term of the loss and of the model, are summed over the data-parallel ranks.
+        Both arguments may be left out if the loss has one term, the model adds none and there is no loss
+        scale; the count is then summed during the step.
         """
 
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:

@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class RecordsData(Data):
-    """The options of data that is made of records."""
+    """Options shared by all data made of records: files, and data sets of LLaMA-Factory."""
 
     eval_fraction: float = 0.0
     format: Literal["auto"] | Format = "auto"

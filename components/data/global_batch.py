@@ -38,7 +38,7 @@ class GlobalBatch:
 
     @property
     def segments(self) -> Ints:
-        """The segments of all rows, int64 ``[n, 3]``."""
+        """The segments of all rows, int64 ``[n, 3]`` with the columns of ``Plan.segments``."""
         return self.plan.rows(self.start, self.stop)
 
     def shares(self, shard: BatchShard) -> list[list[Ints]]:

@@ -91,7 +91,7 @@ class TorchClass:
 
     @cached_property
     def state(self) -> StateKinds:
-        """The state that the class keeps, as a trial shows."""
+        """Names of the state that the optimizer keeps, by kind, as found in three trial updates."""
         before, optimizer = (self._trial([SHAPE], steps) for steps in (0, 3))
         kept = [(p, optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
         names = sorted({name for _, state in kept for name in state if state[name] is not None})

@@ -135,6 +135,6 @@ class HostValues:
 
 
 def on_host(kwargs: Keywords) -> Keywords:
-    """Return the keyword arguments of a factory function without device and pinning."""
+    """Return keyword arguments of a torch operator with the CPU as the device and without ``pin_memory``."""
     kept = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     return kept | ({"device": torch.device("cpu")} if kept.get("device") is not None else {})

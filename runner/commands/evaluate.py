@@ -21,7 +21,7 @@ from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
 from runner import cli
 from runner.commands.arguments import first_line, trusted_modules
-from runner.config.sources import OURS, name_of
+from runner.config.sources import is_trusted, name_of
 from runner.launch.run_record import RunRecord
 
 _LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "sweep", "hook")
@@ -96,10 +96,9 @@ def recorded(folder: Path) -> list[str]:
 def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
     """Raise ConfigError if the options of a run name code that the user has not trusted."""
     trusted = [module for word in given if word.startswith("trust=") for module in trusted_modules(word[6:])]
-    known = tuple(f"{module}." for module in (*OURS, *trusted))
     for word in recorded:
         classes = _CLASS.findall(word)
-        if len(classes) < word.count("_target_") or not all(f"{name}.".startswith(known) for name in classes):
+        if len(classes) < word.count("_target_") or not all(is_trusted(name, trusted) for name in classes):
             raise ConfigError(
                 f"{name_of(word)} (run.json): {word} may name a class that is not of this program, and a "
                 "folder may not; if you know the code, give trust=[MODULE]."

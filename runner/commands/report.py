@@ -35,7 +35,7 @@ def report(arguments: Sequence[str]) -> None:
 
 
 def watch(folder: Path, output: Path) -> None:
-    """Write the page every ``WATCH_S`` seconds until Ctrl-C, then once more as a page that stays as it is."""
+    """Write the page every ``WATCH_S`` seconds until Ctrl-C, then once more without automatic refresh."""
     try:
         while True:
             time.sleep(WATCH_S)

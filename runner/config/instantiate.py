@@ -31,7 +31,7 @@ from runner.config.run_config import (
     check_restart_source,
     watched_metric,
 )
-from runner.config.sources import OURS, ConfigSources
+from runner.config.sources import ConfigSources, is_trusted
 from runner.config.targets import objection
 from runner.config.unknown_keys import unknown_key
 
@@ -176,8 +176,7 @@ def check_trusted(name: str, path: str, module: str, where: ConfigSources) -> No
 
     ``path`` is the value of the key ``name``. An import runs code too, so the check of the path comes first.
     """
-    trusted = tuple(f"{name}." for name in (*OURS, *where.trusted))
-    if where.run_folder is not None and not f"{module}.".startswith(trusted):
+    if where.run_folder is not None and not is_trusted(module, where.trusted):
         source = path if module == path else f"{path}, which is defined in {module},"
         raise ConfigError(
             f"{name} ({where.of(name)}): {source} is not a class of this program, and a folder may not name "

@@ -134,7 +134,10 @@ def table(prefix: str, node: Json, reader: Any, comments: Mapping[str, str]) -> 
 
 
 def option_section(path: Path, group: str, name: str) -> Iterator[str]:
-    """Yield the heading and the table of an option. It has only the keys of its own file."""
+    """Yield the heading of an option of a config group, and the table of its keys.
+
+    Only the keys that its own file sets are listed, not those that it inherits.
+    """
     option = read_option(path)
     yield from ("", f"### `{group}={name}`", "", option.header)
     if group in NAMED:

@@ -13,7 +13,7 @@ COMMAND_LINE = "the command line"
 CONFIG = "conf/config.yaml"
 
 
-OURS = ("components", "torch.optim")
+_OURS = ("components", "torch.optim")
 """Modules whose classes a configuration read from a folder may name."""
 
 
@@ -65,6 +65,11 @@ class ConfigSources:
     def _file(self, group: str, option: str | None) -> Path | None:
         candidates = (folder / group / f"{option}.yaml" for folder in self.search_path)
         return next((path for path in candidates if path.is_file()), None) if option else None
+
+
+def is_trusted(path: str, trusted: Iterable[str]) -> bool:
+    """Return whether a folder may name ``path``: it is in a module of this program or of ``trusted``."""
+    return any(f"{path}.".startswith(f"{module}.") for module in (*_OURS, *trusted))
 
 
 def name_of(override: str) -> str:

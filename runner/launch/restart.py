@@ -41,7 +41,11 @@ def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> None:
 
 
 def go_back(folder: Path, restarts: int) -> int:
-    """Restore ``folder`` to its newest checkpoint, or to the start of the run; return that step."""
+    """Restore ``folder`` to its newest valid checkpoint, or to the start of the run, and return the step.
+
+    Metrics after this step are removed. ``restarts``, the number of restarts so far, is written to the run
+    record.
+    """
     record = RunRecord.read(folder)
     point = newest_valid(folder / "checkpoints") or record.checkpoint
     step = steps_done(point)

@@ -1,4 +1,4 @@
-"""The lock of a run folder: two processes never write one run."""
+"""The lock of a run folder, which keeps a second start from writing to it at the same time."""
 
 import errno
 import fcntl

@@ -51,8 +51,7 @@ def test_every_layout_trains_the_same_curve(bench: Bench, name: str, on: str) ->
     row = DENSE.row(name)
     cell, run = bench.cell(row, DENSE.column(on))
     assert cell.passes, cell
-    # Not lower: the data depends on the version of Python, and a batch of pairs may be harder than the first.
-    assert abs(run.losses[-1] / run.losses[0] - 1) > 0.01 or DENSE.column(on).is_slow, "nothing was learned"
+    assert run.losses[-1] < 0.99 * run.losses[0] or DENSE.column(on).is_slow, "nothing was learned"
 
 
 @pytest.mark.parametrize("row", CONTROLS, ids=lambda row: row.fault)

@@ -77,7 +77,7 @@ def test_each_model_has_each_program(tmp_path: Path) -> None:
     assert len(names) == len(set(names)) == 4 + 10 + 2
 
 
-@pytest.mark.parametrize("part", ["tiny: fsdp2 eager", "tiny: megatron local, 4 rows"])
+@pytest.mark.parametrize("part", ["tiny: fsdp2 eager", "tiny: megatron"])
 def test_the_smallest_cells_run_on_a_cpu(part: str, tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     command.main(["--device", "cpu", "--only", part, "--output", str(output)])

@@ -109,7 +109,10 @@ def read_completion(record: Mapping[str, object], options: RecordOptions, origin
 
 
 def read_unpaired(record: Mapping[str, object], options: RecordOptions, origin: str) -> UnpairedSample:
-    """Read a ``completion`` with its prompt, or the last turn of a conversation or of an alpaca record."""
+    """Read a completion that is labelled desirable or not, and its prompt.
+
+    It is the field ``completion``, the last turn of a conversation, or the answer of an alpaca record.
+    """
     desirable = _label(record, origin)
     if record.get("completion") is not None:
         prompt, completion = read_completion(record, options, origin)

@@ -54,7 +54,7 @@ class ChatSample:
 
 @dataclass(frozen=True)
 class PreferenceSample:
-    """Two continuations of one prompt. As messages, both begin and end with an assistant turn."""
+    """Two continuations of one prompt. Lists of messages begin and end with an assistant turn."""
 
     prompt: Turns
     chosen: Turns

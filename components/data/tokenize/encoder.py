@@ -169,7 +169,7 @@ class Encoder:
         for name, value in record.items():
             turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
             for key in REASONING_KEYS:
-                if key not in source and any(turn.get(key) for turn in turns):
+                if any(turn.get(key) for turn in turns) and key not in source:
                     yield f"{name}[].{key}"
 
     def _fit(self, encoded: list[Encoded]) -> list[Encoded] | None:
@@ -178,7 +178,8 @@ class Encoder:
         # The mismatched answer is another sample's; its length must not cut or drop this one.
         answer = fit(encoded[:1], self.max_length, self.long_samples, end_of_prompt=True)
         mismatched = fit(encoded[1:], self.max_length, "truncate", end_of_prompt=True)
-        return None if answer is None else answer + (mismatched or [])
+        assert mismatched is not None, "a long sample is cut, never dropped"
+        return None if answer is None else answer + mismatched
 
     def _left_out(self, fitted: list[Encoded] | None) -> LeftOut | None:
         if fitted is None:

@@ -144,9 +144,9 @@ def make_colwise(module: Any, mesh: DeviceMesh) -> None:
 
 
 def make_rowwise(module: Any, mesh: DeviceMesh) -> None:
-    """Split a linear layer, or peft's with its two matrices, by input.
+    """Split a linear layer by input, together with its LoRA matrices if peft has wrapped it.
 
-    The r outputs of A are summed over ranks, and B is replicated.
+    A is split by input too, and its r outputs are summed over ranks. B is replicated.
     """
     linear, group = getattr(module, "base_layer", module), mesh.get_group()
     to_dtensors(linear, mesh, weight=Shard(1), bias=Replicate())

@@ -58,7 +58,7 @@ def create_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Param
 
 
 def group_numbers(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the numbers ``names``, which all parameter groups share, by checkpoint key: float64 ``[1]``."""
+    """Return ``names`` of ``param_groups``, equal in all groups, by checkpoint key, float64 ``[1]``."""
     return {f"optimizer_group/{name}": number(optimizer.param_groups[0][name]) for name in names}
 
 

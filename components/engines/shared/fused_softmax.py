@@ -28,6 +28,11 @@ def is_available(device: str) -> bool:
     return any(shutil.which(name) for name in compilers if name)
 
 
+def stats_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of statistics of ``tensor``: its own, but at least fp32."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
@@ -39,7 +44,7 @@ def row_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     All are ``[n]`` in at least fp32. The maximum of no column is -inf.
     """
     if not logits.shape[1]:
-        none = logits.new_zeros(len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+        none = logits.new_zeros(len(logits), dtype=stats_dtype(logits))
         return none - math.inf, none, none, none
     return compiled(_row_sums)(logits)
 
@@ -52,17 +57,17 @@ def write_gradient(
     of_column: Tensor,
     of_all: Tensor | None = None,
 ) -> None:
-    """Replace ``logits [n, V]`` by ``of_softmax * softmax + of_column * onehot(columns) + of_all``.
+    """Replace ``logits [n, V]`` by ``of_softmax * softmax + of_column * onehot(columns) + of_all``, in place.
 
-    The other tensors are ``[n]``. A column outside of 0 to V - 1 has no one. The sum is in at least fp32, and
-    rounded once.
+    The other tensors are ``[n]``. For a column outside of 0 to V - 1, the one-hot row is all zeros. The sum
+    is computed in at least fp32 and rounded once, to the dtype of ``logits``.
     """
     if logits.shape[1]:
         compiled(_write_gradient)(logits, logsumexp, of_softmax, columns, of_column, of_all)
 
 
 def _row_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    values = logits.to(stats_dtype(logits))
     largest = values.amax(-1)
     powers = (values - largest[:, None]).exp()
     return largest, powers.sum(-1), powers.square().sum(-1), values.sum(-1)

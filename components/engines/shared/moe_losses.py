@@ -247,7 +247,8 @@ class RouterState(ABC):
     def begin(self, counts: Mapping[str, int] | None, factor: float = 1.0) -> None:
         """Begin a train step with the global counts of all loss terms, the main term first.
 
-        None means that the model adds no terms. ``factor`` is that of the loss in the backward pass.
+        ``counts`` may be None only if the model adds no terms. The loss is multiplied by ``factor`` in the
+        backward pass.
         """
         strengths = self.routers.terms.coefficients
         if counts is None:

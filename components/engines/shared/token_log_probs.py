@@ -18,6 +18,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from components.contracts.batch import IGNORE
 from components.contracts.loss import TokenStats
 from components.engines.shared import fused_softmax
+from components.engines.shared.fused_softmax import stats_dtype
 from components.engines.shared.vocab_parallel import FullVocabulary, Vocabulary, VocabularyShard
 
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20, "xpu": 512 << 20, "npu": 512 << 20}
@@ -187,16 +188,13 @@ class HeadChunking:
         largest = self.vocabulary.reduce_max(own.clone())
         factor = (own - largest).exp()
         sums = {"total": total * factor, "log_sum_sq_probs": squares * factor.square(), "mean_logp": plain}
-        return largest, {name: sums[name] for name in sums if name == "total" or name in self.requires}
+        wanted = {"total", *self.requires}
+        return largest, {name: value for name, value in sums.items() if name in wanted}
 
 
 def row_max(logits: Tensor) -> Tensor:
     """Return the maximum of every row, -inf for a rank without any column."""
     return logits.amax(-1) if logits.shape[1] else logits.new_full(logits.shape[:1], -math.inf)
-
-
-def stats_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 class Gradients:

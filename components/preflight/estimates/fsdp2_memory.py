@@ -406,7 +406,11 @@ def block_activations(
     workload: MicrobatchShape,
     adapter: LoRA | None,
 ) -> tuple[BlockActivations, ...]:
-    """Return the activation widths of all blocks in order; all MoE blocks are equal, and all dense blocks."""
+    """Return the activation widths of each block, in order.
+
+    All MoE blocks have the same widths, and so have all dense blocks, except for what DoRA saves. Blocks from
+    number ``recompute_num_layers`` on are not recomputed.
+    """
     config, of = model.config.get_text_config(), attention_shape(model.config)
     number, groups = of.number // layout.tp, of.shared // layout.tp
     query, key, value = number * of.key, groups * of.key, groups * of.value

@@ -205,9 +205,10 @@ class StageMemory:
         )
 
     def during_last_layer(self) -> Bytes:
-        """Return the bytes in a layer's backward pass, including one matrix gradient besides the buffer.
+        """Return the peak bytes of the layers' backward passes, in addition to those between steps.
 
-        Activations of later layers of the same micro-batch are freed.
+        The gradient of the largest matrix exists besides the permanent fp32 gradient buffer. Activations of
+        later layers of the same micro-batch have been freed.
         """
         freed = accumulate((block.saved(self.tokens) for block in reversed(self.blocks)), initial=0)
         own = (block.backward(self.tokens) for block in reversed(self.blocks))

@@ -236,7 +236,10 @@ class MegatronOptimizers:
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, kind: str, whole: Tensor) -> None:
-        """Store this rank's part of ``whole``; ``model`` also sets the parameter itself, in its dtype."""
+        """Store this rank's part of ``whole`` as the state ``kind`` of the parameter, as named in ``read``.
+
+        The kind ``model`` (the master weights) also sets the parameter itself, in its own dtype.
+        """
         member = self.of(parameter)
         if (found := member.shard(parameter)) is not None:
             main, where = found
