@@ -138,6 +138,19 @@ def test_a_dense_model_has_no_routers_to_balance() -> None:
         spec.build(spec.config())
 
 
+@pytest.mark.parametrize(
+    ("moe", "expected"),
+    [
+        (MoELossConfig("sequence", 0.1), False),
+        (MoELossConfig("switch", 0.1), True),
+        (MoELossConfig("global_batch", 0.1), True),
+        (MoELossConfig(z_loss_coef=0.1), False),
+    ],
+)
+def test_which_losses_depend_on_the_microbatch_size(moe: MoELossConfig, expected: bool) -> None:
+    assert moe.depends_on_microbatches == expected
+
+
 def test_families_that_were_not_compared_are_refused() -> None:
     spec = ModelSpec(architecture={"model_type": "olmoe", **SMALL})
     with pytest.raises(ConfigError, match="of models with experts our engines train deepseek_v3, mixtral"):

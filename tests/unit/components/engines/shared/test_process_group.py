@@ -23,6 +23,19 @@ def test_it_waits_longer_than_the_watchdog_in_every_group(timeout_s: float, expe
         process_group.destroy_process_group()
 
 
+def test_the_building_of_an_engine_has_other_timeouts_than_its_run() -> None:
+    def timeout() -> timedelta:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+
+    try:
+        with process_group.joined("cpu", 4000):
+            assert timeout() != timedelta(seconds=4120)
+        assert timeout() == timedelta(seconds=4120)
+    finally:
+        process_group.destroy_process_group()
+
+
 def test_unused_gpu_memory_is_freed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     freed = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
