@@ -28,7 +28,7 @@ from components.json_text import leaves, one_line
 from components.rank_info import RankInfo
 from runner.config.command_line import is_sweep
 from runner.config.sources import COMMAND_LINE, ConfigSources, did_you_mean
-from runner.config.unknown_keys import check_long_options, counterpart_of_value, translations, unknown_key
+from runner.config.unknown_keys import answer_to_value, check_long_options, translations, unknown_key
 from runner.distribution import distribution
 from runner.launch import slurm_env
 from runner.launch.cuda_env import set_cuda_defaults
@@ -314,9 +314,10 @@ def unread_key(key: str) -> str:
 
 def unknown_option(group: str, word: str) -> str:
     path = group in PATHS and ("/" in word or "." in word)
-    hint = f"use {PATHS[group]}={word}." if path else did_you_mean(word, group_options(group))
-    if ours := counterpart_of_value(group, word):
-        hint = f"use {group}={ours}."
+    if path:
+        hint = f"use {PATHS[group]}={word}."
+    else:
+        hint = answer_to_value(group, word) or did_you_mean(word, group_options(group))
     return f"{group}={word}: there is no such option; {hint}"
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,24 +14,28 @@ BUDGET: Mapping[str, int] = {"started": 45, "forked": 115, "rank_calls": 440}
 
 
 def count(what: str) -> None:
-    """Add one to the count ``what`` of the session that this process belongs to, if there is one."""
+    """Add the running test to the list ``what`` of the session that this process belongs to, if any."""
     if FOLDER in os.environ:
-        with open(Path(os.environ[FOLDER], what), "ab") as file:
-            file.write(b".")
+        test = os.environ.get("PYTEST_CURRENT_TEST", "no test").partition(" (")[0]
+        with open(Path(os.environ[FOLDER], what), "a") as file:
+            file.write(f"{test}\n")
 
 
-def counts(folder: Path) -> dict[str, int]:
-    """Return the counts of the session with this folder, summed over all its processes."""
+def counts(folder: Path) -> dict[str, Counter[str]]:
+    """Return the counts by test of the session with this folder, over all its processes."""
     paths = {what: folder / what for what in BUDGET}
-    return {what: path.stat().st_size if path.exists() else 0 for what, path in paths.items()}
+    return {
+        what: Counter(path.read_text().splitlines() if path.exists() else ()) for what, path in paths.items()
+    }
 
 
-def over_budget(found: Mapping[str, int]) -> list[str]:
-    """Return one line for each count that is above its budget."""
+def over_budget(found: Mapping[str, Counter[str]]) -> list[str]:
+    """Return one line for each count that is above its budget, with the tests that have most of it."""
     return [
-        f"{what}: {found[what]} of {most} allowed; mark tests slow, or share what they start"
+        f"{what}: {found[what].total()} of {most} allowed; mark tests slow, or share what they start. "
+        "Most have " + ", ".join(f"{test} ({number})" for test, number in found[what].most_common(5))
         for what, most in BUDGET.items()
-        if found[what] > most
+        if found[what].total() > most
     ]
 
 

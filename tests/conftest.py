@@ -96,7 +96,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     found = budget.counts(config.stash[SESSION])
     if any(found.values()):
-        shown = ", ".join(f"{what} {number} of {budget.BUDGET[what]}" for what, number in found.items())
+        shown = ", ".join(f"{what} {own.total()} of {budget.BUDGET[what]}" for what, own in found.items())
         terminalreporter.write_line(f"processes of the session, of those allowed in the quick part: {shown}")
     if config.option.markexpr == "not slow":
         for line in budget.over_budget(found):

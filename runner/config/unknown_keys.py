@@ -3,6 +3,7 @@
 ``python -m runner.config.unknown_keys`` prints docs/dictionary.md.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -31,10 +32,11 @@ class Counterpart:
 
 
 @cache
-def documents() -> tuple[Any, Any]:
-    """Return both documents of other_tools.yaml."""
-    words, importing = yaml.safe_load_all(files("runner.config").joinpath("other_tools.yaml").read_text())
-    return words, importing
+def documents() -> tuple[Any, Any, Any]:
+    """Return the documents of other_tools.yaml: options, what an import needs, and values."""
+    text = files("runner.config").joinpath("other_tools.yaml").read_text()
+    options, importing, values = yaml.safe_load_all(text)
+    return options, importing, values
 
 
 @cache
@@ -72,10 +74,27 @@ def translations(words: Iterable[str]) -> str:
     return f"\nAlso {listed}; python -m runner.import_config translates a whole file." if listed else ""
 
 
-def counterpart_of_value(group: str, word: str) -> object:
-    """Return the option of ``group`` that another tool calls ``word``, or None if no tool does."""
-    rows = (row for options in dictionary().values() for row in options.values() if row.here == group)
-    return next((row.values[word] for row in rows if row.values and word in row.values), None)
+def answer_to_value(key: str, value: object) -> str | None:
+    """Return what to use for ``value``, as other tools call it, of our ``key``; None if no tool has it."""
+    word = str(value).lower()
+    answers = {
+        str(theirs).lower(): answer for theirs, answer in documents()[2]["values"].get(key, {}).items()
+    }
+    if word in answers:
+        return f"{answers[word]}."
+    rows = (row for options in dictionary().values() for row in options.values() if row.here == key)
+    ours = next((row.values[word] for row in rows if row.values and row.values.get(word)), None)
+    return f"use {key}={ours}." if ours else answer_to_layout(word) if key == "parallelism" else None
+
+
+def answer_to_layout(word: str) -> str | None:
+    """Return the options for a layout whose name lists sizes, such as ``tp4pp2``, or None if it is none."""
+    options = documents()[2]["layouts"]
+    if not (match := re.fullmatch(rf"({'|'.join(options)})((?:(?:tp|pp|dp|cp|ep)\d+)+)", word)):
+        return None
+    sizes = re.findall(r"([a-z]+)(\d+)", match[2])
+    words = [options[match[1]], *(f"parallelism.{dimension}={size}" for dimension, size in sizes)]
+    return f"use parallelism={' '.join(words)}."
 
 
 def unknown_key(key: str, source: str, known: Iterable[str]) -> ConfigError:

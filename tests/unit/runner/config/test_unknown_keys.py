@@ -1,12 +1,22 @@
 """Options of other tools, and what is said of them."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from benchmarks.compose import composed
 from components.contracts.errors import ConfigError
-from runner.config.unknown_keys import check_long_options, counterpart, dictionary, page, unknown_key
+from runner.config.unknown_keys import (
+    answer_to_value,
+    check_long_options,
+    counterpart,
+    dictionary,
+    documents,
+    page,
+    unknown_key,
+)
 
 ROOT = Path(__file__).parents[4]
 WORDS = [(tool, word) for tool, options in dictionary().items() for word in options]
@@ -55,6 +65,37 @@ def test_what_an_option_is_here_exists(tool: str, word: str, known: set[str]) ->
 )
 def test_a_word_of_another_tool_is_known(word: str, answer: str | None) -> None:
     assert counterpart(word) == answer
+
+
+VALUES = [(key, value) for key, answers in documents()[2]["values"].items() for value in answers]
+
+
+@pytest.mark.parametrize(("key", "value"), VALUES, ids=lambda word: str(word))
+def test_what_a_value_is_here_can_be_composed(key: str, value: object) -> None:
+    answer = answer_to_value(key, value)
+    assert answer
+    words = re.findall(r"[a-z_]+(?:\.[a-z_]+)*=\w+", answer)
+    assert words
+    for i, word in enumerate(words):
+        group = [other for other in words[:i] if other.partition("=")[0] == word.partition(".")[0]]
+        stage = ["stage=dpo"] if word.startswith("stage.") else []
+        composed(["run.name=x", *stage, *group, word])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "answer"),
+    [
+        ("data.packing", True, "use data.packing=bfd."),
+        ("stage.loss", "orpo", "use stage=orpo."),
+        ("scheduler", "warmup_stable_decay", "use scheduler=wsd."),
+        ("parallelism", "tp4pp8", "use parallelism=megatron parallelism.tp=4 parallelism.pp=8."),
+        ("parallelism", "fsdp2_tp4", "use parallelism=fsdp2 parallelism.tp=4."),
+        ("parallelism", "tp4x", None),
+        ("model", "tp4", None),
+    ],
+)
+def test_a_value_of_another_tool_is_known(key: str, value: object, answer: str | None) -> None:
+    assert answer_to_value(key, value) == answer
 
 
 def test_there_are_enough() -> None:
