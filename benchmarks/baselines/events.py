@@ -13,7 +13,7 @@ import time
 
 
 class Events:
-    """Writes events; ``step`` is called after each optimizer step."""
+    """A writer of events, whose ``step`` is called after each optimizer step."""
 
     def __init__(self) -> None:
         self._file = open(os.environ["BENCH_OUT"], "a")  # noqa: SIM115  open as long as the process

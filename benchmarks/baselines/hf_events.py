@@ -31,7 +31,7 @@ class StepEvents(transformers.TrainerCallback):
         transformers.Trainer.training_step = training_step
 
     def count(self, inputs: dict[str, Any]) -> None:
-        """Add the tokens and labels of one micro-batch without padding."""
+        """Count the tokens and labels of one micro-batch, without padding."""
         ids = inputs["input_ids"]
         self.tokens += int((ids != self.pad_id).sum())
         if "labels" in inputs:

@@ -6,7 +6,7 @@ from benchmarks.baselines.arguments import Asked
 
 
 def training_options(asked: Asked) -> dict[str, Any]:
-    """Return options with the optimizer, clipping and steps of all programs, without saving or logging."""
+    """Return the options of a run with fused AdamW and clipping, without saving or logging."""
     return {
         "output_dir": str(asked.output),
         "max_steps": asked.steps,

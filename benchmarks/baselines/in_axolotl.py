@@ -17,14 +17,14 @@ from benchmarks.baselines.hf_events import StepEvents
 
 
 class EventsPlugin(BasePlugin):
-    """Adds our callback to the trainer."""
+    """An axolotl plugin that adds the callback ``StepEvents`` to the trainer."""
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:  # noqa: ARG002
         return [StepEvents(trainer.processing_class.pad_token_id)]
 
 
 def configuration(asked: Asked) -> dict[str, Any]:
-    """Return the content of its YAML file."""
+    """Return the content of axolotl's YAML file."""
     return {
         "base_model": str(asked.model),
         "plugins": ["benchmarks.baselines.in_axolotl.EventsPlugin"],

@@ -23,7 +23,7 @@ PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
 
 
 class EventLogger(Logger):
-    """Writes an event for each iteration that litgpt logs, which is one step here."""
+    """A logger that writes an event for each iteration of litgpt, which is one step here."""
 
     name, version = "events", 0
 
@@ -39,7 +39,7 @@ class EventLogger(Logger):
 
 
 class Blocks(DataModule):
-    """Concatenated documents, cut into rows of ``MAX_LENGTH`` tokens and the label of the last one."""
+    """Concatenated documents in rows of ``MAX_LENGTH`` + 1 tokens, the last of which is only a label."""
 
     def __init__(self, asked: Asked) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ STAGES: dict[str, dict[str, Any]] = {
 
 
 def options(asked: Asked) -> dict[str, Any]:
-    """Return the content of its YAML file."""
+    """Return the options of LLaMA-Factory, with the keys of its YAML files."""
     return {
         **training_options(asked),
         **STAGES[asked.stage],

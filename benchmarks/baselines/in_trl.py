@@ -23,7 +23,8 @@ def main() -> None:
 def sft(asked: Asked, common: dict[str, Any]) -> SFTTrainer:
     """Return a trainer with one row per forward pass.
 
-    All rows of a forward pass would have one mask, whose cost grows with the square of their number.
+    TRL joins the rows of a forward pass into one sequence with one mask, whose cost grows with the square of
+    their number.
     """
     args = SFTConfig(
         **training_options(asked),

@@ -78,7 +78,7 @@ class Trainer:
         return self.model.hidden(weights, torch.tensor(step.ids), torch.tensor(step.positions), step.spans)
 
     def update(self) -> None:
-        """Update the fp32 master weights with the gradients, and copy them back to the weights."""
+        """Clip the gradients, update the fp32 master weights, and copy them to the weights."""
         if self.weights is not self.masters:
             for name, weight in self.weights.items():
                 assert weight.grad is not None

@@ -74,7 +74,7 @@ class Step:
 
 
 class Reader:
-    """Reads the files of a folder made by ``benchmarks.baselines.samples`` as steps."""
+    """A reader of a folder made by ``benchmarks.baselines.samples``, which returns steps."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -142,7 +142,10 @@ def singly(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int]) -> list[list[int]]:
-    """Pack by best-fit decreasing, and return the samples of each row of at most ``MAX_LENGTH`` tokens."""
+    """Pack by best-fit decreasing; return the sample indices of each row.
+
+    A row has at most ``MAX_LENGTH`` tokens.
+    """
     assert max(lengths) <= MAX_LENGTH
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # free tokens and row, sorted

@@ -52,7 +52,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Span:
-    """One sequence at positions ``begin`` to ``end``, all of which also attend to those of ``prefix``."""
+    """One sequence, positions ``begin`` to ``end``, that also attends to all positions of ``prefix``."""
 
     begin: int
     end: int
@@ -64,13 +64,13 @@ class Span:
 
     @property
     def pairs(self) -> float:
-        """Number of pairs of a query and a key that it attends to."""
+        """Approximate number of query-key pairs that the causal mask keeps."""
         shared = 0 if self.prefix is None else self.prefix[1] - self.prefix[0]
         return self.length**2 / 2 + self.length * shared
 
 
 class Model:
-    """Computes hidden states with weights by Hugging Face name.
+    """A model that computes hidden states from given weights, keyed by their Hugging Face names.
 
     With ``compile``, everything except attention is compiled for dynamic lengths.
     """
@@ -141,7 +141,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span]) -> Tensor:
-    """Compute causal attention with one call per span, so that no masked pairs of spans are computed."""
+    """Compute causal attention with one call per span, instead of one call with a mask for all spans."""
     return torch.cat([attend(q, k, v, span) for span in spans])
 
 

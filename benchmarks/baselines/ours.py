@@ -10,7 +10,7 @@ from components.loggers import Row, RunInfo, RunResult
 
 
 class EventLogger:
-    """Writes one event for each logged step and none for evaluations."""
+    """A logger that writes one event for each logged step and none for evaluations."""
 
     def __init__(self) -> None:
         self._events = Events()
@@ -29,7 +29,7 @@ class BenchLogger:
     """Logger that writes events to BENCH_OUT."""
 
     def check(self) -> None:
-        """Do nothing, because nothing can be missing."""
+        """Do nothing: there are no requirements."""
 
     def open(self, start: RunInfo) -> EventLogger:  # noqa: ARG002
         return EventLogger()

@@ -19,7 +19,10 @@ from runner.sweeps.local_jobs import LocalJob, run_jobs
 
 
 class LocalLauncher(Launcher):
-    """A launcher that composes every job before the first begins: later edits of files have no effect."""
+    """A launcher that composes all jobs before the first begins.
+
+    Later edits of config files have no effect.
+    """
 
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs
@@ -28,7 +31,7 @@ class LocalLauncher(Launcher):
         """Check the options and keep Hydra's config and loader.
 
         Raises:
-            ConfigError: if ``hydra.launcher.jobs`` is not a number of jobs.
+            ConfigError: if ``hydra.launcher.jobs`` is not an integer of at least 1.
         """
         if not isinstance(self.jobs, int) or self.jobs < 1:
             raise ConfigError(f"hydra.launcher.jobs: must be at least 1, got {self.jobs!r}.")

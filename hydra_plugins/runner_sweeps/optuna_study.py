@@ -84,7 +84,7 @@ def tell_trial(study: "Study", trial: "FrozenTrial", record: JobRecord | None) -
 def make_sampler(
     name: str, options: Mapping[str, object] | None, seed: int, number: int, space: SearchSpace
 ) -> "BaseSampler":
-    """Make a sampler only for trial ``number``, so that an interrupted search draws the same values.
+    """Make a new sampler for trial ``number``, so that a resumed search draws the same values.
 
     Raises:
         ConfigError: if there is no such sampler, or it has no such options.

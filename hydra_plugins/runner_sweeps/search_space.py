@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def as_overrides(params: Mapping[str, object] | None) -> list[str]:
-    """Return ``hydra.sweeper.params``, which a sweep file sets, as overrides of the command line."""
+    """Return ``hydra.sweeper.params``, which a sweep file sets, in the form of command-line overrides."""
     return [f"{key}={value}" for key, value in (params or {}).items()]
 
 
@@ -43,7 +43,7 @@ class SearchSpace:
         return cls(tuple(fixed), swept)
 
     def overrides(self, values: Mapping[str, object]) -> list[str]:
-        """Return the overrides of one job."""
+        """Return the overrides of one job, given the ``values`` of the swept keys."""
         return [*self.fixed, *(f"{key}={values[key]}" for key in self.swept)]
 
     def to_json(self) -> list[str]:
@@ -84,7 +84,7 @@ class SearchSpace:
 
 
 def choices_of(override: Override) -> list[str]:
-    """Return the choices as text, in a fixed order, because a study records it."""
+    """Return the choices as text, sorted if they are shuffled, because a study requires a fixed order."""
     choices = [*override.sweep_string_iterator()]
     return sorted(choices) if getattr(override.value(), "shuffle", False) else choices
 

@@ -42,7 +42,10 @@ class SlurmLauncher(Launcher):
         self.context, self.config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the jobs; a failed job does not raise: its outcome has the error, and its value is NaN."""
+        """Run the jobs and return their losses, which are NaN for failed jobs.
+
+        A failed job does not raise, but its job record has the error.
+        """
         setup_globals()
         sweep, allocation = Path(os.environ[SWEEP_FOLDER]), self.allocation()
         configs = [self.compose(words, initial_job_idx + i) for i, words in enumerate(job_overrides)]
@@ -81,7 +84,10 @@ class SlurmLauncher(Launcher):
 
 
 def accepted(config: DictConfig, allocation: "SbatchOptions") -> "SlurmJob | None":
-    """Build and check the job of one composed config. None means refused, as its outcome then records."""
+    """Build and check the job of one composed config.
+
+    None means that it is refused; its job record then has the error.
+    """
     from runner.cli import explained, provenance, resolved
     from runner.sweeps.slurm.job import SlurmJob
 

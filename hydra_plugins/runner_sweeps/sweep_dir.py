@@ -36,8 +36,8 @@ def make_folder(config: DictConfig) -> Path:
     """Create the folder of a sweep and return it.
 
     Raises:
-        ConfigError: if the folder cannot be made, a swept key has no value, or the name of Optuna's study
-            is not that of a folder.
+        ConfigError: if the folder cannot be made, a swept key has no value, or
+            ``hydra.sweeper.study_name`` is not a valid folder name.
     """
     from components.home import expand_home
     from runner.cli import as_given

@@ -107,10 +107,11 @@ def wants_trial_step(t: TrainContext) -> bool:
 
 
 def take_trial_step(t: TrainContext) -> None:
-    """Take the largest micro-batch of the run through forward and backward, and drop the step.
+    """Run forward and backward on the largest micro-batch of the run, and discard the gradients.
 
-    A run that needs too much memory fails here, in its first seconds. Weights, optimizer and random streams
-    are then as before. A second micro-batch is added, because its gradients are accumulated.
+    A run that needs too much memory fails here, in its first seconds. Weights, optimizer and random state are
+    unchanged afterwards. A neighbouring micro-batch is included, so that the memory of gradient accumulation
+    counts.
     """
     t.watchdog.beat("in the trial step")
     step, index = t.train_data.largest_microbatch()
@@ -127,7 +128,7 @@ def take_trial_step(t: TrainContext) -> None:
 
 
 def stop_record(t: TrainContext) -> Stopped | None:
-    """Return the step and reason of the stop. None means that the run has come to its end."""
+    """Return the step and reason of the stop. None means that the run is complete."""
     if t.stop.reason is None:
         return None
     return Stopped(t.state.step, t.train_data.num_steps, t.stop.reason)
@@ -218,7 +219,10 @@ def save_checkpoint(t: TrainContext) -> None:
 
 
 def every(cadence: float, step: int, last: int) -> bool:
-    """Return whether ``step`` is one of every ``cadence`` steps; below 1, that is a share of ``last``."""
+    """Return whether ``step`` is a multiple of ``cadence``.
+
+    A cadence below 1 is a share of ``last``; 0 means never.
+    """
     steps = math.ceil(cadence * last) if cadence < 1 else int(cadence)
     return steps > 0 and step % steps == 0
 
@@ -230,7 +234,7 @@ def evaluation_due(t: TrainContext, step: int) -> bool:
 
 
 def is_due(t: TrainContext, step: int, steps: float, epochs: int) -> bool:
-    """Return whether ``step`` is one of every ``steps`` steps or ends one of every ``epochs`` epochs."""
+    """Return whether ``step`` is a multiple of ``steps`` or completes a multiple of ``epochs`` epochs."""
     last = t.train_data.num_steps
     if every(steps, step, last):
         return True

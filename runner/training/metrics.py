@@ -39,7 +39,7 @@ class Window:
 
 @dataclass
 class MetricsReporter:
-    """Metrics output of the main rank. On other ranks it has no loggers and no progress bar."""
+    """Reporter of a run's metrics. It has loggers and a progress bar only on the main rank."""
 
     log_every: int
     flops: Callable[[BatchStats], float]
@@ -100,7 +100,7 @@ class MetricsReporter:
             self._write(row, train_line(row))
 
     def skipped(self, step: int, result: StepResult, max_loss: float, samples: Sequence[str]) -> None:
-        """Log why the update of ``step`` was skipped, and its samples."""
+        """Log why the update of ``step`` was skipped and, except after an overflow, its samples."""
         if self.loggers is None:
             return
         if result.overflow:
@@ -140,7 +140,7 @@ class MetricsReporter:
             self.loggers.log(row)
 
     def _memory(self) -> Row:
-        """Return the largest peak of all ranks' GPU allocators or, on a CPU, this process's resident set."""
+        """Return memory in GiB: the largest GPU peak of any rank or, on a CPU, this process's RSS."""
         peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0
         if peak:
             return {"perf/peak_memory_gib": self.max_over_ranks(peak / 2**30)}
@@ -161,7 +161,11 @@ class MetricsReporter:
 def train_row(
     state: TrainState, stats: BatchStats, result: StepResult, lr: float, epoch: float | None
 ) -> Row:
-    """Return the metrics of one step; ``total_*`` and ``epoch`` count from the first step of the run."""
+    """Return the metrics of one step.
+
+    ``train/loss`` is the mean since the last logged step. ``total_*`` and ``epoch`` count from the first step
+    of the run.
+    """
     row: Row = {
         "step": state.step,
         # With one step in the interval, this is its loss, which may be infinite.
@@ -193,7 +197,7 @@ def performance(window: Window, peak_flops: float | None) -> Row:
 
 
 def train_line(row: Row) -> str:
-    """Return the metrics that fit a line of 80 columns; metrics.jsonl has all."""
+    """Format the metrics that fit a line of 80 columns; metrics.jsonl has all."""
     memory_gib = row["perf/peak_memory_gib"] if "perf/peak_memory_gib" in row else row["perf/rss_gib"]
     skipped = f"  skipped {row['train/total_skipped']}" if row["train/total_skipped"] else ""
     return (

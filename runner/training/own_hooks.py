@@ -1,4 +1,4 @@
-"""Hooks of the program itself: best metric, limit of skipped steps, mixing of the reference."""
+"""Built-in hooks: best metric, limit of skipped steps, updates of the reference model."""
 
 import logging
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ log = logging.getLogger("runner")
 
 @dataclass(kw_only=True)
 class BestMetric(Hook):
-    """Records the best value of a metric, saves it, and stops if it has not improved for too long."""
+    """A hook that records the best value of a metric, asks for its checkpoint and stops the run early."""
 
     state: TrainState
     watched: WatchedMetric
@@ -48,7 +48,7 @@ class BestMetric(Hook):
 
 @dataclass(kw_only=True)
 class SkipLimit(Hook):
-    """Ends a run whose steps are skipped one after another."""
+    """A hook that ends a run after ``limit`` skipped steps in a row."""
 
     state: TrainState
     limit: int
@@ -65,7 +65,7 @@ class SkipLimit(Hook):
 
 @dataclass(kw_only=True)
 class SyncReference(Hook):
-    """Mixes the reference with the trained model every so many steps."""
+    """A hook that mixes the trained weights into the reference model every ``sync_every`` steps."""
 
     source: ReferenceSource
 

@@ -39,7 +39,11 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record train step ``number`` (from 1), which the body runs, if it is one of ``profiler.steps``."""
+        """Record the step that the body runs, if it is one of ``profiler.steps``.
+
+        ``number`` (from 1) counts from the first step of the run and names the files, but ``profiler.steps``
+        count from the first step of this process.
+        """
         self.steps += 1
         if self.recorder is not None and self.steps == self.first:
             self.recorder.start()
@@ -49,9 +53,10 @@ class Profiler:
             self.finish(number)
 
     def finish(self, last: int) -> None:
-        """Write the record if one is under way, of which step ``last`` is the last one.
+        """Stop the recording, if one is running, and write it; ``last`` is its last step.
 
-        A run may end inside the window. A record that is never stopped can crash the process at its exit.
+        A run may end before the last of ``profiler.steps``. A recording that is never stopped can crash the
+        process at its exit.
         """
         if self.recorder is None or self.recorded_from is None:
             return

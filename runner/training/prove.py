@@ -1,4 +1,4 @@
-"""The steps of a proof (``preflight.mode=prove``) on one rank."""
+"""One rank of ``preflight.mode=prove``, which compares a layout with one process."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from runner.training.watchdog import Watchdog, end_process
 
 
 def prove_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_process) -> None:
-    """Take the steps of the layout in ``folder``; every rank calls it."""
+    """Run the steps of a proof and write their results to ``folder/layout``; every rank calls it."""
     experiment = build_experiment(read_run_config(folder), ConfigSources())
     rank, timeout = RankInfo.read().rank, experiment.run.hang_timeout_s
     with Watchdog(folder / "logs", rank, timeout, give_up, on_request=True):
@@ -28,7 +28,7 @@ def prove_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_pr
 
 
 def proof_run(experiment: Experiment, folder: Path, data: Json) -> ProofRun:
-    """Return the components of ``experiment``, with prepared ``data``; hooks write to ``folder``."""
+    """Build the ``ProofRun`` of ``experiment`` with prepared ``data``; hooks write to ``folder``."""
 
     def observed(engine: Engine, state: RunState) -> HookRun:
         return HookRun(

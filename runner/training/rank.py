@@ -126,7 +126,7 @@ def check_weights(engine: Engine, state: TrainState) -> None:
 
 
 def check_target(state: TrainState, target_loss: float | None) -> None:
-    """Raise NonRetryableError if the running mean of the losses has not come down to ``run.target_loss``."""
+    """Raise NonRetryableError if the running mean of the loss is above ``run.target_loss``."""
     if target_loss is not None and (state.loss_mean is None or state.loss_mean > target_loss):
         raise NonRetryableError(
             f"the training loss is {state.loss_mean:.4f} (running mean) after step {state.step}, above "
@@ -168,7 +168,7 @@ def training_options(experiment: Experiment, device: DeviceKind) -> EngineOption
 
 
 def engine_options(experiment: Experiment, device: DeviceKind, **others: Any) -> EngineOptions:
-    """Build the engine options from ``run``; ``others`` are the fields that do not come from there."""
+    """Build the engine options from ``experiment.run``; ``others`` are fields that it does not set."""
     run = experiment.run
     return EngineOptions(
         dtype=DTYPES[run.dtype],
@@ -347,7 +347,7 @@ def reporter(
     config: Config,
     record: RunRecord,
 ) -> MetricsReporter:
-    """Build the reporter, which prints and logs only if there is a ``console``, on rank 0."""
+    """Build the reporter. It prints and logs only with a ``console``, which only rank 0 has."""
     sizes = matmul_sizes(experiment.model.meta_model, adapted=experiment.adapter is not None)
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     flops = partial(step_flops, sizes, forward_only_passes=source.forward_only_passes)

@@ -1,4 +1,4 @@
-"""A rehearsal of one rank of a run, in the process that ``runner.launch.rehearsal_main`` has prepared."""
+"""Rehearsal of one rank on fake CUDA tensors, in the process of ``runner.launch.rehearsal_main``."""
 
 import os
 from dataclasses import replace
@@ -15,7 +15,10 @@ from runner.training.rank import training_options
 
 
 def rehearse_rank(folder: Path, request: Json) -> Json:
-    """Rehearse one rank of the run in ``folder``; return what ``describe`` returns."""
+    """Rehearse one rank of the run in ``folder``.
+
+    The result has the rank's number, the seconds of the rehearsal, and the entries of ``describe``.
+    """
     experiment = build_experiment(read_run_config(folder), ConfigSources())
     rank, world_size = request["rank"], request["world_size"]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")

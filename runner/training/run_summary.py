@@ -1,4 +1,4 @@
-"""The results of a run in a few numbers, which run.json keeps for any choice of loggers."""
+"""Summary of the results of a run, which run.json holds with any choice of loggers."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Results:
-    """The logged values that are finite. A run that resumes in its folder adds to them."""
+    """First and last logged finite values. A run that resumes in its folder adds to them."""
 
     first: dict[str, float] = field(default_factory=dict)
     """The first training row that has a loss."""

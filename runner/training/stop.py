@@ -1,6 +1,6 @@
 """Stops of a run before its last step: by a signal, ``run.max_time``, or a pruner.
 
-Nothing here imports torch, because the command line needs it at once.
+This module does not import torch, because the command line imports it at its start.
 """
 
 import math
@@ -54,7 +54,7 @@ class StopPolicy:
         self.longest_save, self.since = save_s, clock()
 
     def poll(self) -> str | None:
-        """Return the reason, if any rank has one; every rank calls it after every step and eval batch."""
+        """Return the reason to stop, if any rank has one; every rank calls it at the same points."""
         now = self.clock()
         self.latest.append(now - self.since)
         self.since, longest = now, max(self.latest)
@@ -83,5 +83,5 @@ class StopPolicy:
         self.expect_save(self.since - began)
 
     def expect_save(self, save_s: float) -> None:
-        """Allow ``save_s`` seconds for a save, if none has taken longer."""
+        """Raise the expected duration of a save to ``save_s`` seconds, if that is longer."""
         self.longest_save = max(self.longest_save, save_s)

@@ -1,4 +1,7 @@
-"""Stacks of all threads, and the end of the process, if a run makes no progress: ``run.hang_timeout_s``."""
+"""Watchdog that writes the stacks of all threads and ends a run without progress.
+
+``run.hang_timeout_s`` is its timeout.
+"""
 
 import faulthandler
 import os
@@ -89,7 +92,7 @@ class Watchdog:
 
 
 def end_process(error: TrainingError) -> None:
-    """Print ``error`` and exit, for a rank in the user's process, whose main thread cannot be reached."""
+    """Print ``error`` and exit at once, for a rank in the user's process whose main thread hangs."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(FAILED)
 

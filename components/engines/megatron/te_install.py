@@ -22,8 +22,9 @@ def has_transformer_engine() -> bool:
 
 
 def has_packed_kernel() -> bool:
-    """Return whether transformer-engine attends to packed sequences on this GPU without holding all scores.
+    """Return whether transformer-engine has a memory-efficient kernel for packed rows on this GPU.
 
-    Its fused attention does so from compute capability 9.0 (Hopper) on, and flash-attn on earlier GPUs too.
+    Such a kernel does not store all attention scores. The fused attention of transformer-engine is one from
+    compute capability 9.0 (Hopper) on, and flash-attn is one on earlier GPUs too.
     """
     return find_spec("flash_attn") is not None or torch.cuda.get_device_capability() >= (9, 0)

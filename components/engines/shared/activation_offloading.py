@@ -1,9 +1,9 @@
-"""Offloading of the activations of decoder blocks to host memory between forward and backward pass.
+"""Offloading of decoder blocks' activations to host memory between forward and backward pass.
 
 Hooks (``torch.autograd.graph.saved_tensors_hooks``) receive every tensor that autograd saves; no operator may
-change it in place afterwards. On CUDA a second stream copies it to pinned memory while the next block
-computes, and back during the backward pass of the next block. No operation here synchronises with the host.
-On a CPU the copies are the tensors themselves.
+change such a tensor in place afterwards. On a GPU, a second stream copies the tensors of a block to pinned
+memory while the next block computes, and back while the next block's backward pass computes. The host never
+waits for the device here. On a CPU the copies are the tensors themselves.
 """
 
 import weakref
@@ -58,7 +58,7 @@ class View(NamedTuple):
 
 
 class ActivationOffloading:
-    """The activations of models on ``device``; for each of them ``apply`` is called once."""
+    """Offloading of the activations of one or more models on ``device``; ``apply`` adds one model."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.handle = device, torch.get_device_module(device)
@@ -74,9 +74,10 @@ class ActivationOffloading:
         """Storages in ``current``, of which several operators may have saved views."""
 
     def apply(self, model: nn.Module, blocks: Iterable[nn.Module], others: Iterable[nn.Module] = ()) -> None:
-        """Offload what autograd saves for ``model`` from the first of its ``blocks`` on.
+        """Offload the tensors that autograd saves in ``model`` from the first of its ``blocks`` on.
 
-        Parameters of ``blocks`` and of the modules ``others`` may be gathered for each call.
+        Parameters are not offloaded. Those of ``blocks`` and of the modules ``others`` may have new storage
+        in each call, because FSDP gathers them.
         """
         forward = model.forward
 
@@ -98,7 +99,7 @@ class ActivationOffloading:
             block.register_forward_pre_hook(self._begin_block)
 
     def finish(self) -> None:
-        """Let the computation on the device wait for all copies, after a backward pass was interrupted."""
+        """Make later work on the device wait for all copies, after a backward pass was interrupted."""
         self._computing().wait_stream(self.copies)
 
     def _add_parameters(self, module: nn.Module, _inputs: object) -> None:
@@ -110,7 +111,7 @@ class ActivationOffloading:
             self._begin(Group(None if self.current is None else weakref.ref(self.current)))
 
     def _begin(self, group: Group | None) -> None:
-        """End the current group, and free the one before it on the device."""
+        """End the current group, free the device memory of the one before it, and begin ``group``."""
         if self.last is not None:
             self._computing().wait_event(self.last.copied)
             for saved in self.last.alive():
@@ -155,7 +156,7 @@ class ActivationOffloading:
         return saved.device.as_strided(packed.shape, packed.stride, packed.offset)
 
     def _fetch(self, group: Group) -> None:
-        """Begin to copy what is left of ``group`` to the device, unless it is there."""
+        """Begin copying the tensors of ``group`` that are still needed and not on the device back to it."""
         absent = [saved for saved in group.alive() if saved.device is None]
         if not absent:
             return

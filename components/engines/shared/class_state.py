@@ -1,4 +1,4 @@
-"""Saving and loading the state of any ``torch.optim.Optimizer``, which is created in its first update."""
+"""Saving and loading the state of any ``torch.optim.Optimizer``, which its first update creates."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ UPDATES = "optimizer_step"
 
 
 class ClassState:
-    """The scalar state of an optimizer that a ``TorchClass`` built and that updates elements one by one."""
+    """The scalar state of an elementwise optimizer that a ``TorchClass`` built."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, description: TorchClass) -> None:
         self.optimizer, self.kinds = optimizer, description.state

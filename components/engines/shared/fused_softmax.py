@@ -39,9 +39,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def row_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the maximum of ``logits [n, V]``, and the sums of exp(z - max), of its square and of z.
+    """Return row maxima of ``logits [n, V]``, and row sums of exp(z - max), of its square and of z.
 
-    All are ``[n]`` in at least fp32. The maximum of no column is -inf.
+    All are ``[n]`` in at least fp32. If V is 0, the maxima are -inf.
     """
     if not logits.shape[1]:
         none = logits.new_zeros(len(logits), dtype=stats_dtype(logits))

@@ -80,8 +80,9 @@ class LossAccumulator:
 def global_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
     """Return the L2 norm over the shards of all ranks of ``group``, a float64 scalar; collective.
 
-    In float64, because a float32 sum of 500,000 squares is accurate to 5e-5 only. On a GPU, one kernel reads
-    many tensors and converts each element, while ``vector_norm`` would copy every gradient to float64.
+    The sum is in float64, because a float32 sum of 500,000 squares is only accurate to 5e-5. On a GPU, one
+    kernel reads many tensors and converts each element, while ``vector_norm`` would copy every gradient to
+    float64.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     if filled := [gradient for gradient in gradients if gradient.numel()]:

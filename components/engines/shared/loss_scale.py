@@ -57,7 +57,10 @@ def scale_tensors(scale: LossScale | None) -> dict[str, Tensor]:
 
 
 def load_scale(path: Path, scale: LossScale | None) -> None:
-    """Read ``scale`` from a checkpoint; after a run in another dtype, which has none, it is unchanged."""
+    """Read ``scale`` from a checkpoint, or leave it unchanged if the checkpoint contains none.
+
+    A checkpoint of a run in another dtype contains none.
+    """
     if scale is not None and KEY in saved_keys(path):
         tensors = scale_tensors(scale)
         load_tensors(path, tensors)

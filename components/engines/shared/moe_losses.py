@@ -44,10 +44,11 @@ class RouterOutput:
 class MoELosses:
     """The losses and load counts of the routers of one rank.
 
-    ``layers`` is the number of MoE layers of the whole model, of which each rank has some. ``sharing`` are
-    the ranks with other tokens of the same micro-batches, ``data`` the ranks with other tokens of the same
-    global batch, which include the former. None means that this rank has all of them. ``counted`` is False on
-    a rank whose tokens are counted, in the same layers, by another rank that has them too.
+    ``layers`` is the number of MoE layers of the whole model, of which each rank has some. ``sharing`` is the
+    group of the ranks with other tokens of the same micro-batches, and ``data`` that of the ranks with other
+    tokens of the same global batch, which includes the former. None means that no other rank has such tokens;
+    without the global_batch loss, ``data`` is not used. ``counted`` is False on a rank whose tokens are
+    counted, in the same layers, by another rank that has them too.
     """
 
     def __init__(
@@ -154,9 +155,9 @@ class MoELosses:
         return counts * self.experts / counts.sum().clamp(min=1)
 
     def _balance(self, scores: Tensor, tokens: RoutedTokens, real: Tensor, load: Tensor) -> Tensor:
-        """Return the sum of ``load . score`` over real tokens.
+        """Return the sum over real tokens of the dot product of ``load`` and score.
 
-        With ``sequence``, each token is divided by the length of its sequence.
+        With ``sequence``, each token has the load of its sequence and is divided by the sequence's length.
         """
         if self.terms.aux_loss != "sequence":
             return ((scores * real[:, None]).sum(0) * load).sum()
@@ -170,7 +171,7 @@ class MoELosses:
         return counts.index_add(0, routed.chosen.reshape(-1), real.repeat_interleave(self.top_k))
 
     def _chosen_by_sequence(self, routed: RouterOutput, tokens: RoutedTokens, real: Tensor) -> Tensor:
-        """Count the same for each sequence: float32 ``[S, E]``."""
+        """Count the real tokens of this rank that chose each expert, per sequence: float32 ``[S, E]``."""
         counts = real.new_zeros(len(tokens.lengths) * self.experts)
         place = tokens.sequences.clamp(min=0)[:, None] * self.experts + routed.chosen
         return counts.index_add(0, place.reshape(-1), real.repeat_interleave(self.top_k)).view(
@@ -235,7 +236,10 @@ def expert_load_metrics(loads: Tensor, *, drops: bool) -> dict[str, float]:
 
 
 class RouterState(ABC):
-    """The routers of this rank within the train steps of an engine. Every rank has one."""
+    """The losses, loads and bias updates of this rank's routers in the train steps of an engine.
+
+    Every rank has an instance, even without an MoE layer, because ``finish`` is collective.
+    """
 
     def __init__(self, routers: MoELosses, *, drops: bool) -> None:
         self.routers, self.drops = routers, drops
@@ -265,7 +269,10 @@ class RouterState(ABC):
         return loss + sum(means.values()), means | expert_load_metrics(loads, drops=self.drops)
 
     def bias_change(self, layer: int) -> Tensor | None:
-        """Return the update of the router biases ``[E]`` of a layer after a step that was not skipped."""
+        """Return the update of a layer's router biases ``[E]`` after a step that was not skipped.
+
+        None means that biases are not updated, because their update rate is 0.
+        """
         assert self.loads is not None, "biases follow the loads of a finished step"
         rate = self.routers.terms.bias_update_rate
         return bias_change(self.loads[layer], rate) if rate else None

@@ -31,9 +31,9 @@ class NEFTune:
     seed: int
 
     def noise_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the key (int64) and the range (float32, before division by sqrt(H)) of every position.
+        """Return the hash key (int64) and the noise range (float32, times sqrt(H)) of every position.
 
-        Both are like ``labels``; the range is 0 on padding.
+        Both have the shape of ``labels``. The range is 0 on padding.
         """
         assert batch.sequence_keys is not None, "the data loader numbers the sequences"
         keys = batch.sequence_keys + self.seed

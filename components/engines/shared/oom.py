@@ -14,7 +14,7 @@ HOST = ("not enough memory", "DefaultCPUAllocator", "Cannot allocate memory")
 
 
 class MicrobatchOutOfMemory(TrainingError):
-    """A micro-batch ran out of memory; the message contains its number."""
+    """Error that a micro-batch ran out of memory; the message contains its number."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

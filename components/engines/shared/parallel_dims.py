@@ -13,7 +13,8 @@ def world_size(
 ) -> int:
     """Return the number of ranks of the run: ``model_ranks`` (tp x pp x cp) times dp.
 
-    If dp is None, it is chosen to fill WORLD_SIZE, else the visible GPUs, else it is ``default_dp``.
+    If dp is None, it is chosen to fill WORLD_SIZE if a launcher started this process, otherwise the visible
+    GPUs. Without GPUs it is ``default_dp``.
 
     Raises:
         ConfigError: if the sizes do not fit WORLD_SIZE.

@@ -77,9 +77,9 @@ def set_timeouts(timeout_s: float) -> None:
 
 
 def destroy_process_group() -> None:
-    """Destroy every process group and free unused device memory, so that what follows starts clean.
+    """Destroy every process group and free unused device memory.
 
-    The next run of this process, and the completion at the end of this run, measure how much memory is free.
+    The next run of this process, and the text generation at the end of this run, measure the free memory.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -35,11 +35,11 @@ def packed_sdpa(
 def causal_sdpa(
     query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None, dropout: float
 ) -> Tensor:
-    """Compute ``[B, heads, T, D]`` -> ``[B, T, heads, D]``, with one sequence per row.
+    """Compute causal attention, ``[B, heads, T, D]`` -> ``[B, T, heads, D]``, one sequence per row.
 
-    If there are more keys than queries, the queries are the last tokens of the sequence. key and value may
-    have fewer heads (GQA). On the CPU, ``CPU_ROWS`` queries at a time are computed, with the keys that at
-    least one of them attends to. On a GPU, keys and values are repeated for GQA, because torch's
+    If there are more keys than queries, the queries are the last tokens of the sequence. ``key`` and
+    ``value`` may have fewer heads (GQA). On the CPU, ``CPU_ROWS`` queries at a time are computed, with the
+    keys that at least one of them attends to. On a GPU, keys and values are repeated for GQA, because torch's
     memory-efficient kernel, the one for fp32, lacks GQA and its fallback saves ``[heads, T, T]``.
 
     Autograd saves the mask of every call. These masks are views of one tensor ``[rows, keys]``, so that for
@@ -75,10 +75,11 @@ def causal_sdpa(
 
 
 def additive_mask(rows: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
-    """Return the mask of the last ``rows`` tokens of a sequence, for those keys that one of them attends to.
+    """Return the mask of a sequence's last ``rows`` tokens for the keys that any of them attends to.
 
-    It is 0 where the token attends to the key: to itself and all keys before it, or the last ``window - 1``
-    of these; else it is -inf. Its dtype and device are those of ``like``.
+    It is 0 if the token attends to the key, that is to itself and all keys before it, or with ``window`` to
+    itself and the last ``window - 1`` keys before it. Otherwise it is -inf. Its dtype and device are those of
+    ``like``.
     """
     width = num_keys if window is None else min(num_keys, window - 1 + rows)
     ones = torch.ones(rows, width, dtype=torch.bool, device=like.device)

@@ -43,25 +43,27 @@ def token_stats(
     label_index: Tensor | None = None,
     shard: VocabularyShard | None = None,
 ) -> TokenStats:
-    """Compute the statistics of every labelled position, like ``labels`` and 0 elsewhere.
+    """Compute the statistics of every labelled position, in the shape of ``labels`` and 0 elsewhere.
 
     They are float32, or float64 if the inputs are.
 
     Args:
-        hidden: ``[..., H]``, the output of the last norm. Logits are a matmul in its dtype, then upcast.
+        hidden: ``[..., H]``, the output of the last norm. Logits are a matmul in its dtype, then
+            upcast.
         head_weight: ``[V, H]`` in the dtype of ``hidden``, without padded rows.
         labels: int64 ``[...]``; only positions other than ``IGNORE`` are computed.
         head_bias: ``[V]``.
         requires: statistics besides ``logps``: names of other fields of ``TokenStats``.
-        weights: float32 like ``labels``, given only if the loss is ``-(weights * logps).sum()`` times a
-            number. The gradients are then computed in the forward pass, which saves one matmul of four.
-        label_index: int64 ``[n]``, the positions of labels in ``labels.reshape(-1)``. None means that they
-            are computed here, for which the host waits.
-        shard: with a vocabulary split over ranks, the rows that ``head_weight [n, H]`` and ``head_bias [n]``
-            hold; n may differ by rank and be 0. Collective over the ranks of the group, which pass the same
-            values for all other arguments and get the same statistics. The gradient of the head is that of
-            its n rows. The gradient of ``hidden`` is only the part from these rows, and the caller sums it
-            over the group.
+        weights: float32 like ``labels``, given only if the loss is ``-(weights * logps).sum()``
+            times a number. The gradients are then computed in the forward pass, which saves one
+            matmul of four.
+        label_index: int64 ``[n]``, the positions of labels in ``labels.reshape(-1)``. None means
+            that they are computed here, for which the host waits.
+        shard: with a vocabulary split over ranks, the rows that ``head_weight [n, H]`` and
+            ``head_bias [n]`` hold; n may differ by rank and be 0. Collective over the ranks of the
+            group, which pass the same values for all other arguments and get the same statistics.
+            The gradient of the head is that of its n rows. The gradient of ``hidden`` is only the
+            part from these rows, and the caller sums it over the group.
 
     Without any label the result is zero but still connected to ``hidden`` and ``head_weight``.
     """
@@ -106,7 +108,7 @@ def scalar_stats(hidden: Tensor, weight: Tensor) -> TokenStats:
 
 
 class Spread(torch.autograd.Function):
-    """Write ``values [n]`` to the positions ``index`` of a new tensor of ``shape`` that is 0 elsewhere.
+    """The values ``[n]`` at the positions ``index`` of a new tensor of ``shape`` that is 0 elsewhere.
 
     ``masked_scatter`` does the same, but the host waits for the device in its backward pass. The result is
     not a view, because FSDP loses its hooks on a view that is written in place.
@@ -157,9 +159,9 @@ class HeadChunking:
     def exponentiate(
         self, logits: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Replace ``logits`` by ``exp(logits - max)`` in place, unless they are fused.
+        """Return ``(sum, logsumexp, logps, others)``, in which ``others`` are other required statistics.
 
-        Return ``(sum, logsumexp, logps, others)``, all ``[n]``: ``others`` are the other required statistics.
+        All are ``[n]``. Without fused kernels, ``logits`` become ``exp(logits - max)`` in place.
         """
         chosen = self.vocabulary.select_targets(logits, targets).to(stats_dtype(logits))
         largest, sums = self._fused_sums(logits) if self.fused else self._sums(logits)
@@ -174,7 +176,10 @@ class HeadChunking:
         return total, logsumexp, chosen - logsumexp, found
 
     def _sums(self, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the maximum of all ranks, and this rank's sums of the required statistics."""
+        """Return the row maxima over all ranks, and this rank's sums of the required statistics.
+
+        ``logits`` become ``exp(logits - max)`` in place.
+        """
         largest, sums = self.vocabulary.reduce_max(row_max(logits)), {}
         if "mean_logp" in self.requires:
             sums["mean_logp"] = logits.sum(-1)
@@ -232,7 +237,7 @@ class Gradients:
 
 
 class ChunkedStats(torch.autograd.Function):
-    """Compute the fields of ``TokenStats`` of every row; the backward recomputes the logits by chunk."""
+    """The fields of ``TokenStats`` for every row; the backward pass recomputes the logits by chunk."""
 
     @staticmethod
     def forward(
@@ -282,9 +287,9 @@ class ChunkedStats(torch.autograd.Function):
 
 
 class WeightedStats(torch.autograd.Function):
-    """Compute ``logps`` for a loss ``-c * (weights * logps).sum()``.
+    """The ``logps`` for a loss ``-c * (weights * logps).sum()``.
 
-    The forward computes the gradients for c = 1, and the backward multiplies them by c.
+    The forward pass computes the gradients for c = 1, and the backward pass multiplies them by c.
     """
 
     @staticmethod

@@ -63,7 +63,7 @@ def traced_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def use_count(tensor: Tensor) -> int:
-    """Return the number of references of C++ code to ``tensor``, which Python's object counts as one of."""
+    """Return the number of C++ references to ``tensor``, of which its Python object is one."""
     return tensor._use_count()  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Train steps and evaluations for every engine. Sums and gradients are divided once, at the end."""
+"""Train steps and evaluations for every engine, which divide sums and gradients once, at the end."""
 
 import math
 import re

@@ -86,7 +86,7 @@ class DenseOrExpertOptimizer:
         return global_norm(self.counted(), group, torch.device(torch.cuda.current_device())).square()
 
     def counted(self) -> list[Tensor]:
-        """Return this rank's gradients except those that another rank counts: tp replicas, tied weights."""
+        """Return this rank's gradients except copies that other ranks count (tp replicas, tied weights)."""
         renamed = getattr(self.optimizer, "get_grads_for_grad_norm", None)  # exists since megatron-core 0.19
         return renamed() if renamed else self.optimizer.get_main_grads_for_grad_norm()
 
@@ -103,7 +103,10 @@ class DenseOrExpertOptimizer:
         return count_zeros(self.counted(), group, torch.device(torch.cuda.current_device()))
 
     def shard(self, parameter: nn.Parameter) -> tuple[Tensor, slice] | None:
-        """Return the master weights that this rank updates (fp32), and their slice of the flat parameter."""
+        """Return the fp32 master weights that this rank updates, and their slice of the flat parameter.
+
+        None means that other ranks update the whole parameter.
+        """
         if not self.distributed:
             return getattr(parameter, "main_param", parameter), slice(0, parameter.numel())
         place = self.optimizer.model_param_group_index_map.get(parameter)
@@ -114,7 +117,11 @@ class DenseOrExpertOptimizer:
         return self.optimizer.optimizer.param_groups[group]["params"][order], slice(at.start, at.end)
 
     def values(self, main: Tensor, kind: str) -> Tensor:
-        """Return the tensor that the step updates; with optimizer_cpu_offload it is a copy in host memory."""
+        """Return the tensor of ``kind`` (``model`` or a moment) for the master weights ``main``.
+
+        The optimizer step updates this tensor. With optimizer_cpu_offload it is in host memory, and that of
+        ``model`` is a copy of ``main``.
+        """
         stepped = main
         if isinstance(self.optimizer.optimizer, HybridDeviceOptimizer):
             stepped = self.optimizer.optimizer.param_to_inner_param[main]
@@ -166,7 +173,7 @@ class MegatronOptimizers:
         dtype: torch.dtype,
         blocks: HFTensorSlices,
     ) -> "MegatronOptimizers":
-        """Build the optimizers of this rank, of the parameters ``blocks``; collective over all ranks."""
+        """Build this rank's optimizers for the parameters ``blocks``; collective over all ranks."""
         config = optimizer_config(description, layout, dtype)
         # The names of a fused parameter have the same options.
         overrides = group_overrides(description, {p: members[0].name for p, members in blocks.items()})
@@ -189,7 +196,7 @@ class MegatronOptimizers:
     # ---- one step
 
     def prepare(self) -> Tensor:
-        """Pass the reduced gradients to the optimizers; return their global L2 norm, a float64 scalar."""
+        """Pass the reduced gradients to the optimizers, and return the global L2 norm, a float64 scalar."""
         return torch.stack([member.squared_norm() for member in self.members.values()]).sum().sqrt()
 
     def apply(self, lr: float, grad_norm: float, max_grad_norm: float | None) -> None:
@@ -204,7 +211,7 @@ class MegatronOptimizers:
             member.optimizer.zero_grad()
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return this rank's part of the gradient. None means that other ranks have it all."""
+        """Return this rank's part of the gradient. None means that other ranks count all of it."""
         member = self.of(parameter)
         found = member.shard(parameter)
         is_copy = not member.distributed and member.replicas.rank() != 0

@@ -66,7 +66,10 @@ def gather_ranks(groups: dict[str, dist.ProcessGroup]) -> Json:
 
 
 def from_last_stage(value: T | None, device: torch.device) -> T:
-    """Return the value that the last stage of this pipeline passes; the others pass None. Collective."""
+    """Return the ``value`` of the last pipeline stage on all stages; collective.
+
+    The other stages pass None.
+    """
     box = [value]
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -77,6 +80,6 @@ def from_last_stage(value: T | None, device: torch.device) -> T:
 
 
 def random_stream() -> int:
-    """Return the number of this rank's random stream, the same on tp ranks and different on all others."""
+    """Return the number of this rank's random stream, which only the ranks of its tp group share."""
     pp, dp, cp, _ = mesh_groups().values()
     return (pp.rank() * dp.size() + dp.rank()) * cp.size() + cp.rank()

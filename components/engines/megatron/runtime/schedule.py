@@ -1,16 +1,21 @@
-"""Passes of micro-batches through Megatron's pipeline schedules, without the work of a whole train step.
+"""Passes of micro-batches through Megatron's pipeline schedules, without the rest of a train step.
 
 The stages of a micro-batch::
 
     Batch [B, T]                 the same on every pp, tp and cp rank of a data-parallel rank
-      -> CPShard [B, T / cp]     this rank's early and late pieces of each row (cp_sharding.shard_batch),
-                                 equally long in all micro-batches if pp > 1
-      -> ForwardRequest          with the statistics the loss needs, router input and the inputs of MTP layers
-      -> PipelineInput           numbered; with vpp > 1 fillers make their number a multiple of pp
-      -> hidden states           [T / cp, B, H], or [T / cp / tp, B, H] with sequence_parallel, between stages
+      -> CPShard [B, T / cp]     this rank's early and late chunks of each sequence or
+                                 padded row (cp_sharding.shard_batch), equally long in all
+                                 micro-batches if pp > 1
+      -> ForwardRequest          with the statistics the loss needs and the inputs of routers
+                                 and MTP layers
+      -> PipelineInput           with its index; if vpp > 1, fillers make the number of inputs a
+                                 multiple of pp
+      -> hidden states           between stages: [T / cp, B, H], or [T / cp / tp, B, H] with
+                                 sequence_parallel
       -> TokenStats [B, T / cp]  of the labels, on the last stage (model.LogProbGPTModel)
       -> TokenStats [B, T]       gathered over cp (gather_stats)
-      -> scalar                  loss and sums by the engine's ``consume``; Megatron differentiates the scalar
+      -> scalar                  loss and sums by the engine's ``consume``; Megatron
+                                 differentiates the scalar
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -89,10 +94,10 @@ def run_schedule(
 ) -> None:
     """Run one pass of a schedule: 1F1B, interleaved, or without pipelining if there is one stage.
 
-    Every rank passes the micro-batches of its data-parallel rank, all with the same number of rows.
+    ``microbatches`` are those of this data-parallel rank, all with the same number of rows.
 
-    Gradients accumulate in this rank's buffers over all passes of the train step. Megatron's hook that
-    finalises them is not set.
+    Gradients accumulate in this rank's buffers over all passes of the train step. Megatron's
+    ``finalize_model_grads_func`` is not set, because the engine finalises them itself.
     """
     if not microbatches:
         return
@@ -140,7 +145,7 @@ def make_inputs(
     *,
     routed: bool = False,
 ) -> list[PipelineInput]:
-    """Build the items on ``device``, with rows of one length if pp > 1.
+    """Build the pipeline inputs on ``device``, with rows of equal length if pp > 1.
 
     Collective over data-parallel ranks with moe_token_dispatcher=allgather or moe_pad_to_capacity, because
     ranks that exchange tokens must then have equally many.
@@ -193,7 +198,10 @@ def make_inputs(
 
 
 def own_positions(values: Tensor, layout: Layout) -> Tensor:
-    """Return ``values [B, L]`` in the order of the embedding's output on this tensor-parallel rank."""
+    """Return the part of ``values [B, L]`` that matches the embedding's output on this tp rank.
+
+    With sequence_parallel this is ``[L / tp, B]``, otherwise ``values`` itself.
+    """
     if not layout.sequence_parallel:
         return values
     return values.t().chunk(layout.tp)[parallel_state.get_tensor_model_parallel_rank()]

@@ -43,7 +43,7 @@ def saved_tensors(
 ) -> dict[str, Tensor]:
     """Return the tensors that this rank writes, only weights if ``model_only``, without communication.
 
-    ``stored`` belong to no optimizer.
+    ``stored`` holds the parameters without optimizer state, such as router biases.
     """
     if isinstance(update, WholeWeightUpdate):
         tensors = update.masters(written=True) | ({} if model_only else update.tensors())
@@ -85,7 +85,10 @@ def optimizer_tensors(
 
 
 def reference_tensors(kept: HFTensorSlices) -> dict[str, Tensor]:
-    """Return the weights of the reference that this rank writes, like those of an unsharded optimizer."""
+    """Return the weights of the reference model that this rank writes, by checkpoint key.
+
+    Ranks that hold the same parameters write them in turn, so that together they write one copy.
+    """
     meshes, tensors = TPMeshes("cpu"), dict[str, Tensor]()
     for number, (parameter, members) in enumerate(kept.items()):
         if number % replicas(parameter).size() == replicas(parameter).rank():
@@ -96,7 +99,7 @@ def reference_tensors(kept: HFTensorSlices) -> dict[str, Tensor]:
 def parts_on_disk(
     kind: str, values: Tensor, members: Sequence[HFTensorSlice], meshes: TPMeshes
 ) -> dict[str, Tensor]:
-    """Return the tensors to write, by key and in host memory, of the whole parameter ``values``."""
+    """Return the tensors to write for the whole parameter ``values``, by key, in host memory."""
     parts = ((member, member.read(values).contiguous().cpu()) for member in members if member.primary)
     return {f"{kind}/{member.name}": as_dtensor(member, part, meshes.of(member)) for member, part in parts}
 
@@ -111,8 +114,8 @@ def flat_shards(
     """Return this rank's shard of ``parameter`` in the distributed optimizer, by key ``kind/name``.
 
     Each value is a ``FlatShard`` with the position of its elements in the whole Hugging Face tensor. Only the
-    first tp rank (of experts: etp rank) returns replicated tensors, and no rank returns the second copy of a
-    tied one.
+    first tp rank (for experts, the first etp rank) returns replicated tensors, and no rank returns the second
+    copy of a tied tensor.
     """
     found = of.shard(parameter)
     if found is None:

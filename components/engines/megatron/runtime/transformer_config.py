@@ -59,8 +59,8 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, options: EngineOpti
     Losses are summed, never averaged (``calculate_per_token_loss``), and parameters start uninitialised.
 
     Raises:
-        ConfigError: if a field of ``layout.transformer_config`` is ours, unknown or of another type, or
-            Megatron refuses it.
+        ConfigError: if a field of ``layout.transformer_config`` is set by this program, is unknown
+            or has another type, or Megatron refuses it.
     """
     dtype, adapter = options.dtype, options.adapter
     uses_te = uses_transformer_engine(hf, layout, dtype, options.device, adapter)
@@ -134,7 +134,7 @@ def leave_empty(_: torch.Tensor) -> None:
 
 
 def architecture(hf: PreTrainedConfig) -> Json:
-    """Return the model's sizes and functions under Megatron's names."""
+    """Return Megatron's options for the sizes, norms, activation and attention of the model."""
     return {
         "num_layers": hf.num_hidden_layers,
         "mtp_num_layers": num_mtp_layers(hf) or None,
@@ -219,7 +219,10 @@ def windows(hf: PreTrainedConfig) -> tuple[int | None, ...]:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Parameters of the rotary embedding from transformers, as Megatron hard-codes its llama3 scaling."""
+    """Parameters of the rotary embedding, taken from transformers.
+
+    Megatron's own llama3 scaling has hard-coded constants.
+    """
 
     frequencies: torch.Tensor
     """Inverse frequencies, float32 ``[D / 2]``, for D rotated dimensions of a head."""

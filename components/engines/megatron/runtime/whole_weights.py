@@ -1,8 +1,9 @@
-"""The update by an optimizer of whole weights, such as Muon, in place of Megatron's own optimizers.
+"""Updates by an optimizer of whole weights, such as Muon, in place of Megatron's own optimizers.
 
-Gradients are summed over data ranks as for them. The owner of a Hugging Face tensor keeps its master weights
-and its state, and gathers its gradient over tensor-parallel ranks. With the distributed optimizer, data ranks
-divide the weights among them; without it, each of them updates all weights.
+Gradients are summed over data ranks as with Megatron's optimizers. The owner of a Hugging Face tensor keeps
+its master weights and optimizer state, and gathers its gradient over tensor-parallel ranks. With the
+distributed optimizer, data ranks divide the weights among them; without it, every data rank updates all
+weights.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,10 @@ from components.optimizers import Optimizer
 
 
 class MegatronWeight(OwnedWeight):
-    """A Hugging Face tensor, of which this rank has ``member``. Its owner keeps the master weights."""
+    """A Hugging Face tensor of which this rank holds the slice ``member``.
+
+    The owner of the tensor keeps the master weights.
+    """
 
     def __init__(
         self, slot: nn.Parameter, member: HFTensorSlice, mesh: DeviceMesh, *, divided: bool, number: int
@@ -42,7 +46,10 @@ class MegatronWeight(OwnedWeight):
         self.parameter.grad = self.gathered(self.slot.main_grad)  # type: ignore[attr-defined]
 
     def gathered(self, tensor: Tensor) -> Tensor | None:
-        """Return the Hugging Face tensor on the owner, gathered over its tensor-parallel ranks."""
+        """Return the whole Hugging Face tensor on the owner, gathered from ``tensor`` of its tp ranks.
+
+        ``tensor`` has the shape of the parameter. None means that this rank is not the owner.
+        """
         if self.copies is not None and self.copies.rank() != self.owner // self.mesh.size():
             return None
         whole = full_hf_tensor(self.member, self.member.read(tensor.detach()), self.mesh)
@@ -53,7 +60,10 @@ class MegatronWeight(OwnedWeight):
 
     @torch.no_grad()
     def spread(self, target: Tensor) -> None:
-        """Copy the owner's value into the block of ``target``, shaped as the parameter, in its dtype."""
+        """Copy the owner's weight into the slice ``member`` of ``target``; collective.
+
+        ``target`` has the shape of the parameter. The weight is converted to its dtype.
+        """
         holder, first = divmod(self.owner, self.mesh.size())
         if self.copies is None or self.copies.rank() == holder:
             mine = self.parameter.detach() if self.is_mine else target.new_empty(self.shape)
@@ -69,7 +79,10 @@ class MegatronWeight(OwnedWeight):
 
 
 class WholeWeightUpdate(WholeWeightOptimizer):
-    """The update with the methods of ``MegatronOptimizers``. All ranks make every call together."""
+    """An optimizer of whole weights with the methods of ``MegatronOptimizers``.
+
+    All ranks make every call together.
+    """
 
     def __init__(
         self, description: Optimizer, blocks: HFTensorSlices, meshes: TPMeshes, *, divided: bool
@@ -114,7 +127,7 @@ class WholeWeightUpdate(WholeWeightOptimizer):
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, _: str, whole: Tensor) -> None:
-        """Set the parameter, and the master weights of the owners."""
+        """Set the parameter and the owners' master weights to ``whole``, which has the parameter's shape."""
         parameter.copy_(whole)
         for weight in self.parts[parameter]:
             if (gathered := weight.gathered(whole)) is not None:
