@@ -28,7 +28,7 @@ from components.json_text import leaves, one_line
 from components.rank_info import RankInfo
 from runner.config.command_line import is_sweep
 from runner.config.sources import COMMAND_LINE, ConfigSources, did_you_mean
-from runner.config.unknown_keys import answer_to_value, check_long_options, translations, unknown_key
+from runner.config.unknown_keys import check_long_options, hint_for_value, translations, unknown_key
 from runner.distribution import distribution
 from runner.launch import slurm_env
 from runner.launch.cuda_env import set_cuda_defaults
@@ -317,7 +317,7 @@ def unknown_option(group: str, word: str) -> str:
     if path:
         hint = f"use {PATHS[group]}={word}."
     else:
-        hint = answer_to_value(group, word) or did_you_mean(word, group_options(group))
+        hint = hint_for_value(group, word) or did_you_mean(word, group_options(group))
     return f"{group}={word}: there is no such option; {hint}"
 
 

@@ -33,7 +33,7 @@ def over_budget(found: Mapping[str, Counter[str]]) -> list[str]:
     """Return one line for each count that is above its budget, with the tests that have most of it."""
     return [
         f"{what}: {found[what].total()} of {most} allowed; mark tests slow, or share what they start. "
-        "Most have " + ", ".join(f"{test} ({number})" for test, number in found[what].most_common(5))
+        "Most by: " + ", ".join(f"{test} ({number})" for test, number in found[what].most_common(5))
         for what, most in BUDGET.items()
         if found[what].total() > most
     ]

@@ -93,7 +93,7 @@ COLUMNS = (
     ),
     Column("orpo", "preference", ("stage=orpo", "data.packing=bfd", "optimizer.lr=1e-5")),
     Column("simpo", "preference", ("stage=simpo", "data.packing=bfd", "optimizer.lr=1e-5")),
-    # Few pairs: the losses of new ones differ more than a few steps lower them.
+    # Few pairs, so that they repeat: on new pairs, the loss varies more between batches than steps lower it.
     Column(
         "rm packed",
         "preference",

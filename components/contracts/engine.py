@@ -58,9 +58,9 @@ class Engine(LossEngine, Protocol):
     def begin_train_step(self, microbatches: Sequence[Batch] | None = None, loss: Loss | None = None) -> None:
         """Begin a step. ``microbatches`` are all micro-batches of this rank's share of the global batch.
 
-        Their counts, one for each term of the loss and of the model, are summed over the data-parallel ranks.
-        Both arguments may be left out if the loss has one term, the model adds none and there is no loss
-        scale; the count is then summed during the step.
+        For each loss term, of ``loss`` or added by the model, the count that divides it (such as tokens) is
+        summed over the data-parallel ranks. Both arguments may be omitted if ``loss`` has one term, the model
+        adds none, and there is no loss scale for fp16; the count is then summed during the step.
         """
 
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:

@@ -33,7 +33,7 @@ from runner.config.run_config import (
 )
 from runner.config.sources import ConfigSources, is_trusted
 from runner.config.targets import objection
-from runner.config.unknown_keys import answer_to_value, unknown_key
+from runner.config.unknown_keys import hint_for_value, unknown_key
 
 T = TypeVar("T")
 
@@ -218,5 +218,5 @@ def coerce(name: str, value: object, annotation: Any, where: ConfigSources) -> A
         if first["type"] == "unexpected_keyword_argument":
             key = ".".join(map(str, (name, *first["loc"])))
             raise ConfigError(f"{key} ({where.of(name)}): nothing reads this key; leave it out.") from error
-        reason = answer_to_value(name, value) or f"{first['msg'][:1].lower()}{first['msg'][1:]}."
+        reason = hint_for_value(name, value) or f"{first['msg'][:1].lower()}{first['msg'][1:]}."
         raise ConfigError(f"{name} ({where.of(name)}): got {value!r}; {reason}") from error

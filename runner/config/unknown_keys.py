@@ -74,8 +74,8 @@ def translations(words: Iterable[str]) -> str:
     return f"\nAlso {listed}; python -m runner.import_config translates a whole file." if listed else ""
 
 
-def answer_to_value(key: str, value: object) -> str | None:
-    """Return what to use for ``value``, as other tools call it, of our ``key``; None if no tool has it."""
+def hint_for_value(key: str, value: object) -> str | None:
+    """Return what to set instead of ``key=value``, if other tools have this value; else None."""
     word = str(value).lower()
     answers = {
         str(theirs).lower(): answer for theirs, answer in documents()[2]["values"].get(key, {}).items()
@@ -84,11 +84,11 @@ def answer_to_value(key: str, value: object) -> str | None:
         return f"{answers[word]}."
     rows = (row for options in dictionary().values() for row in options.values() if row.here == key)
     ours = next((row.values[word] for row in rows if row.values and row.values.get(word)), None)
-    return f"use {key}={ours}." if ours else answer_to_layout(word) if key == "parallelism" else None
+    return f"use {key}={ours}." if ours else hint_for_layout(word) if key == "parallelism" else None
 
 
-def answer_to_layout(word: str) -> str | None:
-    """Return the options for a layout whose name lists sizes, such as ``tp4pp2``, or None if it is none."""
+def hint_for_layout(word: str) -> str | None:
+    """Return what to set for a layout whose name lists sizes, such as ``tp4pp2``; None for other words."""
     options = documents()[2]["layouts"]
     if not (match := re.fullmatch(rf"({'|'.join(options)})((?:(?:tp|pp|dp|cp|ep)\d+)+)", word)):
         return None
@@ -128,6 +128,9 @@ def page() -> Iterator[str]:
         yield from ("", f"## {tool}", "", "| there | here | remark |", "|---|---|---|")
         for word, row in sorted(options.items()):
             yield f"| `{word}` | `{row.here}` | {row.remark} |"
+    yield from ("", "## Values of options of this program", "", "| given | answer |", "|---|---|")
+    for key, answers in documents()[2]["values"].items():
+        yield from (f"| `{key}={str(value).lower()}` | {answer} |" for value, answer in answers.items())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def test_what_is_above_is_told() -> None:
     (line,) = budget.over_budget(found)
     most = budget.BUDGET["forked"]
     assert line.startswith(f"forked: {most + 1} of {most} allowed")
-    assert line.endswith(f"Most have another ({most - 2}), one (3)")
+    assert line.endswith(f"Most by: another ({most - 2}), one (3)")
 
 
 def answer() -> int:

@@ -48,22 +48,20 @@ def token_stats(
     They are float32, or float64 if the inputs are.
 
     Args:
-        hidden: ``[..., H]``, the output of the last norm. Logits are a matmul in its dtype, then
-            upcast.
+        hidden: ``[..., H]``, the output of the last norm. Logits are a matmul in its dtype, then upcast.
         head_weight: ``[V, H]`` in the dtype of ``hidden``, without padded rows.
         labels: int64 ``[...]``; only positions other than ``IGNORE`` are computed.
         head_bias: ``[V]``.
         requires: statistics besides ``logps``: names of other fields of ``TokenStats``.
-        weights: float32 like ``labels``, given only if the loss is ``-(weights * logps).sum()``
-            times a number. The gradients are then computed in the forward pass, which saves one
-            matmul of four.
-        label_index: int64 ``[n]``, the positions of labels in ``labels.reshape(-1)``. None means
-            that they are computed here, for which the host waits.
-        shard: with a vocabulary split over ranks, the rows that ``head_weight [n, H]`` and
-            ``head_bias [n]`` hold; n may differ by rank and be 0. Collective over the ranks of the
-            group, which pass the same values for all other arguments and get the same statistics.
-            The gradient of the head is that of its n rows. The gradient of ``hidden`` is only the
-            part from these rows, and the caller sums it over the group.
+        weights: float32 like ``labels``, given only if the loss is ``-(weights * logps).sum()`` times a
+            number. The gradients are then computed in the forward pass, which saves one matmul of four.
+        label_index: int64 ``[n]``, the positions of labels in ``labels.reshape(-1)``. None means that they
+            are computed here, for which the host waits.
+        shard: with a vocabulary split over ranks, the rows that ``head_weight [n, H]`` and ``head_bias [n]``
+            hold; n may differ by rank and be 0. Collective over the ranks of the group, which pass the same
+            values for all other arguments and get the same statistics. The gradient of the head is that of
+            its n rows. The gradient of ``hidden`` is only the part from these rows, and the caller sums it
+            over the group.
 
     Without any label the result is zero but still connected to ``hidden`` and ``head_weight``.
     """

@@ -9,11 +9,11 @@ import yaml
 from benchmarks.compose import composed
 from components.contracts.errors import ConfigError
 from runner.config.unknown_keys import (
-    answer_to_value,
     check_long_options,
     counterpart,
     dictionary,
     documents,
+    hint_for_value,
     page,
     unknown_key,
 )
@@ -72,7 +72,7 @@ VALUES = [(key, value) for key, answers in documents()[2]["values"].items() for 
 
 @pytest.mark.parametrize(("key", "value"), VALUES, ids=lambda word: str(word))
 def test_what_a_value_is_here_can_be_composed(key: str, value: object) -> None:
-    answer = answer_to_value(key, value)
+    answer = hint_for_value(key, value)
     assert answer
     words = re.findall(r"[a-z_]+(?:\.[a-z_]+)*=\w+", answer)
     assert words
@@ -95,7 +95,7 @@ def test_what_a_value_is_here_can_be_composed(key: str, value: object) -> None:
     ],
 )
 def test_a_value_of_another_tool_is_known(key: str, value: object, answer: str | None) -> None:
-    assert answer_to_value(key, value) == answer
+    assert hint_for_value(key, value) == answer
 
 
 def test_there_are_enough() -> None:
