@@ -1,9 +1,9 @@
 """Tensors on disk: ``torch.distributed.checkpoint`` with keys that do not depend on engine or layout.
 
 Keys are ``model/<name>``, ``<moment>/<name>`` (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``) with Hugging
-Face parameter names, ``optimizer_step``, ``loss_scale`` of a run in fp16, and random states by rank:
-``rng/<rank>``, ``rng_cuda/<rank>``, and Megatron's ``rng_<device>_<name>/<rank>``. Weights and moments are
-fp32.
+Face parameter names, ``evaluated/<name>`` of an optimizer with other weights for evaluations,
+``optimizer_step``, ``loss_scale`` of a run in fp16, and random states by rank: ``rng/<rank>``,
+``rng_cuda/<rank>``, and Megatron's ``rng_<device>_<name>/<rank>``. Weights and moments are fp32.
 """
 
 from collections.abc import Mapping
@@ -19,6 +19,8 @@ from components.checkpoint.safe_reader import CheckpointReader, read_metadata
 from components.contracts.errors import TrainingError
 from components.json_text import one_line
 
+EVALUATED = "evaluated"
+"""Kind of the weights that the optimizer trains for, such as an average, if those of training differ."""
 T = TypeVar("T")
 
 

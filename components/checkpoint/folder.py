@@ -14,7 +14,9 @@ from components.contracts.json_types import Json
 from components.json_text import as_type, parse_json
 
 MARKER = "complete"
-"""File that marks a checkpoint as complete. It holds the checksum of the meta.json that it marks."""
+"""File that marks a checkpoint as complete. It holds the checksum of the meta.json that it marks, in a line.
+
+While meta.json is replaced, it has two lines."""
 STEPS = "step_" + "[0-9]" * 8
 """Glob pattern of checkpoint folders. Copies that a user made next to them do not match."""
 META = "meta.json"
@@ -55,10 +57,27 @@ def commit(folder: Path, meta: CheckpointMeta) -> None:
 
     The first rank of every node calls it, so that each local disk, or the shared one, has a marker.
     """
-    text = json.dumps(asdict(meta), indent=2).encode() + b"\n"
+    text, mark = encode(meta)
     write_atomic(folder / META, text)
-    write_atomic(folder / MARKER, f"{zlib.crc32(text):08x}\n".encode())
+    write_atomic(folder / MARKER, mark)
     sync_folder(folder.parent)
+
+
+def replace_meta(folder: Path, meta: CheckpointMeta) -> None:
+    """Write another meta.json into a complete checkpoint, which stays complete if the process is killed.
+
+    The first rank of every node calls it.
+    """
+    text, mark = encode(meta)
+    write_atomic(folder / MARKER, (folder / MARKER).read_bytes() + mark)  # valid with either meta.json
+    write_atomic(folder / META, text)
+    write_atomic(folder / MARKER, mark)
+
+
+def encode(meta: CheckpointMeta) -> tuple[bytes, bytes]:
+    """Return the content of meta.json and of the marker."""
+    text = json.dumps(asdict(meta), indent=2).encode() + b"\n"
+    return text, f"{zlib.crc32(text):08x}\n".encode()
 
 
 def is_complete(folder: Path) -> bool:
@@ -69,7 +88,7 @@ def read_meta(folder: Path) -> CheckpointMeta:
     """Read meta.json; raise ConfigError if it is missing or damaged."""
     try:
         text = (folder / META).read_bytes()
-        if int((folder / MARKER).read_text(), 16) != zlib.crc32(text):
+        if zlib.crc32(text) not in {int(line, 16) for line in (folder / MARKER).read_text().splitlines()}:
             raise ValueError("it is not the one that was marked")
         meta = as_type(CheckpointMeta, parse_json(text.decode()))
         if not isinstance(meta.state.get("step"), int):
@@ -88,11 +107,17 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def best_checkpoint(checkpoints: Path) -> Path | None:
-    """Return the newest complete checkpoint that had the run's best evaluation when written, or None."""
-    for folder in reversed(complete_checkpoints(checkpoints)):
-        with contextlib.suppress(ConfigError):  # a damaged one is never the best
-            if read_meta(folder).state.get("best_step") == step_of(folder):
-                return folder
+    """Return the complete checkpoint with the best evaluation, as the newest ones know it, or None.
+
+    A checkpoint may know less than later ones, because it is written before an evaluation that a stop put
+    off.
+    """
+    complete = complete_checkpoints(checkpoints)
+    for folder in reversed(complete):
+        with contextlib.suppress(ConfigError):  # a damaged one knows nothing
+            step = read_meta(folder).state.get("best_step")
+            if isinstance(step, int) and (best := step_folder(checkpoints, step)) in complete:
+                return best
     return None
 
 

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from components.checkpoint.async_save import RUNNING, AsyncSaver
 from components.checkpoint.dcp import all_gather_objects, save_tensors
-from components.checkpoint.folder import CheckpointMeta, commit, create_dir, discard, prune, step_folder
+from components.checkpoint.folder import (
+    CheckpointMeta,
+    commit,
+    create_dir,
+    discard,
+    prune,
+    read_meta,
+    replace_meta,
+    step_folder,
+)
 from components.checkpoint.resume import RunIdentity
 from components.contracts.engine import Engine
 from components.contracts.errors import TrainingError
@@ -45,7 +54,7 @@ class CheckpointManager:
     first_of_node: bool
     """Whether this is the first rank of its node, which creates, marks and removes folders on its disk."""
     keep_best: bool = False
-    """Whether to keep also the newest checkpoint whose ``state.best_step`` is its own step."""
+    """Whether to keep also the checkpoint of ``state.best_step``."""
     on_error: Literal["stop", "continue"] = "stop"
     in_background: bool = False
     current: Path | None = None
@@ -93,6 +102,15 @@ class CheckpointManager:
             self.background.start(write, tensors)
         else:
             self._attend(lambda: self._write(target, meta, None, tensors))
+
+    def update_state(self, state: State) -> None:
+        """Write ``state`` into ``current`` if that is the checkpoint of its step; raises as ``save`` does."""
+        if self.current == step_folder(self.folder, state.step):
+            self._attend(partial(self._on_nodes, partial(self._replace_state, self.current, state), None))
+
+    @staticmethod
+    def _replace_state(checkpoint: Path, state: State) -> None:
+        replace_meta(checkpoint, replace(read_meta(checkpoint), state=vars(state).copy()))
 
     def poll(self, engine: Engine) -> None:
         """Finish a background save that has ended on all ranks or failed on one; raises as ``save`` does.

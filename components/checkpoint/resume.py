@@ -43,15 +43,16 @@ class RunIdentity:
 REMEDIES = {
     "model": "model: the checkpoint is of another model; use the one it was written with",
     "optimizer": "set optimizer={theirs}",
-    "reference": "the reference model was {theirs}; set checkpoint.init_from, model.init, model.path, "
-    "model.revision and stage.reference_path to it",
-    "trained": "adapter, model.freeze, model.train_only: other parameters were trained; use those of its run",
-    "base": "model: the frozen weights are not those of its run (model.path has changed); use the same",
     "seed": "set run.seed={theirs}",
+    "reference": "the reference model was {theirs}; set checkpoint.init_from, model.init, model.path, "
+    "model.revision, stage.reference_path and run.seed to it",
+    "trained": "adapter, model.freeze, model.train_only: other parameters were trained; use those of its run",
+    "base": "model: the frozen weights are not those of its run (model.path or run.seed has changed); use "
+    "the same",
     "global_batch_size": "set run.global_batch_size={theirs}",
     "data": "data: the samples, the tokenizer or an option that shapes batches differ; use those of its run",
 }
-"""Property -> remedy, in the order of the checks. The seed precedes the data, whose hash includes it."""
+"""Property -> remedy, in the order of the checks. The seed precedes what depends on it."""
 
 FORCED = ("seed", "global_batch_size", "data")
 """Properties that ``checkpoint.allow_mismatch`` lets change: the step is kept, later batches differ."""

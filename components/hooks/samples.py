@@ -44,8 +44,10 @@ class Samples(Hook):
     def after_evaluation(self, run: HookRun, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
         scratch = self._scratch(run)
         run.engine.export(scratch)
-        if run.is_main:
-            self._write(run, scratch)
+        # Loading an adapter draws random numbers, which would change the next dropout of rank 0 only.
+        with run.engine.keeping_random_streams():
+            if run.is_main:
+                self._write(run, scratch)
         run.engine.barrier()
 
     def _scratch(self, run: HookRun) -> Path:

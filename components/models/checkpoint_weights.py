@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from components.checkpoint.dcp import EVALUATED
 from components.checkpoint.folder import read_meta
 from components.checkpoint.reader import StoredTensors
 from components.contracts.configs import WeightSource
@@ -36,13 +37,16 @@ def checkpoint_weights(
 ) -> WeightSource:
     """Return a source of the tensors ``shapes`` from the checkpoint ``folder``.
 
-    Their keys begin with ``kind``, under which the checkpoint may hold no other tensors. If the model
+    Their keys begin with ``kind``, under which the checkpoint may hold no other tensors. Where the optimizer
+    has other weights for evaluations, such as an average, ``model`` stands for these. If the model
     ``without_further`` is given, layers for multi-token prediction that it lacks are ignored.
 
     Raises:
         ConfigError: (naming ``option``) if a tensor is missing, superfluous or of another shape.
     """
     tensors = StoredTensors(folder)
+    if kind == "model" and tensors.shapes(EVALUATED):
+        kind = EVALUATED
     stored = tensors.shapes(kind)
     if without_further is not None:
         kept = set(unused_names(stored, without_further))

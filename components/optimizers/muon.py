@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from components.contracts.errors import check_at_least_zero
+from components.contracts.errors import ConfigError, check_at_least_zero
 from components.optimizers.adamw_sgd import AdamW, Scope
 from components.optimizers.weight_groups import WeightGroup
 
@@ -56,6 +56,11 @@ class Muon:
     def __post_init__(self) -> None:
         AdamW(self.lr, self.betas, self.eps, self.weight_decay, self.max_grad_norm, self.groups)  # checks
         check_at_least_zero("optimizer", self, "adamw_lr", "momentum", "ns_steps")
+        if self.adamw_lr and not self.lr:
+            raise ConfigError(
+                "optimizer.adamw_lr: follows the schedule of optimizer.lr, which is 0; set optimizer.lr "
+                "above 0."
+            )
 
     def orthogonalises(self, name: str, ndim: int) -> bool:
         """Return whether Muon updates the weight of this name on disk."""

@@ -63,6 +63,8 @@ class TorchClass:
                 f"optimizer.weight_decay: {self.name} does not have it; set it to 0, in optimizer.groups too."
             )
         assert self.state
+        if any(group.lr is not None for group in self.groups):
+            self._check_rates()
 
     @property
     def name(self) -> str:
@@ -104,6 +106,20 @@ class TorchClass:
             whole=tuple(name for name in names if kinds[name] not in ({"moment"}, {"scalar"})),
         )
 
+    def _check_rates(self) -> None:
+        """Raise ConfigError if a number that a checkpoint holds once depends on the rate of a group."""
+        optimizer = self._trial([SHAPE], lr_of_vector=2.0)
+        first, second = (
+            {name: float(group[name]) for name in self.state.group_scalars}
+            | {name: float(optimizer.state[group["params"][0]][name]) for name in self.state.scalars}
+            for group in optimizer.param_groups
+        )
+        if names := [name for name in first if first[name] != second[name]]:
+            raise ConfigError(
+                f"optimizer.groups: {self.name} computes {', '.join(names)} from the learning rate, once for "
+                "all weights; leave lr out of optimizer.groups, or choose another class."
+            )
+
     def check_divisible(self) -> None:
         """Raise ConfigError if an update needs all weights at once, so that ranks cannot divide it."""
         if self.scope == "model":
@@ -130,7 +146,11 @@ class TorchClass:
         return "model" if hasattr(self.optimizer, "eval") else "matrix"
 
     def _trial(
-        self, shapes: Sequence[tuple[int, int]], steps: int = 3, only: int | None = None
+        self,
+        shapes: Sequence[tuple[int, int]],
+        steps: int = 3,
+        only: int | None = None,
+        lr_of_vector: float = 1.0,
     ) -> torch.optim.Optimizer:
         """Return the optimizer after updates of a vector and of a matrix, which is cut into ``shapes``.
 
@@ -138,6 +158,7 @@ class TorchClass:
             shapes: shapes of the parts of the matrix, in order along one dimension.
             steps: number of updates.
             only: index of the one part that is trained. None means that all are.
+            lr_of_vector: ratio of the vector's learning rate to that of the matrix.
         """
         draw = torch.Generator().manual_seed(0)
         scale = torch.linspace(0.1, 3.0, SHAPE[0])[:, None]  # parts of unequal norms
@@ -147,7 +168,7 @@ class TorchClass:
         vector = nn.Parameter(torch.ones(SHAPE[1]))
         groups = (
             {"params": [("", p) for p in trained], "weight_decay": self.weight_decay},
-            {"params": [("", vector)], "weight_decay": 0.0},
+            {"params": [("", vector)], "weight_decay": 0.0, "lr": self.lr * lr_of_vector},
         )
         try:
             optimizer = self.build(groups)

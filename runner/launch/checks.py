@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from components.checkpoint import Resume, RunIdentity, newest_valid, verify_checkpoint
-from components.contracts.configs import AdapterConfig, Prepared
+from components.contracts.configs import AdapterConfig, ModelConfig, Prepared
 from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
@@ -133,12 +133,12 @@ class RunPreparation:
         experiment.parallelism.check(model, experiment.optimizer, options, world_size=self.world_size)
 
     def identity(self, model: nn.Module, data: Prepared) -> RunIdentity:
-        run = self.experiment.run
+        run, reference = self.experiment.run, self.reference.describe_init
         return RunIdentity(
             model=self.experiment.model.shape_hash(model),
             data=data.identity,
             optimizer=self.experiment.optimizer.kind,
-            reference=self.reference.describe_init,
+            reference=reference and reference + self.drawn(self.reference.model),
             seed=run.seed,
             global_batch_size=run.global_batch_size,
             **self.frozen_identity(model),
@@ -153,7 +153,11 @@ class RunPreparation:
             trained = experiment.model.trained_shape_hash(model)
         else:
             return {}
-        return {"trained": trained, "base": experiment.model.content_hash()}
+        return {"trained": trained, "base": experiment.model.content_hash() + self.drawn(experiment.model)}
+
+    def drawn(self, model: ModelConfig) -> str:
+        """Return the seed of weights that a resume draws anew, as text; empty if they are read from files."""
+        return f", run.seed={self.experiment.run.seed}" if model.is_random_init else ""
 
     def resume_point(self, own: Path | None, identity: RunIdentity, data: Prepared) -> Path | None:
         """Return the checkpoint to resume from, after checking the steps left. None means a new run."""

@@ -58,8 +58,8 @@ def metric_facts(results: Results) -> dict[str, str]:
     if results.first:
         ends = (results.first, last)
         facts["train loss"] = ", ".join(f"{row['train/loss']:.4f} at step {row['step']:.0f}" for row in ends)
-    if "eval/loss" in last and results.first:
-        facts["eval loss"] = f"{last['eval/loss']:.4f}"
+    if results.first and (results.diverged or "eval/loss" in last):
+        facts["eval loss"] = "not finite" if results.diverged else f"{last['eval/loss']:.4f}"
     if "perf/tokens_per_s" in last:
         facts["throughput"] = f"{last['perf/tokens_per_s']:,.0f} tokens/s over the last logged steps"
     return facts
@@ -68,6 +68,7 @@ def metric_facts(results: Results) -> dict[str, str]:
 def evaluation_facts(results: Results, kind: SampleKind) -> dict[str, str]:
     """Return all metrics of an evaluation, and the perplexity if the loss is a mean over tokens."""
     found = {key: value for key, value in results.last.items() if key.startswith("eval/")}
+    found["eval/loss"] = results.final_loss()
     if kind in ("text", "chat"):
         found["eval/perplexity"] = math.exp(found["eval/loss"])
     return {f"{key} ": f"{value:.6g}" for key, value in sorted(found.items())}

@@ -79,6 +79,9 @@ def take_steps(t: TrainContext) -> None:
     last = t.train_data.num_steps
     if t.state.owes_evaluation:  # that of the current step, which a stop interrupted
         evaluate(t)
+        t.checkpoints.update_state(t.state)
+        if t.hooks.take("save"):
+            save_checkpoint(t)
     if t.run.eval_on_start and t.state.step == 0:
         evaluate_first(t)
     while t.state.step < last and t.stop.reason is None and not t.hooks.stop:

@@ -13,6 +13,8 @@ class Results:
     """The first training row that has a loss."""
     last: dict[str, float] = field(default_factory=dict)
     """The last value under every key; ``step`` is that of the last training row that has a loss."""
+    diverged: bool = False
+    """Whether the loss of the last evaluation is not finite. Then ``last`` has only its finite metrics."""
 
     def add(self, row: Mapping[str, float | int | None]) -> None:
         known = {key: value for key, value in row.items() if value is not None and math.isfinite(value)}
@@ -20,8 +22,14 @@ class Results:
             known.pop("step")
         elif not self.first:
             self.first = known
+        if "eval/loss" in row:
+            self.diverged = "eval/loss" not in known
+            if self.diverged:  # an older evaluation is not the result of this model
+                self.last = {key: value for key, value in self.last.items() if not key.startswith("eval/")}
         self.last |= known
 
     def final_loss(self) -> float:
-        """Return the last eval loss, else the last train loss, or NaN if neither was logged."""
+        """Return the last eval loss, else the last train loss; NaN if it is not finite or was not logged."""
+        if self.diverged:
+            return math.nan
         return self.last.get("eval/loss", self.last.get("train/loss", math.nan))

@@ -134,6 +134,16 @@ def sums(engine: Any, *, reference: bool) -> list[Tensor]:
     return [value for b, logps in zip(made, answer, strict=True) for value in b.sum_per_sequence(logps)]
 
 
+def resumed_with_dropout(on: Megatron, folder: Path) -> dict[str, Tensor]:
+    """Return the values on this rank of the matrices A that its tp ranks share, after a resume and a step."""
+    engine = make_engine("qwen2_four", on=on, adapter=warm(dropout=0.5))
+    engine.load(folder)
+    run_on(engine, next_token(), 1)
+    held = {m.name: (m.dim, p.detach().clone()) for p, (m,) in engine.blocks.items()}
+    engine.close()
+    return {name: value for name, (dim, value) in held.items() if dim is None and "lora_A" in name}
+
+
 def save_and_go_on(on: FSDP2 | Megatron, adapter: LoRA, folder: Path) -> list[tuple[float, float]]:
     engine = make_engine("qwen2_four", on=on, adapter=adapter)
     run_on(engine, next_token(), 2)

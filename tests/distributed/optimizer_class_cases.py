@@ -152,6 +152,7 @@ def exported(on: FSDP2, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tens
         step(engine, share(engine, "packed", 2), next_token())
     before = {f"model/{name}": full_tensor(p.detach()).clone() for name, p in engine.weights.items()}
     engine.export(folder)
+    save_tensors(folder / "checkpoint", engine.tensors())
     only = {name: full_tensor(tensor) for name, tensor in engine.tensors(model_only=True).items()}
     after = {f"model/{name}": full_tensor(p.detach()).clone() for name, p in engine.weights.items()}
     assert all(torch.equal(before[name], after[name]) for name in before)

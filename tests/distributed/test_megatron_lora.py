@@ -126,6 +126,14 @@ def test_a_stage_may_have_nothing_to_train(four: Ranks, tmp_path: Path) -> None:
     assert torch.tensor(again[0]) == pytest.approx(torch.tensor(written[0]), rel=1e-5)
 
 
+def test_replicas_drop_the_same_after_a_resume_from_another_layout(four: Ranks, tmp_path: Path) -> None:
+    cases.save_and_go_on(fsdp2(), ADAPTER, tmp_path)
+    first, second = four.run(cases.resumed_with_dropout, LAYOUTS["tp2"], tmp_path / "checkpoint")[:2]
+    assert len(first) > 1
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
 @pytest.mark.parametrize("name", ["tp2", "tp2 sp"])
 def test_dropout_leaves_replicas_the_same(four: Ranks, name: str) -> None:
     """Replicas stay equal, such as the factor that both tp ranks hold. Evaluations use no dropout."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from components.models import checkpoint_weights
 from tests.distributed import optimizer_class_cases as cases
 from tests.distributed.cases import fsdp2
 from tests.ranks import Ranks
@@ -106,6 +107,9 @@ def test_shards_that_are_orthogonalised_train_another_curve(two: Ranks) -> None:
 def test_an_averaging_optimizer_exports_its_average(tmp_path: Path) -> None:
     trained, only = cases.exported(fsdp2(), tmp_path)
     written = load_file(tmp_path / "model.safetensors")
+    shapes = {name.removeprefix("model/"): value.shape for name, value in only.items()}
+    of_checkpoint = checkpoint_weights(tmp_path / "checkpoint", shapes, "checkpoint.init_from")
     for name, value in only.items():
         assert torch.equal(written[name.removeprefix("model/")], value)
+        assert torch.equal(of_checkpoint(name.removeprefix("model/")), value)
         assert not torch.equal(value, trained[name])

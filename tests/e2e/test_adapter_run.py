@@ -76,10 +76,11 @@ def test_it_resumes_and_only_on_its_base(
         ("model.architecture.initializer_range=0.03", "the frozen weights are not those of its run"),
         ("adapter.alpha=16", "adapter, model.freeze, model.train_only: other parameters were trained"),
         ("adapter=none", "adapter, model.freeze, model.train_only: other parameters were trained"),
+        ("run.seed=1 checkpoint.allow_mismatch=true", "set checkpoint.init_from, model.init"),
     ):
         options = [one for one in LORA if "none" not in change or not one.startswith("adapter")]
         code = call_here(
-            f"run.output_dir={tmp_path}", *options, "stage=dpo", f"checkpoint.resume={half}", change
+            f"run.output_dir={tmp_path}", *options, "stage=dpo", f"checkpoint.resume={half}", *change.split()
         )
         assert code == 2
         assert words in capsys.readouterr().err

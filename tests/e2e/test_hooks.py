@@ -120,13 +120,16 @@ def test_completions_after_every_evaluation(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Return", "id": 1}\n{"prompt": "The"}\n')
     hook = ("hook=[samples]", f"hook.samples.prompts={prompts}", "hook.samples.max_new_tokens=3")
-    for name, options in {"full": (), "lora": ("adapter=lora", "parallelism=tp2")}.items():
+    lora = ("adapter=lora", "adapter.dropout=0.5", "parallelism=tp2")
+    for name, options in {"full": (), "lora": lora}.items():
         run = run_here(tmp_path / name, *RUN, *hook, *options, "run.eval_every=2")
         written = sorted((run / "completions").iterdir())
         assert [path.name for path in written] == ["step_00000002.jsonl", "step_00000004.jsonl"]
         first, second = map(json.loads, written[0].read_text().splitlines())
         assert (first["prompt"], first["id"], first["finish"]) == ("Return", 1, "length")
         assert set(second) == {"prompt", "completion", "finish"}
+    without = run_here(tmp_path / "without", *RUN, *lora, "run.eval_every=2")
+    assert curve(run) == curve(without), "what is dropped does not depend on the hook"
 
 
 def test_a_hook_from_outside(

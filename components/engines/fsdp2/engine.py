@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.adapters import export_adapter
-from components.checkpoint.dcp import load_tensors
+from components.checkpoint.dcp import EVALUATED, load_tensors
 from components.contracts.batch import Batch
 from components.contracts.engine import EngineOptions
 from components.contracts.json_types import Json
@@ -226,13 +226,17 @@ class FSDP2Engine(TrainStepEngine):
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         rank, device = dist.get_rank(), self.device
-        if not model_only:
-            tensors = state_dict.saved_tensors(self.stored, self.biases, self.optimizer, rank, device)
-            tensors |= state_dict.weight_tensors(self.synced, "reference")
-            return tensors | scale_tensors(self.loss_scale)
         with self.optimizer.evaluating() as changed:
-            tensors = state_dict.saved_tensors(self.stored, self.biases, None, rank, device)
-            return {key: tensor.clone() for key, tensor in tensors.items()} if changed else tensors
+            weights = state_dict.saved_tensors(self.stored, self.biases, None, rank, device)
+            if changed:
+                weights = {key: tensor.clone() for key, tensor in weights.items()}
+        if model_only:
+            return weights
+        tensors = state_dict.saved_tensors(self.stored, self.biases, self.optimizer, rank, device)
+        tensors |= state_dict.weight_tensors(self.synced, "reference")
+        if changed:
+            tensors |= {EVALUATED + key.removeprefix("model"): tensor for key, tensor in weights.items()}
+        return tensors | scale_tensors(self.loss_scale)
 
     def load(self, path: Path) -> None:
         if self.synced:

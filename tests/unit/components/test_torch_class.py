@@ -175,12 +175,22 @@ def test_one_rank_trains_with_any_class() -> None:
     fsdp2().check(spec("qwen3").meta_model, TorchClass(NormedTogether, 1e-2), options, world_size=1)
 
 
+@pytest.mark.parametrize(("kind", "name"), [(AdamWScheduleFree, "lr_max"), (torch.optim.ASGD, "eta")])
+def test_numbers_that_depend_on_the_rate_allow_no_group_with_its_own(kind: Any, name: str) -> None:
+    decay, rate = (WeightGroup(match="*.embed_tokens.*", **{key: 1e-3}) for key in ("weight_decay", "lr"))
+    described(kind)(lr=1e-2, groups=(decay,))
+    described(torch.optim.RAdam)(lr=1e-2, groups=(rate,))
+    with pytest.raises(ConfigError, match=rf"optimizer\.groups: .* computes .*{name}"):
+        described(kind)(lr=1e-2, groups=(rate,))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"betas": (0.9, 1.0)}, "optimizer.betas"),
         ({"momentum": -0.1}, "optimizer.momentum: must be a number of at least 0"),
         ({"adamw_lr": float("inf")}, "optimizer.adamw_lr"),
+        ({"adamw_lr": 1e-3, "lr": 0.0}, "optimizer.adamw_lr: follows the schedule of optimizer.lr"),
     ],
 )
 def test_muon_checks_its_numbers(changes: dict[str, Any], message: str) -> None:

@@ -207,11 +207,12 @@ class MegatronEngine(TrainStepEngine):
 
     @contextmanager
     def keeping_random_streams(self) -> Iterator[None]:
-        streams = state_dict.random_states(self.device)
+        rank = dist.get_rank()
+        streams = state_dict.random_states(self.device, rank)
         try:
             yield
         finally:
-            state_dict.restore_rng(streams, self.device)
+            state_dict.restore_rng(streams, self.device, rank)
 
     # ---- without gradient
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
@@ -50,7 +51,7 @@ def saved_tensors(
     else:
         tensors = optimizer_tensors(blocks, update, model_only=model_only)
     if not model_only:
-        tensors |= random_states(device)
+        tensors |= random_states(device, dist.get_rank())
     for parameter, members in stored.items():
         if replicas(parameter).rank() == 0:
             tensors |= parts_on_disk("model", parameter.detach(), members, TPMeshes("cpu"))
@@ -140,10 +141,12 @@ def load(
 ) -> None:
     """Restore a checkpoint that any engine wrote on any number of ranks.
 
-    A rank whose number did not exist when the checkpoint was written keeps its own random states.
+    Ranks that share a token's activations must drop the same ones, so all ranks of a tp group take the
+    default random states of its first rank. A state whose rank did not exist when the checkpoint was written
+    stays as it is.
     """
-    keys = saved_keys(path)
-    streams = {name: value for name, value in random_states(device).items() if name in keys}
+    keys, first = saved_keys(path), parallel_state.get_tensor_model_parallel_src_rank()
+    streams = {name: value for name, value in random_states(device, first).items() if name in keys}
     load_tensors(path, dict(streams))
     source = StoredTensors(path)
     load_weights(stored, lambda name, index=(): source.read(f"model/{name}", index))
@@ -152,7 +155,7 @@ def load(
             load_tensors(path, tensors)
     else:
         load_optimizer(path, blocks, update)
-    restore_rng(streams, device)
+    restore_rng(streams, device, first)
 
 
 def load_optimizer(path: Path, blocks: HFTensorSlices, update: MegatronOptimizers) -> None:
@@ -206,12 +209,14 @@ def load_pieces(
         update.write(parameter, kind, whole)
 
 
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Return this rank's current random states: those of torch, of the GPU, and of Megatron's tracker."""
-    rank = dist.get_rank()
-    states = {f"rng/{rank}": torch.get_rng_state()}
+def random_states(device: torch.device, default: int) -> dict[str, Tensor]:
+    """Return this rank's current random states, by key of a checkpoint.
+
+    Those of torch and of the GPU have the keys of rank ``default``, those of Megatron's tracker its own.
+    """
+    states = {f"rng/{default}": torch.get_rng_state()}
     if device.type == "cuda":
-        states[f"rng_cuda/{rank}"] = torch.cuda.get_rng_state()
+        states[f"rng_cuda/{default}"] = torch.cuda.get_rng_state()
     tracked = get_cuda_rng_tracker().get_states()
     return states | {tracked_key(name, device): state for name, state in tracked.items()}
 
@@ -220,13 +225,14 @@ def tracked_key(name: str, device: torch.device) -> str:
     return f"rng_{device.type}_{name}/{dist.get_rank()}"
 
 
-def restore_rng(streams: dict[str, Tensor], device: torch.device) -> None:
-    tracker, rank = get_cuda_rng_tracker(), dist.get_rank()
+def restore_rng(streams: dict[str, Tensor], device: torch.device, default: int) -> None:
+    """Set this rank's random states to ``streams``, whose keys are those of ``random_states``."""
+    tracker = get_cuda_rng_tracker()
     states = tracker.get_states()
     tracker.set_states(
         {name: streams.get(tracked_key(name, device), state) for name, state in states.items()}
     )
-    if f"rng/{rank}" in streams:
-        torch.set_rng_state(streams[f"rng/{rank}"])
-    if f"rng_cuda/{rank}" in streams:
-        torch.cuda.set_rng_state(streams[f"rng_cuda/{rank}"])
+    if f"rng/{default}" in streams:
+        torch.set_rng_state(streams[f"rng/{default}"])
+    if f"rng_cuda/{default}" in streams:
+        torch.cuda.set_rng_state(streams[f"rng_cuda/{default}"])

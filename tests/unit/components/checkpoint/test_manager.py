@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from components.checkpoint.dcp import load_tensors, save_tensors
-from components.checkpoint.folder import complete_checkpoints, is_complete, read_meta, step_folder
+from components.checkpoint.folder import (
+    best_checkpoint,
+    complete_checkpoints,
+    is_complete,
+    read_meta,
+    step_folder,
+)
 from components.checkpoint.manager import CheckpointManager
 from components.checkpoint.resume import RunIdentity
 from components.contracts.errors import TrainingError
@@ -154,6 +160,43 @@ def test_the_best_is_kept_until_a_better_one_is_whole(
     assert steps(tmp_path) == [7]
     save(policy(tmp_path, 1), 8, best=7)
     assert steps(tmp_path) == [8], "nobody asked for the best"
+
+
+def test_the_best_may_be_evaluated_after_its_save(tmp_path: Path) -> None:
+    p = policy(tmp_path, 1, keep_best=True)
+    save(p, 1, best=1)
+    save(p, 2, best=1)
+    folder = tmp_path / "checkpoints"
+    assert best_checkpoint(folder) == step_folder(folder, 1)
+    p.update_state(State(3, 30, 3))
+    assert best_checkpoint(folder) == step_folder(folder, 1), "the newest is not of this step"
+    p.update_state(State(2, 20, 2))
+    assert best_checkpoint(folder) == step_folder(folder, 2)
+    save(p, 3, best=2)
+    save(p, 4, best=2)
+    assert steps(tmp_path) == [2, 4]
+
+
+@pytest.mark.parametrize("written", range(3))
+def test_a_kill_while_the_state_is_updated_leaves_it_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    """The process is killed when this many of the three files are written."""
+    p = policy(tmp_path)
+    save(p, 2)
+    files: list[Path] = []
+
+    def write(path: Path, text: bytes) -> None:
+        if len(files) == written:
+            raise KeyboardInterrupt
+        files.append(path)
+        path.write_bytes(text)
+
+    monkeypatch.setattr("components.checkpoint.folder.write_atomic", write)
+    with pytest.raises(KeyboardInterrupt):
+        p.update_state(State(2, 4711))
+    found = read_meta(step_folder(tmp_path / "checkpoints", 2)).state["num_tokens"]
+    assert found == (4711 if written == 2 else 20)
 
 
 def test_a_failed_save_costs_no_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,3 +59,8 @@ def test_results_are_what_was_logged_last_and_is_finite() -> None:
     assert results.first == {"step": 2, "train/loss": 3.0}
     assert results.last == {"step": 3, "train/loss": 2.0, "train/lr": 0.2, "eval/loss": 2.5}
     assert results.final_loss() == pytest.approx(2.5)
+    results.add({"step": 4, "eval/loss": math.nan, "eval/num_labels": 7})
+    assert math.isnan(results.final_loss()), "an older evaluation is not the result"
+    assert results.last == {"step": 3, "train/loss": 2.0, "train/lr": 0.2, "eval/num_labels": 7}
+    results.add({"step": 5, "eval/loss": 2.25})
+    assert results.final_loss() == pytest.approx(2.25)

@@ -1,0 +1,37 @@
+"""An evaluation that a stop has put off, after the checkpoint of its step."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from components.checkpoint.folder import best_checkpoint, step_folder
+from runner.training import loop
+from runner.training.state import TrainState
+from tests.unit.components.checkpoint.test_manager import FakeEngine, policy
+
+
+def test_its_checkpoint_learns_that_it_is_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is the last one of the run, so that no later checkpoint is written."""
+    checkpoints, engine = policy(tmp_path, keep_best=True), FakeEngine()
+    state = TrainState(step=3, best=2.0, best_step=1, owes_evaluation=True)
+    checkpoints.save(engine, state)  # type: ignore[arg-type]
+
+    def evaluate(t: Any) -> None:
+        t.state.owes_evaluation = False
+        t.state.best, t.state.best_step = 1.0, 3
+        requests.add("save")
+
+    requests = {"evaluate"}
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(loop, "save_checkpoint", lambda t: t.checkpoints.save(t.engine, t.state))
+    hooks = SimpleNamespace(stop=False, take=lambda what: what in requests and not requests.discard(what))
+    t: Any = SimpleNamespace(
+        state=state, engine=engine, checkpoints=checkpoints, hooks=hooks, stop=SimpleNamespace(reason=None)
+    )
+    t.train_data, t.run = SimpleNamespace(num_steps=3), SimpleNamespace(eval_on_start=False)
+    loop.take_steps(t)
+    assert best_checkpoint(tmp_path / "checkpoints") == step_folder(tmp_path / "checkpoints", 3)
+    assert requests == {"evaluate"}, "its request is not left for the next step"
+    assert TrainState.read(step_folder(tmp_path / "checkpoints", 3)) == state
