@@ -17,14 +17,14 @@ from components.contracts.data import PAIRS, BatchShard, SampleKind
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.audit import Audit
-from components.data.data_sources import STAGES, FileSource, Source, StdlibSource
+from components.data.data_sources import STAGES, FileSource, RecordSource, Source, StdlibSource
 from components.data.global_batch import Collation
 from components.data.loader import PreparedData, StoreFiles
 from components.data.mixture import Shares
-from components.data.packing import Packing, PlanOptions, hold_out
+from components.data.packing import Packing, PlanOptions
 from components.data.plans import count_steps
 from components.data.progress import show_progress
-from components.data.splits import SourceTokens, Split, indexed_source, plan_eval
+from components.data.splits import SourceTokens, Split, held_out, indexed_source, plan_eval
 from components.data.store.indexed import indexed_prefix
 from components.data.store.token_store import Bools, digest
 from components.data.stream.chunks import Stream
@@ -72,7 +72,7 @@ class Data(ABC):
     def train_sources(self) -> Sequence[tuple[Source, float]]:
         """Return each source with the number of times that an epoch contains its samples."""
 
-    def streamed_sources(self) -> Sequence[Source]:
+    def streamed_sources(self) -> Sequence[RecordSource]:
         """Return the sources of an endless stream. An empty list means that data is read as a whole."""
         return []
 
@@ -153,7 +153,9 @@ class Data(ABC):
         collation = Collation(packing != "none", _pad_id(tokenizer))
         stream = self._stream(train.options, collation)
         # drop_last changes which rows belong to a step, and so do the chunks of a stream.
-        batching = "whole" if self.drop_last else "all" if stream is None else digest(asdict(stream))
+        limits = [source.max_samples for source in self.streamed_sources()]
+        of_stream = "all" if stream is None else digest([asdict(stream), limits])
+        batching = "whole" if self.drop_last else of_stream
         return PreparedData(
             train=train.files(num_steps, drop_last=self.drop_last),
             eval={name: plan_eval(split, global_batch_size) for name, split in evaluated.items()},
@@ -262,8 +264,7 @@ class Data(ABC):
         parts: Sequence[SourceTokens]
         parts = [self._part(source, encoder, cache, repeats) for source, repeats in self.train_sources()]
         kept = np.concatenate([part.outcome.kept for part in parts])
-        held = np.zeros_like(kept)
-        held[kept] = hold_out(int(kept.sum()), self.held_out_fraction(), seed)
+        held = held_out(parts, self.held_out_fraction(), seed)
         parts = self._mixed(parts, kept & ~held, encoder.kind)
         train = split_of(parts, kept & ~held, self.shuffle)
         if not train.selected.any():

@@ -5,7 +5,7 @@ import sys
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -95,7 +95,12 @@ class RecordSource(ABC):
         """Return strings that change with the files or the data set that holds the records."""
 
     def content(self, cache: Path) -> list[str]:
-        return [digest([asdict(self.options), self.max_samples]), *self.files(cache)]
+        own = [] if self.convert is None else own_options(self.convert)
+        return [digest([asdict(self.options), self.max_samples, *own]), *self.files(cache)]
+
+    def stamps(self) -> list[int]:
+        """Return the times at which files were changed whose content ``files`` does not read."""
+        return []
 
     def items(self, kind: SampleKind) -> SourceItems:
         read = self.records()
@@ -140,7 +145,9 @@ class FileSource(RecordSource):
     def files(self, cache: Path) -> list[str]:
         path = Path(self.path).expanduser()
         found = matching_files(self.path)
-        names = [str(file.relative_to(path)) if path.is_dir() else "" for file in found]
+        # How a file in a folder or of a pattern is read depends on its name.
+        names = [str(file.relative_to(path)) if path.is_dir() else file.name for file in found]
+        names = [""] if found == [path] else names
         if self.streaming:
             return ["".join(path.suffixes[-2:]), *(f"{file} {file.stat().st_size}" for file in found)]
         try:
@@ -148,6 +155,9 @@ class FileSource(RecordSource):
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be read ({error.strerror}). Check the file.") from error
         return ["".join(path.suffixes[-2:]), *map(" ".join, zip(names, contents, strict=True))]
+
+    def stamps(self) -> list[int]:
+        return [file.stat().st_mtime_ns for file in matching_files(self.path)] if self.streaming else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +175,18 @@ class HubSource(RecordSource):
 
     def files(self, cache: Path) -> list[str]:  # noqa: ARG002
         return [str(self.dataset) if self.streaming else self.dataset.fingerprint()]
+
+
+def own_options(function: Callable[..., object]) -> list[str]:
+    """Return the options that the class of a bound method adds to those of this package."""
+    owner: object = getattr(function, "__self__", None)
+    kind = type(owner)
+    if not is_dataclass(kind):
+        return []
+    package = __name__.partition(".")[0]
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == package]
+    ours = {known.name for base in bases if is_dataclass(base) for known in fields(base)}
+    return [f"{own.name}={getattr(owner, own.name)!r}" for own in fields(kind) if own.name not in ours]
 
 
 def _only_first(source: RecordSource) -> str:

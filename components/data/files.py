@@ -69,6 +69,11 @@ class RecordsData(Data):
         }
         for name in (name for name, unread in given.items() if unread and kind == "text"):
             raise ConfigError(f"data.{name}: a document has no turns; leave it out with stage=pt.")
+        if self.mask_history and self.train_on_prompt:
+            raise ConfigError(
+                "data.mask_history: data.train_on_prompt=true trains on every turn; set one of the two to "
+                "false."
+            )
         if self.mask_history and kind != "chat":
             raise ConfigError(
                 f"data.mask_history: with stage={STAGES[kind]} there are no earlier turns to train on; "
@@ -84,6 +89,7 @@ class RecordsData(Data):
             mask_history=self.mask_history,
             chat_template_kwargs=dict(self.chat_template_kwargs or {}),
             on_bad_record=self.on_bad_record,
+            train_on_prompt=self.train_on_prompt,
         )
 
 

@@ -93,7 +93,8 @@ class LlamaFactoryData(RecordsData):
                 raise ConfigError(f"{where}.{key}: is not supported; remove it, or use data=files.")
         options = self._options(entry, where)
         limit = self.max_samples if option == "data.dataset" else self.max_eval_samples
-        limit = entry.get("num_samples") or limit
+        limits = [number for number in (limit, entry.get("num_samples")) if number]
+        limit = min(limits) if limits else None
         if "hf_hub_url" in entry:
             split = entry.get("split") or "train"
             dataset = HubDataset(f"{option}={name}", entry["hf_hub_url"], entry.get("subset"), split)
@@ -101,6 +102,9 @@ class LlamaFactoryData(RecordsData):
             return self.converting(hub)
         if "file_name" not in entry:
             raise ConfigError(f"{where}: names no file_name and no hf_hub_url; add one of them.")
+        for key, default in (("split", "train"), ("subset", None)):
+            if entry.get(key) not in (None, default):
+                raise ConfigError(f"{where}.{key}: a file has none; remove it, or name a file for each.")
         path = str(self._file.parent / entry["file_name"])
         return self.converting(FileSource(option=option, path=path, options=options, max_samples=limit))
 

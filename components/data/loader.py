@@ -19,7 +19,14 @@ from components.data.store.checked_files import load_array
 from components.data.store.concat_store import ConcatTokens
 from components.data.store.indexed import IndexedTokens
 from components.data.store.reference_logps import ReferenceLogps
-from components.data.store.token_store import Bools, TokenSequences, TokenStore, digest
+from components.data.store.token_store import (
+    BAD_RECORDS,
+    Bools,
+    TokenSequences,
+    TokenStore,
+    bad_record_line,
+    digest,
+)
 from components.data.stream.chunks import Stream
 
 SHOWN_SAMPLES, SHOWN_TOKENS = 3, 1000
@@ -241,12 +248,12 @@ class PreparedData:
             store.path: store.name for split in self.splits for store in split.stores if not store.indexed
         }
         lines = [
-            json.dumps({"source": name, **asdict(bad)}) + "\n"
+            bad_record_line(name, bad)
             for path, name in paths.items()
             for bad in TokenStore.open(Path(path)).outcome().bad
         ]
         if lines:
-            (folder / "bad_records.jsonl").write_text("".join(lines))
+            (folder / BAD_RECORDS).write_text("".join(lines))
 
     def write_samples(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write samples.json: the first training samples as pieces of text, each a target or not."""

@@ -133,13 +133,20 @@ def plan_epoch(
     return Plan(segments, rows.astype(np.int64) * sequences_per_sample)
 
 
-def hold_out(count: int, fraction: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Choose the samples to hold out of training, bool ``[count]``; at least one if ``fraction`` > 0."""
-    held = np.zeros(count, dtype=np.bool_)
-    if fraction > 0:
-        number = max(1, round(fraction * count))
-        held[_generator(seed, 0, "hold_out").permutation(count)[:number]] = True
-    return held
+def hold_out(kept: npt.NDArray[np.bool_], fraction: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Choose the records to hold out of training, bool ``[R]``; at least one that is kept if there is any.
+
+    They are drawn from all records, so that another ``data.max_length`` moves none of them to the other side.
+
+    Args:
+        kept: whether each record gives a sample, bool ``[R]``.
+        fraction: the share of the records to hold out, above 0.
+    """
+    order = _generator(seed, 0, "hold_out").permutation(len(kept))
+    first = np.flatnonzero(kept[order])[:1] + 1  # empty if no record gives a sample
+    held = np.zeros(len(kept), dtype=np.bool_)
+    held[order[: max([round(fraction * len(kept)), *first.tolist()])]] = True
+    return held & kept
 
 
 def _generator(seed: int, epoch: int, purpose: str) -> np.random.RandomState:

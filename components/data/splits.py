@@ -13,7 +13,7 @@ from components.data import shared_prefix as prompts_module
 from components.data.audit import SplitAudit, audit_source
 from components.data.data_sources import FileSource
 from components.data.loader import SplitFiles, StoreFiles
-from components.data.packing import Packing, PlanOptions
+from components.data.packing import Packing, PlanOptions, hold_out
 from components.data.plans import CachedPlans, count_steps
 from components.data.store.concat_store import ConcatTokens
 from components.data.store.indexed import IndexedTokens
@@ -57,6 +57,20 @@ def indexed_source(
         str(prefix.absolute()), indexed=True, max_length=encoder.max_length, name=source.option
     )
     return SourceTokens(source.name, repeats, identity, files, tokens, record)
+
+
+def held_out(parts: Sequence[SourceTokens], fraction: float, seed: int) -> Bools:
+    """Return whether each sample of all ``parts`` is held out of training."""
+    outcomes = [part.outcome for part in parts]
+    if not fraction:
+        return np.zeros(sum(len(outcome.kept) for outcome in outcomes), np.bool_)
+    starts = np.cumsum([0, *(outcome.num_records for outcome in outcomes)])
+    records = np.concatenate(
+        [start + outcome.records for start, outcome in zip(starts, outcomes, strict=False)]
+    )
+    kept = np.zeros(starts[-1], np.bool_)
+    kept[records] = np.concatenate([outcome.kept for outcome in outcomes])
+    return hold_out(kept, fraction, seed)[records]
 
 
 @dataclass(frozen=True)

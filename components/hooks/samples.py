@@ -14,7 +14,7 @@ from components.atomic_write import write_atomic
 from components.contracts.errors import check_at_least_one
 from components.contracts.hook import Hook, HookRun
 from components.data.tokenize.prompts import read_prompts
-from components.models.generate import complete, load_model
+from components.models.generate import complete, load_model, use_plain_decoding
 
 
 @dataclass(kw_only=True)
@@ -61,6 +61,7 @@ class Samples(Hook):
             tokenizer = run.adapter.finish_export(run.model, export, export / "base", run.seed, run.dtype)
         logging.disable_progress_bar()
         model = load_model(export, run.model.trust_remote_code).eval()
+        use_plain_decoding(model, tokenizer)
         records = read_prompts(self.prompts, chat=self.strings == "chat")
         found = complete(
             model.to(inference_device(model)),
@@ -69,7 +70,7 @@ class Samples(Hook):
             max_new_tokens=self.max_new_tokens,
             do_sample=False,
         )
-        rows = [{**prompt.record, **completion} for prompt, completion in zip(records, found, strict=True)]
+        rows = [prompt.completed(completion) for prompt, completion in zip(records, found, strict=True)]
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         write_atomic(export.parent / f"step_{run.state.step:08}.jsonl", "".join(lines))
         run.log_table(run.name, [{key: as_text(value) for key, value in row.items()} for row in rows])

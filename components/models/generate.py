@@ -110,6 +110,21 @@ def stop_ids(model: PreTrainedModel) -> set[int]:
     return set(named) if isinstance(named, list) else set() if named is None else {named}
 
 
+def use_plain_decoding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let ``generate`` read only its arguments, and stop at the tokens of the model and of the tokenizer.
+
+    The model's own config may have a repetition penalty, and that of an adapter's base model lacks the token
+    that the adapter was trained to stop at.
+    """
+    own = model.generation_config
+    stops = stop_ids(model) | ({tokenizer.eos_token_id} - {None})
+    model.generation_config = GenerationConfig(
+        eos_token_id=sorted(stops) or None,
+        bos_token_id=None if own is None else own.bos_token_id,
+        pad_token_id=None if own is None else own.pad_token_id,
+    )
+
+
 def load_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """Return the model in ``folder``, or if it holds an adapter, that adapter on the base model it names."""
     if not (folder / ADAPTER_CONFIG_NAME).is_file():

@@ -73,7 +73,9 @@ def on_its_base(adapter: Path, given: Sequence[str]) -> list[str]:
             f"checkpoint: {adapter}/{ADAPTER_CONFIG} names no base model (base_model_name_or_path); add "
             "model.path=DIR."
         )
-    return ["model=hf", *own]
+    # An adapter may be trained with another chat template, or with tokens of its own.
+    has_tokenizer = (adapter / "tokenizer_config.json").is_file()
+    return ["model=hf", *own, *([f"model.tokenizer={adapter}"] if has_tokenizer else [])]
 
 
 def recorded(folder: Path) -> list[str]:

@@ -2,7 +2,8 @@
 
 checkpoint=DIR     a run or checkpoint folder, an export, an adapter folder or any Hugging Face folder
 prompts=FILE       records with `messages` or `prompt`, or a txt file with a prompt per line
-output=FILE        jsonl: each record with its `completion`; default: standard output
+output=FILE        jsonl: each record with its `completion` (one of its own becomes `record_completion`);
+                   default: standard output
 answer=FIELD       the field of each record with the right answer, with which the completion is compared
 metric=exact_match without outer blanks; or rouge1, rouge2, rougeL: the F-measure, by the package rouge-score
 strings=plain      or chat: whether a prompt that is a string is text as it is, or the turn of a user
@@ -20,6 +21,7 @@ from operator import eq
 from typing import TYPE_CHECKING, NoReturn
 
 from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
 from runner.cli import run_or_answer
 from runner.commands import sampling
 from runner.commands.arguments import Keys, parse_pairs, whole_number
@@ -65,10 +67,11 @@ def generate(arguments: Sequence[str]) -> None:
         for start in range(0, len(prompts), batch_size):
             found = complete(model, tokenizer, prompts[start : start + batch_size], **options)
             for number, completion in enumerate(found, start):
-                row = {**records[number].record, **completion}
+                added: Json = {**completion}
                 if answers:
-                    row[metric] = score(answers[number], completion["completion"].strip())
-                    scores.append(row[metric])
+                    added[metric] = score(answers[number], completion["completion"].strip())
+                    scores.append(added[metric])
+                row = records[number].completed(added)
                 print(json.dumps(row, ensure_ascii=False), file=output, flush=True)
     if "output" in given:
         print(f"{len(prompts):,} completions written to {given['output']}", file=sys.stderr)

@@ -419,8 +419,7 @@ def axolotl_datasets(work: Translation) -> None:
             work.missing[f"datasets: {key}"] = f"data.{key} holds for all sources; convert the others"
         work.words |= {f"data.{key}": found[0]} if found[0] else {}
     for item in sources:
-        for name in {*item} - READ:
-            work.missing[f"datasets: {name}={item[name]}"] = "use the options of data, see docs/data.md"
+        work.missing |= {f"datasets: {name}": why for name, why in lost(item).items()}
         if isinstance(item.get("type"), str) and format_of(item) is None:
             work.checks["data.format"] = f"type {item['type']} is not known; the format is recognised"
     held_out(work, "val_set_size")
@@ -429,9 +428,33 @@ def axolotl_datasets(work: Translation) -> None:
 FIELDS = ("instruction", "input", "output", "system", "chosen", "rejected")
 """Our names of fields. The option ``field_NAME`` of an entry gives the name of the field in the records."""
 READ = {"path", "data_files", "ds_type", "type", "split", "name", "revision", "field", "field_messages"}
-READ |= {"message_field_role", "message_field_content", "message_property_mappings", "roles", "chat_template"}
-READ |= {"roles_to_train", "train_on_eos", *(f"field_{key}" for key in FIELDS)}
+READ |= {"message_field_role", "message_field_content", "message_property_mappings", "roles"}
+READ |= {f"field_{key}" for key in FIELDS}
 """The keys of an entry of ``datasets`` that are read, or have no effect."""
+USUAL: Mapping[str, tuple[Any, ...]] = {
+    "roles_to_train": ([], ["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
+    "train_on_eos": ("turn",),
+    "chat_template": ("tokenizer_default",),
+}
+"""Values of such keys that need no option here."""
+UNREAD = {
+    "roles_to_train": "the turns of the assistant are trained on",
+    "train_on_eos": "the token that ends a turn of the assistant is trained on",
+    "chat_template": "model.chat_template is that of all data",
+}
+"""The rule that applies here, for any other value of these keys."""
+
+
+def lost(item: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of an entry of ``datasets`` without a counterpart, each with what to do or to know."""
+    found = {}
+    for name, value in item.items():
+        if name not in READ and value is not None and value not in USUAL.get(name, ()):
+            found[f"{name}={value}"] = UNREAD.get(name, "use the options of data, see docs/data.md")
+    for ours, theirs in (item.get("message_property_mappings") or {}).items():
+        if ours not in ("role", "content") and theirs != ours:
+            found[f"message_property_mappings.{ours}={theirs}"] = f"rename the key to {ours} in the records"
+    return found
 
 
 def files_of(item: Mapping[str, Any]) -> list[str]:

@@ -31,6 +31,5 @@ def read_sampling(given: Mapping[str, str]) -> tuple[Json, int]:
         if key in given and not temperature:
             raise ConfigError(f"{key}: is not read with temperature=0; set temperature, or remove it.")
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    # Without draws, values of the model's own generation config would be reported as unused.
-    chosen = {"do_sample": True, **drawn} if temperature else {"do_sample": False, **dict.fromkeys(drawn)}
+    chosen = {"do_sample": True, **drawn} if temperature else {"do_sample": False}
     return {"max_new_tokens": max_new_tokens, **chosen}, seed

@@ -14,7 +14,7 @@ from components.checkpoint import resolve_checkpoint
 from components.checkpoint.reader import StoredTensors
 from components.checkpoint.to_hf import CheckpointModel
 from components.contracts.errors import ConfigError
-from components.models.generate import load_model
+from components.models.generate import load_model, use_plain_decoding
 from components.models.scalar_head import SCORE, is_classifier
 from runner.commands.arguments import trusted_modules
 from runner.config.instantiate import build_component
@@ -92,4 +92,5 @@ def _load(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTr
     except (OSError, ValueError) as error:
         reason, _, _ = str(error).partition("\n")
         raise ConfigError(f"checkpoint: cannot load {folder} ({reason}); export it again.") from error
+    use_plain_decoding(model, tokenizer)
     return model.to(inference_device(model)).eval(), tokenizer

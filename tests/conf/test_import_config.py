@@ -341,6 +341,24 @@ def test_reward_models_of_other_tools(imported: Run) -> None:
     check(imported("llamafactory", "model_name_or_path: m\nstage: rm\ndataset: pairs"), target)
 
 
+def test_what_an_entry_of_axolotl_loses_is_listed(imported: Run) -> None:
+    entry = (
+        "{path: a.jsonl, type: chat_template, roles_to_train: [assistant, tool], train_on_eos: last, "
+        "chat_template: llama3, message_property_mappings: {role: role, content: text, name: who}}"
+    )
+    told = imported("axolotl", f"base_model: x\nlearning_rate: 1e-3\ndatasets: [{entry}]").out
+    for words in (
+        "datasets: roles_to_train=['assistant', 'tool']",
+        "datasets: train_on_eos=last",
+        "datasets: chat_template=llama3",
+        "datasets: message_property_mappings.name=who",
+    ):
+        assert words in told
+    usual = "{path: a.jsonl, type: chat_template, roles_to_train: [assistant], train_on_eos: turn}"
+    plain = imported("axolotl", f"base_model: x\nlearning_rate: 1e-3\ndatasets: [{usual}]").out
+    assert "datasets:" not in plain
+
+
 def test_plain_text_of_axolotl_is_pretraining(imported: Run) -> None:
     text = "base_model: x\nlearning_rate: 1e-3\ndatasets: [{path: a.txt, type: completion}]"
     check(imported("axolotl", text), {"stage.kind": "text", "data.train": "a.txt"})

@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from components.contracts.errors import ConfigError
-from components.models.generate import load_model
+from components.data.tokenize.prompts import read_prompts
+from components.models.generate import amend, load_model
 from runner.commands.chat import chat
 from runner.commands.evaluate import evaluation
 from runner.commands.generate import generate
@@ -27,6 +28,7 @@ PROMPTS: list[dict[str, Any]] = [
     {"prompt": "Count to seventeen, and then on to twenty."},
     {"prompt": "one"},
 ]
+ANSWER = {"role": "assistant", "content": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +261,19 @@ def test_a_completion_ends_with_a_stop_token(tmp_path: Path, single: Path) -> No
     tokenizer.save_pretrained(folder)
     found = completions(tmp_path, f"checkpoint={folder}")[2]
     assert found == PROMPTS[2] | {"completion": "", "finish": "stop"}
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(first)  # as that of an adapter on its base model
+    tokenizer.save_pretrained(folder)
+    assert completions(tmp_path, f"checkpoint={folder}")[2] == found
+
+
+def test_the_most_probable_token_is_taken_whatever_the_model_suggests(tmp_path: Path, single: Path) -> None:
+    folder = tmp_path / "suggests"
+    shutil.copytree(single / "export", folder)
+    expected = completions(tmp_path, f"checkpoint={folder}")
+    amend(folder / "generation_config.json", {"repetition_penalty": 100.0, "do_sample": True})
+    assert completions(tmp_path, f"checkpoint={folder}") == expected
 
 
 @pytest.mark.parametrize(
@@ -294,11 +309,36 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, single: Path) -> None:
         generate(words)
 
 
-def test_a_prompt_that_cannot_be_read(tmp_path: Path, single: Path) -> None:
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "system": "b"}, "a prompt that is a string takes no system; use"),
+        ({"prompt": "a", "tools": [{"name": "f"}]}, "a prompt that is a string takes no tools; use"),
+        ({"messages": [{"role": "user", "content": "a"}, ANSWER]}, "messages ends with an answer; remove"),
+    ],
+)
+def test_a_prompt_that_cannot_be_read(
+    tmp_path: Path, single: Path, record: dict[str, Any], message: str
+) -> None:
     prompts = tmp_path / "p.jsonl"
-    prompts.write_text('{"prompt": "a", "system": "b"}\n')
-    with pytest.raises(ConfigError, match=r"p\.jsonl:1: a prompt that is a string takes no system turn; use"):
+    prompts.write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=rf"p\.jsonl:1: {message}"):
         generate([f"checkpoint={single}/export", f"prompts={prompts}"])
+
+
+def test_a_prompt_is_all_of_its_record(single: Path) -> None:
+    """With a string as a user's turn: the system turn, and the variables of the template."""
+    tokenizer = AutoTokenizer.from_pretrained(single / "export")
+    tokenizer.chat_template = "{{ style }}|{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}"
+    record = {"prompt": "a", "system": "b", "chat_template_kwargs": {"style": "c"}, "completion": "d"}
+    path = single / "prompt.jsonl"
+    path.write_text(json.dumps(record))
+    (prompt,) = read_prompts(str(path), chat=True)
+    assert tokenizer.decode(prompt.token_ids(tokenizer)) == "c|system: b|user: a|"
+    assert prompt.completed({"completion": "e"}) == {**record, "record_completion": "d", "completion": "e"}
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match="does not render message 0, a system turn"):
+        prompt.token_ids(tokenizer)
 
 
 # ---- chat

@@ -1,13 +1,16 @@
 """Rename the fields of a record, and the keys and roles of its messages, to the names that formats use."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from components.contracts.json_types import Json
 from components.data.records.options import MESSAGE_KEYS, RecordError, RecordOptions
 
 
 def renamed(record: Mapping[str, object], options: RecordOptions) -> Mapping[str, object]:
-    """Return the record with the names of the formats, according to ``data.columns`` and ``data.roles``."""
+    """Return the record with the names of the formats, according to ``data.columns`` and ``data.roles``.
+
+    A field that is renamed takes the place of one that has its new name, which ``unnamed`` then returns.
+    """
     if not options.columns and not options.roles:
         return record
     fields = {ours: theirs for ours, theirs in options.columns.items() if ours not in MESSAGE_KEYS}
@@ -19,8 +22,25 @@ def renamed(record: Mapping[str, object], options: RecordOptions) -> Mapping[str
 
 def unnamed(record: Mapping[str, object], options: RecordOptions) -> list[str]:
     """Return the fields that ``renamed`` leaves out because no column names them."""
-    named = set(options.columns.values())
-    return [name for name in record if name not in named] if options.only_columns else []
+    if options.only_columns:
+        named = set(options.columns.values())
+        return [name for name in record if name not in named]
+    of_messages = {ours: theirs for ours, theirs in options.columns.items() if ours in MESSAGE_KEYS}
+    of_record = {ours: theirs for ours, theirs in options.columns.items() if ours not in MESSAGE_KEYS}
+    found = list(_displaced(record, of_record))
+    for name, value in record.items():
+        turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
+        keys = dict.fromkeys(key for turn in turns for key in _displaced(turn, of_messages))
+        found += [f"{name}[].{key}" for key in keys]
+    return found
+
+
+def _displaced(fields: Mapping[str, object], columns: Mapping[str, str]) -> Iterator[str]:
+    """Yield the names that ``columns`` gives to other fields although ``fields`` has a value under them."""
+    for ours, theirs in columns.items():
+        has_own = ours not in columns.values() and fields.get(ours) not in (None, "", [], {})
+        if theirs in fields and has_own:
+            yield ours
 
 
 def check_columns(record: Mapping[str, object], options: RecordOptions, origin: str) -> None:
@@ -43,6 +63,7 @@ def _renamed_messages(value: object, options: RecordOptions) -> object:
 
 def _renamed_message(message: Json, options: RecordOptions) -> Json:
     keys = {theirs: ours for ours, theirs in options.columns.items() if ours in MESSAGE_KEYS}
-    out = {keys.get(name, name): value for name, value in message.items()}
+    kept = {name: value for name, value in message.items() if name not in keys}
+    out = kept | {keys[name]: value for name, value in message.items() if name in keys}
     role = out.get("role") or out.get("from")
     return {**out, "role": options.roles[role]} if isinstance(role, str) and role in options.roles else out

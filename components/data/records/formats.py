@@ -101,6 +101,7 @@ def _sample(record: Mapping[str, object], options: RecordOptions, origin: str) -
     if format == "text":
         return TextSample(read_string(record, "text", origin))
     if format == "segments":
+        _check_segments(options, origin)
         return _read_segments(record, origin)
     if format == "preference":
         return read_preference(record, options, origin)
@@ -113,6 +114,18 @@ def _sample(record: Mapping[str, object], options: RecordOptions, origin: str) -
     else:
         turns = read_turns(record, "messages" if format == "messages" else "conversations", origin)
     return _chat(turns, record, options, origin)
+
+
+def _check_segments(options: RecordOptions, origin: str) -> None:
+    given = {
+        "default_system": options.default_system is not None,
+        "mask_history": options.mask_history,
+        "chat_template_kwargs": bool(options.chat_template_kwargs),
+    }
+    if name := next((name for name, unread in given.items() if unread), None):
+        raise ConfigError(
+            f"data.{name}: {origin} has segments, which no chat template renders; leave it out."
+        )
 
 
 def _read_segments(record: Mapping[str, object], origin: str) -> SegmentsSample:
@@ -150,6 +163,12 @@ def _chat(
     whole = with_default_system(turns, options)
     first = prompt_turns + len(whole) - len(turns)
     messages, excluded = split_untrained(checked(whole, origin))
+    if options.train_on_prompt and any(messages[i]["role"] == "assistant" for i in excluded):
+        fail(
+            origin,
+            "excludes a turn from training, and data.train_on_prompt trains on every turn",
+            "Remove the flag of the turn, or set data.train_on_prompt=false.",
+        )
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     excluded |= set(range(first))
     if options.mask_history:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from components.contracts.errors import ConfigError
-from components.data.records.record_files import Item, Reading, Records
+from components.data.records.record_files import Item, Reading, Records, without_nulls
 from components.json_text import one_line
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class HubDataset:
         for row, record in enumerate(dataset, start=1):
             if hasattr(dataset, "__len__"):
                 reading.at_row(row, len(dataset))
-            yield record, f"hub:{self.repo}:{row}"
+            yield without_nulls(record), f"hub:{self.repo}:{row}"
 
     def _load(self, *, streaming: bool = False) -> "Dataset | IterableDataset":
         """Return the data set.

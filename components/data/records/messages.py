@@ -117,9 +117,12 @@ def read_message(raw: object, where: str, origin: str) -> Message:
 
 
 def _is_trained(raw: Message, role: str, where: str, origin: str) -> bool:
-    flag = next((key for key in _FLAGS if raw.get(key) is not None), None)
-    if flag is None:
+    given = [key for key in _FLAGS if raw.get(key) is not None]
+    if not given:
         return True
+    flag = given[0]
+    if other := next((key for key in given if raw[key] != raw[flag]), None):
+        fail(origin, f"{flag} and {other} of {where} contradict each other", "Remove one of them.")
     if raw[flag] not in (0, 1):  # includes True and False
         fail(origin, f"{flag} of {where} is {raw[flag]!r}", "Use 0 or 1: a turn is trained on, or not.")
     if raw[flag] and role != "assistant":

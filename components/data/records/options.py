@@ -57,6 +57,7 @@ class RecordOptions:
     mask_history: bool = False
     chat_template_kwargs: Json = field(default_factory=dict)
     on_bad_record: Literal["stop", "skip"] = "stop"
+    train_on_prompt: bool = False
     ranked: bool = False
     """Whether the stage reads the margin of a pair."""
 

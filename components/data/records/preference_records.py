@@ -46,7 +46,8 @@ def _read_pair(given: Mapping[str, object], options: RecordOptions, origin: str)
     prompt = _explicit_prompt(record, origin)
     if prompt is None or chosen[0]["role"] != "assistant":
         shared = _num_shared(chosen, rejected, origin)
-        prompt = _whole_prompt(prompt or [], chosen[:shared], origin)
+        whole = _whole_prompt(prompt or [], chosen[:shared], origin)
+        prompt = whole if prompt else _after_system(record, whole, origin)
         chosen, rejected = chosen[shared:], rejected[shared:]
     prompt = with_default_system(prompt, options)
     for answer in (chosen, rejected):
@@ -197,6 +198,14 @@ def _num_shared(chosen: list[Message], rejected: list[Message], origin: str) -> 
         what = "share no leading message" if shared == 0 else "do not differ in an answer"
         fail(origin, f"'chosen' and 'rejected' {what}", "Add a 'prompt', or give both whole conversations.")
     return shared
+
+
+def _after_system(record: Mapping[str, object], prompt: list[Message], origin: str) -> list[Message]:
+    """Return a prompt that the answers repeat after the record's own system turn, if there is one."""
+    own = system_turn(record, origin)
+    if own and prompt[0]["role"] == "system" and prompt[:1] != own:
+        fail(origin, "field 'system' is not the system turn of 'chosen'", "Remove one of them.")
+    return prompt if prompt[:1] == own else [*own, *prompt]
 
 
 def _whole_prompt(explicit: list[Message], shared: list[Message], origin: str) -> list[Message]:

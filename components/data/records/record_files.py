@@ -257,7 +257,7 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[Item]:
                 reading.at_row(row + batch.num_rows, file.metadata.num_rows)
                 for record in batch.to_pylist():
                     row += 1
-                    yield record, f"{path}:{row}"
+                    yield without_nulls(record), f"{path}:{row}"
     except pyarrow.ArrowException as error:
         reason, _, _ = str(error).partition("\n")
         raise ConfigError(f"{path}: is not a readable parquet file ({reason}). Write it again.") from error
@@ -284,7 +284,22 @@ def _read_saved_dataset(folder: Path, reading: Reading) -> Iterator[Item]:
         raise ConfigError(f"{folder}: is not a readable saved dataset ({reason}). Save it again.") from error
     for row, record in enumerate(dataset, start=1):
         reading.at_row(row, len(dataset))
-        yield record, f"{folder}:{row}"
+        yield without_nulls(record), f"{folder}:{row}"
+
+
+def without_nulls(record: Record) -> Record:
+    """Return a row of an Arrow table without the nulls in the objects of its columns.
+
+    Arrow gives all objects of a column the same fields. Without this, every tool call would have the
+    arguments of all others, as nulls.
+    """
+    return {name: _without_nulls(value) for name, value in record.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 _READERS: dict[str, Callable[[Path, Reading], Iterator[Item]]] = {

@@ -23,6 +23,16 @@ _READ: Mapping[Format, tuple[str, ...]] = {
         *(*_QUESTION, *_ALWAYS),
     ),
 }
+_PROMPTS = ("prompt", "conversations", "messages", "instruction")
+"""Fields of a prompt of preference and unpaired data, the first of which is read."""
+_ALTERNATIVES: Mapping[Format, tuple[tuple[str, str], ...]] = {
+    "alpaca": (("instruction", "prompt"), ("input", "query"), ("output", "response")),
+    "preference": (("chosen", "chosen_messages"), ("chosen", "rejected_messages"), ("input", "query")),
+    "unpaired": (("label", "kto_tag"), ("output", "response"), ("input", "query")),
+}
+"""Pairs of fields the second of which is read only if a record does not have the first one."""
+_TWINS = (("role", "from"), ("content", "value"))
+"""Such pairs of keys of a message."""
 _MESSAGE_KEYS = (
     *("role", "from", "content", "value", "tool_calls", "name", "tool_call_id"),
     *(*REASONING_KEYS, "weight", "train", "loss_weight"),
@@ -44,7 +54,9 @@ def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: 
         RecordError: if a field that would change what is trained is not named in ``data.ignore_fields``.
     """
     assert options.format != "auto"
+    displaced = set(_displaced(record, options.format))
     read = (*_READ[options.format], *(("margin",) if options.ranked else ()))
+    read = tuple(name for name in read if name not in displaced)
     names = [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
     for name in (name for name in read if name not in _ALWAYS):  # which the template reads as they are
         names += [f"{name}[].{key}" for key in dict.fromkeys(_unread_keys(record.get(name)))]
@@ -60,9 +72,31 @@ def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: 
     return names
 
 
+def _displaced(record: Mapping[str, object], format: Format) -> Iterator[str]:
+    """Yield the fields that are not read because others of the record are read in their place."""
+    for name, other in _ALTERNATIVES.get(format, ()):
+        if record.get(name) is not None:
+            yield other
+    if format not in ("preference", "unpaired"):
+        return
+    has = {name for name, value in record.items() if value is not None}
+    last_turn = format == "unpaired" and "completion" not in has
+    if last_turn and has & {"output", "response"}:
+        # A record of alpaca, in which prompt is another name of instruction.
+        yield from ("conversations", "messages", *(("prompt",) if "instruction" in has else ()))
+        return
+    yield from ("output", "response")
+    prompts = ("messages", "conversations") if last_turn else _PROMPTS
+    found = next((name for name in prompts if name in has), None)
+    yield from (name for name in _PROMPTS if name != found)
+    if found != "instruction":
+        yield from ("input", "query", "history")
+
+
 def _unread_keys(value: object) -> Iterator[str]:
     for message in value if isinstance(value, list) else [value]:
         if isinstance(message, dict):
+            displaced = {other for name, other in _TWINS if message.get(name) is not None}
             for key, content in message.items():
-                if key not in _MESSAGE_KEYS and content not in (None, "", [], {}):
+                if (key not in _MESSAGE_KEYS or key in displaced) and content not in (None, "", [], {}):
                     yield str(key)

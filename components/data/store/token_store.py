@@ -30,6 +30,8 @@ LeftOut = Literal["dropped", "unsupervised", "identical"]
 """Why a sample is left out: it exceeds ``data.max_length``, has no target, or is a pair of equal answers."""
 
 _TRUNCATED, _STOP_TRAINED, _DESIRABLE = 1, 2, 4
+BAD_RECORDS = "bad_records.jsonl"
+"""Name of the file in a run's folder that lists the records that are left out because they cannot be read."""
 _BAD = "bad_records"
 """Name of the file with a line of JSON for each ``BadRecord``."""
 _MEMO_BYTES = 2**26  # digests of larger files are cached by size and time
@@ -77,6 +79,11 @@ class BadRecord:
 
     origin: str
     reason: str
+
+
+def bad_record_line(source: str, bad: BadRecord) -> str:
+    """Return a line of ``BAD_RECORDS`` for a record of the source with this name."""
+    return json.dumps({"source": source, **asdict(bad)}) + "\n"
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,10 @@ class FilterResult:
     """Per sample: whether the token that ends its last assistant turn is a target. None means not known."""
     num_supervised: Ints
     """Per sequence: number of its targets."""
+    records: Ints
+    """Per sample: index of its record in the source."""
+    num_records: int
+    """Number of records, including those that are left out."""
     left_out: Counter[LeftOut]
     long_prompts: int = 0
     bad: Sequence[BadRecord] = ()
@@ -200,6 +211,8 @@ class StoreWriter:
         self._type = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
         self.meta = StoreMeta(self._type.name, sequences_per_sample, masked, format)
         self._end = self.num_samples = 0
+        self._is_whole = True
+        """Whether the files end with a whole chunk, unlike after an interrupt of ``append``."""
 
     def __enter__(self) -> Self:
         self._saved = time.monotonic()
@@ -233,7 +246,7 @@ class StoreWriter:
         self._end = saved.sizes["tokens"] // self._type.itemsize
 
     def append(self, chunk: TokenChunk) -> None:
-        meta = self.meta
+        meta, self._is_whole = self.meta, False
         meta.left_out += chunk.left_out
         meta.long_prompts += chunk.long_prompts
         meta.unread += chunk.unread
@@ -244,6 +257,7 @@ class StoreWriter:
         first, meta.records = meta.records, meta.records + chunk.num_records
         if len(chunk.lengths):
             self._append_samples(chunk, first)
+        self._is_whole = True
         if time.monotonic() - self._saved > _SAVE_S:
             self._save("progress.json")
 
@@ -276,7 +290,7 @@ class StoreWriter:
         # in a record, the files are of no use.
         keep = not isinstance(error, Exception) or isinstance(error, WorkerLost)
         try:
-            if keep:
+            if keep and self._is_whole:
                 self._save("progress.json" if error else "meta.json")
         finally:
             for file in self._files.values():
@@ -365,6 +379,8 @@ class TokenStore:
             truncated=(flags & _TRUNCATED).astype(np.bool_),
             stop_trained=(flags & _STOP_TRAINED).astype(np.bool_),
             num_supervised=self._map("supervised", np.int64),
+            records=self._records,
+            num_records=self.meta.records,
             left_out=self.meta.left_out,
             long_prompts=self.meta.long_prompts,
             bad=[BadRecord(**json.loads(line)) for line in (self.path / _BAD).read_text().splitlines()],

@@ -54,15 +54,15 @@ class Stream:
         plan = plan_epoch(
             tokens.lengths, self.plan, chunk, sequences_per_sample=tokens.sequences_per_sample, shared=shared
         )
-        return Chunk(tokens, plan, [bad for store in stores for bad in store.outcome().bad])
+        return Chunk(tokens, plan, [(store.name, bad) for store in stores for bad in store.outcome().bad])
 
 
 @dataclass(frozen=True)
 class Chunk:
     tokens: ConcatTokens
     plan: Plan
-    bad: Sequence[BadRecord]
-    """Records that are left out because they cannot be read."""
+    bad: Sequence[tuple[str, BadRecord]]
+    """Records that are left out because they cannot be read, each with the option of its source."""
 
 
 def chunk_name(chunk: int) -> str:

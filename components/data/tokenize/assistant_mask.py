@@ -15,7 +15,7 @@ error is raised. The text is never searched, so an answer that looks like a head
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from jinja2 import TemplateError
@@ -74,8 +74,36 @@ class Template:
     def conversation(self, messages: list[Message]) -> "Conversation":
         """Tokenise the whole text. No special token is added to those that the template wrote."""
         text = self.render(messages)
+        self.check_reads(messages, text)
         out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return Conversation(self, messages, text, out["input_ids"], out["offset_mapping"])
+
+    def check_reads(self, messages: list[Message], text: str, *, prompt: bool = False) -> None:
+        """Raise RecordError if ``text``, which ``render`` returned, lacks a turn, the tools or a tool call.
+
+        Only what the text does not show is rendered again, without it: if the text stays the same, the
+        template drops it.
+        """
+
+        def drops(changed: list[Message], template: Template = self) -> bool:
+            try:
+                return template.render(changed, prompt=prompt) == text
+            except RecordError:  # it looks at what was changed
+                return False
+
+        names = [str(tool.get("function", {}).get("name")) for tool in self.tools or ()]
+        if not all(name in text for name in names) and drops(messages, replace(self, tools=None)):
+            raise self.error("does not render tools")
+        for i, message in enumerate(messages):
+            calls = message.get("tool_calls", ())
+            without = {key: value for key, value in message.items() if key != "tool_calls"}
+            if not all(call["function"]["name"] in text for call in calls) and drops(
+                [*messages[:i], without, *messages[i + 1 :]]
+            ):
+                raise self.error("does not render tool_calls")
+            other = {**message, "content": message["content"] + _PROBE}
+            if message["content"].strip() not in text and drops([*messages[:i], other, *messages[i + 1 :]]):
+                raise self.error(f"does not render message {i}, a {message['role']} turn")
 
     def error(self, what: str, remedy: str = "Change the record, or name another tokenizer.") -> RecordError:
         name = self.tokenizer.name_or_path
@@ -101,8 +129,8 @@ def template_for(tokenizer: PreTrainedTokenizerBase, sample: Conversational, ori
     """Return the template for the sample.
 
     Raises:
-        ConfigError: if the tokenizer has no chat template or is not a fast one, or if the template would
-            silently drop the tools or tool calls of the sample.
+        ConfigError: if the tokenizer has no chat template or is not a fast one, or if the template does not
+            read a variable of the sample.
     """
     name = tokenizer.name_or_path
     if not tokenizer.chat_template:
@@ -118,18 +146,10 @@ def template_for(tokenizer: PreTrainedTokenizerBase, sample: Conversational, ori
     source = tokenizer.get_chat_template(tools=sample.tools)
     kwargs = sample.template_kwargs
     template = Template(tokenizer, sample.tools, kwargs, source, _stop_ids(tokenizer), origin)
-    for key, used in {"tools": bool(sample.tools), "tool_calls": _calls_tools(sample)}.items():
-        if used and key not in source:
-            raise template.error(f"does not render {key}")
-    unknown = [name for name in kwargs if name not in source]
+    unknown = [name for name in kwargs if not re.search(rf"\b{re.escape(name)}\b", source)]
     if unknown:
         raise template.error(f"does not read {', '.join(unknown)}", "Remove it from chat_template_kwargs.")
     return template
-
-
-def _calls_tools(sample: Conversational) -> bool:
-    parts = [sample.messages] if isinstance(sample, ChatSample) else [sample.prompt, *sample.answers]
-    return any("tool_calls" in message for part in parts if not isinstance(part, str) for message in part)
 
 
 @lru_cache(maxsize=8)

@@ -36,16 +36,19 @@ def with_kl_completions(
 ) -> Iterator[EncoderInput]:
     """Pair each record with the next one, and the last with the first: the same pairs in every layout.
 
-    Records that cannot be read are in no pair and keep their places.
+    Records that cannot be read are in no pair and keep their places. The next record is one with an answer:
+    an empty one, which is left out itself, is nobody's mismatched answer.
     """
     held: list[EncoderInput] = []
     first: Turns | None = None
     for item, origin in items:
         try:
             completion = None if isinstance(item, Unreadable) else _completion(item, options, origin)
+            says = completion is not None and says_something(completion)
         except RecordError as error:
-            item, completion = Unreadable(error), None
-        if completion is not None:
+            item, says = Unreadable(error), False
+        if says:
+            assert completion is not None
             yield from _paired(held, completion)
             held, first = [], completion if first is None else first
         held.append((item, origin))
@@ -58,14 +61,20 @@ def _completion(item: Record | Sample, options: RecordOptions, origin: str) -> T
     return sample.completion
 
 
+def says_something(completion: Turns) -> bool:
+    """Return whether an answer has anything to train on."""
+    if isinstance(completion, str):
+        return bool(completion.strip())
+    return any(turn["content"].strip() or "tool_calls" in turn for turn in completion)
+
+
 def _paired(held: Iterable[EncoderInput], completion: Turns | None) -> Iterator[EncoderInput]:
     for item, origin in held:
         if isinstance(item, Unreadable):
             yield item, origin
         else:
             assert not isinstance(item, KLPair)
-            assert completion is not None
-            yield KLPair(item, completion), origin
+            yield item if completion is None else KLPair(item, completion), origin
 
 
 @dataclass(frozen=True)

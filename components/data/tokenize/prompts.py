@@ -6,8 +6,15 @@ from transformers import PreTrainedTokenizerBase
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
-from components.data.records.messages import read_string, read_tools, read_turns
-from components.data.records.options import RecordError
+from components.data.records.messages import (
+    read_string,
+    read_template_kwargs,
+    read_tools,
+    read_turns,
+    split_untrained,
+    system_turn,
+)
+from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import Unreadable, read_records
 from components.data.records.samples import Tool, Turns
 from components.data.tokenize.assistant_mask import Template
@@ -21,6 +28,7 @@ class Prompt:
     origin: str
     turns: Turns
     tools: list[Tool] | None
+    template_kwargs: Json
 
     def token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return the prompt's tokens; after messages, with the beginning of the assistant's turn.
@@ -35,17 +43,23 @@ class Prompt:
             raise ConfigError(
                 f"{self.origin}: is a conversation, and the model has no chat template; use strings=plain."
             )
-        template = Template(tokenizer, self.tools, {}, "", frozenset(), self.origin)
+        template = Template(tokenizer, self.tools, self.template_kwargs, "", frozenset(), self.origin)
         text = template.render(self.turns, prompt=True)
+        template.check_reads(self.turns, text, prompt=True)
         chat: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return chat
+
+    def completed(self, completion: Json) -> Json:
+        """Return the record with its completion; fields of the same names become ``record_NAME``."""
+        own = {f"record_{name}" if name in completion else name: self.record[name] for name in self.record}
+        return own | completion
 
 
 def read_prompts(path: str, *, chat: bool) -> list[Prompt]:
     """Return the prompts in the files of ``path``.
 
-    A record has ``messages``, ``conversations``, ``prompt`` or ``text``. With ``chat``, a string becomes a
-    user turn.
+    A record has ``messages``, ``conversations``, ``prompt`` or ``text``, and of a conversation also
+    ``system``, ``tools`` and ``chat_template_kwargs``. With ``chat``, a string becomes a user turn.
 
     Raises:
         ConfigError: if a file or a record cannot be read.
@@ -56,12 +70,19 @@ def read_prompts(path: str, *, chat: bool) -> list[Prompt]:
 def _read_prompt(record: Json | Unreadable, origin: str, *, chat: bool) -> Prompt:
     if isinstance(record, Unreadable):
         raise record.error
-    tools = read_tools(record, origin)
+    tools, kwargs = read_tools(record, origin), read_template_kwargs(record, RecordOptions(), origin)
     for key in ("messages", "conversations", "prompt"):
         if isinstance(record.get(key), list):
-            return Prompt(record, origin, read_turns(record, key, origin), tools)
+            turns, _ = split_untrained(read_turns(record, key, origin))
+            if turns[-1]["role"] == "assistant":
+                raise RecordError(f"{origin}: {key} ends with an answer; remove that turn from the prompt.")
+            return Prompt(record, origin, turns, tools, kwargs)
     key = "text" if record.get("prompt") is None and "text" in record else "prompt"
     text = read_string(record, key, origin)
-    if not chat and record.get("system"):
-        raise RecordError(f"{origin}: a prompt that is a string takes no system turn; use strings=chat.")
-    return Prompt(record, origin, [{"role": "user", "content": text}] if chat else text, tools)
+    if chat:
+        turns = [*system_turn(record, origin), {"role": "user", "content": text}]
+        return Prompt(record, origin, turns, tools, kwargs)
+    for name in ("system", "tools", "chat_template_kwargs"):
+        if record.get(name):
+            raise RecordError(f"{origin}: a prompt that is a string takes no {name}; use strings=chat.")
+    return Prompt(record, origin, text, None, {})

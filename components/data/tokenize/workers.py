@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import time
 from collections import deque
@@ -168,27 +169,36 @@ def _encode_in_worker(batch: list[EncoderInput]) -> TokenChunk:
 def build_store(source: Source, encoder: Encoder, cache: Path, num_workers: int) -> tuple[TokenStore, str]:
     """Return the token store of ``source``, and a digest of its content, the tokenizer and the options.
 
-    The store is written unless it is complete.
+    The store is written unless it is complete. As the files of a stream are not read as a whole, its digest
+    is one of the tokens of its first chunk, too.
 
     Raises:
         ConfigError: if a record is invalid, the source is of another kind, or no sample is left.
     """
     settings = [encoder.kind, encoder.max_length, encoder.long_samples, encoder.train_on_prompt]
     identity = digest([source.content(cache), _tokenizer_digest(encoder.tokenizer), settings])
-    path = cache / "tokens" / digest([identity, _code(), _own_code(source)])
+    stamps = source.stamps() if isinstance(source, RecordSource) else []
+    path = cache / "tokens" / digest([identity, _code(), _own_code(source), stamps])
+    store = _open_or_write(path, source, encoder, num_workers)
+    if isinstance(source, RecordSource) and source.streaming:
+        identity = digest([identity, store.meta.checksums])
+    return store, identity
+
+
+def _open_or_write(path: Path, source: Source, encoder: Encoder, num_workers: int) -> TokenStore:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return TokenStore.open(path).verified(), identity
+        return TokenStore.open(path).verified()
     except CorruptTokenStore:
         pass
     with FileLock(f"{path}.lock"):
         try:
-            return TokenStore.open(path).verified(), identity  # another process may have written it by now
+            return TokenStore.open(path).verified()  # another process may have written it by now
         except CorruptTokenStore as error:
             if path.exists():
                 log.warning("%s: is damaged; tokenised again.", error)
             _write_store(path, source, encoder, num_workers)
-            return TokenStore.open(path), identity
+            return TokenStore.open(path)
 
 
 def _write_store(path: Path, source: Source, encoder: Encoder, num_workers: int) -> None:
@@ -262,16 +272,35 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _own_code(source: Source) -> str:
-    """Return the text of the modules from outside this package that decide about the samples of a source."""
-    modules = {type(source).__module__}
+    """Return the text of the user's modules that decide about the samples of a source.
+
+    These are the module of its class or of its ``convert``, and those that it imports at its top, unless they
+    are installed packages.
+    """
+    names = [type(source).__module__]
     if isinstance(source, RecordSource) and source.convert is not None:
-        modules.add(source.convert.__module__)
-    found = ""
-    for module in sorted(modules):
-        if module.partition(".")[0] != __name__.partition(".")[0]:
-            with suppress(OSError):  # a module without a file of Python
-                found += inspect.getsource(sys.modules[module])
-    return found
+        names.append(source.convert.__module__)
+    found: dict[str, str] = {}
+    while names:
+        name = names.pop()
+        if name in found or not _is_users(name):
+            continue
+        module, found[name] = sys.modules[name], ""
+        with suppress(OSError):  # a module without a file of Python
+            found[name] = inspect.getsource(module)
+        for value in vars(module).values():
+            of = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+            names += [of] if isinstance(of, str) else []
+    return "".join(text for _, text in sorted(found.items()))
+
+
+def _is_users(module: str) -> bool:
+    """Return whether a module is neither of this package nor of an installed one or of Python itself."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None or module.partition(".")[0] == __name__.partition(".")[0]:
+        return False
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return not any(Path(file).is_relative_to(folder) for folder in installed)
 
 
 @cache

@@ -275,6 +275,21 @@ def test_held_out_samples_are_not_trained_on(texts: str, tokenizer: PreTrainedTo
     assert by_seed[0] != by_seed[1]
 
 
+def test_what_was_held_out_stays_so_with_another_filter(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Records of different lengths, of which a shorter ``max_length`` leaves out some."""
+    path = tmp_path / "texts.jsonl"
+    texts = [f"{n} " * (1 + n % 5) for n in range(100)]
+    path.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+    data = FilesData(train=str(path), packing="none", eval_fraction=0.2, long_samples="drop", max_length=64)
+    long, short = (prepare(replace(data, max_length=length), tokenizer) for length in (64, 8))
+    trained = {*documents(long, tokenizer)}
+    held = documents(short, tokenizer, evaluate=True)
+    assert 0 < len(held) < 20
+    assert not trained & {*held}
+
+
 def test_an_eval_file_is_read_in_order_to_its_end(
     tmp_path: Path, texts: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -127,6 +127,8 @@ def test_several_data_sets_some_of_their_samples_and_what_is_not_named(
     describe(tmp_path, {"a": {"file_name": "a.json", "num_samples": 2}, "b": {"file_name": "b.jsonl"}})
     prepared = prepare(tmp_path, "chat", tokenizer, "a, b", eval_dataset="b")
     assert [source.samples for source in prepared.audit.train.sources] == [2, 1]
+    fewer = prepare(tmp_path, "chat", tokenizer, "a, b", max_samples=1)
+    assert [source.samples for source in fewer.audit.train.sources] == [1, 1]
     assert prepare(tmp_path, "chat", tokenizer, ("a", "b")).audit.train == prepared.audit.train
     assert prepared.audit.train.sources[0].unread == ("id",)
     assert prepared.audit.eval.keys() == {"eval"}
@@ -154,6 +156,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no file": ({"dataset_info": "/no/such/folder"}, "/no/such/folder: cannot be read"),
     "script": ({"dataset": "script"}, "dataset_info.json: script.script_url: is not supported; remove it"),
     "modelscope": ({"dataset": "elsewhere"}, "names no file_name and no hf_hub_url; add"),
+    "split of a file": ({"dataset": "half"}, r"half.split: a file has none; remove it, or name a file"),
     "formatting": ({"dataset": "odd"}, "odd.formatting: 'chatml' is not alpaca, sharegpt or openai"),
 }
 
@@ -164,6 +167,7 @@ def test_mistakes(tmp_path: Path, options: dict[str, Any], message: str) -> None
         "mine": {"file_name": "a.json"},
         "script": {"script_url": "a"},
         "elsewhere": {"ms_hub_url": "a/b"},
+        "half": {"file_name": "a.json", "split": "test"},
         "odd": {"file_name": "a.json", "formatting": "chatml"},
     }
     describe(tmp_path, entries)

@@ -152,16 +152,23 @@ def test_no_sample_makes_no_row(packing: str) -> None:
     assert plan([4, 4], repeats=np.zeros(2), packing=packing).num_rows == 0
 
 
-@pytest.mark.parametrize(
-    ("count", "fraction", "held"), [(100, 0.1, 10), (100, 0.0, 0), (3, 0.01, 1), (1, 0.5, 1)]
-)
+@pytest.mark.parametrize(("count", "fraction", "held"), [(100, 0.1, 10), (3, 0.01, 1), (1, 0.5, 1)])
 def test_hold_out(count: int, fraction: float, held: int) -> None:
-    assert hold_out(count, fraction, 0).sum() == held
-    assert (hold_out(count, fraction, 0) == hold_out(count, fraction, 0)).all()
+    every = np.ones(count, np.bool_)
+    assert hold_out(every, fraction, 0).sum() == held
+    assert (hold_out(every, fraction, 0) == hold_out(every, fraction, 0)).all()
 
 
 def test_hold_out_follows_the_seed() -> None:
-    assert (hold_out(100, 0.5, 0) != hold_out(100, 0.5, 1)).any()
+    every = np.ones(100, np.bool_)
+    assert (hold_out(every, 0.5, 0) != hold_out(every, 0.5, 1)).any()
+
+
+def test_what_is_held_out_is_never_trained_on_with_another_filter() -> None:
+    every, some, one = np.ones(100, np.bool_), np.arange(100) % 3 > 0, np.arange(100) == 7
+    assert (hold_out(some, 0.2, 0) == hold_out(every, 0.2, 0) & some).all()
+    assert (hold_out(one, 0.01, 0) == one).all(), "at least one that is kept"
+    assert not hold_out(every & False, 0.2, 0).any()
 
 
 def test_a_saved_plan_is_the_same(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -94,6 +94,14 @@ def test_what_is_not_trained_on_is_not_counted(tmp_path: Path, tokenizer: PreTra
     assert (source.samples, source.desirable, source.format) == (5, 0.6, "unpaired")
 
 
+def test_an_empty_answer_leaves_out_only_itself(tmp_path: Path) -> None:
+    records = [record(*row) for row in zip(NAMES, LABELS, strict=True)]
+    records[2]["completion"] = " "
+    prepared = prepare(tmp_path, records, "unpaired", packing="none")
+    [source] = prepared.audit.train.sources
+    assert (source.samples, source.unsupervised) == (4, 1)
+
+
 def test_padding_keeps_its_place(tmp_path: Path) -> None:
     """An empty row stands for an answer and a mismatched one, so all micro-batches have one shape."""
     prepared = unpaired(tmp_path, packing="none")

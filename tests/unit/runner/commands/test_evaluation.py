@@ -19,6 +19,15 @@ def test_a_file_replaces_the_data_sets_of_a_run(tmp_path: Path) -> None:
     assert "data.dataset=b" in evaluation([f"checkpoint={run}", "data.eval_dataset=b"])
 
 
+def test_an_adapter_brings_its_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
+    arguments = [f"checkpoint={tmp_path}", "data.eval=x.jsonl"]
+    assert not [word for word in evaluation(arguments) if word.startswith("model.tokenizer")]
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert f"model.tokenizer={tmp_path}" in evaluation(arguments)
+    assert "model.tokenizer=other" in evaluation([*arguments, "model.tokenizer=other"])
+
+
 @pytest.mark.parametrize(
     ("word", "consent"),
     [

@@ -73,6 +73,19 @@ def test_a_compressed_file_is_read_as_its_content(tmp_path: Path, name: str, cod
         list(read_records(str(packed)))
 
 
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_nulls_that_arrow_adds_are_no_arguments_of_a_call(tmp_path: Path, kind: str) -> None:
+    calls = [{"name": "f", "arguments": {"city": "Rome"}}, {"name": "g", "arguments": {"unit": "K"}}]
+    table = [{"calls": [call], "label": None} for call in calls]
+    if kind == "parquet":
+        path = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path)
+    else:
+        path = tmp_path / "saved"
+        datasets.Dataset.from_list(table).save_to_disk(path)
+    assert [record for record, _ in read_records(str(path))] == table
+
+
 def test_a_line_of_txt_is_a_document(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt")
     found = [(record["text"], origin) for record, origin in read_records(str(path))]

@@ -12,6 +12,7 @@ from components.data.store import token_store as store_module
 from components.data.store.checked_files import read_json, write_json
 from components.data.store.concat_store import ConcatTokens
 from components.data.store.token_store import (
+    Array,
     CorruptTokenStore,
     StoreWriter,
     TokenChunk,
@@ -150,6 +151,27 @@ def test_the_next_writer_continues_after_an_interrupt(tmp_path: Path, error: Bas
     write_parts(tmp_path / "straight", [0, 1, 2])
     assert contents(tmp_path / "s") == contents(tmp_path / "straight")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "straight"]
+
+
+def test_an_interrupt_within_a_chunk_keeps_only_what_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupt comes after some of the files of a chunk are written."""
+    write = StoreWriter._write
+
+    def interrupted(writer: StoreWriter, name: str, values: Array) -> None:
+        write(writer, name, values)
+        if name == "tokens" and writer.meta.records == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("components.data.store.token_store._SAVE_S", -1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreWriter, "_write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_parts(tmp_path / "s", [0, 1, 2])
+    assert write_parts(tmp_path / "s", [0, 1, 2]) == 1
+    write_parts(tmp_path / "straight", [0, 1, 2])
+    assert contents(tmp_path / "s") == contents(tmp_path / "straight")
 
 
 @pytest.mark.parametrize("error", [ConfigError("data.train: ..."), OSError(28, "No space left on device")])

@@ -3,6 +3,7 @@
 import json
 import logging
 import multiprocessing
+import os
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
@@ -254,6 +255,24 @@ def test_or_is_named_and_left_out(
         for step in range(4):
             loader.microbatches(step)
     assert [record.message for record in caplog.records if "texts.jsonl:31" in record.message]
+    listed = (tmp_path / "bad_records.jsonl").read_text().splitlines()
+    assert [json.loads(line)["origin"].rpartition("/")[2] for line in listed] == ["texts.jsonl:31"]
+
+
+def test_its_identity_follows_its_limit_and_its_first_chunk(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = write_texts(tmp_path / "texts.jsonl", 50)
+
+    def identity(**options: Any) -> str:
+        data = FilesData(train=str(path), streaming=True, buffer_size=10, packing="none", **options)
+        return Opened(data, tmp_path / "stream", tokenizer).prepared.identity
+
+    found = identity()
+    assert found == identity() != identity(max_samples=30)
+    path.write_text(path.read_text().replace("word", "sword", 1).replace("word", "wor", 1))
+    os.utime(path, (0, 0))
+    assert found != identity()
 
 
 def test_a_process_makes_the_same_chunks(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -69,6 +69,9 @@ OPENS_REASONING = """
 {%- if add_generation_prompt -%}{{- '<|assistant|><think>\\n' -}}{%- endif -%}
 """
 COUNTS_TURNS = "{{- messages | length ~ ' turns\\n' -}}" + CHATML
+COUNTS_CHARACTERS = (
+    "{%- for m in messages -%}{{- loop.length ~ m.content | length ~ m.content -}}{%- endfor -%}"
+)
 ONLY_LAST_TURNS = CHATML.replace("in messages", "in messages[-2:]")
 EOS_AT_END = """{%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -}}{%- endfor -%}
 {%- if add_generation_prompt -%}{{- 'assistant:' -}}{%- else -%}{{- eos_token -}}{%- endif -%}"""
@@ -163,7 +166,8 @@ def test_reasoning_of_an_earlier_turn_that_the_template_drops(template: str, sto
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        pytest.param(ONLY_LAST_TURNS, "cannot be located", id="only-last-turns"),
+        pytest.param(COUNTS_CHARACTERS, "cannot be located", id="counts-characters"),
+        pytest.param(ONLY_LAST_TURNS, "does not render message 0, a system turn", id="only-last-turns"),
         pytest.param(FORGOTTEN_MARK, "around 1 of 3 assistant turns", id="forgotten-mark"),
         pytest.param(MISTRAL, "no system turn", id="raises"),
         pytest.param("{{- messages[0].nothing.at_all -}}", "refuses this conversation", id="undefined"),
@@ -198,11 +202,10 @@ def test_template_that_cannot_be_masked_is_an_error(
 
 
 def test_train_on_prompt_needs_no_turn_boundaries() -> None:
-    tokenizer = make_tokenizer(ONLY_LAST_TURNS)
+    tokenizer = make_tokenizer(COUNTS_CHARACTERS)
     [encoded] = encode_sample(ChatSample(CHAT, None), tokenizer, train_on_prompt=True, origin="")
     assert all(encoded.mask)
     assert encoded.prompt_length == 0
-    assert encoded.stop_trained
 
 
 def test_answer_that_merges_with_the_header_leaves_the_merged_token_out() -> None:
@@ -273,8 +276,26 @@ def test_tools_and_calls() -> None:
 def test_template_without_a_place_for_tools_is_an_error(key: str) -> None:
     call = {"type": "function", "function": {"name": "now", "arguments": {}}}
     answer = {"role": "assistant", "content": "x", **({"tool_calls": [call]} if key == "tool_calls" else {})}
+    tokenizer = make_tokenizer("{# Neither tools nor tool_calls are written. #}" + CHATML)
     with pytest.raises(ConfigError, match=f"does not render {key}"):
-        encode_chat([CHAT[1], answer], make_tokenizer(CHATML), tools=[call] if key == "tools" else None)
+        encode_chat([CHAT[1], answer], tokenizer, tools=[call] if key == "tools" else None)
+
+
+def test_a_turn_that_a_template_rewrites_is_rendered() -> None:
+    tokenizer = make_tokenizer(CHATML.replace("m.content", "(m.content | upper)"))
+    encoded = encode_chat([*CHAT[:2], {"role": "assistant", "content": "x = 1"}], tokenizer)
+    assert "X = 1" in tokenizer.decode(encoded.input_ids)
+
+
+def test_variables_are_known_by_their_whole_name() -> None:
+    tokenizer = make_tokenizer(CHATML + "{%- if enable_thinking_aloud -%}{%- endif -%}")
+    for name, known in {"enable_thinking_aloud": True, "enable_thinking": False}.items():
+        sample = ChatSample(CHAT, None, template_kwargs={name: True})
+        if known:
+            encode_sample(sample, tokenizer, train_on_prompt=False, origin="")
+        else:
+            with pytest.raises(ConfigError, match="does not read enable_thinking"):
+                encode_sample(sample, tokenizer, train_on_prompt=False, origin="")
 
 
 @pytest.mark.parametrize("template", [None, CHATML, LLAMA3, MARKS_SHORT, DROPS_REASONING, OPENS_REASONING])

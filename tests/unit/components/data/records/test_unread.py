@@ -1,0 +1,101 @@
+"""What a record holds and a sample does not is named, and what contradicts the options is refused."""
+
+from typing import Any
+
+import pytest
+
+from components.contracts.errors import ConfigError
+from components.data import FilesData
+from components.data.records.formats import normalize
+from components.data.records.options import Format, RecordError, RecordOptions
+from components.data.records.samples import ChatSample, PreferenceSample
+
+U, A = {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}
+PAIR = {"chosen": "A", "rejected": "B"}
+
+
+@pytest.mark.parametrize(
+    ("format", "record", "unread"),
+    [
+        ("alpaca", {"instruction": "U", "prompt": "P", "output": "A"}, ["prompt"]),
+        ("alpaca", {"instruction": "U", "input": "I", "query": "Q", "output": "A"}, ["query"]),
+        ("alpaca", {"instruction": "U", "output": "A", "response": "R"}, ["response"]),
+        ("alpaca", {"prompt": "U", "query": "Q", "response": "A"}, []),
+        ("preference", {"prompt": "U", "instruction": "I", "input": "N", **PAIR}, ["instruction", "input"]),
+        ("preference", {"prompt": [U], "messages": [U], **PAIR}, ["messages"]),
+        ("preference", {"instruction": "U", "input": "N", **PAIR}, []),
+        ("preference", {"messages": [U], "history": [["Q", "R"]], **PAIR}, ["history"]),
+        ("preference", {"prompt": "U", "chosen_messages": [A], **PAIR}, ["chosen_messages"]),
+        ("unpaired", {"prompt": "U", "completion": "A", "label": True, "output": "B"}, ["output"]),
+        ("unpaired", {"messages": [U, A], "label": True, "kto_tag": False}, ["kto_tag"]),
+        ("unpaired", {"messages": [U, A], "conversations": [U, A], "label": True}, ["conversations"]),
+        ("unpaired", {"instruction": "U", "input": "I", "output": "A", "label": True}, []),
+        ("unpaired", {"instruction": "U", "output": "A", "prompt": "P", "label": True}, ["prompt"]),
+        ("messages", {"messages": [{**U, "value": "V"}, A]}, ["messages[].value"]),
+    ],
+)
+def test_a_field_in_whose_place_another_is_read(
+    format: Format, record: dict[str, Any], unread: list[str]
+) -> None:
+    assert normalize(record, RecordOptions(format=format, strings="chat"), "a:1")[1] == unread
+
+
+@pytest.mark.parametrize("own_first", [True, False])
+def test_a_renamed_field_takes_the_place_of_another(own_first: bool) -> None:
+    """In messages, too, whatever the order of their keys."""
+
+    def ordered(fields: dict[str, Any]) -> dict[str, Any]:
+        return fields if own_first else dict(reversed(fields.items()))
+
+    messages = [ordered({"role": "user", "content": "X", "text": "U"}), A]
+    record = ordered({"messages": [U, A], "talk": messages})
+    options = RecordOptions(format="messages", columns={"messages": "talk", "content": "text"})
+    sample, unread = normalize(record, options, "a:1")
+    assert isinstance(sample, ChatSample)
+    assert sample.messages == [U, A]
+    assert unread == ["messages", "talk[].content"]
+    swapped = RecordOptions(format="alpaca", columns={"instruction": "output", "output": "instruction"})
+    assert normalize({"instruction": "A", "output": "U"}, swapped, "a:1") == (ChatSample([U, A], None), [])
+
+
+def test_a_pair_without_a_prompt_keeps_its_system_turn() -> None:
+    system = {"role": "system", "content": "S"}
+    record = {"system": "S", "chosen": [U, A], "rejected": [U, {**A, "content": "B"}]}
+    for answers in (record, {**record, "chosen": [system, U, A], "rejected": [system, *record["rejected"]]}):
+        sample, unread = normalize(answers, RecordOptions(format="preference"), "a:1")
+        assert isinstance(sample, PreferenceSample)
+        assert sample.prompt == [system, U]
+        assert not unread
+    other = {"system": "T", "chosen": [system, U, A], "rejected": [system, U, U, A]}
+    with pytest.raises(RecordError, match="field 'system' is not the system turn of 'chosen'"):
+        normalize(other, RecordOptions(format="preference"), "a:1")
+
+
+def test_flags_of_a_turn_may_not_contradict_each_other() -> None:
+    with pytest.raises(RecordError, match=r"weight and train of messages\[1\] contradict each other"):
+        normalize(
+            {"messages": [U, {**A, "weight": 1, "train": False}]}, RecordOptions(format="messages"), "a:1"
+        )
+    sample, _ = normalize(
+        {"messages": [U, A, U, {**A, "weight": 0, "train": False}]}, RecordOptions(format="messages"), "a:1"
+    )
+    assert isinstance(sample, ChatSample)
+    assert sample.untrained == {3}
+
+
+def test_every_turn_is_trained_on_or_some_are_not() -> None:
+    record = {"messages": [U, {**A, "weight": 0}, U, A]}
+    with pytest.raises(RecordError, match=r"excludes a turn from training, and data\.train_on_prompt"):
+        normalize(record, RecordOptions(format="messages", train_on_prompt=True), "a:1")
+    data = FilesData(train="a.jsonl", mask_history=True, train_on_prompt=True)
+    with pytest.raises(ConfigError, match=r"data\.mask_history: data\.train_on_prompt=true"):
+        data.check_kind("chat")
+
+
+@pytest.mark.parametrize(
+    "options", [{"default_system": "S"}, {"mask_history": True}, {"chat_template_kwargs": {"a": 1}}]
+)
+def test_segments_have_no_turns(options: dict[str, Any]) -> None:
+    record = {"segments": [{"text": "a", "label": True}]}
+    with pytest.raises(ConfigError, match=f"data.{next(iter(options))}: a:1 has segments"):
+        normalize(record, RecordOptions(format="segments", **options), "a:1")
