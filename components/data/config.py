@@ -215,6 +215,10 @@ class Data(ABC):
         """Raise ConfigError if an option is given that has no effect on samples of ``kind``."""
         if kind == "text" and self.train_on_prompt:
             raise ConfigError("data.train_on_prompt: a document has no prompt; leave it out with stage=pt.")
+        if kind == "ranked" and self.train_on_prompt:
+            raise ConfigError(
+                "data.train_on_prompt: a score is that of a whole text; leave it out with stage=rm."
+            )
 
     def cache(self) -> Path:
         """Create and return the cache folder: ``cache_dir``, else $RUNNER_CACHE, else ~/.cache/runner.

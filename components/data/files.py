@@ -190,6 +190,11 @@ class FilesData(RecordsData):
                 "data.eval_split: is a split of data.eval, else of data.train; give one of them as hub:NAME, "
                 "or remove it."
             )
+        own = self.eval is not None and any(path.startswith(_HUB) for path in evaluated)
+        if own and self.split is not None and self.eval_split is None:
+            raise ConfigError(
+                "data.eval_split: data.split is that of the training data; name the split of data.eval, too."
+            )
         paths = [self.train, *evaluated, *(source["path"] for source in self._sources)]
         hub = [path for path in paths if path is not None and path.startswith(_HUB)]
         for name in ("split", "eval_split", "subset", "revision"):

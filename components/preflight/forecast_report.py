@@ -48,7 +48,7 @@ class Report:
         return Group(*(tabulate(name, self.sections[name]) for name in whole), short)
 
 
-NO_FORECAST = "none of memory and time, which need a layout of FSDP2 or Megatron"
+NO_FORECAST = "none of memory and time: the layout, the optimizer or the adapter is of a class of your own"
 
 IN_A_LINE = ("groups", "keys", "plan")
 
@@ -56,7 +56,8 @@ IN_A_LINE = ("groups", "keys", "plan")
 def survey(case: Candidate | None, config: Config) -> Report:
     """Return all estimates for ``case``, and the reader of each key of ``config``.
 
-    None means that the layout belongs to neither engine; the report then has only the keys.
+    None means that the layout, the optimizer or the adapter is of a class from outside this package; the
+    report then has only the keys.
     """
     if case is None:
         return Report({"keys": list(key_rows(config))}, {"forecast": NO_FORECAST})

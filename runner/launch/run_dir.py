@@ -131,6 +131,6 @@ def git(*arguments: str) -> str | None:
             timeout=10,
             check=True,
         )
-    except (FileNotFoundError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout

@@ -60,8 +60,8 @@ def sweep_table(records: Sequence[JobRecord], *, folders: bool) -> Table:
 
 
 def format_value(value: str) -> str:
-    """Shorten a number drawn by an optimiser from 17 digits to 4, enough to distinguish it."""
-    return f"{float(value):.4g}" if re.fullmatch(r"[\d.]{9,}(e-?\d+)?", value) else value
+    """Shorten a fraction drawn by an optimiser from 17 digits to 4, enough to distinguish it."""
+    return f"{float(value):.4g}" if re.fullmatch(r"\d+\.\d{7,}(e-?\d+)?", value) else value
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:

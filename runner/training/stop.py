@@ -18,8 +18,8 @@ PRUNED = "pruned"
 TIME_LIMIT = 1000.0
 """Code of the time limit among stop reasons. It is above all signal numbers, and ranks use the maximum."""
 RECENT = 20
-"""Number of recent steps, the longest of which the next step is expected not to exceed. The first step, which
-compiles, soon drops out."""
+"""Number of recent steps, and of recent batches of an evaluation, the longest of which the next one is expected
+not to exceed. The first step, which compiles, soon drops out."""
 MARGIN, EXIT_S = 1.5, 2.0
 """Safety factor on the longest step and save so far, and seconds that the exit takes."""
 
@@ -50,14 +50,17 @@ class StopPolicy:
         self.prune = prune
         self.reason: str | None = None
         """Name of a signal, ``run.max_time`` or ``pruned``; the same on every rank."""
-        self.latest = deque[float](maxlen=RECENT)
+        self.steps, self.eval_batches = deque[float]([0.0], RECENT), deque[float]([0.0], RECENT)
         self.longest_save, self.since = save_s, clock()
 
-    def poll(self) -> str | None:
-        """Return the reason to stop, if any rank has one; every rank calls it at the same points."""
+    def poll(self, *, evaluates: bool = False) -> str | None:
+        """Return the reason to stop, if any rank has one; every rank calls it at the same points.
+
+        It is called after every step and, with ``evaluates``, after every batch of an evaluation.
+        """
         now = self.clock()
-        self.latest.append(now - self.since)
-        self.since, longest = now, max(self.latest)
+        (self.eval_batches if evaluates else self.steps).append(now - self.since)
+        self.since, longest = now, max(*self.steps, *self.eval_batches)
         needed = MARGIN * (longest + max(self.longest_save, longest)) + EXIT_S
         late = TIME_LIMIT if self.deadline - now < needed else 0.0
         code = self.agree(max(late, float(self.requested.number)))

@@ -170,6 +170,7 @@ def test_shuffle_false_keeps_the_order_of_the_file(texts: str, tokenizer: PreTra
         ("text", {"chat_template_kwargs": {"a": 1}}, "data.chat_template_kwargs: a document has no turns"),
         ("text", {"mask_history": True}, "data.mask_history: with stage=pt"),
         ("preference", {"mask_history": True}, "data.mask_history: with stage=dpo"),
+        ("ranked", {"train_on_prompt": True}, "data.train_on_prompt: a score is that of a whole text"),
     ],
 )
 def test_options_that_a_stage_does_not_read(

@@ -15,7 +15,7 @@ from runner.config.command_line import single_job_overrides
 from runner.launch.run_record import RunRecord
 from runner.sweeps.job_record import JobRecord, SweepJob, read_job_record
 from runner.sweeps.sweep import create_sweep, finish_sweep
-from runner.sweeps.table import print_table
+from runner.sweeps.table import format_value, print_table
 
 LAYOUTS = ("single", "fsdp2_tp2cp2", "tp2pp2dp2")
 
@@ -113,3 +113,14 @@ def test_a_job_alone_is_no_sweep() -> None:
         "-cd=conf",
         "seed=1",
     ]
+
+
+def test_only_fractions_are_shortened() -> None:
+    for value, shown in {
+        "0.00012345678901234567": "0.0001235",
+        "1.2345678901234567e-05": "1.235e-05",
+        "123456789": "123456789",
+        "127.0.0.1.5": "127.0.0.1.5",
+        "0.0001": "0.0001",
+    }.items():
+        assert format_value(value) == shown

@@ -110,7 +110,19 @@ def test_a_first_step_that_compiles_is_soon_forgotten() -> None:
     clock = iter([0.0, 600.0, *(602.0 + 2 * step for step in range(40))])
     stop = StopPolicy(lambda value: value, SignalHandler(str), deadline=3600, clock=lambda: next(clock))
     assert [stop.poll() for _ in range(41)] == [None] * 41
-    assert max(stop.latest) == 2
+    assert max(stop.steps) == 2
+
+
+def test_a_long_evaluation_does_not_hide_how_long_steps_are() -> None:
+    clock = Clock()
+    stop = StopPolicy(lambda value: value, heard()[0], clock.now + 1000, clock)
+    clock.now += 60
+    assert stop.poll() is None
+    for _ in range(750):
+        clock.now += 1
+        assert stop.poll(evaluates=True) is None, "190 s are left, and a step and a save take 180 at most"
+    clock.now += 10
+    assert stop.poll(evaluates=True) == "run.max_time"
 
 
 def test_time_is_left_for_a_first_save_of_unknown_length() -> None:

@@ -156,6 +156,11 @@ BAD: dict[str, tuple[Format, dict[str, Any], str]] = {
         {"messages": [U, {**A, "train_detail": [{"begin_offset": 0}]}]},
         "an assistant turn is trained as a whole",
     ),
+    "arguments-list": (
+        "messages",
+        {"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
+        "the arguments of a call in messages[1] are no object",
+    ),
     "segments-strings": ("segments", {"segments": ["a"]}, "holds something without a text. Write"),
     "segments-no-label": ("segments", {"segments": [{"text": "a"}]}, "a segment has no label"),
     "kwargs-reserved": (

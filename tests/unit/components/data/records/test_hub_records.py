@@ -74,6 +74,13 @@ def test_what_a_data_set_does_not_have(repo: str, more: dict[str, Any], message:
     assert len(str(caught.value).splitlines()) <= 2
 
 
+def test_the_split_of_the_training_data_is_not_that_of_another_data_set(repo: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"data\.eval_split: data\.split is that of the training data; name"
+    ):
+        FilesData(train=f"hub:{repo}", split="train[:50%]", eval=f"hub:{repo}")
+
+
 def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
