@@ -18,8 +18,8 @@ PRUNED = "pruned"
 TIME_LIMIT = 1000.0
 """Code of the time limit among stop reasons. It is above all signal numbers, and ranks use the maximum."""
 RECENT = 20
-"""Number of recent steps, and of recent batches of an evaluation, the longest of which the next one is expected
-not to exceed. The first step, which compiles, soon drops out."""
+"""Number of recent steps, and of recent batches of an evaluation. The next one is expected not to exceed the
+longest of them. The first step, which compiles, soon drops out."""
 MARGIN, EXIT_S = 1.5, 2.0
 """Safety factor on the longest step and save so far, and seconds that the exit takes."""
 
