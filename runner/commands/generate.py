@@ -1,7 +1,7 @@
 """``python -m runner.generate checkpoint=DIR prompts=FILE [output=FILE]``: completions of prompts.
 
 checkpoint=DIR     a run or checkpoint folder, an export, an adapter folder or any Hugging Face folder
-prompts=FILE       records with `messages` or `prompt`, or a txt file with a prompt per line
+prompts=FILE       records with `messages`, `prompt` or `instruction`, or a txt file with a prompt per line
 output=FILE        jsonl: each record with its `completion` (one of its own becomes `record_completion`);
                    default: standard output
 answer=FIELD       the field of each record with the right answer, with which the completion is compared
@@ -49,6 +49,7 @@ def generate(arguments: Sequence[str]) -> None:
     batch_size = whole_number(given, "batch_size", 8, least=1)
     import torch
 
+    from components.data.progress import show_progress
     from components.data.tokenize.prompts import read_prompts
     from components.models.generate import complete
     from runner.commands.trained_model import open_model
@@ -64,8 +65,13 @@ def generate(arguments: Sequence[str]) -> None:
             output = files.enter_context(open(given["output"], "w")) if "output" in given else sys.stdout
         except OSError as error:
             raise ConfigError(f"output: cannot be written ({error.strerror}); name another file.") from error
+        advance = (
+            files.enter_context(show_progress("generating", "completions")) if "output" in given else None
+        )
         for start in range(0, len(prompts), batch_size):
             found = complete(model, tokenizer, prompts[start : start + batch_size], **options)
+            if advance is not None:
+                advance(len(found))
             for number, completion in enumerate(found, start):
                 added: Json = {**completion}
                 if answers:

@@ -336,6 +336,10 @@ def test_a_prompt_is_all_of_its_record(single: Path) -> None:
     (prompt,) = read_prompts(str(path), chat=True)
     assert tokenizer.decode(prompt.token_ids(tokenizer)) == "c|system: b|user: a|"
     assert prompt.completed({"completion": "e"}) == {**record, "record_completion": "d", "completion": "e"}
+    alpaca = {"instruction": "a", "input": "f", "output": "g", "system": "b"}
+    path.write_text(json.dumps(alpaca | {"chat_template_kwargs": {"style": "c"}}))
+    (question,) = read_prompts(str(path), chat=False)
+    assert tokenizer.decode(question.token_ids(tokenizer)) == "c|system: b|user: a\nf|"
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(ConfigError, match="does not render message 0, a system turn"):
         prompt.token_ids(tokenizer)

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.records.messages import (
+    alpaca_prompt,
     read_string,
     read_template_kwargs,
     read_tools,
@@ -58,8 +59,9 @@ class Prompt:
 def read_prompts(path: str, *, chat: bool) -> list[Prompt]:
     """Return the prompts in the files of ``path``.
 
-    A record has ``messages``, ``conversations``, ``prompt`` or ``text``, and of a conversation also
-    ``system``, ``tools`` and ``chat_template_kwargs``. With ``chat``, a string becomes a user turn.
+    A record has ``messages``, ``conversations``, ``prompt``, ``text``, or alpaca's ``instruction``, ``input``
+    and ``history``; a conversation may also have ``system``, ``tools`` and ``chat_template_kwargs``. With
+    ``chat``, a string becomes a user turn.
 
     Raises:
         ConfigError: if a file or a record cannot be read.
@@ -77,6 +79,8 @@ def _read_prompt(record: Json | Unreadable, origin: str, *, chat: bool) -> Promp
             if turns[-1]["role"] == "assistant":
                 raise RecordError(f"{origin}: {key} ends with an answer; remove that turn from the prompt.")
             return Prompt(record, origin, turns, tools, kwargs)
+    if record.get("instruction") is not None:
+        return Prompt(record, origin, alpaca_prompt(record, origin), tools, kwargs)
     key = "text" if record.get("prompt") is None and "text" in record else "prompt"
     text = read_string(record, key, origin)
     if chat:
