@@ -27,7 +27,8 @@ NO_KERNEL = (
 class Arithmetic:
     """Counts by moment.
 
-    As in the MFU, attention counts the causal pairs only, and its backward pass twice its forward pass.
+    As in the MFU, only the causal pairs of attention count, and its backward pass counts as two forward
+    passes.
     """
 
     flops: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -62,6 +63,9 @@ class Arithmetic:
 
 
 def causal_pairs(values: HostValues, boundaries: Tensor, length: int) -> float:
-    """Return half the sum of the squared lengths of all sequences; for unknown boundaries of a whole row."""
+    """Return half the sum of the squared lengths of all sequences.
+
+    If the boundaries are unknown, the whole row of ``length`` tokens counts as one sequence.
+    """
     known = values.known(boundaries)
     return length**2 / 2 if known is None else float(known.diff().double().square().sum()) / 2

@@ -30,8 +30,8 @@ def shown(code: CodeType) -> tuple[str, bool] | None:
 def call_site() -> str:
     """Return ``file:line`` of the innermost running line of the program.
 
-    If the line of a library that it calls is running, that one follows after ``>``. In a backward pass that
-    runs no Python code of either, the result is ``autograd``.
+    If that line has called one of ``LIBRARIES``, the innermost running line of the library follows after
+    ``>``. In a backward pass that runs no Python code of either, the result is ``autograd``.
     """
     library = ""
     walked: FrameType | None = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""Functions that torch compiles to one kernel on a GPU, and a rehearsal runs op by op."""
+"""Functions that torch.compile makes into one kernel on a GPU, but a rehearsal runs op by op."""
 
 import sys
 from collections.abc import Callable
@@ -16,9 +16,9 @@ FUNCTIONS = ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")
 
 
 def install(mode: RehearsalMode) -> None:
-    """Let each function of Megatron and of the head count as one kernel, and as memory only its result.
+    """Count each compiled function of Megatron and of the head as one kernel that allocates only its result.
 
-    It must be called after the engine is built, which imports Megatron.
+    This function must be called after the engine is built, which imports Megatron.
     """
     head: Any = fused_softmax
     head.is_available = lambda _device: True
@@ -32,7 +32,7 @@ def one_kernel(function: Callable[..., object], mode: RehearsalMode) -> Callable
     @wraps(function)
     def call(*args: object) -> object:
         if mode.memory.paused:
-            return function(*args)  # a part of another one
+            return function(*args)  # called by another of these functions
         kernels = mode.arithmetic.kernels.copy()
         mode.memory.paused += 1
         try:

@@ -41,7 +41,7 @@ class Gpu:
 
     name: str
     memory: int
-    """Bytes."""
+    """Size of the memory in bytes."""
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -49,7 +49,7 @@ class Gpu:
 
 
 class Stream:
-    """A stream of the fake GPU: all work is done as soon as it is asked for."""
+    """A stream of the fake GPU, on which all work is done as soon as it is issued."""
 
     device, cuda_stream, stream_id, device_index, device_type = GPU, 0, 0, 0, 1
     on_wait: Callable[[str], None]
@@ -73,7 +73,7 @@ class Stream:
 
 
 class Event:
-    """An event of the fake GPU, which has always happened."""
+    """An event of the fake GPU, which is always complete."""
 
     on_wait: Callable[[str], None]
 
@@ -91,7 +91,7 @@ class Event:
 
 
 def install(gpu: Gpu, mode: RehearsalMode) -> None:
-    """Replace ``torch.cuda`` by a node of eight ``gpu``, whose waits and memory are those of ``mode``."""
+    """Replace ``torch.cuda`` by that of a node with eight ``gpu``; ``mode`` counts its waits and memory."""
     cuda: Any = torch.cuda
     Stream.on_wait = Event.on_wait = mode.waits.wait
     stream = Stream()
@@ -145,9 +145,10 @@ def efficient_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Call the kernel of linear memory, which a GPU has for all dtypes.
+    """Call torch's memory-efficient kernel, which a GPU has for all dtypes.
 
-    torch's own choice asks the driver, or takes the kernel of quadratic memory in a build without CUDA.
+    torch's own selection needs the driver, or in a build without CUDA selects the kernel whose memory
+    grows with the square of the length.
     """
     assert not enable_gqa, "the kernel of linear memory has no GQA"
     bias = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])

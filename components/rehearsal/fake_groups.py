@@ -1,4 +1,4 @@
-"""Process groups of one rank of any number of ranks that do not exist."""
+"""Process groups of one rank, in which the other ranks do not exist."""
 
 import copy
 from collections.abc import Callable

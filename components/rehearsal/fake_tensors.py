@@ -49,10 +49,10 @@ def install(mode: RehearsalMode) -> None:
 
 
 def keep_whole() -> None:
-    """Let RMS norms and the backward passes of SiLU and Mish be one operator each, as in a build with CUDA.
+    """Keep RMS norms and the backward passes of SiLU and Mish one operator each, as in a build with CUDA.
 
-    A build without it, which has no kernels of them for CUDA, takes them apart into seven and more operators,
-    whose results would count as memory. No gradient goes through the backward passes, so autograd has nothing
+    A build without CUDA has no CUDA kernels for them and decomposes them into seven or more operators, whose
+    results would count as memory. No gradient goes through the backward passes, so autograd has nothing
     to do there.
     """
     for name in ("silu_backward", "mish_backward"):
@@ -62,13 +62,16 @@ def keep_whole() -> None:
 
 
 def rms_norm(rows: Tensor, shape: Sequence[int], *_: object) -> tuple[Tensor, Tensor]:
-    """Return what the kernel returns: the normalised rows, and the fp32 inverse of each root mean square."""
+    """Return the kernel's outputs: the normalised rows, and the fp32 inverse of each root mean square."""
     outer = rows.shape[: rows.ndim - len(shape)]
     return torch.empty_like(rows), rows.new_empty([*outer, *[1] * len(shape)], dtype=torch.float32)
 
 
 def replace_reads(mode: RehearsalMode) -> None:
-    """Let ``tolist`` and ``numpy`` return the values of a fake tensor, plausible ones if unknown."""
+    """Make ``tolist`` and ``numpy`` return the values of a fake tensor.
+
+    If the values are unknown, ``tolist`` returns plausible ones, and ``numpy`` raises UnknownValueError.
+    """
     tensor: Any = Tensor
     plain_numpy = Tensor.numpy
 
@@ -88,7 +91,7 @@ def replace_reads(mode: RehearsalMode) -> None:
 
 
 def replace_resize(mode: RehearsalMode) -> None:
-    """Let ``resize_`` report the new size of a storage to ``mode``; FSDP frees gathered weights with it."""
+    """Make ``resize_`` report the new size of a storage to ``mode``; FSDP frees gathered weights with it."""
     plain = torch.UntypedStorage.resize_
 
     def resize(self: torch.UntypedStorage, size: int) -> object:
@@ -101,7 +104,7 @@ def replace_resize(mode: RehearsalMode) -> None:
 
 
 def replace_swap() -> None:
-    """Let ``Module.to`` and ``to_empty`` exchange fake parameters, whose ``data`` cannot be assigned."""
+    """Make ``Module.to`` and ``to_empty`` exchange fake parameters, whose ``data`` cannot be assigned."""
     utils: Any = torch.utils
     plain = torch.utils.swap_tensors
     # Weak references that only torch's own caches hold do not forbid an exchange.

@@ -1,4 +1,4 @@
-"""Values of small integer tensors on a fake device: boundaries, positions and counts are the real ones."""
+"""Values of small integer tensors on a fake device: boundaries, positions and counts are real."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -56,7 +56,7 @@ class HostValues:
     def set(self, tensor: Tensor, values: Tensor) -> None:
         """Declare the values of ``tensor``, which must cover its whole storage.
 
-        The storage is then no longer one with unknown values.
+        The values of the storage then no longer count as unknown.
         """
         tensor.host_values = values  # type: ignore[attr-defined]
         self._stale.discard(tensor.untyped_storage()._cdata)
@@ -88,7 +88,7 @@ class HostValues:
         if any(result.numel() > MAX_NUMEL for result in results):
             raise UnknownValueError
         if name == "topk" and tensors and tensors[0].dtype not in INTEGERS:
-            # As if the router were balanced: expert i, i + 1, ... for consecutive choices.
+            # The choices are those of a balanced router: expert i, i + 1, ... for consecutive choices.
             chosen = torch.arange(results[-1].numel()) % args[0].shape[-1]
             return [(results[-1], chosen.view(results[-1].shape))]
         if any(result.dtype not in INTEGERS for result in results):

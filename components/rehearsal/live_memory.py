@@ -12,7 +12,7 @@ from components.rehearsal.call_site import call_site
 BLOCK = 512
 """Bytes to which torch's CUDA allocator rounds up."""
 STEP = 1.003
-"""Factor by which memory grows between two records of what it holds; recording at each byte would be slow."""
+"""Factor by which the peak grows before ``at_peak`` is recorded anew, because each record takes time."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class LiveMemory:
     by_moment: dict[str, int] = field(default_factory=dict)
     """Peak of each moment."""
     paused: int = 0
-    """Above 0, storages are not counted, because a GPU would not hold them either."""
+    """Number of open pauses. Above 0, new storages are not counted, because a GPU would not hold them."""
     freed: Callable[[int], None] = lambda _: None
     """Function that is called with the key of each storage that is freed."""
     _live: dict[int, int] = field(default_factory=dict)

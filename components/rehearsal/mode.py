@@ -23,14 +23,15 @@ from components.rehearsal.traffic import Traffic
 aten = torch.ops.aten
 
 PLAIN = (FakeTensor, Tensor, torch.nn.Parameter)
-"""Other tensor types, such as DTensor, first replace a call by calls on their parts."""
+"""Tensor types whose calls are executed here. Others, such as DTensor, first replace a call by calls on their
+parts."""
 
 HELD_BY_AUTOGRAD = 4
 """``use_count`` of a gradient in a dispatch mode if nothing but the backward pass holds it."""
 
 
 class RehearsalMode(TorchDispatchMode):
-    """Execute operators on host tensors, and only the shapes, dtypes and devices of those on CUDA tensors.
+    """Execute operators on host tensors; on CUDA tensors, compute only shapes, dtypes and devices.
 
     Attributes record what a GPU would have done. ``moment`` names the part of a step that is running.
     """
@@ -126,7 +127,7 @@ class RehearsalMode(TorchDispatchMode):
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
     def _scalar(self, tensor: FakeTensor) -> float | int | bool:
-        """Return the value of a scalar. Unknown ones are False or 1, as those of a finite step would be."""
+        """Return the value of a scalar, or if it is unknown a plausible value."""
         if tensor.fake_device.type == "cuda":
             self.waits.wait("item")
         known = self.values.known(tensor)
@@ -149,7 +150,7 @@ class RehearsalMode(TorchDispatchMode):
         return (args[0], found, *args[2:])
 
     def _data_dependent(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> FakeTensor:
-        """Return the result of an operator whose length depends on values; if unknown, the longest one."""
+        """Return the result, whose length depends on values, or if they are unknown the longest possible."""
         source = args[0]
         if func is aten.masked_select.default:
             shape = torch.broadcast_shapes(source.shape, args[1].shape)
@@ -173,7 +174,7 @@ class RehearsalMode(TorchDispatchMode):
     # ---- messages
 
     def _exchange(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
-        """Let the fake group answer for empty host tensors instead of the fake ones."""
+        """Record a collective, and call it on the fake group with empty host tensors for the fake ones."""
         fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
         group = traffic.group_of(args)
         name = func._schema.name.removeprefix("c10d::").rstrip("_")
@@ -220,7 +221,7 @@ def is_accumulation(func: OpOverload, args: Arguments) -> bool:
 
 
 def plausible(dtype: torch.dtype) -> float | int | bool:
-    """Return the value that a scalar of a finite step might have."""
+    """Return a value for an unknown scalar, False or 1, with which a step counts as finite."""
     if dtype == torch.bool:
         return False
     return 1.0 if dtype.is_floating_point else 1

@@ -12,7 +12,8 @@ from components.preflight.search.candidate import Candidate
 from components.preflight.search.rank_groups import format_ranks, groups
 
 TOP_LINES = 15
-"""Number of lines of code that the report lists as owners of memory. ``rehearsal.json`` has all."""
+"""Maximum number of lines of code that the report lists with the memory that they allocated.
+``rehearsal.json`` contains all."""
 LIMITS = (
     "Not rehearsed: values, time, kernels (triton, Transformer Engine), memory inside of kernels, "
     "fragmentation, buffers of NCCL and cuBLAS. Routers are balanced, and peers send what this rank sends."

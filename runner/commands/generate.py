@@ -65,13 +65,11 @@ def generate(arguments: Sequence[str]) -> None:
             output = files.enter_context(open(given["output"], "w")) if "output" in given else sys.stdout
         except OSError as error:
             raise ConfigError(f"output: cannot be written ({error.strerror}); name another file.") from error
-        advance = (
-            files.enter_context(show_progress("generating", "completions")) if "output" in given else None
-        )
+        shows = "output" in given  # a bar would be between the rows on a terminal
+        advance = files.enter_context(show_progress("generating", "rows")) if shows else lambda _: None
         for start in range(0, len(prompts), batch_size):
             found = complete(model, tokenizer, prompts[start : start + batch_size], **options)
-            if advance is not None:
-                advance(len(found))
+            advance(len(found))
             for number, completion in enumerate(found, start):
                 added: Json = {**completion}
                 if answers:

@@ -42,7 +42,7 @@ def check_liger(model: PreTrainedModel, device: DeviceKind) -> None:
 
 
 def has_liger(model: PreTrainedModel) -> bool:
-    # By module too, because custom code may use the model type llama.
+    # The module is checked too, because custom code may use the model type llama.
     if find_spec("liger_kernel") is None or not type(model).__module__.startswith("transformers.models."):
         return False
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN

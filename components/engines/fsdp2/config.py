@@ -25,7 +25,7 @@ from components.optimizers import Optimizer, TorchClass, check_matches
 
 @dataclass(frozen=True)
 class FSDP2(FSDP2Layout):
-    """Sharded data, tensor, context and expert parallelism over any transformers causal language model."""
+    """Sharded data, tensor, context and expert parallelism for any transformers causal language model."""
 
     computes_prefixes: ClassVar[bool] = True
 
@@ -40,7 +40,7 @@ class FSDP2(FSDP2Layout):
                     "parallelism.dp_replicate; leave out parallelism.dp."
                 )
             object.__setattr__(self, "dp", dp)
-            object.__setattr__(self, "dp_shard", None)  # one name is enough for what varies dp
+            object.__setattr__(self, "dp_shard", None)  # so that replacing dp does not contradict dp_shard
         if self.dp is not None and self.dp % self.dp_replicate:
             raise ConfigError(
                 f"parallelism.dp_replicate: {self.dp_replicate} does not divide parallelism.dp = {self.dp}; "

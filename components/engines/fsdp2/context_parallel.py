@@ -40,7 +40,7 @@ def check(model: PreTrainedModel, cp: int, tp: int) -> None:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A micro-batch on the compute device, with what the host has read before it was copied."""
+    """A micro-batch on the compute device, with the positions of labels and the arguments of attention."""
 
     batch: Batch
     """Whole rows."""

@@ -155,7 +155,7 @@ class FSDP2Engine(TrainStepEngine):
         return count_zeros(self._counted(), self.world, self.device)
 
     def apply_update(self, lr: float, grad_norm: float) -> None:
-        # Not with torch's own function, because experts may be on a different mesh than other parameters.
+        # torch's own function is not used, because experts may be on another mesh than other parameters.
         clip([local_shard(g) for g in self._gradients()], grad_norm, self.max_grad_norm)
         self.optimizer.step(lr)
         self._update_scales()
@@ -282,7 +282,7 @@ class FSDP2Engine(TrainStepEngine):
         del self.scorer, self.reference, self.optimizer, self.weights, self.named_weights
         del self.members, self.trained, self.stored, self.biases, self.routing, self.kept, self.synced
         gc.collect()  # FSDP's hooks are reference cycles, and the next run of this process needs the memory
-        # Else torch would hand the next mesh of the same ranks and names results with these groups.
+        # Otherwise a later mesh with the same ranks and names would get cached results with these groups.
         clear_dtensor_caches()
         process_group.destroy_process_group()
 
@@ -305,7 +305,7 @@ class FSDP2Engine(TrainStepEngine):
         return TokenStats(*found[:number]), list(found[number:])
 
     def _prepare_fsdp(self, *, last: bool) -> None:
-        """Set what FSDP does in the next backward pass; ``last`` is the last one of a call of the engine."""
+        """Set FSDP's options for the next backward pass; ``last`` means that it is the last of a call."""
         reduces = last or self.layout.reduce_gradients == "every"
         for module in fsdp_modules(self.scorer):
             module.set_requires_gradient_sync(reduces, recurse=False)

@@ -1,6 +1,6 @@
 """Linear layers of decoder blocks whose matrix products are in float8 (``run.dtype=fp8``), by torchao.
 
-Each product rounds its operands, with a scale: activations and weights to e4m3, gradients of
+The operands of each product are scaled and rounded: activations and weights to e4m3, gradients of
 activations to e5m2 (``tensorwise``) or e4m3. Master weights, attention, norms, the embedding, the head,
 experts and adapters are as with ``run.dtype=bf16``.
 """
@@ -101,7 +101,8 @@ def convert(model: PreTrainedModel, layout: FSDP2Layout, device: str) -> Json:
 def update_scales(model: nn.Module) -> None:
     """Compute the scales of all sharded weights with one all-reduce; collective.
 
-    Without them, each weight has its own all-reduce in each all-gather. Call it after each change of weights.
+    Otherwise each all-gather of a weight would include an all-reduce of its own. This function must be
+    called after each change of weights.
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

@@ -13,7 +13,7 @@ def fsdp_modules(scorer: nn.Module) -> Iterator[FSDPModule]:
 
 
 def release(scorer: nn.Module) -> None:
-    """Free the gathered weights left by a forward without backward, which no update would change."""
+    """Free the gathered weights left by a forward pass without backward, which updates would not change."""
     for module in fsdp_modules(scorer):
         module.reshard()
 

@@ -67,23 +67,24 @@ class GroupedExperts(nn.Module):
         return (1 if self.ep is None else self.ep.size()) * self.mesh[TENSOR].size()
 
     def hidden_dimensions(self) -> dict[nn.Parameter, int]:
-        """Return, by parameter, the dimension (not of experts) that tensor parallelism does not split."""
+        """Return, by parameter, the dimension that neither expert nor tensor parallelism splits."""
         own = {self.gate_up_proj: 2, self.down_proj: 1}
         return own if self.adapter is None else own | self.adapter.outer_dimensions()
 
     # The number of rows per expert is known only at run time, so that compiling is useless.
     @torch.compiler.disable
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return ``[T, H]``: the sum of the outputs of the ``[T, K]`` experts ``chosen``, times ``weights``.
+        """Return ``[T, H]``: for each token, the sum of its experts' outputs, weighted by ``weights``.
 
-        Collective over ep and over tp ranks. Ranks of ep have different tokens.
+        ``chosen``, the experts of each token, and ``weights`` are ``[T, K]``. Collective over ep and over tp
+        ranks. Ranks of ep have different tokens.
         """
         copies, experts = chosen.shape[1], chosen.reshape(-1)
         order = experts.argsort(stable=True)
         inverse = inverse_permutation(order)
         rows = Permute.apply(hidden, order, inverse, copies)
         size = self.number if self.ep is None else self.number * self.ep.size()
-        # Not with bincount, for which the host waits for a GPU.
+        # bincount would make the host wait for a GPU.
         loads = experts.new_zeros(size).index_add(0, experts, torch.ones_like(experts))
         out = self._compute(rows, loads) if self.ep is None else self._compute_elsewhere(rows, loads, self.ep)
         each = Permute.apply(out, inverse, order, 1).view(-1, copies, hidden.shape[1])
@@ -116,7 +117,7 @@ class GroupedExperts(nn.Module):
         return self._adapted(product(inner, self.down_proj, loads), inner, loads, "down_proj")
 
     def _adapted(self, out: Tensor, rows: Tensor, loads: Tensor, kind: str) -> Tensor:
-        """Add to ``out`` of the layer ``kind`` the output of its adapter for the same ``rows``."""
+        """Return ``out``, the output of the layer ``kind`` for ``rows``, plus that of the layer's adapter."""
         factors = None if self.adapter is None else self.adapter.factors(kind)
         if self.adapter is None or factors is None:
             return out
@@ -170,7 +171,7 @@ def group_experts(model: PreTrainedModel, mesh: DeviceMesh, adapter: LoRA | None
     for name, block in moe_blocks(model).items():
         experts: Any = block.experts
         found = GroupedExperts(experts, mesh, f"{name}.experts", model.config.hidden_act)
-        # ``LoRA.check`` has ensured that all experts of a layer have the same ones.
+        # ``LoRA.check`` has ensured that the same layers of all experts are adapted.
         kinds = [kind for kind in KINDS if f"{found.name}.0.{kind}" in targets]
         if adapter is not None and kinds:
             found.adapter = ExpertAdapter(kinds, adapter, found)
@@ -193,7 +194,7 @@ def grouped_experts(model: nn.Module) -> dict[str, GroupedExperts]:
 class ExpertAdapter(nn.Module):
     """LoRA factors of the experts of a layer.
 
-    For each adapted projection, they are for example ``lora_A_gate_proj`` ``[E / ep, r, in]`` and
+    Each adapted projection has two, for example ``lora_A_gate_proj`` ``[E / ep, r, in]`` and
     ``lora_B_gate_proj`` ``[E / ep, out, r]``. The module is a submodule of the experts and sharded with them.
     ``tp`` does not split it.
     """

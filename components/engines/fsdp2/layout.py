@@ -41,7 +41,7 @@ class FSDP2Layout:
     """The micro-batches of a step after which gradients are reduced. With ``last`` they accumulate in fp32 on
     every rank for the whole model, with ``every`` only for this rank's shard, and are sent more often."""
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise"
-    """torchao's name for the way in which ``run.dtype=fp8`` rounds. The scales of ``tensorwise`` depend on
+    """torchao's name of the recipe by which ``run.dtype=fp8`` rounds. The scales of ``tensorwise`` depend on
     all tokens of a micro-batch. Other recipes scale rows by powers of 2, so that a token is rounded alike in
     every micro-batch."""
     fp8_all_gather: bool = False
@@ -55,8 +55,8 @@ class FSDP2Layout:
         return world_size // (self.cp * self.tp)
 
     def gathers_frozen(self, shards: int) -> bool:
-        """Return whether FSDP gathers frozen weights too, which ``shards`` ranks share.
+        """Return whether FSDP also gathers frozen weights, which are sharded over ``shards`` ranks.
 
-        A single rank has them whole, in the dtype of computing: a gathered copy would take as much again.
+        A single rank has them whole, in the compute dtype: a gathered copy would take as much memory again.
         """
         return shards > 1 or self.cpu_offload or self.fp8_all_gather

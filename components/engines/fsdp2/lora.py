@@ -48,7 +48,7 @@ def check(adapter: LoRA | None, tp: int) -> None:
 
 
 def describe_adapter(adapter: LoRA, model: PreTrainedModel) -> "LoraConfig":
-    """Return peft's configuration of ``adapter`` for ``model``, except experts, whose layers are our own."""
+    """Return peft's configuration of ``adapter`` for ``model``, without experts (see ``ExpertAdapter``)."""
     config = peft_config(adapter, model)
     others = [name for name in linear_names(model) if not EXPERT_PARAM.match(name)]
     wanted = frozenset(adapter.targets(model))
@@ -68,7 +68,7 @@ def inject(model: PreTrainedModel, config: "LoraConfig", *, is_pissa: bool) -> N
         subtracted = copy.copy(config)
         subtracted.lora_dropout, subtracted.modules_to_save = 0.0, None
         inject_adapter_in_model(subtracted, model, INITIAL, low_cpu_mem_usage=True)
-        del model.peft_config  # with which peft would warn of a second adapter
+        del model.peft_config  # otherwise peft would warn of a second adapter
     if config.target_modules:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     for layer in model.modules():

@@ -65,7 +65,7 @@ def placed_like(shard: Tensor, whole: Tensor) -> Tensor:
     """Return ``shard`` as this rank's part of a tensor that is placed as ``whole``; they share memory."""
     if not isinstance(whole, DTensor):
         return shard
-    # Not with from_local, which copies offloaded tensors to the device of the mesh.
+    # from_local would copy offloaded tensors to the device of the mesh.
     meta = TensorMeta(whole.shape, whole.stride(), shard.dtype)
     spec = DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta)
     return DTensor(shard.detach(), spec, requires_grad=False)
@@ -104,6 +104,6 @@ def from_local_shard(local: Tensor, mesh: DeviceMesh, cuts: Sequence[Shard]) -> 
     shape = list(local.shape)
     for size, placement in zip(mesh.shape, cuts, strict=True):
         shape[placement.dim] *= size
-    # Not with from_local, which copies offloaded tensors to the device of the mesh without need.
+    # from_local would copy offloaded tensors to the device of the mesh, which is not needed.
     meta = TensorMeta(torch.Size(shape), (shape[1], 1), local.dtype)
     return DTensor(local.detach(), DTensorSpec(mesh, tuple(cuts), tensor_meta=meta), requires_grad=False)

@@ -32,7 +32,7 @@ class MTPHead:
     def __call__(
         self, hidden: Tensor, ids: Sequence[Tensor], embed: Callable[[Tensor], Tensor]
     ) -> Iterator[Tensor]:
-        """Yield the normed hidden states ``[B, L, H]`` of every depth.
+        """Yield the normalized hidden states ``[B, L, H]`` of every depth.
 
         Args:
             hidden: output of the last norm, from the preceding forward pass.

@@ -206,7 +206,7 @@ def build_model(
         apply_liger(scorer.lm)
     for number, block in enumerate(decoder_blocks(scorer.lm)):
         if options.compiled:
-            # Inside the hooks of FSDP, which are not compiled; the blocks share their compiled code.
+            # Only the forward inside FSDP's hooks is compiled, and the blocks share the compiled code.
             block.forward = torch.compile(block.forward)
         first = layout.recompute_num_layers
         if recompute == "full" and (first is None or number < first):
@@ -306,7 +306,7 @@ def apply_ac(block: nn.Module) -> None:
 
 
 def apply_offloading(lm: PreTrainedModel, device: torch.device) -> ActivationOffloading:
-    """Offload the activations of the blocks of ``lm``; it precedes ``fully_shard``, whose hooks run first."""
+    """Offload the activations of ``lm``'s blocks; call it before ``fully_shard``, whose hooks run first."""
     offloading = ActivationOffloading(device)
     offloading.apply(lm.base_model, decoder_blocks(lm), grouped_experts(lm).values())
     return offloading

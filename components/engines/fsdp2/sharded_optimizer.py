@@ -27,7 +27,7 @@ class ShardedOptimizer:
     ) -> None:
         self.moments, self.weights, self.views = description.moments, list(weights.values()), views
         self.shards = {weight: nn.Parameter(local_shard(weight.detach())) for weight in self.weights}
-        # By the first of its names on disk: those of stacked experts have the same options.
+        # The first of a parameter's names on disk is enough: stacked experts have the same options.
         on_disk = {view.parameter: view.name for view in reversed(views)}
         named = ((on_disk[weight], shard) for weight, shard in self.shards.items())
         self.optimizer = torch_optimizer(description, named)
@@ -43,16 +43,16 @@ class ShardedOptimizer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)  # only this reference to them
+        self.optimizer.zero_grad(set_to_none=True)  # drops only this reference to the gradients
         if self.of_class is not None:
             self.of_class.updates += 1
 
     @contextmanager
     def evaluating(self) -> Iterator[bool]:
-        """Give the weights the values that the optimizer trains for, such as an average, inside the context.
+        """Set the weights to the optimizer's values for evaluation, such as an average, in the context.
 
-        Yields whether they changed. They are restored from a copy, because the optimizer's own way back
-        rounds.
+        Yield whether they changed. They are restored from a copy, because the optimizer's own conversion back
+        would round them.
         """
         if not hasattr(self.optimizer, "eval"):
             yield False

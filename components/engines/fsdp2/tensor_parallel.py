@@ -52,17 +52,18 @@ COLWISE = re.compile(r".*\.self_attn\.([qkv]|q_b|kv_b)_proj|.*\.mlp\.(shared_exp
 ROWWISE = re.compile(r".*\.self_attn\.o_proj|.*\.mlp\.(shared_experts\.)?down_proj")
 VOCABULARY = re.compile(r"model\.embed_tokens|lm_head")
 JOINING = re.compile(r".*\.eh_proj")
-"""Split by input. Every rank has the whole input and takes its part."""
+"""Projections that are split by input. Every rank has the whole input and uses its part."""
 NORM = re.compile(
     r".*\.(input|post_attention|pre_feedforward|post_feedforward)_layernorm|model\.norm|.*\.shared_head\.norm"
 )
 HEAD_NORM = re.compile(r".*\.self_attn\.([qk]_norm|(q|kv)_a_layernorm)|.*\.[eh]norm")
 """Norms of which a rank uses only a part of the output (its heads, or its columns of ``JOINING``), or whose
-output is a latent that enters such a part. Replicated; their gradients are summed over tp ranks."""
+output is a latent that enters such a part. They are replicated, and their gradients are summed over tp
+ranks."""
 ROUTER = re.compile(r".*\.mlp\.gate")
 """Routers. Every rank routes the same tokens to its parts of the experts."""
 LATENT = re.compile(r".*\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)")
-"""MLA down-projections. Replicated; their gradients are summed over tp ranks."""
+"""MLA down-projections. They are replicated, and their gradients are summed over tp ranks."""
 
 
 def check(model: PreTrainedModel, tp: int, shards: int) -> None:
@@ -74,7 +75,7 @@ def check(model: PreTrainedModel, tp: int, shards: int) -> None:
     if tp == 1:
         return
     kind = model.config.model_type
-    # By module too, because custom code may use the model type llama.
+    # The module is checked too, because custom code may use the model type llama.
     if kind not in ARCHITECTURES or not type(model).__module__.startswith("transformers.models."):
         raise ConfigError(
             f"parallelism.tp: {kind} ({type(model).__name__}) is not supported by "
@@ -105,7 +106,7 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         elif NORM.fullmatch(name):
             to_dtensors(module, mesh, weight=Replicate())
             module.forward = with_local_weight(module, Replicate())
-            # All of a scalar head is computed on every rank, so that its gradient is not a part.
+            # Every rank computes the whole scalar head, so that the gradient of its input is complete.
             if entering.fullmatch(name) and not (scalar and name == "model.norm"):
                 module.register_forward_hook(lambda _, __, output: CopyToTP.apply(output, group))
             if name.endswith(".shared_head.norm"):
@@ -129,9 +130,9 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def make_colwise(module: Any, mesh: DeviceMesh) -> None:
-    """Split a linear layer, or peft's with its two matrices, by output.
+    """Split a linear layer by output, together with its LoRA matrices if peft has wrapped it.
 
-    A is replicated, because every rank needs all of its r outputs.
+    A is replicated, because every rank needs all of its r outputs. B is split by output.
     """
     linear = getattr(module, "base_layer", module)
     to_dtensors(linear, mesh, weight=Shard(0), bias=Shard(0))
@@ -173,7 +174,7 @@ def replicate_scalar_head(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def linears(module: Layer) -> list[nn.Module]:
-    """Return ``module`` if it is a linear layer, or the linear layers in one of peft's."""
+    """Return a list with ``module`` if it is a linear layer, or else with those in peft's wrapper."""
     if not hasattr(module, "base_layer"):
         return [module]
     return [module.base_layer, *module.lora_A.values(), *module.lora_B.values()]

@@ -1,4 +1,4 @@
-"""The weights of FSDP2 for an optimizer of whole weights, which are shards between steps."""
+"""The weights of FSDP2, sharded between steps, for an optimizer that updates whole weights."""
 
 from collections.abc import Sequence
 from typing import Literal

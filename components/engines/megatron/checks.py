@@ -142,7 +142,11 @@ def check_run(
 
 
 def check_mtp(layout: Layout, config: PreTrainedConfig) -> None:
-    """Check that the last pipeline stage, which needs its own embedding for them, can hold the MTP layers."""
+    """Check that the last pipeline stage can hold the MTP layers, which need an embedding on it.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
     count = num_mtp_layers(config)
     if not count or layout.pp == 1:
         return
@@ -263,9 +267,12 @@ def tensors(layout: Layout, model: PreTrainedModel, adapter: LoRA | None) -> lis
 
 
 def check_frozen(model: PreTrainedModel, *, stacked: bool) -> None:
-    """Check the frozen parameters against fused tensors and against the biases of frozen layers.
+    """Check that no fused tensor is frozen only in part, and that no frozen layer has a trained bias.
 
     ``stacked`` means that the experts of a layer are in the same tensors.
+
+    Raises:
+        ConfigError: if either is the case.
     """
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     parts = hf_names.fused(trained, stacked=stacked)

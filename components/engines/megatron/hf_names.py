@@ -1,8 +1,8 @@
 """The mapping from tensors of Megatron's own checkpoint format to Hugging Face tensors.
 
-The left column holds keys of ``GPTModel.sharded_state_dict``, in which layers are numbered over all pipeline
-stages and gate and up have separate keys (``_w``, ``_v``). The keys are the same for Megatron's local layers
-and for transformer-engine's, except norms, which the latter keep inside the linear layer that follows.
+The keys of ``TABLE`` are those of ``GPTModel.sharded_state_dict``, in which layers are numbered over all
+pipeline stages and gate and up have separate keys (``_w``, ``_v``). They are the same for Megatron's local
+layers and for transformer-engine's, except norms, which the latter keep inside the linear layer that follows.
 """
 
 import re

@@ -15,19 +15,20 @@ class Layout:
     """The keys of conf/parallelism/megatron.yaml, with its default values."""
 
     tp: int = 1
-    """Tensor-parallel ranks, which split every matrix and the vocabulary."""
+    """Number of tensor-parallel ranks, which split every matrix and the vocabulary."""
     pp: int = 1
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     vpp: int = 1
-    """Chunks of layers per pipeline stage; more than 1 means the interleaved schedule."""
+    """Number of chunks of layers per pipeline stage; more than 1 means the interleaved schedule."""
     cp: int = 1
-    """Context-parallel ranks, which split every sequence by position."""
+    """Number of context-parallel ranks, which split every sequence by position."""
     ep: int = 1
-    """Expert-parallel ranks, among the tp x cp x dp ranks, over which the experts of a layer are divided."""
+    """Number of expert-parallel ranks, among the tp x cp x dp ranks, that divide the experts of a layer."""
     etp: int = 1
-    """Expert-tensor-parallel ranks, which split the matrices of every expert."""
+    """Number of expert-tensor-parallel ranks, which split the matrices of every expert."""
     dp: int | None = None
-    """Data-parallel ranks. None means that WORLD_SIZE or the visible GPUs decide, else ``default_dp``."""
+    """Number of data-parallel ranks. None means as many as fill WORLD_SIZE, else the visible GPUs, else
+    ``default_dp``."""
     default_dp: int = 1
     sequence_parallel: bool = False
     """Whether norms and residuals, otherwise replicated over tp ranks, are split over these by position."""
@@ -43,7 +44,7 @@ class Layout:
     None means yes with ``overlap_grad_reduce``, unless owners update whole weights or the optimizer is in
     host memory."""
     bucket_size: int | None = None
-    """Gradient elements per reduction bucket. None means Megatron's default."""
+    """Number of gradient elements per reduction bucket. None means Megatron's default."""
     pipeline_layout: str | None = None
     """Megatron's layout string, with one part per chunk of every stage, in the order of the layers."""
     first_stage_layers: int | None = None
@@ -59,7 +60,7 @@ class Layout:
     """Implementation of the layers; auto uses transformer-engine if it is installed, supports the run and has
     a fast kernel for packed rows on this GPU."""
     bias_activation_fusion: bool | None = None
-    """Whether SwiGLU is one function that saves only its input, compiled on a GPU. None means on a GPU."""
+    """Whether SwiGLU is one function that saves only its input, compiled on a GPU. None means yes on GPUs."""
     optimizer_cpu_offload: bool = False
     moe_token_dispatcher: Literal["allgather", "alltoall"] = "alltoall"
     """Token exchange: all-gather over the ep x etp ranks, or all-to-all to the chosen experts' ranks."""

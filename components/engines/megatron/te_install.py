@@ -11,7 +11,7 @@ def has_transformer_engine() -> bool:
     """Return whether transformer-engine is installed with its library for torch.
 
     Without that library, for example with only the one for JAX, Megatron cannot use it. The folders are those
-    in which transformer-engine itself looks: of editable installations, of those from source and of wheels.
+    in which transformer-engine itself looks, for editable installations, source installations and wheels.
     """
     package = find_spec("transformer_engine")
     if package is None or package.origin is None:

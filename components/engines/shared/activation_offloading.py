@@ -122,7 +122,7 @@ class ActivationOffloading:
         self.seen.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor | View:
-        kept = tensor.detach()  # a result refers to the node that saves it, which would never be freed
+        kept = tensor.detach()  # a saved result would form a reference cycle with its graph node
         if self.current is None or tensor.device.type != self.device.type:
             return kept
         if is_traceable_wrapper_subclass(tensor):  # its own storage holds nothing
@@ -138,7 +138,7 @@ class ActivationOffloading:
                 host = vector.to("cpu", non_blocking=True)  # pinned
             self.seen[key] = Saved(self.current, host, vector)
             self.current.members.append(weakref.ref(self.seen[key]))
-        # With the strides of before, because kernels may round differently with others.
+        # The strides are kept, because kernels may round differently with others.
         return View(self.seen[key], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, packed: Tensor | View) -> Tensor:
@@ -162,7 +162,7 @@ class ActivationOffloading:
             return
         cpu = self.device.type == "cpu"
         back = [s.host if cpu else torch.empty_like(s.host, device=self.device) for s in absent]
-        self.copies.wait_stream(self._computing())  # whose earlier work may use the same memory
+        self.copies.wait_stream(self._computing())  # its earlier work may use the same memory
         with self.handle.stream(self.copies):
             for saved, target in zip(absent, back, strict=True):
                 saved.device = target.copy_(saved.host, non_blocking=True)

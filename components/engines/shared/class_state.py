@@ -38,7 +38,7 @@ class ClassState:
 
 
 def create_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Let the optimizer create the state of ``parameters``, by an update that is then undone.
+    """Make the optimizer create the state of ``parameters``, by an update that is then undone.
 
     The values of the state are those after an update with zero gradients. The caller overwrites or ignores
     them.

@@ -1,7 +1,7 @@
 """The softmax of the head in two kernels, which torch.compile makes on a GPU.
 
-Op by op, the logits of a chunk would be read and written about ten times, mostly in fp32. Here they stay in
-their own dtype, are read for the sums, and are then replaced by their gradient.
+In eager mode, the logits of a chunk would be read and written about ten times, mostly in fp32. Here they stay
+in their own dtype, are read for the sums, and are then replaced by their gradient.
 """
 
 import math

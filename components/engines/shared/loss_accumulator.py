@@ -34,7 +34,8 @@ class LossAccumulator:
     def scaled_loss(self, output: LossOutput) -> Tensor:
         """Return the scalar for the backward pass: the sum over terms of term * N_main / N_term.
 
-        N are the global counts. The first term is the main one. The sum is multiplied by ``factor``.
+        ``N_main`` and ``N_term`` are global counts. The first term is the main one. The sum is multiplied by
+        ``factor``.
         """
         main, *others = output.terms.items()
         if not others:

@@ -1,4 +1,4 @@
-"""The loss scale for fp16, in which the smallest gradients would otherwise become zeros."""
+"""The loss scale for fp16, in which the smallest gradients would otherwise underflow to zero."""
 
 from dataclasses import dataclass
 from pathlib import Path

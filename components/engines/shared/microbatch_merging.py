@@ -11,10 +11,10 @@ from components.contracts.batch import Batch
 
 MAX_TOKENS = {"cpu": 4096, "cuda": 32768, "xpu": 32768, "npu": 32768}
 """Maximum number of tokens of a merged micro-batch. Only the activations of one block are alive at a time, so
-that on a GPU it takes less memory than a training micro-batch of a few thousand tokens: with hidden size 4096
-and intermediate size 14336 about 130 kB per token in bf16, 4 GiB. Larger micro-batches gather weights less
-often and launch fewer kernels. A CPU is not faster with 4,000 or 16,000 tokens than with micro-batches of
-2,000."""
+that on a GPU they take less memory than those of a training micro-batch of a few thousand tokens: with hidden
+size 4096 and intermediate size 14336 about 130 kB per token in bf16, 4 GiB. Larger micro-batches gather
+weights less often and launch fewer kernels. A CPU is not faster with 4,000 or 16,000 tokens than with
+micro-batches of 2,000."""
 
 
 def group_microbatches(

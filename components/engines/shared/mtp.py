@@ -33,7 +33,7 @@ def add_mtp_losses(
         logps: ``TokenStats.logps`` of each depth, for whole rows.
 
     Returns:
-        the extended output and counts. A term is multiplied by its coefficient, its metric is not.
+        the extended output and counts. A term is multiplied by its coefficient, but its metric is not.
     """
     if not terms.num_layers:
         return output, dict(counts)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from components.contracts.batch import Batch
 
 CHUNK = 1 << 20
-"""Number of values of noise that are made at once, as 64-bit integers."""
+"""Number of noise values that are computed at once, as 64-bit integers."""
 MASK = (1 << 32) - 1
 
 
@@ -48,11 +48,11 @@ NO_NOISE = NEFTune(0.0, 0)
 
 
 class NoisyEmbedding:
-    """A forward hook of an embedding, which adds the noise that was given for its next call."""
+    """A forward hook of an embedding layer that adds noise to the output of the layer's next call."""
 
     def __init__(self) -> None:
         self.given: tuple[Tensor, Tensor] | None = None
-        """Keys and ranges from ``NEFTune.noise_of``, like the input ids. None means that nothing is added."""
+        """Keys and ranges from ``NEFTune.noise_of``, in the order of the output. None means no noise."""
 
     def __call__(self, _module: nn.Module, _inputs: object, embedded: Tensor) -> Tensor:
         if self.given is None:

@@ -1,4 +1,4 @@
-"""Error messages for running out of memory: with the micro-batch and a remedy."""
+"""Out-of-memory errors, whose messages describe the micro-batch or the step and contain a remedy."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ HOST = ("not enough memory", "DefaultCPUAllocator", "Cannot allocate memory")
 
 
 class MicrobatchOutOfMemory(TrainingError):
-    """Error that a micro-batch ran out of memory; the message contains its number."""
+    """Error raised if a micro-batch runs out of memory; the message contains its number."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -56,7 +56,7 @@ def token_stats(
         weights: float32 like ``labels``, given only if the loss is ``-(weights * logps).sum()`` times a
             number. The gradients are then computed in the forward pass, which saves one matmul of four.
         label_index: int64 ``[n]``, the positions of labels in ``labels.reshape(-1)``. None means that they
-            are computed here, for which the host waits.
+            are computed here, which makes the host wait.
         shard: with a vocabulary split over ranks, the rows that ``head_weight [n, H]`` and ``head_bias [n]``
             hold; n may differ by rank and be 0. Collective over the ranks of the group, which pass the same
             values for all other arguments and get the same statistics. The gradient of the head is that of
@@ -159,7 +159,8 @@ class HeadChunking:
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Return ``(sum, logsumexp, logps, others)``, in which ``others`` are other required statistics.
 
-        All are ``[n]``. Without fused kernels, ``logits`` become ``exp(logits - max)`` in place.
+        All are ``[n]``; ``sum`` is that of ``exp(logits - max)`` over the vocabulary. Without fused kernels,
+        ``logits`` become ``exp(logits - max)`` in place.
         """
         chosen = self.vocabulary.select_targets(logits, targets).to(stats_dtype(logits))
         largest, sums = self._fused_sums(logits) if self.fused else self._sums(logits)

@@ -27,7 +27,7 @@ CHECKED = ">=2.11,<2.14"
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return ``mesh`` as one dimension called ``name``; collective."""
+    """Flatten ``mesh`` into one dimension called ``name``; collective."""
     return mesh._flatten(name)
 
 
@@ -45,7 +45,7 @@ def assert_async(condition: Tensor, message: str) -> None:
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard, which shares memory with ``tensor``, outside of autograd."""
     shard = getattr(tensor, "_local_tensor", tensor)
-    return getattr(shard, "_tensor", shard)  # that in torchao's wrapper for an all-gather in float8
+    return getattr(shard, "_tensor", shard)  # unwraps torchao's tensor for an all-gather in float8
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -33,11 +33,11 @@ class TrainStepEngine(Engine):
     spec: ModelSpec
     options: EngineOptions
     routing: RouterState | None
-    """The state of the MoE routers. None for a model without experts."""
+    """The state of the MoE routers. None means that the model has no experts."""
     loss_scale: LossScale | None
-    """None if the loss is not scaled."""
+    """The loss scale. None means that the loss is not scaled."""
     sums: LossAccumulator | None = None
-    """Sums of the current step. None outside of a step."""
+    """Sums of the current step. None means that no step is in progress."""
 
     # ---- implemented by engines
 
@@ -102,7 +102,7 @@ class TrainStepEngine(Engine):
             counts = dict(zip(total, map(round, sums), strict=True))
         factor = 1.0
         if self.loss_scale is not None:
-            # The scale is that of the mean: gradients of a sum over all labels would overflow in fp16.
+            # The scale applies to the mean loss: gradients of a sum over all labels would overflow in fp16.
             assert counts is not None, "a loss scale needs the counts at begin_train_step"
             factor = self.loss_scale.value / max(next(iter(counts.values())), 1)
         self.sums = LossAccumulator(counts, main_apart=self.spec.has_auxiliary_losses, factor=factor)

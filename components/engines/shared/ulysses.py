@@ -20,7 +20,8 @@ def seq_to_heads(
     """Exchange this rank's positions of all heads for all positions of its share of heads.
 
     Rank r gets the r-th share of heads, with positions in rank order. Key-value heads are repeated if cp does
-    not divide them. One all-to-all for all three tensors; collective over ``group``, like its backward.
+    not divide them. One all-to-all exchanges all three tensors. Collective over ``group``, like the backward
+    pass.
 
     Args:
         query: cp must divide its number of heads; key and value may have fewer heads.

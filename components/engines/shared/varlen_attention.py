@@ -43,7 +43,7 @@ HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_
 
 
 HAS_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""torch 2.11 computes GQA without this option of ``varlen_attn``, and 2.13 requires it."""
+"""Whether ``varlen_attn`` has this option. torch 2.11 computes GQA without it, and 2.13 requires it."""
 
 
 @dataclass
@@ -130,8 +130,8 @@ def attention(
     """Compute causal attention within sequences, through transformers' attention interface.
 
     Args:
-        query: ``[B, heads, T, D]``; key and value may have fewer heads (each serves a group of them), and
-            value another D, which is then that of the result.
+        query: ``[B, heads, T, D]``; key and value may have fewer heads (grouped-query attention), and value
+            may have another D, which the result then has too.
         attention_mask: must be None or ``NO_MASK``; padding is on the right, so that no token attends to it.
         scaling: factor of the scores. None means ``D ** -0.5``.
         sliding_window: number of tokens, including itself, that a token attends to.
@@ -196,7 +196,7 @@ def dispatch(
     return untraced(attend, context_group, module, query, *tensors, **options)
 
 
-# Sequence lengths are Python numbers, for which every batch would be compiled anew.
+# Sequence lengths are Python numbers, so that torch.compile would recompile for every batch.
 @torch.compiler.disable
 def untraced(
     attend: Callable[..., tuple[Tensor, None]],
@@ -246,7 +246,7 @@ def has_kernel(query: Tensor, dropout: float) -> bool:
 
 @torch.compiler.assume_constant_result
 def is_ampere(device: torch.device) -> bool:
-    """Return whether the GPU is of that generation or a later one."""
+    """Return whether the GPU is of the Ampere generation or a later one."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -262,7 +262,7 @@ def varlen_kernel(
 ) -> Tensor:
     """Compute ``packed_sdpa`` for all sequences in one CUDA kernel.
 
-    ``cu_seqlens`` and ``max_seqlens`` are those of the queries and those of the keys.
+    ``cu_seqlens`` and ``max_seqlens`` each have one entry for the queries and one for the keys.
     The kernel has one head dimension: narrower values are padded with zeros, whose results are cut off.
     """
     missing = key.shape[-1] - value.shape[-1]
@@ -278,7 +278,7 @@ def varlen_kernel(
 
 
 def no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> None:
-    """Refuse a mask: without this function transformers would silently drop that of the caller."""
+    """Refuse a mask: without this function transformers would silently drop the caller's mask."""
     assert attention_mask is None, "pass no attention_mask: boundaries are cu_seq_lens_q or padded=True"
 
 

@@ -73,8 +73,8 @@ class VocabularyShard:
     def select_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
         rows = logits.shape[1]
         assert not rows or self.start + rows <= self.size, "a padded row of the head takes part"
-        # Otherwise no rank would have the label, and its logit would be taken as 0. The host does not wait
-        # here.
+        # No rank has the logit of a label outside of the vocabulary, which would be taken as 0. The host does
+        # not wait for this check.
         assert_async(((targets >= 0) & (targets < self.size)).all(), "a label is not in the vocabulary")
         column, here = self.locate(logits, targets)
         return logits.gather(1, column).where(here, 0).sum(-1)

@@ -1,8 +1,8 @@
 """An optimizer for updates that need whole weights, such as the orthogonalisation of a matrix.
 
-Every weight has an owner among the ranks that share it. In a step, its gradient is gathered there, the owner
-updates it with the optimizer's own class, and every rank receives its part of the result. So the ranks divide
-the work and the state by whole weights; the state is never sharded.
+Every weight has an owner among the ranks that share it. In a step, its gradient is gathered on the owner, the
+owner updates the weight with the optimizer's own class, and every rank receives its part of the result. So
+the ranks divide the work and the state by whole weights; the state is never sharded.
 """
 
 from abc import ABC, abstractmethod
@@ -67,7 +67,7 @@ class WholeWeightOptimizer:
         of_class = description if isinstance(description, TorchClass) else None
         self.group_kinds = of_class.state.group_scalars if of_class else ()
         self.shared = of_class.state.scalars if of_class and of_class.scope == "element" else ()
-        """Names of numbers that are equal for all weights, of which a checkpoint holds each once."""
+        """Names of numbers that are equal for all weights. A checkpoint contains each of them once."""
         self.updates = 0
 
     def step(self, lr: float) -> None:
@@ -132,7 +132,10 @@ class WholeWeightOptimizer:
         return f"optimizer_state/{kind}" + f"/{weight.name}" * (kind not in self.shared)
 
     def _create(self) -> list[OwnedWeight]:
-        """Let the optimizer create the state of weights without one, by an update of zeros."""
+        """Make the optimizer create missing states, by an update of zero weights with zero gradients.
+
+        Return the weights whose state is new.
+        """
         new = [weight for weight in self.owned if not self._of(weight).get(weight.parameter)]
         kept = [weight.parameter.data for weight in new]
         for weight in new:
@@ -149,13 +152,13 @@ class WholeWeightOptimizer:
 
 
 def owners(weights: Iterable[tuple[int, int]]) -> list[int]:
-    """Give every weight, the largest first, to the rank with the fewest elements of those that share it.
+    """Assign each weight, the largest first, to the rank with the fewest elements among those that share it.
 
     Args:
         weights: for each weight, the number of ranks that share it and the number of its elements.
 
     Returns:
-        The number of the owner of every weight, which is the same on all ranks that share it.
+        For each weight, the number of its owner among the ranks that share it, the same on all of them.
     """
     each = list(weights)
     loads: dict[int, list[int]] = {}

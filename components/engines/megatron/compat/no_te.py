@@ -1,4 +1,7 @@
-"""Patches for what megatron-core cannot do without transformer-engine although torch can, on any device."""
+"""Patches for functions of megatron-core that need transformer-engine although torch would suffice.
+
+They apply on any device.
+"""
 
 from collections.abc import Callable
 from copy import copy

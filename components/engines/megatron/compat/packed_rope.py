@@ -1,7 +1,7 @@
 """The rotary embedding of packed rows with one lookup by position, in place of one slice per sequence.
 
-megatron-core cuts queries and keys into sequences and copies the head of its table for each, in every layer.
-These are thousands of calls a micro-batch, and on a GPU the host is often what a step waits for.
+megatron-core cuts queries and keys into sequences and copies the first rows of its table for each, in every
+layer. These are thousands of calls per micro-batch, and on a GPU a step often waits for the host.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from components.engines.megatron.compat.patching import Patch
 
 _positions = WeakTensorKeyDictionary()
-"""By the boundaries of a packed row: int64 ``[L]``, the positions of its tokens."""
+"""Positions of the tokens of a packed row, int64 ``[L]``, by the tensor of its boundaries."""
 
 
 def remember(cu_seqlens: Tensor, positions: Tensor) -> None:
-    """Let the embedding of rows with these boundaries use ``positions``, int64 ``[L]`` on the model's device.
+    """Store ``positions``, which the embedding uses for the row whose boundaries are this ``cu_seqlens``.
 
-    ``L`` is the length of this rank's share of the row. The entry is kept as long as ``cu_seqlens``.
+    They are int64 ``[L]`` on the model's device, and ``L`` is the length of this rank's share of the row. The
+    entry is kept as long as ``cu_seqlens``.
     """
     _positions[cu_seqlens] = positions
 

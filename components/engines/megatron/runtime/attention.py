@@ -34,8 +34,8 @@ def packed_seq_params(row: CPShard, device: torch.device | None = None) -> Packe
     The tensors of ``row`` are on the model's device, as ``CPShard.to`` leaves them.
 
     The boundaries stay on the CPU, where attention reads them without waiting for the GPU, unless ``device``
-    is given: transformer-engine's kernels need them there. ``max_seqlen``, the longest span of the aligned
-    row, is the length of mcore's rotary table.
+    is given: transformer-engine's kernels read them on the device. ``max_seqlen``, the longest span of the
+    aligned row, is the length of mcore's rotary table.
     """
     if row.cu_seqlens is None:
         return None
@@ -105,9 +105,9 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:
         """Map ``[s, b, heads, D]`` to ``[s, b, heads * D]``; packed, ``[t, heads, D]`` to ``[t, heads * D]``.
 
-        s and t count this rank's positions. key and value may have fewer heads, and value another D, which
-        is then that of the result. ``attention_mask`` must be None, since padding comes after all real tokens
-        and causal attention does not reach it.
+        s and t count this rank's positions. key and value may have fewer heads, and value may have another D,
+        which the result then has too. ``attention_mask`` must be None, since padding comes after all real
+        tokens and causal attention does not reach it.
         """
         assert attention_mask is None, "pass no attention_mask: boundaries are those of packed_seq_params"
         assert attention_bias is None, "attention_bias is not computed here"

@@ -36,7 +36,7 @@ class CPShard:
     """int32 ``[S' + 1]``, only if packed: the sequence boundaries of the whole aligned row, in which padding
     at the end counts as one more sequence. It stays on the CPU, where it is read."""
     max_seqlen: int | None
-    """Only if packed: the longest span of ``cu_seqlens``, in tokens."""
+    """Length of the longest span of ``cu_seqlens`` in tokens, only if packed."""
     index: Tensor
     """int64 ``[B, T]``: the index of each position t of the micro-batch in the row in rank order."""
     cp: int
@@ -47,7 +47,8 @@ class CPShard:
     def to(self, device: torch.device) -> Self:
         """Return the row with every tensor except ``cu_seqlens`` on ``device``.
 
-        Positions with a label are found before, on the host, because it would wait for a device.
+        Positions with a label are found on the host before the copy, because finding them on a device would
+        make the host wait.
         """
         found = replace(self, label_index=(self.labels.reshape(-1) != IGNORE).nonzero()[:, 0])
         tensors = {name: value for name, value in vars(found).items() if isinstance(value, Tensor)}
@@ -78,7 +79,8 @@ def shard_batch(batch: Batch, *, cp: int, rank: int, multiple: int, length: int 
     Args:
         multiple: a divisor of the length of the whole row.
         length: length of the whole row, the same for all rows of a pipeline call. It must be at least
-            ``aligned_length`` and divisible likewise. None means ``aligned_length``.
+            ``aligned_length``, and a multiple of ``multiple`` and ``alignment(cp)``. None means
+            ``aligned_length``.
     """
     assert batch.prefix_lengths is None, "every sequence stands alone in a row"
     needed = aligned_length(batch, cp=cp, multiple=multiple)

@@ -173,7 +173,7 @@ class MegatronEngine(TrainStepEngine):
                 yield members[0].name, part
 
     def count_zeros(self) -> int:
-        """Count zero gradients, except those of vocabulary padding, which are always zero and not weights."""
+        """Count the zero gradients of weights, not those of vocabulary padding, which are always zero."""
         rows = padded_vocab_size(self.hf.vocab_size, self.config) - self.hf.vocab_size
         split = (self.meta.get_input_embeddings(), self.meta.get_output_embeddings())
         # Tied weights count once. A scalar head has no padding.
@@ -201,7 +201,8 @@ class MegatronEngine(TrainStepEngine):
             if group.grad_reduce_handle is not None:
                 group.grad_reduce_handle.wait()
                 group.grad_reduce_handle = None
-            group.per_param_grad_ready_counts = {}  # those of an interrupted backward would pass for complete
+            # Counts of an interrupted backward pass would be taken for complete ones.
+            group.per_param_grad_ready_counts = {}
         if self.offloading is not None:
             self.offloading.finish()
 

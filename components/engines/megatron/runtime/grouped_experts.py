@@ -25,7 +25,7 @@ class GroupedLinear(nn.Module):
     """
 
     loads: Tensor
-    """Numbers of rows of each expert ``[E]`` in the next call, int64."""
+    """Number of rows of each expert in the next call, int64 ``[E]``."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class GroupedLinear(nn.Module):
 
 
 class GroupedExperts(SequentialMLP):
-    """All experts of this rank as one MLP, where ``SequentialMLP`` calls one MLP per expert.
+    """All experts of this rank as one MLP, whereas ``SequentialMLP`` calls one MLP per expert.
 
     Each projection stacks the matrices of all experts. Megatron's own grouped experts need
     transformer-engine, or the package grouped_gemm, which is no longer maintained.
@@ -109,14 +109,15 @@ class GroupedExperts(SequentialMLP):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[()] = (), **_: object
     ) -> dict[str, object]:
-        """Return the same tensors as ``SequentialMLP`` does with keys of their own for every expert."""
+        """Return the same tensors as ``SequentialMLP`` does if every expert has separate keys."""
         assert not sharded_offsets, "layers have keys of their own (non_homogeneous_layers)"
         replica_id = (0, 0, self.dp_group.rank())
         found = {}
         for name, projection in self.projections():
             key = f"{prefix}experts.{{expert}}.{name}.weight"
             parts = ("_w", "_v") if name == "linear_fc1" else ("",)
-            # Named as in ``state_dict``, because Megatron's MTP block lists parameters by these names first.
+            # The name in ``state_dict`` is used, because Megatron's MTP block lists parameters by these names
+            # first.
             found[f"{prefix}local_experts.0.{name}.weight"] = projection.sharded(
                 key, replica_id, first=self.first, names=parts
             )

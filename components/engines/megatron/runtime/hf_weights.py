@@ -234,7 +234,7 @@ class TPMeshes:
         return self.experts if member.expert else self.dense
 
     def first(self, member: HFTensorSlice) -> bool:
-        """Return whether this rank writes ``member`` on behalf of all ranks that hold it after gathering."""
+        """Return whether this rank writes ``member`` after all ranks of its mesh have gathered it."""
         return self.of(member).get_local_rank() == 0
 
 
@@ -260,11 +260,12 @@ def full_hf_tensor(member: HFTensorSlice, value: Tensor, mesh: DeviceMesh) -> Te
 def full_hf_tensors(
     found: HFTensorSlices, meshes: TPMeshes, tensor_of: Callable[[nn.Parameter], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the Hugging Face tensors that this rank writes, tied ones once; every rank must consume it.
+    """Yield the Hugging Face tensors that this rank writes, tied ones once.
 
-    Only the first of the ranks that hold the same parameters takes part in gathering, over ``meshes``, and
-    only the first rank of each mesh writes. ``tensor_of``, which every rank calls for every parameter,
-    returns the tensor to gather, in the parameter's shape: the weight itself, or its fp32 copy.
+    Every rank must exhaust the iterator. Only the first of the ranks that hold the same parameters takes part
+    in gathering, over ``meshes``, and only the first rank of each mesh writes. ``tensor_of``, which every
+    rank calls for every parameter, returns the tensor to gather, in the parameter's shape: the weight itself,
+    or its fp32 copy.
     """
     for parameter, members in found.items():
         tensor = tensor_of(parameter).detach()

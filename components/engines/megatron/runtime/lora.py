@@ -71,7 +71,7 @@ class AdaptedLinear(nn.Module):
         return not self.column and not self.whole
 
     def _factor(self, name: str, shape: tuple[int, int], split: int | None) -> nn.Parameter:
-        """Register a parameter in this module itself, before whose calls Megatron gathers it."""
+        """Register a parameter in this module itself, so that Megatron gathers it before each call."""
         parameter = nn.Parameter(self.base.weight.new_empty(shape), requires_grad=name.startswith("lora"))
         if self.expert:  # tp ranks hold different experts, so the gradient norm counts each rank's
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
@@ -155,7 +155,8 @@ class AdaptedLinear(nn.Module):
 def adapt(chunk: nn.Module, found: HFTensorSlices, adapter: LoRA, targets: Collection[str]) -> HFTensorSlices:
     """Wrap the layers of ``chunk`` that hold ``targets`` (Hugging Face layers); return the added parameters.
 
-    It must follow ``hf_slices``, which needs Megatron's own names. The parameters are uninitialised.
+    It must be called after ``hf_slices``, which needs Megatron's own names. The added parameters are
+    uninitialised.
     """
     added: HFTensorSlices = {}
     for parent in list(chunk.modules()):

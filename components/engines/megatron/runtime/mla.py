@@ -1,7 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) in mcore's layers.
 
-mcore's own needs transformer-engine. Without it, it splits the latents over tensor-parallel ranks and does
-not sum the gradients of the ranks' heads for the rotary part of the keys, which all heads share.
+mcore's own implementation needs transformer-engine. Without transformer-engine, it splits the latents over
+tensor-parallel ranks and does not sum the gradients of the ranks' heads for the rotary part of the keys,
+which all heads share.
 """
 
 from typing import Any
@@ -139,7 +140,11 @@ class LatentAttention(MultiLatentAttention):
         return copy_to_tensor_model_parallel_region(part.contiguous(), group=self.pg_collection.tp)
 
     def _turn(self, part: Tensor, freqs: Tensor, packed: PackedSeqParams | None) -> Tensor:
-        """Rotate ``[..., heads, D]`` by position; mcore rotates neighbouring pairs, as the original does."""
+        """Rotate ``[..., heads, D]`` by position.
+
+        mcore rotates neighbouring columns as pairs, so columns i and i + D / 2 first become neighbours if the
+        model rotates them as pairs.
+        """
         rotary: Any = self.config.rotary
         if not rotary.interleaved:
             part = part.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)

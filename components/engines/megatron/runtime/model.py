@@ -84,7 +84,7 @@ class LogProbGPTModel(GPTModel):
         self.routers = find_routers([self])
         for parameter in expert_parameters(self):
             # Megatron reduces these gradients over the ranks that hold the same experts, but with ep=1 it
-            # does not set this flag. It is needed if tp > etp, when tp ranks have seen different tokens.
+            # does not set this flag. It is needed if tp > etp, because tp ranks then have different tokens.
             parameter.allreduce = False  # type: ignore[attr-defined]
         self.noise = NoisyEmbedding()
         if self.pre_process:
@@ -100,7 +100,7 @@ class LogProbGPTModel(GPTModel):
                 self.output_layer = nn.Linear(
                     config.hidden_size, 1, bias=False, dtype=weight.dtype, device=weight.device
                 )
-            # Computed by calling the layer, because Megatron gathers its parameters before the call.
+            # The layer itself is called, because Megatron gathers its parameters before the call.
             self.output_layer.forward = self.scores if scalar_head else self.statistics
 
     def forward(self, asked: ForwardRequest) -> object:
@@ -144,15 +144,15 @@ class LogProbGPTModel(GPTModel):
 
     def statistics(self, hidden_states: Tensor, asked: ForwardRequest) -> TokenStats:
         """Compute the statistics of the labels from the output ``[s, b, h]`` of the final norm."""
-        # Each tp rank computes a part of the hidden states' gradient; the backward pass of these sums it.
+        # Each tp rank computes a part of the hidden states' gradient; the backward pass here sums the parts.
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden_states, group=self.tp).transpose(0, 1)
-        else:  # transpose first: Megatron loses the sum of a gradient that is not contiguous
+        else:  # transposed first, because Megatron loses the sum of a gradient that is not contiguous
             hidden = copy_to_tensor_model_parallel_region(hidden_states.transpose(0, 1), group=self.tp)
         head = self.head
         return token_stats(
             hidden,
-            # Sliced only if this rank has padding: the backward pass of a slice fills a second tensor.
+            # Without padding there is no slice, whose backward pass would fill a second tensor.
             head if self.head_rows == len(head) else head[: self.head_rows],
             asked.shard.labels,
             requires=asked.requires,
@@ -180,7 +180,7 @@ class LogProbGPTModel(GPTModel):
 
 
 def padded_vocab_size(vocab_size: int, config: TransformerConfig) -> int:
-    """Round the vocabulary up to equal rows on every tp rank; padding does not enter the softmax."""
+    """Round the vocabulary up to a multiple of the tp ranks; padding does not enter the softmax."""
     tp = config.tensor_model_parallel_size
     return -(-vocab_size // tp) * tp
 

@@ -70,7 +70,7 @@ def build_model_chunks(
     routers = find_routers(bare)
     number_layers(routers, found, meta)
     chunks = [Float16Module(config, chunk) if dtype != torch.float32 else chunk for chunk in bare]
-    # Half precision would lose small updates of biases, and round what an export subtracts.
+    # Half precision would lose small updates of biases, and round the factors that an export subtracts.
     for parameter in (*stored, *(router.expert_bias for router in routers if router.experts.biased)):
         parameter.data = parameter.data.float()
     offloading = None
@@ -136,7 +136,7 @@ def without_dropout(chunks: Sequence[nn.Module]) -> Iterator[None]:
 def freeze_parameters(
     chunks: Sequence[GPTModel], found: HFTensorSlices, names: Collection[str], *, recomputed: bool
 ) -> tuple[HFTensorSlices, HFTensorSlices]:
-    """Freeze the parameters that hold Hugging Face tensors ``names``; split ``found`` in (trained, frozen).
+    """Freeze the parameters that hold Hugging Face tensors ``names``; split ``found`` into (trained, frozen).
 
     ``recomputed`` means that layers are recomputed in the backward pass, which Megatron does only if their
     input requires a gradient. The embedding's output then requires one, even if the embedding is frozen.
@@ -157,7 +157,7 @@ def freeze_parameters(
 def stop_gradient(
     padding: int, embedding: VocabParallelEmbedding, inputs: tuple[Tensor], embedded: Tensor
 ) -> Tensor:
-    """Let no gradient reach the embedding of the padding token, as in transformers, whose value is 0.
+    """Stop the gradient of the padding token's embedding, as transformers does, which initialises it to 0.
 
     ``embedded`` is [B, T, H] for input ids [B, T], or with sequence parallelism this rank's [T / tp, B, H].
     """

@@ -149,7 +149,7 @@ def find_routers(modules: Iterable[nn.Module]) -> list[Router]:
 
 
 class MegatronRouterState(RouterState):
-    """The router steps of one rank. Every rank has one, even if its pipeline stage has no MoE layer."""
+    """The router state of one rank. Every rank has one, even if its pipeline stage has no MoE layer."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class MegatronRouterState(RouterState):
         *,
         drops: bool,
     ) -> None:
-        """Begin with this rank's routers ``layers``, of the model ``meta`` with experts."""
+        """Create the state for this rank's routers ``layers`` of ``meta``, a model with experts."""
         experts = read_moe_config(meta.config)
         assert experts is not None
         routers = MoELosses(

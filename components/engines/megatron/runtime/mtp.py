@@ -43,7 +43,7 @@ class MTPLayer(MultiTokenPredictionLayer):
         decoder_input: Tensor,
         **others: object,
     ) -> Tensor:
-        """Checkpoint the layer; Megatron's version saves only tensors, which packing boundaries are not."""
+        """Checkpoint the layer; Megatron's version saves only tensors, not ``packed_seq_params``."""
 
         def forward(hidden: Tensor, embedded: Tensor) -> Tensor:
             return forward_func(hidden_states=hidden, decoder_input=embedded, **others)

@@ -1,4 +1,4 @@
-"""Megatron's optimizers and their state of every parameter."""
+"""Megatron's optimizers and the state that they keep for every parameter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def optimizer_config(description: Optimizer, layout: Layout, dtype: torch.dtype)
 def group_overrides(
     description: Optimizer, names: Mapping[nn.Parameter, str]
 ) -> dict[ParamKey, dict[str, float]] | None:
-    """Return the options of every parameter for Megatron's groups. None means Megatron's usual ones."""
+    """Return the options of every parameter for Megatron's groups. None means Megatron's defaults."""
     if not description.groups:
         return None
     options = {p: weight_options(description, name, p.ndim) for p, name in names.items()}
@@ -183,10 +183,10 @@ class MegatronOptimizers:
         for optimizer in chained.chained_optimizers:
             if getattr(optimizer, "is_stub_optimizer", False):
                 continue  # all its parameters are frozen, on every rank
-            for group in optimizer.param_groups:  # Megatron sets this only in its own scheduler
+            for group in optimizer.param_groups:  # only Megatron's scheduler sets weight decay
                 usual = description.weight_decay * group["wd_mult"]
                 group["weight_decay"] = group.get("own_weight_decay", usual)
-                if isinstance(optimizer.optimizer, torch.optim.AdamW):  # else with copies of the moments
+                if isinstance(optimizer.optimizer, torch.optim.AdamW):  # otherwise it copies the moments
                     group["fused"] = True
             experts = optimizer.param_groups[0]["is_expert_parallel"]
             replicas, distributed = groups[experts], layout.distributed_optimizer

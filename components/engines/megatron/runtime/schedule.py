@@ -62,7 +62,7 @@ class PipelineInput:
     number: int
     request: ForwardRequest
     filler: bool
-    """Whether the item only pads the number of micro-batches to one that the schedule accepts."""
+    """Whether the item only pads the micro-batches to a number that the schedule accepts."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ def run_schedule(
         return scalar, torch.zeros((), dtype=torch.int), {}  # the engine counts labels itself
 
     schedule, accumulate = get_forward_backward_func(), partial(local_gradients, chunks)
-    # The schedule calls it for all micro-batches but the last. Without ``grad_sync_func``, stages after the
-    # first do not delay their reductions until the pipeline is empty.
+    # The schedule calls this function for all micro-batches except the last. Without ``grad_sync_func``,
+    # stages after the first do not delay their reductions until the pipeline is empty.
     get_model_config(chunks[0]).no_sync_func = accumulate if wanted.reduce else None
     with nullcontext() if wanted.reduce else accumulate(), naming_microbatch(microbatches) as begin:
         schedule(
@@ -153,7 +153,7 @@ def make_inputs(
     multiple = layout.tp * layout.cp if layout.sequence_parallel else layout.cp
     lengths = [aligned_length(batch, cp=layout.cp, multiple=multiple) for batch in microbatches]
     if layout.moe_token_dispatcher == "allgather" or layout.moe_pad_to_capacity:
-        agreed = torch.tensor(lengths)  # in host memory, so that nobody waits for a GPU
+        agreed = torch.tensor(lengths)  # in host memory, so that the host does not wait for a GPU
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
         lengths = agreed.tolist()
     common = max(lengths) if layout.pp > 1 else None

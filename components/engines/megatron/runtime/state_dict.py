@@ -141,7 +141,7 @@ def load(
 ) -> None:
     """Restore a checkpoint that any engine wrote on any number of ranks.
 
-    Ranks that share a token's activations must drop the same ones, so all ranks of a tp group take the
+    Ranks that share a token's activations must use the same dropout mask, so all ranks of a tp group take the
     default random states of its first rank. A state whose rank did not exist when the checkpoint was written
     stays as it is.
     """
@@ -212,7 +212,8 @@ def load_pieces(
 def random_states(device: torch.device, default: int) -> dict[str, Tensor]:
     """Return this rank's current random states, by key of a checkpoint.
 
-    Those of torch and of the GPU have the keys of rank ``default``, those of Megatron's tracker its own.
+    The states of torch and of the GPU have keys of rank ``default``, those of Megatron's tracker have keys of
+    this rank.
     """
     states = {f"rng/{default}": torch.get_rng_state()}
     if device.type == "cuda":

@@ -77,8 +77,8 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, options: EngineOpti
         fp16=dtype == torch.float16,
         calculate_per_token_loss=True,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
-        # Not perform_initialization=False, with which parameters would not be marked as split over tp and
-        # most of them would be missing from the gradient norm.
+        # perform_initialization=False would leave parameters without the mark that tp splits them, and most
+        # of them would be missing from the gradient norm.
         init_method=leave_empty,
         output_layer_init_method=leave_empty,
         bias_activation_fusion=layout.fuses_activation(options.device),

@@ -2,7 +2,7 @@
 
 Gradients are summed over data ranks as with Megatron's optimizers. The owner of a Hugging Face tensor keeps
 its master weights and optimizer state, and gathers its gradient over tensor-parallel ranks. With the
-distributed optimizer, data ranks divide the weights among them; without it, every data rank updates all
+distributed optimizer, data ranks divide the weights among themselves; without it, every data rank updates all
 weights.
 """
 
@@ -46,7 +46,7 @@ class MegatronWeight(OwnedWeight):
         self.parameter.grad = self.gathered(self.slot.main_grad)  # type: ignore[attr-defined]
 
     def gathered(self, tensor: Tensor) -> Tensor | None:
-        """Return the whole Hugging Face tensor on the owner, gathered from ``tensor`` of its tp ranks.
+        """Return the whole Hugging Face tensor on the owner, gathered from ``tensor`` of the tp ranks.
 
         ``tensor`` has the shape of the parameter. None means that this rank is not the owner.
         """
@@ -93,7 +93,7 @@ class WholeWeightUpdate(WholeWeightOptimizer):
         }
         super().__init__(description, [weight for weights in self.parts.values() for weight in weights])
         self.device = torch.device(torch.cuda.current_device())
-        # For sums over ranks, each gradient on one rank only, tied ones once.
+        # Sums over ranks count each gradient on one rank only, and tied ones once.
         self.counted = {
             slot: None
             for slot, (first, *_) in blocks.items()
@@ -134,7 +134,7 @@ class WholeWeightUpdate(WholeWeightOptimizer):
                 weight.parameter.data = gathered.clone(memory_format=torch.contiguous_format)
 
     def masters(self, *, written: bool) -> dict[str, Tensor]:
-        """Return the master weights of this rank, all or those that it writes, by key of a checkpoint."""
+        """Return this rank's master weights, or only those that it writes, by key of a checkpoint."""
         weights = [weight for weight in self.owned if weight.writes or not written]
         return {f"model/{weight.name}": weight.parameter.detach() for weight in weights}
 
