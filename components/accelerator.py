@@ -3,7 +3,7 @@
 import torch
 
 UNSUPPORTED = {"mps": "FSDP2 needs streams, its sums need float64, and torch has neither on MPS"}
-"""Kinds of device that torch knows and no engine can use, and why."""
+"""Kinds of device that torch supports but no engine can use, each with the reason."""
 
 
 def find_accelerator() -> torch.device | None:

@@ -1,4 +1,4 @@
-"""JSON of files that others may have written."""
+"""Reading of JSON files, which other programs may have written."""
 
 import json
 from collections.abc import Iterator, Mapping

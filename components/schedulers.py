@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions of the step, so there is nothing to checkpoint.
 
-``lr(step, peak=, total_steps=)`` is the rate of the update that follows ``step`` completed ones; ``step`` is
-0 for the first. All schedules begin with a linear warmup from 0, as in transformers and Megatron.
+``lr(step, peak=, total_steps=)`` is the learning rate of the update after ``step`` completed ones; ``step``
+is 0 for the first update. All schedules begin with a linear warmup from 0, as in transformers and Megatron.
 """
 
 import math

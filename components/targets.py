@@ -1,4 +1,4 @@
-"""Descriptions of what ``_target_`` names: a component describes itself, a torch optimizer class does not."""
+"""Descriptions of the torch optimizer classes that ``_target_`` names; other classes need none."""
 
 import inspect
 from typing import Any

@@ -1,4 +1,4 @@
-"""YAML of files that others may have written."""
+"""Reading of YAML files, which other programs may have written."""
 
 import math
 from typing import Any
@@ -13,8 +13,8 @@ def parse_yaml(text: str) -> Any:
     """Return the value of ``text``.
 
     Raises:
-        yaml.YAMLError: if it is malformed, or its aliases stand for more than ``MOST_VALUES`` values. These
-            share memory here, but not in a copy or on a page.
+        yaml.YAMLError: if it is malformed, or has more than ``MOST_VALUES`` values with all aliases expanded.
+            Aliased values share memory in the result, but not in a copy of it or on a report page.
     """
     value = yaml.load(text, Loader=LOADER)
     if number_of_values(value, {}) > MOST_VALUES:
@@ -23,7 +23,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def number_of_values(value: object, known: dict[int, float]) -> float:
-    """Return how many values ``value`` holds; shared ones count each time. Infinity if it holds itself."""
+    """Return the number of values in ``value``, with shared ones counted each time.
+
+    It is infinite if ``value`` contains itself.
+    """
     if not isinstance(value, dict | list):
         return 1
     if id(value) not in known:

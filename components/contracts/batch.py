@@ -85,7 +85,8 @@ class Batch:
     def to(self, device: torch.device) -> Self:
         """Return this micro-batch on ``device``, except ``pair_index`` and ``sequence_labels``.
 
-        The host reads those two. It does not wait for the copies if the tensors are in page-locked memory.
+        The host reads those two, so they stay in its memory. The host does not wait for the copies of the
+        other tensors if these are in page-locked memory.
         """
         tensors = self._tensors() | {"label_index": self.labelled()}
         moved: Fields = {k: tensor.to(device, non_blocking=True) for k, tensor in tensors.items()}
@@ -152,7 +153,7 @@ class Batch:
     def sum_per_sequence(self, values: Tensor) -> Tensor:
         """Sum ``values`` (like ``labels``) over every sequence: float64 ``[S]``.
 
-        In float64 because a float32 sum of 500 terms is accurate to 5e-4 only.
+        The sum is in float64, because in float32 a sum of 500 terms is accurate only to 5e-4.
         """
         total = values.new_zeros(self.num_sequences, dtype=torch.float64)
         return total.index_add(0, self.sequence_ids().reshape(-1), values.reshape(-1).double())

@@ -61,7 +61,7 @@ class ModelConfig(Protocol):
 
     @property
     def add_tokens(self) -> bool | tuple[str, ...]:
-        """Special tokens that the tokenizer and the model get, or True for those of the chat template."""
+        """Special tokens to add to the tokenizer and the model. True means those of the chat template."""
 
     @property
     def freeze(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class ModelConfig(Protocol):
 
     @property
     def train_only(self) -> tuple[str, ...]:
-        """Shell patterns for the names of the only parameters that are trained."""
+        """Shell patterns for the names of the parameters to train. Empty means that ``freeze`` applies."""
 
     @property
     def neftune_alpha(self) -> float:
@@ -122,7 +122,7 @@ class ModelConfig(Protocol):
         """Return this model, with a substitute tokenizer if it has none, so that a forecast is possible."""
 
     def add_tokenizer(self, folder: Path) -> Foreign:
-        """Add the tokenizer to an exported folder and return it."""
+        """Add the tokenizer to an exported folder, and return the tokenizer."""
 
     def generate(self, folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
         """Return the greedy continuation of ``prompt`` by the model exported to ``folder``."""
@@ -148,7 +148,10 @@ class AdapterConfig(Protocol):
         """Return a hash that is equal for adapters that compute the same function of the same parameters."""
 
     def finish_export(self, model: Any, export: Path, base: Path, seed: int, dtype: torch.dtype) -> Foreign:
-        """Add the tokenizer to ``export`` and return it; write a base that is not pretrained to ``base``."""
+        """Add the tokenizer to the folder ``export``, and return the tokenizer.
+
+        If the base model is not pretrained, write it to the folder ``base``.
+        """
 
 
 NoAdapter = Annotated[None, "adapter=none"]
@@ -164,7 +167,7 @@ class OptimizerConfig(Protocol):
 
     @property
     def kind(self) -> str:
-        """Kind of optimizer, as on the command line after ``optimizer=``; a resume needs the same."""
+        """Kind of optimizer, as after ``optimizer=`` on the command line. A resumed run needs the same."""
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -278,8 +281,9 @@ class DataConfig(Protocol):
         position: Sequence[int],
         main: bool,
     ) -> DataLoader:
-        """Return the loader of a stream from ``step`` on; every rank calls it, rank 0 with ``main``.
+        """Return the loader of a stream, which begins at ``step``.
 
-        ``folder`` is for chunks of the stream and is the same on every rank. ``position`` is what
-        ``DataLoader.advance`` returned for ``step``, or empty at the start of the stream.
+        Every rank calls this method, only rank 0 with ``main``. ``folder`` is for chunks of the stream
+        and is the same on every rank. ``position`` is the result of ``DataLoader.advance`` for ``step``, or
+        empty at the start of the stream.
         """

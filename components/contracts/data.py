@@ -26,7 +26,8 @@ class BatchStats:
     seqlen_mean: float
     seqlen_max: int
     sum_squared_seqlens: int
-    """For the cost of attention: a sequence of L tokens after a shared prefix of n adds (n + L)^2 - n^2."""
+    """Sum over sequences of (n + L)^2 - n^2, for the cost of attention. L is the number of tokens after a
+    shared prefix of n tokens."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,17 @@ class DataLoader(Protocol):
     def largest_microbatch(self) -> tuple[int, int]:
         """Return the step and the index of the micro-batch with the most tokens in the first epoch.
 
-        It may belong to another rank, whose index it then is. The result is the same on all ranks.
+        If the micro-batch belongs to another rank, the index counts the micro-batches of that rank. The
+        result is the same on all ranks.
         """
 
     def epoch(self, step: int) -> float | None:
         """Return the number of passes over the data after ``step`` global batches. None means not known."""
 
     def advance(self, step: int) -> list[int]:
-        """Note that the first ``step`` global batches are not needed again.
+        """Declare that the first ``step`` global batches will not be needed again.
 
-        Returns what resuming needs to find ``step`` in a stream; for other data an empty list.
+        Returns the position of ``step`` in a stream, which a resumed run needs; for other data an empty list.
         """
 
     def close(self) -> None:

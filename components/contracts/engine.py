@@ -42,7 +42,9 @@ class StepResult:
 
 
 class Engine(LossEngine, Protocol):
-    """Holder of the model and the optimizer. All ranks call its methods together, in the same order.
+    """The object that holds the model and the optimizer.
+
+    All ranks call its methods together, in the same order.
 
     A train step is ``begin_train_step``, any number of ``train_microbatches``, then ``finish_train_step`` or
     ``abort_train_step``. It is an error to begin a second step before the end of the first, or to finish a
@@ -66,8 +68,8 @@ class Engine(LossEngine, Protocol):
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:
         """Run forward and backward, and accumulate gradients without normalization.
 
-        ``last``: these are the last micro-batches of the step, so gradients may be reduced during the
-        backward pass.
+        ``last`` means that these are the last micro-batches of the step, so that gradients may be reduced
+        during the backward pass.
         """
 
     def finish_train_step(
@@ -77,7 +79,7 @@ class Engine(LossEngine, Protocol):
         max_loss: float = math.inf,
         before_update: Callable[[], object] | None = None,
     ) -> StepResult:
-        """Divide the gradients by the main count, clip them, and update.
+        """Divide the gradients by the count of the main loss term, clip them, and update the weights.
 
         Every rank skips the update if the loss or a gradient is not finite, or if the loss is above
         ``max_loss``, which is the same on every rank. ``before_update`` is called once the gradients are
@@ -170,4 +172,5 @@ class EngineOptions:
     timeout_s: float = 0
     """Lower bound of the timeout of collectives, in seconds."""
     float8: bool = False
-    """Whether linear layers in decoder blocks multiply in float8. All else is in ``dtype``, which is bf16."""
+    """Whether linear layers in decoder blocks multiply in float8. Everything else is in ``dtype``, which is
+    then bf16."""

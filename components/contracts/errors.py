@@ -3,10 +3,10 @@
 import math
 
 DONE, FAILED, MISTAKE = 0, 1, 2
-"""Exit codes: done, or stopped with its state saved; failed while running; rejected before the start because
-of a mistake."""
+"""Exit codes of a run that was completed or was stopped with its state saved, of one that failed while
+running, and of one that was rejected before its start because of a mistake."""
 INTERRUPTED = 130
-"""Exit code: stopped by a signal without a saved state. Shells use the same code for Ctrl-C."""
+"""Exit code of a run that a signal stopped without a saved state. Shells use the same code for Ctrl-C."""
 
 
 class ConfigError(ValueError):

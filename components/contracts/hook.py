@@ -1,4 +1,4 @@
-"""The ``hook`` group: components that observe a run and may ask it to evaluate, to save or to stop."""
+"""The ``hook`` group: components that observe a run and may request an evaluation, a save or a stop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,9 +53,9 @@ class HookRun:
     requests: set[Request] = field(default_factory=set)
 
     def ask(self, request: Request) -> None:
-        """Ask for an evaluation, a checkpoint or the end of the training, after the current step.
+        """Request an evaluation, a checkpoint or the end of the training, after the current step.
 
-        It is enough that one rank asks. A run that a hook ends counts as completed.
+        A request by one rank is enough. A run that a hook ends counts as completed.
         """
         self.requests.add(request)
 

@@ -43,7 +43,7 @@ class LossOutput:
     terms: Mapping[str, Tensor]
     """Scalar sums that are minimized, each divided by its own global count. The first is the main term."""
     metrics: Mapping[str, tuple[Tensor, int]] = field(default_factory=dict)
-    """``(detached sum, count)`` by name, only reported."""
+    """Metrics that are only reported: ``(detached sum, count)`` by name."""
 
 
 class LossEngine(Protocol):
@@ -70,7 +70,7 @@ class Loss(Protocol):
     """The source of the reference log-probabilities of a batch. With ``none`` a batch has none."""
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        """Return the count of each term, in the order of ``LossOutput.terms``; it depends on labels only."""
+        """Return the counts of terms, in the order of ``LossOutput.terms``; they depend only on labels."""
 
     def weights(self, batch: Batch) -> Tensor | None:
         """Return ``w`` like ``labels`` if the loss is exactly ``-(w * logps).sum()``, else None.

@@ -179,7 +179,9 @@ class Data(ABC):
         position: Sequence[int],
         main: bool,
     ) -> StreamLoader:
-        """Return the loader of a stream from ``step`` on; every rank calls it, rank 0 with ``main``.
+        """Return the loader of a stream, which begins at ``step``.
+
+        Every rank calls this method, only rank 0 with ``main``.
 
         Args:
             folder: for chunks of the stream, the same folder on every rank.

@@ -81,7 +81,7 @@ class RecordSource(ABC):
     streaming: bool = False
     """Whether the source may be too large to be read as a whole."""
     convert: Callable[[Record], Record] | None = None
-    """Function that changes every record before its format is looked at."""
+    """Function that is applied to every record before its fields are read."""
 
     @property
     @abstractmethod
@@ -99,7 +99,7 @@ class RecordSource(ABC):
         return [digest([asdict(self.options), self.max_samples, *own]), *self.files(cache)]
 
     def stamps(self) -> list[int]:
-        """Return the times at which files were changed whose content ``files`` does not read."""
+        """Return the modification times of those files whose content ``files`` does not read."""
         return []
 
     def items(self, kind: SampleKind) -> SourceItems:

@@ -52,11 +52,14 @@ class RecordsData(Data):
         return self.eval_fraction
 
     def convert(self, record: Record) -> Record:
-        """Return ``record`` in one of the formats. A subclass may read records of any shape with it."""
+        """Return ``record`` in one of the formats.
+
+        A subclass may override this method to read records of any other form.
+        """
         return record
 
     def converting(self, source: RecordSource) -> RecordSource:
-        """Return ``source`` with the ``convert`` of a subclass."""
+        """Return ``source`` with ``convert``, if a subclass overrides it."""
         is_own = type(self).convert is not RecordsData.convert
         return replace(source, convert=self.convert) if is_own else source
 
@@ -130,7 +133,7 @@ class FilesData(RecordsData):
                     f"data.eval: {name!r} is not a name for an evaluation set; use letters, digits, _ and -."
                 )
         self._check_streaming()
-        self.record_options()  # raises if a name in columns or roles is not one
+        self.record_options()  # raises if columns or roles has an unknown name
         self._check_hub_options()
 
     @cached_property

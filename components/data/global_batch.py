@@ -23,7 +23,8 @@ class Collation:
         collate: Callable[..., Batch] = collate_packed if self.packed else collate_padded
         batch = collate(tokens, rows, self.pad_id)
         assert batch.sequence_keys is not None
-        # A sequence returns in every epoch, and the number of one in every chunk of a stream.
+        # A sequence occurs in every epoch, and its number in every chunk of a stream. The step makes the keys
+        # differ.
         return replace(batch, sequence_keys=batch.sequence_keys ^ step * 0x9E3779B97F4A7C15 % (1 << 63))
 
 

@@ -86,7 +86,7 @@ class TokenDataLoader:
     def steps_with_new_samples(self) -> Iterator[tuple[int, Bools]]:
         """Yield each step that has new samples, with a mask of the sequences seen before it (bool ``[S]``).
 
-        Later steps are not looked at once every sample has been seen.
+        No step follows once every sample has been seen.
         """
         seen, left = np.zeros(len(self._store.lengths), np.bool_), self._plans.num_samples
         *_, epoch_end = self._steps.locate(0)
@@ -256,7 +256,7 @@ class PreparedData:
             (folder / BAD_RECORDS).write_text("".join(lines))
 
     def write_samples(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write samples.json: the first training samples as pieces of text, each a target or not."""
+        """Write samples.json: the first training samples as pieces of text, each marked as target or not."""
         tokens, plans = self.train.open()
         samples = []
         segments = plans.plan(0).segments

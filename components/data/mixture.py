@@ -23,7 +23,7 @@ class Shares:
         assert all(sizes), "a source without samples is refused before"
         passes = [share / size for share, size in zip(self.values, sizes, strict=True)]
         read_once = max(passes) if self.stopping_strategy == "first_exhausted" else min(passes)
-        # Rounded, because a source that is read twice up to the last bit of a float is read twice.
+        # Rounded, so that a result that differs from 2 only by floating-point error becomes exactly 2.
         return [round(each / read_once, 9) for each in passes]
 
 

@@ -136,7 +136,8 @@ def plan_epoch(
 def hold_out(kept: npt.NDArray[np.bool_], fraction: float, seed: int) -> npt.NDArray[np.bool_]:
     """Choose the records to hold out of training, bool ``[R]``; at least one that is kept if there is any.
 
-    They are drawn from all records, so that another ``data.max_length`` moves none of them to the other side.
+    They are drawn from all records, so that another ``data.max_length`` moves no record from one split to the
+    other.
 
     Args:
         kept: whether each record gives a sample, bool ``[R]``.
@@ -150,9 +151,10 @@ def hold_out(kept: npt.NDArray[np.bool_], fraction: float, seed: int) -> npt.NDA
 
 
 def _generator(seed: int, epoch: int, purpose: str) -> np.random.RandomState:
-    """Return a RandomState, because numpy has frozen its streams.
+    """Return the random generator for one purpose in one epoch.
 
-    A resumed run must find the same plan with a later numpy.
+    It is a RandomState, whose streams numpy has frozen: a resumed run must make the same plan with a later
+    numpy.
     """
     words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch, *purpose.encode()]
     return np.random.RandomState(words)

@@ -144,7 +144,7 @@ class CachedPlans:
 
 
 class StepIndex:
-    """The steps of each epoch of ``plans``, found only as far as they are asked for."""
+    """The steps of each epoch of ``plans``, computed only as far as they are needed."""
 
     def __init__(self, plans: CachedPlans, global_batch_size: int, *, drop_last: bool) -> None:
         self._plans, self._size, self._drop_last = plans, global_batch_size, drop_last

@@ -94,7 +94,7 @@ def resolve_device(device: Literal["auto", DeviceKind], name: str | None = None)
 def check_float8(device: str, name: str | None) -> None:
     """Raise ConfigError if the device (the GPU ``name``, if it is given) has no float8 matrix products.
 
-    The CPU passes: it computes with the rounded values.
+    The CPU is accepted, because its products are computed from the rounded values.
     """
     if device not in ("cpu", "cuda"):
         raise ConfigError("run.dtype: fp8 is for NVIDIA GPUs and the CPU; use run.dtype=bf16.")

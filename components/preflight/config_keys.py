@@ -10,8 +10,8 @@ RUN = "runner.config.run_config.RunConfig"
 def key_rows(node: object, prefix: str = "", reader: str = RUN) -> Iterator[Json]:
     """Yield one row per key with the class that reads it.
 
-    A ``_target_`` names the class whose arguments are the keys next to it and below those (unknown ones have
-    been rejected). The runner reads all others.
+    ``_target_`` names the class whose arguments are the keys next to it and below them. The runner reads all
+    other keys. Unknown keys have been rejected before.
     """
     if not isinstance(node, Mapping) or not node:
         scalar = node is None or isinstance(node, bool | int | float | str)

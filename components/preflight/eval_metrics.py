@@ -27,7 +27,8 @@ class NoModel:
 def check_watched_metric(metric: str, loss: Loss, key: str) -> None:
     """Raise ConfigError, naming ``key``, if evaluations with ``loss`` do not report ``metric``.
 
-    It may be that of a named evaluation set, ``eval/NAME/loss``; the names are checked once data is read.
+    ``metric`` may be that of a named evaluation set, such as ``eval/NAME/loss``. Names of sets are checked
+    later, when the data has been read.
     """
     empty = Batch.empty(0, pairs=loss.kind in PAIRS, unpaired=loss.kind == "unpaired")
     (batch,) = loss.prepare([empty], NoModel())
@@ -40,7 +41,7 @@ def check_watched_metric(metric: str, loss: Loss, key: str) -> None:
 
 
 def check_watched_set(metric: str, sets: Collection[str], key: str) -> None:
-    """Raise ConfigError, naming ``key``, if ``metric`` is of an evaluation set not among ``sets``."""
+    """Raise ConfigError, naming ``key``, if ``metric`` belongs to an evaluation set not in ``sets``."""
     of = metric.rpartition("/")[0]
     if of not in ("eval", *sets):
         known = dict.fromkeys(("eval", *sets))

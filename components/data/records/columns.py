@@ -7,9 +7,9 @@ from components.data.records.options import MESSAGE_KEYS, RecordError, RecordOpt
 
 
 def renamed(record: Mapping[str, object], options: RecordOptions) -> Mapping[str, object]:
-    """Return the record with the names of the formats, according to ``data.columns`` and ``data.roles``.
+    """Return the record with the names that formats use, according to ``data.columns`` and ``data.roles``.
 
-    A field that is renamed takes the place of one that has its new name, which ``unnamed`` then returns.
+    A renamed field replaces a field that already has the new name; ``unnamed`` returns the replaced one.
     """
     if not options.columns and not options.roles:
         return record

@@ -1,4 +1,7 @@
-"""Read messages from a record, in the usual spellings. Every error message names the record's origin."""
+"""Read messages from a record, with any of the usual names of keys and roles.
+
+Every error message names the record's origin.
+"""
 
 import json
 from collections.abc import Mapping
@@ -91,7 +94,7 @@ def read_turns(record: Mapping[str, object], key: str, origin: str) -> list[Mess
     ]
 
 
-# Messages, in the spelling of sharegpt (from, value) or OpenAI (role, content)
+# Messages, with the keys of sharegpt (from, value) or OpenAI (role, content)
 
 
 def read_message(raw: object, where: str, origin: str) -> Message:

@@ -1,4 +1,4 @@
-"""The options of the ``data`` group by which records become samples."""
+"""The options of the ``data`` group that determine how records become samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,9 +46,9 @@ class RecordOptions:
 
     format: Literal["auto"] | Format = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)
-    """The name that the records give to a field, or to ``role`` and ``content`` of a message."""
+    """Name of a field, or ``role`` or ``content`` for messages -> its name in the records."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """The role that a name in the records means."""
+    """Name of a role in the records -> the role that it stands for."""
     only_columns: bool = False
     """Whether fields that ``columns`` does not name are left unread."""
     ignore_fields: tuple[str, ...] = ()

@@ -64,7 +64,7 @@ def _read_plain_pair(record: Mapping[str, object], options: RecordOptions, origi
         return PreferenceSample(read_string(record, "prompt", origin), chosen, rejected, None)
     pairs = enumerate(zip(chosen, rejected, strict=False))
     shared = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
-    if chosen[:shared].endswith(" "):  # as TRL: a space belongs to the answers
+    if chosen[:shared].endswith(" "):  # as in TRL: a space before the answers belongs to them
         shared -= 1
     if shared in (0, len(chosen), len(rejected)):
         what = "share no prompt" if shared == 0 else "do not differ in an answer"
@@ -112,7 +112,8 @@ def read_completion(record: Mapping[str, object], options: RecordOptions, origin
 def read_unpaired(record: Mapping[str, object], options: RecordOptions, origin: str) -> UnpairedSample:
     """Read a completion that is labelled desirable or not, and its prompt.
 
-    It is the field ``completion``, the last turn of a conversation, or the answer of an alpaca record.
+    The completion is the field ``completion``, the last turn of a conversation, or the answer of an alpaca
+    record.
     """
     desirable = _label(record, origin)
     if record.get("completion") is not None:
@@ -192,7 +193,7 @@ def _num_shared(chosen: list[Message], rejected: list[Message], origin: str) -> 
     """
     pairs = zip(chosen, rejected, strict=False)
     if chosen == rejected and len(chosen) > 1:
-        return len(chosen) - 1  # identical answers are counted after truncation, which can make more
+        return len(chosen) - 1  # identical answers are counted after truncation, which can make more of them
     shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if shared in (0, len(chosen), len(rejected)):
         what = "share no leading message" if shared == 0 else "do not differ in an answer"
@@ -201,7 +202,7 @@ def _num_shared(chosen: list[Message], rejected: list[Message], origin: str) -> 
 
 
 def _after_system(record: Mapping[str, object], prompt: list[Message], origin: str) -> list[Message]:
-    """Return a prompt that the answers repeat after the record's own system turn, if there is one."""
+    """Return ``prompt``, with the record's own system turn, if it has one, at its start."""
     own = system_turn(record, origin)
     if own and prompt[0]["role"] == "system" and prompt[:1] != own:
         fail(origin, "field 'system' is not the system turn of 'chosen'", "Remove one of them.")

@@ -24,7 +24,7 @@ Record = Json
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Stands for a record that could not be read."""
+    """A placeholder for a record that could not be read."""
 
     error: RecordError
 
@@ -36,7 +36,7 @@ _MAX_NAME = 64  # a csv whose first row has longer cells begins with data, not w
 
 
 class Reading:
-    """How much of the files of a source has been read."""
+    """The progress of reading the files of a source."""
 
     def __init__(self, num_bytes: int) -> None:
         self._total, self._before, self._size = max(num_bytes, 1), 0, 0
@@ -179,7 +179,7 @@ def _read_file(path: Path, reading: Reading) -> Iterator[Item]:
 
 
 def _read_json(path: Path, reading: Reading) -> Iterator[Item]:
-    """Read a list of objects. Many ``.json`` files are jsonl and are then read as such."""
+    """Read a list of objects, or else one object per line, which many ``.json`` files contain."""
     with reading.open(path) as file:
         text = file.read()
     try:

@@ -27,7 +27,7 @@ class TextSample:
 
 @dataclass(frozen=True)
 class CompletionSample:
-    """A text and its continuation, which is trained on."""
+    """A prompt and its completion, the part that is trained on."""
 
     prompt: str
     completion: str
@@ -54,7 +54,7 @@ class ChatSample:
 
 @dataclass(frozen=True)
 class PreferenceSample:
-    """Two continuations of one prompt. Lists of messages begin and end with an assistant turn."""
+    """Two continuations of one prompt. If they are messages, they begin and end with an assistant turn."""
 
     prompt: Turns
     chosen: Turns

@@ -24,7 +24,7 @@ _READ: Mapping[Format, tuple[str, ...]] = {
     ),
 }
 _PROMPTS = ("prompt", "conversations", "messages", "instruction")
-"""Fields of a prompt of preference and unpaired data, the first of which is read."""
+"""Fields that may hold the prompt in preference and unpaired data. Only the first that is present is read."""
 _ALTERNATIVES: Mapping[Format, tuple[tuple[str, str], ...]] = {
     "alpaca": (("instruction", "prompt"), ("input", "query"), ("output", "response")),
     "preference": (("chosen", "chosen_messages"), ("chosen", "rejected_messages"), ("input", "query")),
@@ -32,7 +32,7 @@ _ALTERNATIVES: Mapping[Format, tuple[tuple[str, str], ...]] = {
 }
 """Pairs of fields the second of which is read only if a record does not have the first one."""
 _TWINS = (("role", "from"), ("content", "value"))
-"""Such pairs of keys of a message."""
+"""Pairs of keys of a message the second of which is read only if the message does not have the first one."""
 _MESSAGE_KEYS = (
     *("role", "from", "content", "value", "tool_calls", "name", "tool_call_id"),
     *(*REASONING_KEYS, "weight", "train", "loss_weight"),
@@ -58,7 +58,7 @@ def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: 
     read = (*_READ[options.format], *(("margin",) if options.ranked else ()))
     read = tuple(name for name in read if name not in displaced)
     names = [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
-    for name in (name for name in read if name not in _ALWAYS):  # which the template reads as they are
+    for name in (name for name in read if name not in _ALWAYS):  # a chat template gets these unchanged
         names += [f"{name}[].{key}" for key in dict.fromkeys(_unread_keys(record.get(name)))]
     if options.format == "segments":
         names = [name for name in names if name not in ("segments[].text", "segments[].label")]

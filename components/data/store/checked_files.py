@@ -1,4 +1,4 @@
-"""Files of the cache that carry a checksum (XXH3, 64 bits), such that damage is found when they are read."""
+"""Files of the cache that contain a checksum (XXH3, 64 bits), so that damage is found when they are read."""
 
 import json
 import os

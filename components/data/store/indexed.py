@@ -97,7 +97,10 @@ class IndexedTokens:
         return f"{self.name}:{sample + 1}"
 
     def outcome(self, *, drop: bool) -> FilterResult:
-        """Return which sequences are kept; too long ones are left out with ``drop``, and cut without."""
+        """Return which sequences are kept.
+
+        With ``drop``, sequences that are too long are left out; otherwise they are cut.
+        """
         limit = np.iinfo(np.int32).max if self.max_length is None else self.max_length
         overlong, unsupervised = self.raw_lengths > limit, self.raw_lengths < 2
         return FilterResult(

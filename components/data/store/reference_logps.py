@@ -47,7 +47,7 @@ class ReferenceLogps:
         """Return ``batch``, which consists of ``segments`` (int64 ``[n, 3]``), with its ``ref_logps``.
 
         Raises:
-            TrainingError: if some of them are not in the file.
+            TrainingError: if some log-probabilities are not in the file.
         """
         places, real = self._places(segments)
         values = np.zeros(len(places), np.float32)

@@ -186,7 +186,7 @@ class CorruptTokenStore(Exception):
 
 
 class WorkerLost(ConfigError):
-    """A process that tokenises died; what is written is kept for the next start."""
+    """A process that tokenises has died. The tokens written so far are kept for the next start."""
 
 
 class StoreWriter:
@@ -262,7 +262,7 @@ class StoreWriter:
             self._save("progress.json")
 
     def _append_samples(self, chunk: TokenChunk, first: int) -> None:
-        """Append the samples of ``chunk``, the first record of which is record ``first``."""
+        """Append the samples of ``chunk``, whose first record is record ``first`` of the store."""
         self._write("records", first + chunk.records)
         assert chunk.tokens.max() < self._vocab_size, "a token id beyond the vocabulary"
         assert self.meta.masked or chunk.mask.all()
@@ -345,7 +345,9 @@ class TokenStore:
         return cls(path, meta, name, first_record)
 
     def verified(self) -> Self:
-        """Return this store after reading it once; the other processes of the run need not repeat this.
+        """Compare all files with their checksums, and return this store.
+
+        The other processes of the run need not repeat this.
 
         Raises:
             CorruptTokenStore: if a file is not as it was written.
@@ -423,7 +425,7 @@ class TokenStore:
 
 
 def digest(value: object) -> str:
-    """Return a short name for any value that JSON can hold."""
+    """Return a hash of a value that JSON can hold, as 32 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 

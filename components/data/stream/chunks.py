@@ -30,9 +30,9 @@ class Stream:
     collation: Collation
 
     def records(self, source: int, chunk: int) -> tuple[int, int]:
-        """Return the first record of ``source`` in ``chunk`` and the one after the last, counted from 0.
+        """Return the numbers of the first record of ``source`` in ``chunk`` and of the one after the last.
 
-        A source that ends begins again, so that its records have no last number.
+        They are counted from 0. A source that ends begins again, so that they have no upper limit.
         """
         mean = self.records_per_chunk[source]
         return floor(chunk * mean), floor((chunk + 1) * mean)

@@ -41,7 +41,7 @@ class SourceTokens:
         found = reader.sources[source].items(reader.encoder.kind)
         self._format, self._encoder = found.format, replace(reader.encoder, options=found.options)
         items = _repeated(reader.sources[source], reader.encoder, self._stream.records(source, first)[0])
-        # Batches for the encoder end with a chunk.
+        # No batch for the encoder has records of two chunks.
         batches = chain.from_iterable(batched(self._piece(items, chunk)) for chunk in count(first))
         share = self._stream.records_per_chunk[source] / sum(self._stream.records_per_chunk)
         self._tokens = encode_batches(batches, self._encoder, max(1, round(reader.num_workers * share)))
@@ -63,7 +63,7 @@ class SourceTokens:
 
 
 def _repeated(source: Source, encoder: Encoder, start: int) -> Iterator[SourceItem]:
-    """Yield the items of ``source`` from number ``start`` of its endless repetition."""
+    """Yield the items of ``source``, repeated without end, from number ``start`` on."""
     while True:
         items = source.items(encoder.kind).items
         passed = sum(1 for _ in islice(items, start))
@@ -108,7 +108,7 @@ class Producer:
             self.request()
 
     def request(self) -> None:
-        """Ask for one more chunk."""
+        """Request one more chunk."""
         if self._process is not None and self._process.is_alive():
             self._sender.send(None)
 
@@ -130,7 +130,7 @@ class Producer:
 def _produce(reader: StreamReader, folder: Path, first: int, requests: Connection) -> None:
     """Write a chunk for each request, until no more requests come."""
     end_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0, which has it too, ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets this signal too, and ends this process
     with ExitStack() as stack:
         try:
             parts = [

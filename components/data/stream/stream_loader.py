@@ -49,7 +49,7 @@ class StreamLoader:
 
         Args:
             folder: the folder of the chunks.
-            producer: makes the chunks; rank 0 has it.
+            producer: the process that makes the chunks. None except on rank 0.
             position: chunk and row of its plan at which ``step`` begins. Empty for the start of the stream.
         """
         self._stream, self._shard, self._folder, self._producer = stream, shard, folder, producer
@@ -88,7 +88,7 @@ class StreamLoader:
         return self._first + step, place // self._shard.dp_size
 
     def advance(self, step: int) -> list[int]:
-        """Return chunk and row at which ``step`` begins; the chunks of steps long past are deleted."""
+        """Delete the chunks of steps long past, and return the chunk and the row at which ``step`` begins."""
         oldest = max(step - _KEPT_STEPS, min(self._starts))
         for past in [known for known in list(self._starts) if known < oldest]:
             self._starts.pop(past)
@@ -153,7 +153,7 @@ class StreamLoader:
             time.sleep(_POLL_S)
 
     def _warn(self, chunk: int) -> None:
-        """Name the records of a chunk that are left out because they cannot be read."""
+        """Log and list in a file the records of a chunk that are left out because they cannot be read."""
         bad = self._chunks[chunk].bad
         for _, record in bad[:_NAMED]:
             log.warning("left out: %s: %s", record.origin, record.reason)

@@ -61,7 +61,7 @@ class Template:
     origin: str
 
     def render(self, messages: list[Message], *, prompt: bool = False) -> str:
-        """Return the text of the messages, with ``prompt`` followed by the header of an assistant turn."""
+        """Return the text of the messages; if ``prompt``, the header of an assistant turn follows it."""
         try:
             with limited_memory(), limited_time():
                 return self.tokenizer.apply_chat_template(
@@ -81,14 +81,14 @@ class Template:
     def check_reads(self, messages: list[Message], text: str, *, prompt: bool = False) -> None:
         """Raise RecordError if ``text``, which ``render`` returned, lacks a turn, the tools or a tool call.
 
-        Only what the text does not show is rendered again, without it: if the text stays the same, the
-        template drops it.
+        If something is not found in the text, the messages are rendered again with it removed or changed: if
+        the text stays the same, the template drops it.
         """
 
         def drops(changed: list[Message], template: Template = self) -> bool:
             try:
                 return template.render(changed, prompt=prompt) == text
-            except RecordError:  # it looks at what was changed
+            except RecordError:  # the template reads the part that was changed
                 return False
 
         names = [str(tool.get("function", {}).get("name")) for tool in self.tools or ()]
@@ -159,7 +159,7 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def assistant_spans(chat: Conversation, wanted: Sequence[int]) -> list[Span]:
-    """Return the tokens of each of the assistant turns ``wanted`` of the messages, with its stop token.
+    """Return the span of tokens of each assistant turn in ``wanted`` (message indices), with its stop token.
 
     Raises:
         ConfigError: if a turn cannot be located.
@@ -277,7 +277,7 @@ def _is_blank(chat: Conversation, token: int) -> bool:
 
 
 def token_span(chat: Conversation, span: Span) -> Span:
-    """Return the tokens of a span of characters, without one that begins before it: this is partly prompt."""
+    """Return the tokens of a span of characters. One that begins before it is partly prompt and left out."""
     start, end = span
     first = bisect_left(chat.offsets, (start, start + 1))
     stop = bisect_left(chat.offsets, (end, end), lo=first)

@@ -59,8 +59,9 @@ def encode_sample(
 ) -> list[Encoded]:
     """Tokenise one sample into one or two sequences.
 
-    A document or a conversation gives one sequence, a pair the chosen, then the rejected one, and an unpaired
-    sample its completion, then the mismatched one. ``train_on_prompt`` makes every token a target.
+    A document or a conversation gives one sequence. A pair gives the chosen, then the rejected sequence. An
+    unpaired sample gives the sequence with its own completion, then that with the mismatched one.
+    ``train_on_prompt`` makes every token a target.
 
     Raises:
         ConfigError: if the tokenizer has no chat template, its template rejects the messages, or the
@@ -113,7 +114,7 @@ def _plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _pieces(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yield pieces of a long text whose tokens are those of the text.
 
-    A tokenizer takes more than a hundred times the memory of the text that it gets at once.
+    A tokenizer needs more than a hundred times the memory of the text that it is given at once.
     """
     start = 0
     while len(text) - start > 2 * _PIECE:
@@ -163,7 +164,8 @@ def _encode_completions(
 ) -> list[Encoded]:
     """Encode as TRL does: the completions, each with an end-of-sequence token, are targets.
 
-    They begin with the first token that differs from those of the prompt by itself, in any of them.
+    They begin at the first position at which the tokens of any of the texts differ from those of the prompt,
+    tokenised by itself.
     """
     eos, alone = tokenizer.eos_token or "", tokenizer(prompt, verbose=False)["input_ids"]
     texts = (prompt + text.removesuffix(eos) + eos for text in completions)

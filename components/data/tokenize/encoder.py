@@ -36,8 +36,8 @@ def with_kl_completions(
 ) -> Iterator[EncoderInput]:
     """Pair each record with the next one, and the last with the first: the same pairs in every layout.
 
-    Records that cannot be read are in no pair and keep their places. The next record is one with an answer:
-    an empty one, which is left out itself, is nobody's mismatched answer.
+    Records that cannot be read are in no pair and keep their places. The next record is here the next one
+    whose answer is not empty; a record with an empty answer is left out later.
     """
     held: list[EncoderInput] = []
     first: Turns | None = None
@@ -107,7 +107,7 @@ class Encoder:
         """Encode some items.
 
         Raises:
-            ConfigError: if an item cannot be encoded, unless ``data.on_bad_record=skip`` counts it.
+            ConfigError: if an item cannot be encoded. ``data.on_bad_record=skip`` leaves out bad records.
         """
         results = [self._result(item, origin) for item, origin in items]
         encoded = [result for result in results if not isinstance(result, BadRecord)]

@@ -1,4 +1,4 @@
-"""Limits for chat templates, which others have written: memory, time, and the size of numbers.
+"""Limits for chat templates, which are third-party code: memory, time, and the size of numbers.
 
 The sandbox of transformers limits what a template may read and the length of a range, but neither text that
 is made by multiplication, nor powers and nested loops, which keep Python busy for hours.
@@ -42,7 +42,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-# It is called by name when a template is compiled. transformers has no option for it.
+# transformers looks the class up by this name when it compiles a template, and has no option for another one.
 chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
 
 
@@ -67,7 +67,7 @@ def limited_memory() -> Iterator[None]:
 
 @contextmanager
 def limited_time() -> Iterator[None]:
-    """Raise TemplateRuntimeError if the body takes more than ``RENDER_SECONDS``, in a main thread."""
+    """Raise TemplateRuntimeError if the body takes more than ``RENDER_SECONDS``; only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -77,7 +77,10 @@ def encode_batches(
 
 
 def batched(items: Iterator[EncoderInput]) -> Iterator[list[EncoderInput]]:
-    """Group items by their number and, such that only one long item is in memory, by their text."""
+    """Group items into batches of at most ``_BATCH`` items.
+
+    A batch also ends after ``_BATCH_CHARS`` characters, so that only one long item is in memory.
+    """
     batch: list[EncoderInput] = []
     num_chars = 0
     for item in items:
@@ -141,7 +144,7 @@ def _start_worker(encoder: Encoder) -> None:
 
 
 def end_with_parent() -> None:
-    """Make this process, started by another one, end with it and leave Ctrl-C to it."""
+    """Make this process end with its parent process, and leave Ctrl-C to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":  # ends the worker even while a tokenizer holds the lock of the interpreter
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -169,8 +172,8 @@ def _encode_in_worker(batch: list[EncoderInput]) -> TokenChunk:
 def build_store(source: Source, encoder: Encoder, cache: Path, num_workers: int) -> tuple[TokenStore, str]:
     """Return the token store of ``source``, and a digest of its content, the tokenizer and the options.
 
-    The store is written unless it is complete. As the files of a stream are not read as a whole, its digest
-    is one of the tokens of its first chunk, too.
+    The store is written unless it is complete. The digest of a stream, whose files are not read as a whole,
+    also covers the tokens of its first chunk.
 
     Raises:
         ConfigError: if a record is invalid, the source is of another kind, or no sample is left.
@@ -243,7 +246,7 @@ def new_writer(path: Path, encoder: Encoder, format: str) -> StoreWriter:
 
 
 def _with_count(error: RecordError, source: Source, kind: SampleKind) -> ConfigError:
-    """Return the error with the number of records that cannot be read, of the first ``_COUNTED`` ones."""
+    """Return the error with the number of unreadable records among the first ``_COUNTED`` ones."""
     found, bad, total = source.items(kind), 0, 0
     for item, origin in islice(found.items, _COUNTED):
         total += 1
@@ -272,10 +275,10 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _own_code(source: Source) -> str:
-    """Return the text of the user's modules that decide about the samples of a source.
+    """Return the text of the user's modules that determine the samples of a source.
 
-    These are the module of its class or of its ``convert``, and those that it imports at its top, unless they
-    are installed packages.
+    These are the modules of its class and of its ``convert``, and those that they import at their top, unless
+    these are installed packages.
     """
     names = [type(source).__module__]
     if isinstance(source, RecordSource) and source.convert is not None:
@@ -295,7 +298,7 @@ def _own_code(source: Source) -> str:
 
 
 def _is_users(module: str) -> bool:
-    """Return whether a module is neither of this package nor of an installed one or of Python itself."""
+    """Return whether a module belongs neither to this package nor to an installed one nor to Python."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or module.partition(".")[0] == __name__.partition(".")[0]:
         return False

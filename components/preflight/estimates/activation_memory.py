@@ -87,7 +87,7 @@ class BlockActivations:
     """Number of norms over the hidden size."""
     norm: int
     """Bytes that a norm saves per element: its input in fp32 and, if the weight is trained, its result before
-    the weight."""
+    the multiplication by the weight."""
     normed_heads: int
     """Width of queries and keys with their own norms, 0 without any."""
     attended: int
@@ -105,13 +105,13 @@ class BlockActivations:
     dora: int = 0
     """Width of the results of matrices with a learned norm, and of their adapters, which DoRA saves."""
     dora_products: int = 0
-    """Elements of the largest matrices from which DoRA computes the norms of one weight."""
+    """Elements of all matrices from which DoRA computes the norms of one weight, the maximum over weights."""
 
     def not_recomputed(self) -> "BlockActivations":
         return replace(self, run=replace(self.run, recompute="none"))
 
     def attention(self, tokens: int) -> int:
-        """Return the bytes that attention saves besides its inputs, which selective recomputation avoids."""
+        """Return the bytes that attention saves besides its inputs; selective recomputation avoids them."""
         result = 0 if self.run.has_kernel else self.result * self.run.size
         return tokens * (result + self.heads * FP32) + self.masks
 
@@ -131,9 +131,10 @@ class BlockActivations:
     def backward(self, tokens: int) -> int:
         """Return the bytes that the backward pass needs in addition: recomputed activations and gradients.
 
-        The gradients peak with those of the block's result and of the MLP's gate and up, when the product of
-        these is already freed (see ``MlpActivations.gradients`` for other MLPs), or, if the MLP is narrow, in
-        the norm before it, when everything of the MLP is freed. DoRA needs most before there are gradients.
+        The gradients usually peak in the MLP: those of the block's result, of gate and of up exist, and the
+        product of gate and up has been freed (for other MLPs, see ``MlpActivations.gradients``). If the MLP
+        is narrow, they peak in the norm before it, when all tensors of the MLP have been freed. DoRA needs
+        the most memory before there are any gradients.
         """
         again = self.full_attention(tokens) - self.saved(tokens)
         of_mlp = self.mlp.gradients * self.run.size
@@ -160,9 +161,10 @@ def mask_bytes(longest: int, run: RunShape) -> int:
 def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape, *, trained: bool) -> Bytes:
     """Return the bytes for log-probabilities of ``labels`` positions over ``vocabulary`` rows of the head.
 
-    The logits of one chunk exist at once, on a CUDA GPU in the dtype of computing. Elsewhere they are in
-    fp32, with a copy in a lower dtype. There, the gradient of a ``trained`` head from one chunk is a matrix
-    of its own, which is added to the fp32 sum. Rows of the hidden state are copied and have a gradient.
+    The logits of only one chunk exist at a time: on a CUDA GPU in ``run.dtype``; elsewhere in fp32, with a
+    copy in ``run.dtype`` if this is lower. In a lower dtype, the gradient of a ``trained`` head from one
+    chunk is a matrix of its own, which is added to the fp32 sum. Rows of the hidden state are copied and have
+    a gradient.
     """
     fused = run.device == "cuda"
     logits_dtype = run.dtype if fused else torch.float32
@@ -174,7 +176,7 @@ def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape, *
 
 
 def peak(moments: Iterable[Mapping[str, int]]) -> Bytes:
-    """Return the moment with the largest total, without zero entries."""
+    """Return the parts of the moment in time with the largest total, without zero entries."""
     most = max(moments, key=lambda parts: sum(parts.values()))
     return {name: size for name, size in most.items() if size}
 

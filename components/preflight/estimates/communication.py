@@ -26,7 +26,7 @@ def tp_volume(
     Each block has two all-reduces in the forward pass, of the reference too, and two in the backward pass.
     Sequence parallelism replaces each by an all-gather and a reduce-scatter, which send the same number of
     bytes (Korthikanti et al., 2022). The embedding has one all-reduce in the forward pass, and the head one
-    in the backward pass; with sequence parallelism, each has half of it in both.
+    in the backward pass; with sequence parallelism, each has half of one in both.
 
     Args:
         ends: share of the embedding and of the head that a rank holds, 1 without pipelining.

@@ -7,7 +7,7 @@ class DataSheet(NamedTuple):
     """The data sheet of one GPU."""
 
     memory: int
-    """GB. A card reports slightly more: the rest is left to CUDA and NCCL."""
+    """Memory in GB. A card reports slightly more, which is left to CUDA and NCCL."""
     link: float
     """Bytes/s to another GPU of the node in one direction (NVLink, else PCIe 4 x16)."""
     half: float

@@ -51,7 +51,10 @@ class Device:
     per_node: int
 
     def shared_by(self, ranks: int) -> Self:
-        """Return the part of a CPU for each of ``ranks`` instead of ``per_node`` ranks, or a whole GPU."""
+        """Return the device of a rank if ``ranks`` instead of ``per_node`` ranks share a CPU.
+
+        A GPU, which is not shared, is returned unchanged.
+        """
         if self.kind != "cpu" or ranks == self.per_node:
             return self
         whole = (self.memory + PROGRAM) * self.per_node

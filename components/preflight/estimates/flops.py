@@ -25,7 +25,7 @@ class MatmulSizes:
     """Sizes of the matrix products of a model."""
 
     linear: float
-    """Number of weights that a token is multiplied with, of the experts only those that it chooses.
+    """Number of weights that a token is multiplied with, including only the experts chosen for it.
     Embeddings, which are looked up, and norms do not count."""
     head: float
     """Number of weights of the output head, which only labelled positions need."""
@@ -38,7 +38,7 @@ class MatmulSizes:
 
 
 def matmul_sizes(model: PreTrainedModel, *, adapted: bool = False) -> MatmulSizes:
-    """Count the weights of ``model``, which may be on the meta device, with separate experts.
+    """Count the weights of ``model``, whose experts are separate modules and which may be on the meta device.
 
     ``adapted`` means that all weights are frozen. The few products of the adapter are not counted.
     """
@@ -130,16 +130,16 @@ def sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def slowdown(dtype: torch.dtype) -> float:
-    """Return how many times as long as in fp32 a matrix product takes in ``dtype`` on this CPU.
+    """Return the time of a matrix product in ``dtype`` on this CPU, as a multiple of the time in fp32.
 
-    It is measured only roughly, because a run waits for it.
+    It is measured only roughly, because a run waits for the result.
     """
     here = torch.device("cpu")
     return measure_peak(here, torch.float32, ROUGH_SECONDS) / measure_peak(here, dtype, ROUGH_SECONDS)
 
 
 def peak_name(device: torch.device, dtype: torch.dtype) -> str:
-    """Return what ``peak_flops`` is, for a reader of the MFU."""
+    """Return a phrase that names the source of ``peak_flops``, for messages about the MFU."""
     return "the measured matmul peak" if sheet_peak(device, dtype) is None else "the data sheet's peak"
 
 

@@ -176,7 +176,7 @@ class StepMemory:
     layout: FSDP2Layout
     num_microbatches: int
     offloads: bool
-    """Whether state of a GPU is offloaded to host memory."""
+    """Whether weights, gradients and moments are offloaded from a GPU to host memory."""
     offloads_activations: bool
     """Whether activations of blocks are in host memory until their backward pass."""
     tokens: int
@@ -233,8 +233,8 @@ class StepMemory:
     def during_block(self, number: int) -> Bytes:
         """Return the bytes in the backward pass of a block, while weights of the previous one are prefetched.
 
-        Gloo copies these weights. The gradients of all later blocks are reduced, except that those of the
-        next block are being sent.
+        Gloo copies these weights. The gradients of all later blocks have been reduced, except those of the
+        next block, which are being sent.
         """
         blocks, own = self.weights.blocks, self.weights.blocks[number]
         last = number == len(blocks) - 1
@@ -270,7 +270,10 @@ class StepMemory:
         }
 
     def during_root_reduction(self) -> Bytes:
-        """Return the bytes when gradients outside of blocks are reduced; unsharded replicas divide a copy."""
+        """Return the bytes when gradients outside of blocks are reduced.
+
+        With unsharded replicas, a copy of them is divided, which takes a second buffer.
+        """
         root = self.weights.root.trained * FP32
         return {
             "gradients": self.sharded_grads(0) + root // self.shards,
@@ -298,7 +301,8 @@ class StepMemory:
     def rounded(self, tokens: int) -> int:
         """Return the bytes for rounding the largest operand of a product in float8.
 
-        One of the two gradients of an MLP that the backward pass counts does not exist yet at that time.
+        ``BlockActivations.backward`` includes two gradients of an MLP. One of them does not exist yet at that
+        time, so its bytes are subtracted.
         """
         return (ROUNDING - self.size) * max(tokens * self.rounded_width, self.rounded_weight)
 
@@ -363,7 +367,7 @@ def count_parameters(
     adapter: LoRA | None = None,
     in_float8: Collection[str] = (),
 ) -> ModelParameters:
-    """Count the parameters of one tensor-parallel rank, which ``shards`` ranks share.
+    """Count the parameters of one tensor-parallel rank, which are sharded over ``shards`` ranks.
 
     Weights of layers ``in_float8`` are gathered in float8.
     """
@@ -442,9 +446,9 @@ def block_activations(
 
 
 def dora_products(model: PreTrainedModel, adapter: LoRA) -> int:
-    """Return the elements of the largest matrices from which peft computes the norms of one weight.
+    """Return the elements of all matrices from which peft computes the norms of one weight, at most.
 
-    They are the identity, which the adapter is applied to, its product, and the scaled and the summed weight.
+    They are the identity, the adapter's output for it, this output scaled, and its sum with the weight.
     """
     shapes = adapter.shapes(model)
     sizes = (

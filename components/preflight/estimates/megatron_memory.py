@@ -150,10 +150,11 @@ class StageMemory:
         }
 
     def while_built(self) -> Iterator[Bytes]:
-        """Yield all bytes when the buffers of the last chunk are allocated: of dense parameters, of experts.
+        """Yield all bytes when the buffers of the last chunk are allocated.
 
-        The distributed optimizer moves parameters into a buffer. Their old memory is freed only after that
-        buffer and the one of their gradients have been allocated. There is no optimizer state yet.
+        Those of dense parameters come first, then those of experts. The distributed optimizer moves
+        parameters into a buffer. Their old memory is freed only after that buffer and the one of their
+        gradients have been allocated. There is no optimizer state yet.
         """
         if not self.layout.distributed_optimizer:
             return
@@ -319,7 +320,7 @@ def stage_layers(layout: Layout, model: PreTrainedModel) -> list[list[int]]:
 def count_parameters(
     model: PreTrainedModel, layout: Layout, chunks: str, layers: Sequence[int], adapter: LoRA | None
 ) -> RankParameters:
-    """Count the parameters of a rank that has the ``layers`` of these numbers.
+    """Count the parameters of a rank that has the layers with the numbers ``layers``.
 
     ``chunks`` are the joined contents of its chunks, in the letters of ``pipeline_split.chunk_layers``.
     """
@@ -373,7 +374,7 @@ def block_activations(
     """Return the activation widths of Megatron's layers with this project's attention, in order.
 
     Every layer saves its own cosines and sines for queries and for keys. The MLP adds an offset of 0 to up
-    and saves the sum too; as one function, it saves gate, up and the product. Norms are torch's: separate
+    and saves the sum too; if it is fused, it saves gate, up and the product. Norms are torch's: separate
     fp32 operators on a CPU, and on a GPU one kernel, which saves its input.
     """
     config, of, tp = model.config, attention_shape(model.config), layout.tp

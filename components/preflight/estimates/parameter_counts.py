@@ -16,7 +16,7 @@ from components.models.nf4 import num_bytes
 from components.optimizers import Muon, Optimizer
 
 CUT = re.compile(r"\.([qkvo]|q_b|kv_b|gate|up|down|eh)_proj\.|^model\.embed_tokens\.|^lm_head\.")
-"""Names on disk of parameters that tensor parallelism splits. Others are replicated."""
+"""Pattern of the Hugging Face names of parameters that tensor parallelism splits. Others are replicated."""
 
 CUT_ADAPTER = re.compile(r"\.([qkv]|q_b|kv_b|gate|up)_proj\.lora_B\.|\.(o|down)_proj\.lora_A\.")
 """Adapter matrices that tensor parallelism splits: those on the split side of the frozen matrix."""
@@ -113,8 +113,8 @@ class OwnedState(NamedTuple):
 def owned_state(optimizer: Optimizer, found: Sequence[Parameter], plain: int, experts: int) -> OwnedState:
     """Distribute whole weights over owners as the engines do, and return the state of the fullest rank.
 
-    ``found`` are the weights, with the experts of one rank. ``plain`` ranks share a weight, and ``experts``
-    ranks share that of an expert.
+    ``found`` are the weights, with the experts of one rank. A weight is shared by ``plain`` ranks, or by
+    ``experts`` ranks if it is that of an expert.
     """
     each = [
         (experts if p.of_experts else plain, 4 * p.numel // max(p.number, 1), p.name)

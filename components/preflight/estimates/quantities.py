@@ -54,7 +54,7 @@ class CommInputs:
     reference: bool
     """Whether every step also has a forward pass of the reference."""
     whole_weights: bool = False
-    """Whether the optimizer updates whole weights on their owners."""
+    """Whether the optimizer updates each weight as a whole on one rank, its owner."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from components.preflight.estimates.quantities import CommInputs, CommVolume, Mo
 def mesh_dims(layout: FSDP2Layout, world_size: int) -> tuple[dict[str, int], dict[str, int] | None]:
     """Return the sizes of the mesh that ``components.engines.fsdp2.mesh.make_mesh`` creates, outermost first.
 
-    The second ones are those of the mesh of experts. None means that experts are not split.
+    The second dictionary has the sizes of the mesh of experts. None means that experts are not split.
     """
     replicate, cp, ep, tp = layout.dp_replicate, layout.cp, layout.ep, layout.tp
     dims = {"dp_replicate": replicate, "dp_shard": world_size // (replicate * cp * tp), "cp": cp, "tp": tp}

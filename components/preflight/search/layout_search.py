@@ -19,7 +19,7 @@ from components.preflight.search.fsdp2_layouts import enumerate_layouts as fsdp2
 from components.preflight.search.megatron_layouts import enumerate_layouts as megatron_layouts
 
 DEFAULTS: Mapping[str, EngineLayout] = {"fsdp2": FSDP2(), "megatron": Megatron()}
-"""Layout of ``parallelism=NAME`` without further keys, which the search varies and overrides omit."""
+"""Default layout of each ``parallelism=NAME``, which the search varies. Overrides omit its values."""
 
 SHOWN = 6
 

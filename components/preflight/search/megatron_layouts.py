@@ -24,7 +24,7 @@ from components.preflight.estimates.quantities import CommInputs, CommVolume, Mo
 def mesh_dims(layout: Layout, world_size: int) -> tuple[dict[str, int], dict[str, int] | None]:
     """Return the sizes of the mesh in the rank order of Megatron, outermost first: tp ranks are neighbours.
 
-    The second ones are those of the mesh of experts. None means that experts are not split.
+    The second dictionary has the sizes of the mesh of experts. None means that experts are not split.
     """
     pp, cp, tp, ep, etp = layout.pp, layout.cp, layout.tp, layout.ep, layout.etp
     dims = {"pp": pp, "dp": world_size // layout.model_ranks, "cp": cp, "tp": tp}
@@ -96,9 +96,9 @@ def gradients(layout: Layout, size: ModelSize, ranks: int, step: CommInputs) -> 
 
 
 def whole_updates(layout: Layout, size: ModelSize, ranks: int, itemsize: int) -> Iterator[CommVolume]:
-    """Estimate the bytes with which owners gather gradients in fp32 and send the updated weights.
+    """Estimate the bytes of gathering fp32 gradients on the owners and of sending the updated weights.
 
-    Those between the parts of an expert count as tensor parallelism.
+    Communication between the ranks that split an expert counts as tensor parallelism.
     """
     tp, dealt = layout.tp, layout.ep * layout.etp
     for whole, split, copies in (

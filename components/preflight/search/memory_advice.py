@@ -98,7 +98,7 @@ def cheapest_fixes(case: Candidate, work: StepWork) -> list[Variation]:
 
 
 def variations(change: Variation) -> Iterator[Variation]:
-    """Yield ``change`` with one more key changed, without those that layout, batch or model do not allow."""
+    """Yield ``change`` with each further change that layout, batch and model allow."""
     for next_one in candidates(change):
         try:
             next_one.candidate.check()
