@@ -78,13 +78,11 @@ class LlamaFactoryData(RecordsData):
 
     @cached_property
     def _entries(self) -> Json:
-        try:
-            return read_json(self._file)
-        except OSError as error:
+        if not self._file.is_file():
             raise ConfigError(
-                f"data.dataset_info: {self._file} cannot be read ({error.strerror}); give LLaMA-Factory's "
-                "data folder."
-            ) from error
+                f"data.dataset_info: {self._file} is no file; give LLaMA-Factory's data folder."
+            )
+        return read_json(self._file)
 
     def _source(self, option: str, name: str) -> Source:
         entry, where = self._entry(option, name), f"{self._file}: {name}"
