@@ -62,7 +62,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def measure(engine_name: str, ranks: int, parameters: int, folder: Path, turns: int) -> Mapping[str, Any]:
-    """Measure and return the results of this rank. All ranks call it together."""
+    """Measure and return the results of this rank.
+
+    All ranks call it together.
+    """
     engine = build(engine_name, ranks, parameters)
     rank, count = dist.get_rank(), engine.describe()["parameters"]
     state, taken = BYTES * count, dict[str, list[float]]()
@@ -103,7 +106,7 @@ def measure(engine_name: str, ranks: int, parameters: int, folder: Path, turns: 
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Return the ratio of each turn but the first, so that a slower disk affects both of its values."""
+    """Return the ratio of each turn except the first, so that a slower disk affects both of its values."""
     return [a / b for a, b in zip(over[1:], under[1:], strict=True)]
 
 

@@ -156,7 +156,7 @@ def measure(size: int, steps: int, folder: Path) -> dict[str, object]:
 
 
 def holds(found: dict[str, object]) -> bool:
-    """Whether all records were read in constant memory, and the resumed runs have the same curve."""
+    """Return whether all records were read in constant memory, and the resumed runs have the same curve."""
     peaks, same, other = found["peak_mib_by_quarter"], found[LAYOUT], found[OTHER]
     assert isinstance(peaks, list)
     assert isinstance(same, dict)

@@ -39,12 +39,13 @@ from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob
 from runner.sweeps.sweep import finish_sweep, run_point
 
 PATHS = {"model": "model=hf model.path", "data": "data=files data.train"}
-"""Groups whose option a user may confuse with a path -> how a path is given."""
+"""Groups for which a user may give a path instead of an option -> how to give the path."""
 COMPOSITION = "hydra/_internal/config_loader_impl.py"
 EXECUTION = str(Path(__file__).parent / "launch" / "run.py")
-"""The last parts of Hydra's file that composes configurations, and the file of a run: seen in tracebacks."""
+"""The end of the path of Hydra's file that composes configurations, and the path of the file that executes a
+run. Tracebacks are searched for both."""
 WRONG = (errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
-"""Errors of paths that name something of another kind."""
+"""Error numbers for a path that is too long, or that names a folder instead of a file or the reverse."""
 HOME = re.compile(r"~[\w.-]*/")
 
 
@@ -113,7 +114,7 @@ def command() -> int:
 
 
 def with_home(word: str) -> str:
-    """Replace ``~/`` and ``~user/``, which a shell leaves after "=", and for which Hydra has no grammar."""
+    """Expand ``~/`` and ``~user/``, which a shell does not expand after "=", and which Hydra cannot parse."""
     key = word.partition("=")[0]
     return re.sub(r"(?<=[=,:\[ ])~[\w.-]*(?=/)", lambda found: expand_home(key, found[0]), word)
 
@@ -199,7 +200,7 @@ def explained(error: Exception) -> int:
 
 
 def as_mistake(error: Exception) -> Exception:
-    """Return the ConfigError for a user's mistake that another library has found, else ``error``."""
+    """Return a ConfigError if ``error`` of another library is a user's mistake, else ``error`` itself."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         error = ConfigError(f"{mark.name}:{mark.line + 1}: malformed YAML: {error.problem}; correct it.")
@@ -231,7 +232,7 @@ def provenance() -> ConfigSources:
     return ConfigSources(choices, as_given(state), folders, point)
 
 
-# ${unless:OTHER,VALUE,INSTEAD} is VALUE, a default, or INSTEAD (else null) if OTHER is set.
+# ${unless:OTHER,VALUE,INSTEAD} is VALUE, a default, if OTHER is null, else INSTEAD (null if it is omitted).
 OmegaConf.register_new_resolver(
     "unless", lambda other, value, instead=None: value if other is None else instead, replace=True
 )
@@ -253,7 +254,7 @@ def resolved(config: DictConfig, where: ConfigSources) -> Json:
 
 
 def decode_environment(config: DictConfig) -> None:
-    """Replace ``${oc.env:NAME}``, which is text, by the number or switch it spells, except for text keys."""
+    """Parse the text of every ``${oc.env:NAME}`` as YAML, unless the default value of its key is text."""
     raw = OmegaConf.to_container(config, resolve=False)
     found = [key for key, value in leaves(raw) if str(value).startswith("${oc.env:")]
     defaults = dict(leaves(default_config())) if found else {}
@@ -343,14 +344,14 @@ def group_options(group: str) -> list[str]:
 
 
 def keys_of(group: str, option: str) -> set[str]:
-    """Return the keys of an option of a group, with those of the options that it is made of."""
+    """Return the keys of a group's option, including those of the options that it extends."""
     node = yaml.safe_load(Path(config_dir(), group, f"{option}.yaml").read_text()) or {}
     bases = [name for name in node.pop("defaults", []) if name != "_self_"]
     return {*node}.union(*(keys_of(group, name) for name in bases))
 
 
 def options_with(key: str) -> list[str]:
-    """Return GROUP=OPTION for the first three options that have ``key``, which the composed one lacks."""
+    """Return GROUP=OPTION for the first three options that have ``key``, which the chosen option lacks."""
     group, *rest = key.split(".")
     if not rest or group in ("logger", "hook"):  # whose options are in nodes of their own
         return []
@@ -368,7 +369,7 @@ def known_keys() -> list[str]:
 
 
 def default_config() -> object:
-    """Return the composition with only the command line's groups, without resolving interpolations."""
+    """Return the config with only the group choices of the command line, and interpolations unresolved."""
     running = GlobalHydra.instance().is_initialized()
     with nullcontext() if running else initialize_config_dir(config_dir(), version_base="1.3"):
         return OmegaConf.to_container(compose("config", [*filter(is_choice, sys.argv[1:])]), resolve=False)

@@ -8,7 +8,7 @@ from components.contracts.errors import ConfigError
 
 @cache
 def distribution() -> Distribution:
-    """Return the distribution that installs the command line. Raises ConfigError if there is none."""
+    """Return the distribution that installs the command line, or raise ConfigError if there is none."""
     commands = [c for c in entry_points(group="console_scripts") if c.value == "runner.cli:main"]
     # `samecurve` sorts last; an installation under an earlier name may still be present.
     newest = max(commands, key=lambda command: command.name, default=None)

@@ -1,6 +1,6 @@
-"""The module search path: nothing in the working directory hides a package of this program.
+"""The module search path, which is set so that the working directory hides no package of this program.
 
-This module imports no package of this program, because it runs before the path is right.
+This module imports no package of this program, because it runs before the search path is correct.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 IS_INSTALLED = ROOT.name in {"site-packages", "dist-packages"}
-"""Whether every Python of this environment finds the packages. A checkout may need its path."""
+"""Whether the packages are in site-packages, where every process finds them. A checkout may need its path."""
 
 
 def program_first() -> None:
@@ -43,7 +43,7 @@ def prepare() -> None:
 
     Raises ImportError if that package is still found.
     """
-    # While Python looks for the module of ``python -m``, this is the name of the program.
+    # While Python looks for the module of ``python -m``, sys.argv[0] is "-m".
     if sys.argv[:1] == ["-m"] or other_components() is not None:
         program_first()
     if (other := other_components()) is not None:

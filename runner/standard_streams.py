@@ -1,4 +1,4 @@
-"""Streams that survive: a closed pipe or a full disk behind an output must not end a run."""
+"""Output streams for which a closed pipe or a full disk does not end a run."""
 
 import io
 import logging
@@ -39,7 +39,7 @@ def lossy_text(
 
 
 def survive_closed_streams() -> None:
-    """Replace stdout and stderr of this process, so that a run whose reader is gone goes to its log file."""
+    """Replace stdout and stderr by a ``LossyFile`` each, so that a run continues if their reader is gone."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None:  # None means that it was closed when the process started
@@ -48,5 +48,5 @@ def survive_closed_streams() -> None:
 
 
 def report_lost_stream(name: str, error: OSError) -> None:
-    """Warn in the log of the run, which may be all that is left."""
+    """Log a warning, because the log file may be the only output that is left."""
     log.warning("%s cannot be written (%s); the run continues, see its train.log", name, error.strerror)

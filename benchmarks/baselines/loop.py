@@ -51,7 +51,10 @@ class Trainer:
         return loss.detach(), len(kept)
 
     def loss(self, step: Step, labels: Tensor, kept: Tensor) -> Tensor:
-        """Return the loss of the stage. ``kept`` are the positions with a label."""
+        """Return the loss of the stage.
+
+        ``kept`` are the positions with a label.
+        """
         if self.reference is not None:
             return self.dpo(step, labels, kept)
         return self.cross_entropy(step, labels, kept)

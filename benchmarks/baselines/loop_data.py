@@ -81,7 +81,10 @@ class Reader:
         self.tokenizer = Tokenizer.from_file(str(folder / "model_small" / "tokenizer.json"))
 
     def steps(self, stage: str, *, share_prompt: bool = False, order: Order | None = None) -> list[Step]:
-        """Return all steps. ``order`` gives the samples of each step, instead of shuffling and packing."""
+        """Return all steps.
+
+        ``order`` gives the samples of each step, instead of shuffling and packing.
+        """
         samples = list({"pt": self._rows, "sft": self._chats, "dpo": self._pairs}[stage]())
         if order is not None:
             indices = ordered(samples, order)

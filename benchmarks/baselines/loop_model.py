@@ -97,7 +97,10 @@ class Model:
         return self._norm(x, weights["model.norm.weight"])
 
     def flops(self, spans: Sequence[Span], num_labels: int, *, passes: int) -> float:
-        """Return the required FLOPs. ``passes`` counts 1 for a forward pass and 2 for a backward pass."""
+        """Return the required FLOPs.
+
+        ``passes`` counts 1 for a forward pass and 2 for a backward pass.
+        """
         s = self.shape
         projections = 2 * s.hidden * s.head_dim * (s.heads + s.kv_heads)
         linear = s.layers * (projections + 3 * s.hidden * s.intermediate)

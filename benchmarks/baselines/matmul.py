@@ -9,7 +9,7 @@ import torch
 SIZES = (256, 512, 1024, 2048)
 TRIALS = 7
 ENOUGH_S = 0.1
-"""No larger size is tried once a product takes this long: bf16 may be 50 times slower than fp32."""
+"""Seconds of a product above which no larger size is tried: bf16 may be 50 times slower than fp32."""
 
 
 def flops_per_cpu_second(dtype: torch.dtype) -> float:

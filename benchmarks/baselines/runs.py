@@ -37,8 +37,9 @@ class Run:
     labels_per_token: float
     peak_mib: float
     first_step_seconds: float
-    """Wall time from the start of the process to the end of its first step; below, processor time."""
+    """Wall time from the start of the process to the end of its first step."""
     first_step_cpu_seconds: float
+    """Processor time of the process until the end of its first step."""
     flops_per_token: float | None
     losses: list[float]
 
@@ -109,7 +110,10 @@ def summary(steps: Sequence[dict[str, Any]]) -> Run:
 
 
 def medians(runs: Sequence[Run]) -> Run:
-    """Return the medians of times and memory. Losses and counts are those of the first run."""
+    """Return the medians of times and memory.
+
+    Losses and counts are those of the first run.
+    """
     values = {
         name: median(getattr(run, name) for run in runs)
         for name in (

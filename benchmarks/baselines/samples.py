@@ -76,7 +76,7 @@ class Source:
 
 
 def make_samples(source: Path, folder: Path) -> None:
-    """Fill ``folder`` unless it is already complete. The bytes are the same every time."""
+    """Fill ``folder``, with the same bytes every time, unless it is already complete."""
     done = folder / "dataset_info.json"
     if done.is_file():
         return

@@ -27,7 +27,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Shares:
-    """Ratios of a program to the loop, this runner and the machine. None means that one was not measured."""
+    """Ratios of a program to loop, runner and machine. None means that one of the two was not measured."""
 
     of_loop: float | None
     of_ours: float | None

@@ -48,7 +48,7 @@ class Cell:
     seconds: float
     """Time limit."""
     needs: Mapping[str, Installed]
-    """Optional packages by name, each with a function that tells whether it is installed."""
+    """Optional packages by name, each with a function that returns whether it is installed."""
 
     def missing(self) -> str | None:
         lacking = [name for name, installed in self.needs.items() if not installed()]
@@ -130,8 +130,8 @@ def speed(program: str, options: Sequence[str], place: Place, seconds: float) ->
 def shapes(place: Place) -> dict[str, tuple[str, ...]]:
     """Return the options of each model; the layers of the 8B model are cut to half of the GPU's memory.
 
-    Rows of 4096 tokens are filled with conversations of 20 to 750 tokens. On a CPU it is a tiny model with
-    few data, to see that the programs run.
+    Rows of 4096 tokens are filled with conversations of 20 to 750 tokens. On a CPU, the model
+    is tiny and has few data, which is enough to check that the programs run.
     """
     if place.device == "cpu":
         return {"tiny": (*SMALL[:6], *few_data(place), "data.max_length=128", "run.max_steps=6")}
@@ -149,7 +149,7 @@ def shapes(place: Place) -> dict[str, tuple[str, ...]]:
 
 
 def few_data(place: Place) -> tuple[str, ...]:
-    """Return the options of data that is tokenised in no time."""
+    """Return the options of a small data set, which is tokenised quickly."""
     chats = place.folder / "chats.jsonl"
     write_chats(chats)
     return "data=files", f"data.train={chats}"
@@ -158,11 +158,11 @@ def few_data(place: Place) -> tuple[str, ...]:
 # ---- tests
 
 MEMORY_TESTS = "tests/gpu/test_memory_cuda.py"
-"""These fill the GPU, one after another."""
+"""Tests that fill the GPU, one after another."""
 
 
 def tests(arguments: Sequence[str], place: Place, seconds: float) -> Facts:
-    """Return the numbers of tests by outcome; a time limit keeps those that are over."""
+    """Return the numbers of tests by outcome; after a timeout, of those that have ended."""
     command = [sys.executable, "-m", "pytest", "-o", "addopts=-v", *arguments]
     log = place.folder / "tests.log"
     try:

@@ -83,7 +83,7 @@ def ours(experiment: Experiment, loader: DataLoader, clock: Clock, steps: int) -
 
 
 def plain_loop(experiment: Experiment, loader: DataLoader, clock: Clock, steps: int) -> None:
-    """Train with a loop by hand around transformers: autocast to bf16, and one fused AdamW in fp32."""
+    """Train a transformers model with a hand-written loop: autocast to bf16, and one fused AdamW in fp32."""
     model = plain_model(experiment, clock.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=BETAS, fused=True)
     for step in range(steps):

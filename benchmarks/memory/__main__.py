@@ -88,7 +88,10 @@ def mib(size: int) -> str:
 
 
 def write(path: Path, cells: Sequence[Cell], command: str) -> None:
-    """Write the cells, versions and options to a file. Other cells in the file stay."""
+    """Write the cells, versions and options to a file.
+
+    Other cells in the file stay.
+    """
     before = json.loads(path.read_text()) if path.is_file() else {"commands": [], "cells": []}
     found = [asdict(cell) | {"estimate": cell.estimate, "ratio": round(cell.ratio, 3)} for cell in cells]
     taken = {(cell.layout, cell.work) for cell in cells}

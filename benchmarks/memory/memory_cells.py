@@ -144,7 +144,10 @@ class Bench:
         self.works = WORKS if device == "cpu" else GPU_WORKS
 
     def can_run(self, layout: str) -> bool:
-        """Return whether a layout can be measured. On a GPU, it must have one rank."""
+        """Return whether a layout can be measured.
+
+        On a GPU, it must have one rank.
+        """
         return self.device == "cpu" or self.compose(layout, next(iter(self.works)))[1] == 1
 
     def cells(self, layout: str, work: str) -> list[Cell]:

@@ -32,13 +32,16 @@ class Held:
 
 
 Instrument = Callable[[Callable[[], None], Callable[[], None]], int]
-"""Calls two functions and returns the peak bytes during the second one."""
+"""Function that calls two functions and returns the peak bytes during the second call."""
 
 
 def measure(
     config: Mapping[str, Any], workload: MicrobatchShape, device: str, instrument: Instrument | None = None
 ) -> Held:
-    """Measure the second of two steps of ``config``. The first one creates the moments."""
+    """Measure the second of two steps of ``config``.
+
+    The first one creates the moments.
+    """
     experiment = build_experiment(config, ConfigSources())
     engines: list[Engine] = []
 

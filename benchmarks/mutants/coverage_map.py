@@ -20,7 +20,7 @@ SUFFIX = re.compile(r"\|(?:setup|run|teardown)$| \((?:setup|call|teardown)\)$")
 SLOW_S = 2.0
 """Duration in seconds above which a test runs after all others."""
 FEW_LINES = 50
-"""Number of lines up to which tests are equally specific."""
+"""Number of covered lines up to which tests count as equally specific."""
 
 
 def test_of(context: str) -> str:
@@ -29,7 +29,7 @@ def test_of(context: str) -> str:
 
 
 def names_module(file: Path, path: str) -> bool:
-    """Return whether a file has the dotted name of the module at ``path``."""
+    """Return whether a file contains the dotted name of the module at ``path``."""
     module = re.escape(path.removesuffix(".py").replace("/", "."))
     return re.search(rf"\b{module}\b", file.read_text()) is not None
 
@@ -58,7 +58,7 @@ class CoverageMap:
     def tests(self, mutant: Mutant) -> list[str]:
         """Return the tests that may kill a mutant, in the order in which to run them.
 
-        If a fixture covers the line, all tests of that file may: one of them runs it for all.
+        If a fixture covers the line, all tests of its file may kill it: one of them runs the fixture for all.
         Code that runs at import may be tested by every test that calls a function of its file.
         """
         path = mutant.path

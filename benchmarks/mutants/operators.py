@@ -59,7 +59,7 @@ class Mutant:
         return [line for line in lines if not line.startswith("@@")]
 
     def is_valid(self, source: bytes) -> bool:
-        """Check that the changed file compiles and that its syntax tree is another one."""
+        """Return whether the changed file compiles and has another syntax tree."""
         changed = self.apply(source)
         with warnings.catch_warnings(action="ignore"):
             try:

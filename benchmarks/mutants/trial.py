@@ -21,7 +21,7 @@ from benchmarks.mutants.recorder import FILE, events
 
 FLAGS = ("-x", "-q", "-n0", "-pno:cacheprovider", "-pno:randomly", "-pbenchmarks.mutants.recorder")
 HANG_FACTOR, HANG_S = 10, 30.0
-"""A test hangs if it takes longer than its duration times the factor, and these seconds more."""
+"""Factor of a test's duration, plus seconds, after which the test counts as hanging."""
 START_S = 10.0
 """Duration of pytest's start, until its first test."""
 
@@ -60,7 +60,10 @@ class Tree:
         Path(cache_from_source(self.path / path)).unlink(missing_ok=True)
 
     def judge(self, mutant: Mutant, source: bytes, tests: Sequence[str]) -> Outcome:
-        """Run the tests on a mutant. Only a test that passes without the mutant can kill it."""
+        """Run the tests on a mutant.
+
+        Only a test that passes without the mutant can kill it.
+        """
         left = list(tests)
         while left:
             self.write(mutant.path, mutant.apply(source))
@@ -99,9 +102,10 @@ class Tree:
 
 
 def outcome_of(tests: Sequence[str], code: int, stopped: str, found: Sequence[Mapping[str, str]]) -> Outcome:
-    """Return the first failure. A failed collection or a process that dies counts as a failure.
+    """Return the outcome, with the first failure.
 
-    An exit code of 1 without a failed test does not: tests/conftest.py sets it if a session is over budget.
+    A failed collection or a process that dies counts as a failure. An exit code of 1 without a failed test
+    does not: tests/conftest.py sets it if a session is over budget.
     """
     passed = sum(event["phase"] == "call" and event["outcome"] == "passed" for event in found)
     failed = [event["test"] for event in found if event["outcome"] == "failed"]
@@ -117,7 +121,10 @@ def outcome_of(tests: Sequence[str], code: int, stopped: str, found: Sequence[Ma
 def watch(
     process: "subprocess.Popen[bytes]", record: Path, seconds: Mapping[str, float], limit_s: float
 ) -> str:
-    """Wait for pytest. Return "hang" or "limit" if it must be stopped: a test that has begun may end."""
+    """Wait for pytest; return "hang" or "limit" if it must be stopped, else "".
+
+    The limit counts only at the start of a test: a test that has begun may end.
+    """
     start = time.time()
     while True:
         with suppress(subprocess.TimeoutExpired):

@@ -114,7 +114,10 @@ def fill(bench: Bench, row: Row, columns: Sequence[Column], console: Console) ->
 
 
 def printed(lines: Sequence[Line], table: Table) -> Printed:
-    """Return the table for printing. A cell has the errors of gradients, loss and gradient norm."""
+    """Return the table for printing.
+
+    A cell has the errors of gradients, loss and gradient norm.
+    """
     result = Printed(
         title=f"{table.name}: parity with one process, bound {BOUND:.0e}",
         caption="gradients / loss / gradient norm",
@@ -156,7 +159,10 @@ def verdict(line: Line) -> str:
 
 
 def report(lines: Sequence[Line], curves: dict[str, list[float]], table: Table) -> dict[str, Any]:
-    """Return the table with versions and options for JSON. ``curves`` are losses of the reference."""
+    """Return the table with versions and options for JSON.
+
+    ``curves`` are losses of the reference.
+    """
     return {
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in PACKAGES},

@@ -165,7 +165,7 @@ def record(sample: Sample) -> dict[str, Any]:
 
 
 def length(sample: Sample) -> int:
-    """Return the characters of all messages, of a pair with its longer side."""
+    """Return the number of characters of all messages; of a pair, only the longer side counts."""
     if isinstance(sample, ChatSample):
         return characters(sample.messages)
     if isinstance(sample, UnpairedSample):

@@ -11,7 +11,7 @@ SHAPE = (
     "model.architecture.moe_intermediate_size=48",
     "model.architecture.num_attention_heads=4",
     "model.architecture.initializer_range=0.1",
-    # Router losses depend on micro-batches. Those of one row are the same in every layout.
+    # Router losses depend on micro-batches. Micro-batches of one row are the same in every layout.
     "run.micro_batch_size=1",
     "model.moe.z_loss_coef=0.01",
 )

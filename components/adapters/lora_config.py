@@ -42,8 +42,8 @@ class LoRA:
     """Low-rank adaptation (Hu et al., 2021): ``W x + scaling * B A x``, where ``W`` is frozen.
 
     With ``dora``, the rows of ``W + scaling * B A`` are scaled to learned norms (Liu et al., 2024, equation
-    5). With pissa a layer computes ``W x + scaling * (B A - B0 A0) x``, where A and B begin as the frozen A0
-    and B0. That is the model of ``W - scaling * B0 A0`` with an adapter, but ``W`` stays as it is.
+    5). With pissa a layer computes ``W x + scaling * (B A - B0 A0) x``, in which A and B begin as the frozen
+    A0 and B0. This equals ``W - scaling * B0 A0`` with an adapter, but ``W`` is not changed.
 
     Parameters are named ``<module>.lora_A.weight`` ``[r, in]``, ``<module>.lora_B.weight`` ``[out, r]`` and
     ``<module>.lora_magnitude_vector`` ``[out]``.
@@ -97,7 +97,7 @@ class LoRA:
 
     @property
     def exported(self) -> "LoRA":
-        """The adapter in an exported folder: with pissa an ordinary one of twice the rank, equal scaling."""
+        """The adapter in an exported folder: for pissa, an ordinary one of twice the rank, scaled equally."""
         if not self.is_pissa:
             return self
         alpha = self.alpha * (math.sqrt(2) if self.rslora else 2)
@@ -140,7 +140,7 @@ class LoRA:
             raise ConfigError(f"adapter.quantize: is not supported with {what}; use adapter.quantize=null.")
 
     def quantized_weights(self, model: PreTrainedModel) -> set[str]:
-        """Return the names of the matrices in 4 bits: of all linear layers but the head and ``saved``."""
+        """Return the names of the matrices in 4 bits: of all linear layers except head and ``saved``."""
         if self.quantize is None:
             return set()
         saved = self.saved(model)
@@ -170,8 +170,8 @@ class LoRA:
         """Return the shape of each trainable parameter in the model's order, ``modules_to_save`` last.
 
         Raises:
-            ConfigError: if ``targets`` or ``saved`` does, or the exported rank is larger than a side of a
-                matrix.
+            ConfigError: if ``targets`` or ``saved`` raises it, or the exported rank is larger than a side of
+                a matrix.
         """
         found: dict[str, torch.Size] = {}
         for name in self.targets(model):
@@ -201,9 +201,9 @@ class LoRA:
     def weights(self, model: PreTrainedModel, seed: int, base: WeightSource) -> WeightSource:
         """Return the initial values by name: read from ``path``, else a function of (``seed``, name).
 
-        Drawn ones are in float32. ``base`` is the source of the weights of ``model``, from which the
-        magnitudes of DoRA (row norms), ``modules_to_save`` and pissa's factors are initialised. The source
-        keeps these factors, whole, because their parts are read one by one.
+        Drawn values are in float32. ``base`` is the source of the weights of ``model``, from which the
+        magnitudes of DoRA (row norms), ``modules_to_save`` and pissa's factors are initialised. The returned
+        source caches whole factors, because their parts are read one by one.
         """
         shapes = self.shapes(model)
         if self.path is not None:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, and how the base model was quantised.
+    """Write adapter_config.json, adapter_model.safetensors and the quantisation of the base model, if any.
 
-    Every rank calls this function with the tensors that it writes (our name, whole tensor; in fp32 training
-    can continue from the copy bitwise). Over all ranks each tensor comes once. ``path`` is on a filesystem
+    Every rank calls this function with the tensors that it writes (our name, whole tensor). Training can
+    continue bitwise from tensors in fp32. Over all ranks each tensor comes once. ``path`` is on a filesystem
     that all ranks share. The folder is complete when any rank returns. Iterating over ``tensors`` may be
     collective. With pissa, A and B in the file are ``[A; A0]`` and ``[B, -B0]``, as in peft's conversion.
     """

@@ -24,11 +24,11 @@ PARTS = {
 
 
 def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
-    """Return the names of the linear layers to adapt, in the model's order, without the head as in peft.
+    """Return the names of the linear layers to adapt, in the model's order, without the head, as in peft.
 
     Raises:
-        ConfigError: if nothing matches, or the head, a module that is not linear, or the whole name of one of
-            ``beside_experts`` does.
+        ConfigError: if nothing matches, or a name in ``target`` matches the head or a module that is not
+            linear, or is the whole name of one of ``beside_experts``.
     """
     linears = linear_names(model)
     if target == "all-linear":

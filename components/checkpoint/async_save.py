@@ -26,7 +26,10 @@ class HostCopy:
         self.buffers: dict[str, Tensor] = {}
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy ``tensors`` to host memory with the same placements. The copy is valid until the next call."""
+        """Copy ``tensors`` to host memory with the same placements.
+
+        The copy is valid until the next call.
+        """
         copies, waits = {}, False
         copied: dict[tuple[object, ...], Tensor] = {}  # several keys may share one tensor
         for key, tensor in tensors.items():
@@ -63,7 +66,7 @@ class AsyncSaver:
 
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None
-        """Process group of the thread: the collectives of the training thread run at the same time."""
+        """Process group of the thread, because collectives of the training thread run at the same time."""
         self.copy = HostCopy()
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None

@@ -20,7 +20,7 @@ from components.contracts.errors import TrainingError
 from components.json_text import one_line
 
 EVALUATED = "evaluated"
-"""Kind of the weights that the optimizer trains for, such as an average, if those of training differ."""
+"""Kind of the weights for evaluations, such as an average, if the optimizer trains other weights."""
 T = TypeVar("T")
 
 
@@ -49,10 +49,10 @@ def save_tensors(
 
 
 def load_tensors(path: Path, tensors: Mapping[str, Tensor], *, together: bool = True) -> None:
-    """Read into ``tensors`` in place. Each rank reads its own slices, whatever layout wrote the checkpoint.
+    """Read into ``tensors`` in place.
 
-    Collective if there is a process group, except with ``together=False``: then ranks may read different
-    tensors.
+    Each rank reads its own slices, whatever layout wrote the checkpoint. The call is collective if there is a
+    process group, except with ``together=False``: then ranks may read different tensors.
 
     Raises:
         TrainingError: if a tensor is missing, has another shape, or cannot be read.

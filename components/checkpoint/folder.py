@@ -53,9 +53,10 @@ def create_dir(folder: Path) -> None:
 
 
 def commit(folder: Path, meta: CheckpointMeta) -> None:
-    """Write meta.json and, once it is on disk, the marker. The files of all ranks must be on disk already.
+    """Write meta.json and, once it is on disk, the marker.
 
-    The first rank of every node calls it, so that each local disk, or the shared one, has a marker.
+    The files of all ranks must be on disk already. The first rank of every node calls it, so that each local
+    disk, or the shared one, has a marker.
     """
     text, mark = encode(meta)
     write_atomic(folder / META, text)
@@ -107,14 +108,14 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def best_checkpoint(checkpoints: Path) -> Path | None:
-    """Return the complete checkpoint with the best evaluation, as the newest ones know it, or None.
+    """Return the complete checkpoint with the best evaluation, by the newest record of it, or None.
 
-    A checkpoint may know less than later ones, because it is written before an evaluation that a stop put
-    off.
+    A checkpoint may lack results that later ones record, because it is written before an evaluation that a
+    stop put off.
     """
     complete = complete_checkpoints(checkpoints)
     for folder in reversed(complete):
-        with contextlib.suppress(ConfigError):  # a damaged one knows nothing
+        with contextlib.suppress(ConfigError):  # a damaged one is skipped
             step = read_meta(folder).state.get("best_step")
             if isinstance(step, int) and (best := step_folder(checkpoints, step)) in complete:
                 return best
@@ -151,6 +152,9 @@ def unmark(checkpoint: Path) -> None:
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a failed save, its marker first, as far as the disk allows. Any OSError is ignored."""
+    """Remove a failed save, its marker first, as far as the disk allows.
+
+    Any OSError is ignored.
+    """
     with contextlib.suppress(OSError):
         remove(checkpoint)

@@ -1,4 +1,4 @@
-"""When a checkpoint is complete, how many are kept, and how a failed save is handled."""
+"""Management of checkpoints: when one is complete, how many are kept, and what a failed save leads to."""
 
 import logging
 import shutil
@@ -139,7 +139,7 @@ class CheckpointManager:
     def _attend(self, work: Callable[[], None], *, stop: bool | None = None) -> None:
         """Run ``work``, which raises an OSError on every rank or on none, then announce a new checkpoint.
 
-        With ``stop`` it becomes a TrainingError, else it is logged. None means that ``on_error`` decides.
+        With ``stop`` the error becomes a TrainingError, else it is logged. None means ``on_error``.
         """
         try:
             work()
@@ -155,7 +155,7 @@ class CheckpointManager:
             if self.on_error == "stop" if stop is None else stop:
                 raise TrainingError(message) from error
             log.warning("%s", message)
-        # No save is in flight here, so all ranks have the same.
+        # No save is in flight here, so ``current`` is the same on all ranks.
         if self.current is not None and self.current != self._announced:
             self._announced = self.current
             if self.on_saved is not None:

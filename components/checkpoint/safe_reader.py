@@ -27,7 +27,7 @@ CLASSES: dict[str, set[str]] = {
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """An unpickler of nothing but descriptions of tensors."""
+    """An unpickler that accepts only descriptions of tensors."""
 
     def find_class(self, module: str, name: str) -> object:
         """Return a class of ``CLASSES``; raise UnpicklingError for any other."""
@@ -41,7 +41,7 @@ def read_metadata(checkpoint: Path) -> stored.Metadata:
 
     Raises:
         OSError: if the file cannot be read.
-        UnpicklingError: if it is damaged, or holds anything else than descriptions of tensors.
+        UnpicklingError: if it is damaged, or holds anything other than descriptions of tensors.
     """
     with (checkpoint / FILE).open("rb") as file:
         try:

@@ -100,5 +100,8 @@ class CheckpointModel:
         return replace(self.model, initial_checkpoint=point)
 
     def _initial(self) -> WeightSource:
-        """Return the initial weights of the run. Its frozen weights still have these values."""
+        """Return the initial weights of the run.
+
+        Its frozen weights still have these values.
+        """
         return self._started().weights(self.seed)

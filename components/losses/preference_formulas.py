@@ -119,7 +119,7 @@ PER_TOKEN = frozenset({"ipo", "sigmoid_norm"})
 """Losses of scores that are divided by the number of labels of their answer."""
 
 OF_THE_DIFFERENCE = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop"})
-"""Losses of the difference of two scores, in which another f-divergence's partition function cancels."""
+"""Losses of the difference of two scores, in which the partition function of any f-divergence cancels."""
 
 
 def loss_options(loss: PairLoss) -> frozenset[str]:

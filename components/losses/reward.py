@@ -1,4 +1,4 @@
-"""The loss of a reward model: pairs of answers, by one score of each."""
+"""The loss of a reward model, which compares the scores of the two answers of a pair."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

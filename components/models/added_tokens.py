@@ -24,11 +24,10 @@ def grow_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 def with_added_rows(
     weights: WeightSource, stored: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size]
 ) -> WeightSource:
-    """Return ``weights``, which have the shapes ``stored``, with more rows where ``wanted`` has more.
+    """Return ``weights``, which have the shapes ``stored``, with rows added to reach the shapes ``wanted``.
 
-    A new row is the mean of the stored ones, in their dtype, with which the model's distribution over the
-    other tokens changes least (Hewitt, 2021, "Initializing New Word Embeddings for Pretrained Language
-    Models").
+    A new row is the mean of the stored rows, in their dtype. It changes the model's distribution over the
+    other tokens least (Hewitt, 2021, "Initializing New Word Embeddings for Pretrained Language Models").
     """
     grown = {name: shape[0] for name, shape in wanted.items() if shape != stored[name]}
 

@@ -91,8 +91,8 @@ def check_config(config: PreTrainedConfig) -> None:
 def check_model(model: PreTrainedModel) -> None:
     """Raise ConfigError if the engines cannot train ``model``.
 
-    Only causal attention that an engine can replace may mix tokens; otherwise packed sequences would see each
-    other. All state must be parameters that can be built on the meta device.
+    Only causal attention that an engine can replace may mix tokens; otherwise packed sequences would attend
+    to each other. All state must be parameters that can be built on the meta device.
     """
     kind = model.config.model_type
     if not all(getattr(module, "is_causal", True) for module in model.modules()):

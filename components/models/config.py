@@ -56,7 +56,7 @@ class ModelSpec:
     tokenizer: str | None = None
     """A folder or hub id. None means that of ``path`` if the shape comes from it, else the embedded one."""
     chat_template: str | None = None
-    """A file of Jinja, or the name of one that the program brings. None means that of the tokenizer."""
+    """A Jinja file, or the name of a built-in template. None means that of the tokenizer."""
     add_tokens: bool | tuple[str, ...] = False
     """Special tokens for the tokenizer, with rows in the embedding and the head: those in the list, or with
     True those that ``chat_template`` writes."""
@@ -126,7 +126,7 @@ class ModelSpec:
 
     @property
     def _fields(self) -> str:
-        """Prefix of the name of a field of the model's configuration in a message."""
+        """Prefix of the names of configuration fields in messages."""
         return f"model.path={self.path}: config.json: " if self._reads_path else "model.architecture."
 
     def folder(self, *, weights: bool = False) -> Path:
@@ -142,7 +142,7 @@ class ModelSpec:
         """
         if self._reads_path:
             config = read_hf_config(self.folder(), trust_remote_code=self.trust_remote_code)
-            read_generation_config(self.folder())  # an export has its own of these values
+            read_generation_config(self.folder())  # checked here, because an export contains it
             if self.architecture is not None:
                 check_same(self.architecture, config, str(self.path))
         else:

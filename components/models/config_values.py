@@ -22,7 +22,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (r"\w*(eps|epsilon)|initializer_range|\w+_std", lambda x: x >= 0, "0 or more"),
     (r"(.*\.)?(rope_theta|factor|partial_rotary_factor)", lambda x: x > 0, "above 0"),
 )
-"""Pattern of a field's name, the condition on a number there, and the condition in words."""
+"""Pattern of a field's name, condition on the field's value, and the same condition in words."""
 
 
 def check_values(config: PreTrainedConfig, prefix: str) -> None:

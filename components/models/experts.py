@@ -71,7 +71,10 @@ def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def router_biases(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the router biases by name. They have no gradient; ``bias_update_rate`` may change them."""
+    """Return the router biases by name.
+
+    They have no gradient; ``bias_update_rate`` may change them.
+    """
     return {name: p for name, p in model.named_parameters() if name.endswith(f".{BIAS}")}
 
 

@@ -111,7 +111,7 @@ def stop_ids(model: PreTrainedModel) -> set[int]:
 
 
 def use_plain_decoding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let ``generate`` read only its arguments, and stop at the tokens of the model and of the tokenizer.
+    """Make ``generate`` read only its arguments, and stop at the stop tokens of model and tokenizer.
 
     The model's own config may have a repetition penalty, and that of an adapter's base model lacks the token
     that the adapter was trained to stop at.

@@ -1,7 +1,8 @@
 """The initial values of transformers, computed one tensor at a time.
 
-The model is on the meta device. One tensor of it is replaced by a real one, transformers' ``_init_weights``
-runs on the modules around it, and the random draws for the other tensors, on meta, cost and do nothing.
+The model is on the meta device. For each value, one of its tensors is replaced by a real one, and
+transformers' ``_init_weights`` runs on the modules around it. Random draws for the other tensors, on the meta
+device, have no cost and no effect.
 """
 
 import hashlib

@@ -54,13 +54,13 @@ def num_bytes(numel: int) -> int:
 
 
 def sizes(numel: int) -> tuple[int, int, int]:
-    """Return the bytes of the values, of the numbers of the scales, and of the scales."""
+    """Return the bytes of the values, of the fp32 numbers that describe the scales, and of the scales."""
     blocks = -(-numel // BLOCK)
     return blocks * BLOCK // 2, 4 * (-(-blocks // GROUP) + 1), blocks
 
 
 def quantize(matrix: Tensor) -> Tensor:
-    """Return ``matrix`` as bytes, a function of its values that does not depend on its dtype."""
+    """Return ``matrix`` quantised to bytes, which depend on its values but not on its dtype."""
     ops = operators()
     values, scales = ops.quantize_4bit(matrix.float().contiguous(), BLOCK, "nf4", torch.uint8)
     mean = scales.double().mean().float()  # in double, as the order of a sum depends on the number of threads
@@ -70,7 +70,7 @@ def quantize(matrix: Tensor) -> Tensor:
 
 
 def dequantize(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return the matrix of ``shape`` in ``packed``."""
+    """Return the matrix of ``shape`` that ``packed`` contains, in ``dtype``."""
     ops, numel = operators(), prod(shape)
     values, numbers, codes = packed.split(sizes(numel))
     numbers = numbers.view(torch.float32)

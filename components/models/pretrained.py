@@ -42,7 +42,7 @@ CODES = {
     torch.int32: "I32",
     torch.int64: "I64",
 }
-"""Type of torch -> that of safetensors."""
+"""dtype of torch -> name of the type in safetensors."""
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 Places = Mapping[str, tuple[Path, str]]
@@ -105,7 +105,7 @@ def completed(weights: WeightSource, drawn: WeightSource, lacking: set[str], fol
 
 
 def unused_names(names: Iterable[str], model: PreTrainedModel) -> Iterator[str]:
-    """Yield those ``names`` that are not in MTP layers, which DeepSeek's files have after all others."""
+    """Yield the ``names`` outside of MTP layers, which DeepSeek's files have after all other layers."""
     last = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     found = {name: LAYER.match(name) for name in names}
     mtp = {

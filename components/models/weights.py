@@ -20,7 +20,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def shape_hash(model: nn.Module, *, trained: bool = False) -> str:
-    """Return a hash of names and shapes; models with equal ones can read each other's checkpoints.
+    """Return a hash of names and shapes; models with equal hashes can read each other's checkpoints.
 
     With ``trained``, only parameters that require a gradient count.
     """

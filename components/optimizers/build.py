@@ -17,7 +17,8 @@ Optimizer = AdamW | SGD | Muon | TorchClass
 def decays(name: str, ndim: int) -> bool:
     """Return whether weight decay applies to a parameter: not to biases and one-dimensional ones (norms).
 
-    It depends on Hugging Face name and shape, so that engines that fuse or split tensors agree.
+    The result depends on the Hugging Face name and shape, so it is the same for engines that fuse or split
+    tensors.
     """
     return ndim > 1 and not name.endswith(".bias")
 
@@ -34,7 +35,7 @@ class WeightOptions:
 
 
 def weight_options(description: Optimizer, name: str, ndim: int) -> WeightOptions:
-    """Return the options of the weight ``name`` on disk: those of its group, or the usual ones."""
+    """Return the options of the weight ``name`` on disk: those of its group, or those of ``description``."""
     decay = description.weight_decay if decays(name, ndim) else 0.0
     group = find_group(description.groups, name)
     if group is None:
@@ -67,6 +68,6 @@ def make_moments(optimizer: torch.optim.Optimizer, moments: Sequence[str]) -> No
             state = optimizer.state[parameter]
             if not state and moments:
                 state.update({moment: torch.zeros_like(parameter.detach()) for moment in moments})
-                if isinstance(optimizer, torch.optim.AdamW):  # fused ones of other packages count by group
+                if isinstance(optimizer, torch.optim.AdamW):  # fused ones of other packages: a step per group
                     device = parameter.device if group.get("fused") else torch.device("cpu")
                     state["step"] = torch.zeros((), dtype=torch.float32, device=device)

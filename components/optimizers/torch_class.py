@@ -17,7 +17,7 @@ from components.optimizers.weight_groups import WeightGroup, check_groups
 SHARED = ("lr", "weight_decay", "max_grad_norm", "groups")
 """Config keys that every optimizer has."""
 SHAPE = (96, 64)
-"""Shape of the matrix of the trial: above 4096 elements, from which 8-bit optimizers quantise their state."""
+"""Shape of the matrix in a trial: over 4096 elements, from which 8-bit optimizers quantise their state."""
 
 StateKind = Literal["moment", "scalar", "other"]
 """A floating-point tensor of the parameter's shape, a number, or something else."""

@@ -19,7 +19,7 @@ class WeightGroup:
     lr: float | None = None
     """Peak learning rate, with the schedule of ``optimizer.lr``. None means ``optimizer.lr``."""
     weight_decay: float | None = None
-    """Weight decay, also of vectors. None means the usual one."""
+    """Weight decay, also of vectors. None means ``optimizer.weight_decay``, which vectors do not have."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 

@@ -1,1 +1,1 @@
-"""The proof of an experiment: a small model trains the same curve in its layout and in one process."""
+"""The proof of an experiment: a small model has the same curve in its layout as in one process."""

@@ -1,4 +1,4 @@
-"""The keys of a composed configuration that a proof sets, because of the size of the machine or of noise."""
+"""The keys of a composed configuration that a proof sets, so that it fits the machine and has no noise."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def small_adapter(adapter: AdapterConfig | None, node: Config) -> Json:
 
 
 def small_data(data: DataConfig, node: Config, limits: Limits) -> Json:
-    """Return the keys of short samples from the first records; an indexed data set is read as a whole."""
+    """Return the keys that select short samples of the first records; an indexed data set is read whole."""
     new: Json = {"long_samples": "truncate"}
     if limits.max_length is not None:
         new["max_length"] = min(data.max_length, limits.max_length)

@@ -10,11 +10,11 @@ from components.contracts.parallelism import ParallelismSpec
 
 MOST_RANKS = 8
 DROPPED = ("dp", "default_dp", "etp", "cp", "dp_replicate", "ep", "pp", "tp")
-"""Fields of a layout, also of the user's own, in the order in which they become 1 if sizes of 2 need too many
-ranks."""
+"""Fields of a layout, also of a user's own class, in the order in which they become 1 if sizes of 2 need too
+many ranks."""
 SIZES = ("vpp", *DROPPED)
 STAGES = ("pipeline_layout", "first_stage_layers", "last_stage_layers", "recompute_num_layers")
-"""Fields with numbers of layers, which do not fit a model with other layers."""
+"""Fields with numbers of layers, which do not fit a model with another number of layers."""
 
 
 def sizes(layout: ParallelismSpec) -> dict[str, int]:

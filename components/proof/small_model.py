@@ -67,7 +67,10 @@ def layer_fields(fields: Json, number: int, limit: int | None, chunks: int) -> J
 
 
 def width_fields(fields: Json, config: PreTrainedConfig, hidden: int, sizes: Mapping[str, int]) -> Json:
-    """Return smaller widths. The channels of a head stay, because rotary frequencies may be listed."""
+    """Return the fields of smaller widths.
+
+    The channels of a head stay the same, because the configuration may list rotary frequencies.
+    """
     heads, tp, ranks = config.num_attention_heads, sizes["tp"], sizes["tp"] * sizes["cp"]
     shared = getattr(config, "num_key_value_heads", None) or heads
     pairs = [

@@ -83,7 +83,7 @@ class ProofRun:
     def take(self, folder: Path, peak: float) -> None:
         """Write to ``folder`` the weights before and after the first step, and the losses of several steps.
 
-        ``gradients`` has these weights with the loss itself, ``control`` with the loss ``PerMicrobatch``.
+        The folder ``gradients`` has these weights for the loss itself, ``control`` for ``PerMicrobatch``.
         ``curve.json`` has a loss and a gradient norm for each step; ``peak`` is its peak learning rate.
         """
         self.first_step(self.loss, folder / "gradients")

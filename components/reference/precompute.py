@@ -64,7 +64,7 @@ def score(
     visible: bool,
     beat: Callable[[], object],
 ) -> None:
-    """Write this rank's log-probabilities to ``parts``, skipping samples of earlier steps."""
+    """Write this rank's log-probabilities to ``parts``, skipping samples that earlier steps have."""
     file = None
     with ExitStack() as stack:
         advance = stack.enter_context(show_progress("reference", "samples")) if visible else lambda _: None

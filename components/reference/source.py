@@ -163,9 +163,9 @@ def resolve_reference(
 def check_sync(choice: str, model: ModelConfig, adapter: AdapterConfig | None) -> None:
     """Raise ConfigError unless the reference can be mixed with the trained model.
 
-    It must be a second, frozen model with the same parameters. So adapters are refused, which add parameters
-    to the trained model only, and biases of routers that are updated without a gradient, because they are not
-    parameters.
+    It must be a second, frozen model with the same parameters. So adapters, which add parameters to only the
+    trained model, are refused, and so are router biases that are updated without a gradient, because engines
+    keep them as buffers.
     """
     if choice != "frozen":
         raise ConfigError(

@@ -12,7 +12,7 @@ from pyarrow import json as arrow_json
 
 Floats = NDArray[np.float64]
 SECONDS = "train/seconds"
-"""A curve of the seconds of training, from the step times: metrics.jsonl has no clock."""
+"""A curve of the seconds of training, summed from step times, because metrics.jsonl has no times of day."""
 RENAMED = {
     "train/num_samples": "train/total_samples",
     "train/skipped": "train/total_skipped",

@@ -39,13 +39,13 @@ COUNTERS = {
 }
 """Metrics without a chart."""
 AXES = {"tokens": "train/total_tokens", "seconds": SECONDS}
-"""Axes of the curves, besides the steps, and the metrics with the place of a step on them."""
+"""Axis of the curves, besides the steps -> the metric that gives the position of a step on it."""
 NOT_TRAINED = {"run.name", "run.output_dir"}
 """Overrides that do not change the training."""
 MOST_WORDS = 3
-"""Overrides in the name of a run."""
+"""Maximum number of overrides in the name of a run."""
 POINTS, MOST_POINTS, FEWEST_POINTS = 30_000, 333, 30
-"""Numbers of means of one metric: of all runs together, at most of one run, and at least of one run."""
+"""Numbers of points of one metric: for all runs together, at most for one run, and at least for one run."""
 
 
 def write_page(
@@ -83,7 +83,7 @@ def render(data: Config) -> str:
 
 
 def assets(*names: str) -> str:
-    """Return the concatenated files of this folder."""
+    """Return the concatenated contents of these files of ``ASSETS``."""
     return "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in names)
 
 

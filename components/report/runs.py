@@ -19,7 +19,7 @@ from components.yaml_text import parse_yaml
 
 T = TypeVar("T")
 Sample = list[tuple[str, bool]]
-"""The decoded pieces of a training sample, and whether the tokens of each piece are trained."""
+"""The decoded pieces of a training sample, and whether the tokens of each piece are trained on."""
 
 LAST_LINES = 20
 TAIL_BYTES = 16384
@@ -105,13 +105,13 @@ class RunPage:
         kept = (self.facts.get("results") or {}).get("last", {})
         found = {current_name(key): value for key, value in kept.items()}
         found |= {key: curve.last for key, curve in self.curves.items()}
-        if self.facts.get("mfu_peak") is None:  # without its peak, the number means nothing
+        if self.facts.get("mfu_peak") is None:  # without the peak rate, this number has no meaning
             found.pop("perf/mfu", None)
         return found
 
     @property
     def group(self) -> tuple[str, bool]:
-        """Stage and data of the final loss, whose runs can be ranked, and whether both are known."""
+        """Stage and data of the final loss, which group runs for a ranking, and whether both are known."""
         kind = next((kind for kind in ("eval", "train") if f"{kind}/loss" in self.results), None)
         if kind is None:
             return "without a loss", False

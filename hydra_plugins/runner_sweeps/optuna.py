@@ -136,7 +136,7 @@ def outcome_of(sweep: Path, trial: "FrozenTrial") -> JobRecord | None:
 
 
 def consecutive(trials: "Sequence[FrozenTrial]") -> "Iterator[list[FrozenTrial]]":
-    """Yield groups of trials with consecutive numbers, because a launcher numbers its jobs so."""
+    """Yield groups of trials with consecutive numbers, as a launcher numbers the jobs of one call."""
     group: list[FrozenTrial] = []
     for trial in trials:
         if group and trial.number != group[-1].number + 1:

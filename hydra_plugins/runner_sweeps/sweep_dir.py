@@ -53,7 +53,7 @@ def make_folder(config: DictConfig) -> Path:
     check_values([*as_given(config.hydra), *as_overrides(config.hydra.sweeper.get("params"))])
     try:
         create_sweep(folder, as_given(config.hydra))
-        if study is None:  # Optuna's sweeper leaves its own pruner, once no other command is at the folder
+        if study is None:  # Optuna's sweeper does this itself, while it holds the lock of the folder
             leave_no_pruner(folder)
     except OSError as error:
         raise ConfigError(
@@ -64,7 +64,8 @@ def make_folder(config: DictConfig) -> Path:
 
 def check_values(overrides: Sequence[str]) -> None:
     """Raise ConfigError if a swept key has no value, because no job would run."""
-    parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # a glob reads its files
+    # The loader lists the files of a glob.
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     for override in parser.parse_overrides(list(overrides)):
         if not (override.is_sweep_override() and override.is_discrete_sweep()):
             continue

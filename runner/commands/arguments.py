@@ -1,4 +1,4 @@
-"""The KEY=VALUE arguments of the commands around training."""
+"""The KEY=VALUE arguments of the commands other than training."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ def first_line(text: str | None) -> str:
 
 
 def number(given: Mapping[str, str], key: str, default: float, *, least: float) -> float:
-    """Return the number that ``key`` has, or raise ConfigError if it is not one or below ``least``."""
+    """Return the value of ``key`` as a number, or raise ConfigError if it is not one or below ``least``."""
     text = given.get(key)
     if text is None:
         return default
@@ -66,7 +66,7 @@ def number(given: Mapping[str, str], key: str, default: float, *, least: float) 
 
 
 def whole_number(given: Mapping[str, str], key: str, default: int, *, least: int) -> int:
-    """Return the integer that ``key`` has, or raise ConfigError if it is not one or below ``least``."""
+    """Return the value of ``key`` as an integer, or raise ConfigError if it is not one or below ``least``."""
     value = number(given, key, default, least=least)
     if value != int(value):
         raise ConfigError(f"{key}: must be a whole number, got {given[key]}.")

@@ -67,7 +67,7 @@ def asked() -> Iterator[str]:
 def answer(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", messages: list[Json], options: Json
 ) -> str:
-    """Print the answer to the messages as it is made, and return it."""
+    """Print the answer to the messages while it is generated, and return it."""
     import torch
     from transformers import TextStreamer
 

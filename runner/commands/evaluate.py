@@ -25,7 +25,7 @@ from runner.config.sources import is_trusted, name_of
 from runner.launch.run_record import RunRecord
 
 _LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "sweep", "hook")
-"""Groups of options that the run had for its training."""
+"""Groups of the run's options that apply only to training."""
 _DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset")
 """The keys that name data only with ``data=llamafactory``."""
 _CLASS = re.compile(r"_target_[\"']?\s*[=:]\s*[\"']?([\w.]+)")

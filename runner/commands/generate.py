@@ -84,7 +84,7 @@ def generate(arguments: Sequence[str]) -> None:
 
 
 def scorer(metric: str) -> Callable[[str, str], float]:
-    """Return a function of the right answer and a completion, from 0 to 1.
+    """Return a function of the right answer and a completion that gives a score from 0 to 1.
 
     Raises:
         ConfigError: if ``metric`` needs the package rouge-score, which is not installed.

@@ -117,7 +117,10 @@ def command_line(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def flags(words: Sequence[str]) -> dict[str, Any]:
-    """Return the values of ``--name value``, ``--name=value`` and ``--name``; words before have no name."""
+    """Return the values of ``--name value``, ``--name=value`` and ``--name``.
+
+    Words before the first name have the name "".
+    """
     found: dict[str, list[Any]] = {}
     name = ""
     for word in words:
@@ -136,7 +139,7 @@ def flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def scalar(word: str) -> object:
-    """Return a number, a truth value or a mapping of JSON; all else stays text."""
+    """Return ``word`` as a number, a boolean or a JSON mapping if it is one, else as text."""
     try:
         value = yaml.safe_load(word)
     except yaml.YAMLError:

@@ -13,15 +13,15 @@ from runner.config.unknown_keys import Counterpart, dictionary, documents
 
 TOOLS = ("llamafactory", "axolotl", "trl")
 GROUPS = ("stage", "model", "data", "adapter", "parallelism", "optimizer", "scheduler", "run")
-"""The order of the command."""
+"""The order of the groups in the command."""
 ADAPTERS = ("none", "lora", "qlora", "dora")
-"""The options of the group; if several are asked for, the last one counts."""
+"""The options of the group ``adapter``. If several are chosen, the last one of this list counts."""
 OFF = "(off)"
 LISTS = ("adapter.target_modules", "adapter.modules_to_save")
 COMBINED = ("stage.loss", "stage.loss_weights")
 """Keys that may be lists."""
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "input_output": "segments"}
-"""The formats of axolotl's types without ``chat_template``."""
+"""Type of an axolotl data set -> our format. Types that begin with ``chat_template`` are not among them."""
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
 
@@ -46,7 +46,7 @@ class Translation:
         return next((value for value in found if value is not None), None)
 
     def number(self, *names: str) -> float | None:
-        """Return what ``take`` does as a number, or raise ConfigError if it is not one."""
+        """Return the value of ``take`` as a number, or raise ConfigError if it is not one."""
         value = self.take(*names)
         try:
             return None if value is None else float(value)
@@ -151,7 +151,7 @@ def check_trains(given: Mapping[str, Any], file: str) -> None:
 
 
 def convert(work: Translation, name: str) -> None:
-    """Translate one of the options that are left by its row, or record why it has none."""
+    """Translate an option of ``left`` by its row in the dictionary, or record why it has none."""
     value = work.left.pop(name)
     needless, lacking = (work.reason(kind, name, exact=True) for kind in ("not_needed", "no_equivalent"))
     row = None if needless or lacking else work.row(name)
@@ -171,7 +171,7 @@ def convert(work: Translation, name: str) -> None:
 
 
 def ours_of(row: Counterpart, key: str, switched: str, value: Any) -> object:
-    """Return the value of ``key``: None if theirs cannot be converted, and OFF if nothing has to be set."""
+    """Return our value of ``key``, None if ``value`` cannot be converted, or OFF if none has to be set."""
     values = listed(value)
     if key in LISTS and not switched:
         words = [part.strip() for part in value.split(",")] if isinstance(value, str) else values
@@ -188,7 +188,7 @@ def ours_of(row: Counterpart, key: str, switched: str, value: Any) -> object:
 
 
 def choose_stage(work: Translation, stage: str | None, file: str) -> None:
-    """Set ``stage`` and, if the tool calls a loss of it a stage of its own, ``stage.loss``."""
+    """Set ``stage`` and, if the tool's stage is a loss of another stage here, ``stage.loss``."""
     theirs = work.take("stage", "rl")
     if work.tool == "axolotl" and work.take("reward_model"):
         theirs = "rm"
@@ -344,7 +344,7 @@ def choose_cadences(work: Translation) -> None:
 
 
 def cadence(work: Translation, key: str, strategy: str, every: float, parts: float | None) -> None:
-    """Set a cadence to epochs, to ``every``, in steps or a share of the run, or to ``parts`` of an epoch."""
+    """Set a cadence: every epoch, ``every`` (steps, or a share of the run), or ``parts`` times an epoch."""
     epochs = work.words.get("run.epochs")
     if strategy == "best":
         work.words["checkpoint.keep_best"] = "eval/loss"
@@ -436,7 +436,7 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "train_on_eos": ("turn",),
     "chat_template": ("tokenizer_default",),
 }
-"""Values of such keys that need no option here."""
+"""Values of other keys of an entry that need no option here."""
 UNREAD = {
     "roles_to_train": "the turns of the assistant are trained on",
     "train_on_eos": "the token that ends a turn of the assistant is trained on",
@@ -489,7 +489,7 @@ def columns_of(item: Mapping[str, Any]) -> dict[str, object]:
 
 
 def roles_of(item: Mapping[str, Any]) -> dict[str, str]:
-    """Return ``data.roles``: what each role of the records is, from axolotl's names of each role."""
+    """Return ``data.roles`` (name of a role in the records -> role) from axolotl's list of names per role."""
     roles = item.get("roles") or {}
     return {theirs: ours for ours, names in roles.items() for theirs in listed(names) if theirs != ours}
 

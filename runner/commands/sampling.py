@@ -1,4 +1,4 @@
-"""How text is generated: the options that ``runner.generate`` and ``runner.chat`` have in common."""
+"""Options of text generation that ``runner.generate`` and ``runner.chat`` have in common."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ KEYS: Keys = {
 
 
 def read_sampling(given: Mapping[str, str]) -> tuple[Json, int]:
-    """Return the arguments of transformers' ``generate``, and the seed of the draws.
+    """Return the arguments of transformers' ``generate``, and the seed of the sampling.
 
     A temperature of 0 takes the most probable token each time.
 

@@ -46,7 +46,7 @@ GROUPS: Mapping[str, type] = {
     "stage": Loss,
     "data": DataConfig,
 }
-"""Groups with one component, and the contracts that their components serve."""
+"""Groups with one component, and the contracts that their components implement."""
 NODES: Mapping[str, type] = {
     "run": RunConfig,
     "checkpoint": CheckpointConfig,
@@ -57,9 +57,9 @@ NODES: Mapping[str, type] = {
 """Top-level nodes that are not groups, and the classes that check them."""
 
 NAMED: Mapping[str, type] = {"hook": Hook, "logger": LoggerSpec}
-"""Groups with any number of components, each under a name, and the contracts that these serve."""
+"""Groups with any number of components, each under a name, and the contracts that these implement."""
 EXAMPLES = {"hook": "ema.decay", "logger": "wandb.mode"}
-"""A key of each of these groups."""
+"""An example of a component and its key, for each of these groups."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ def build_component(group: str, node: Config, where: ConfigSources) -> Any:
     """Import the class ``node['_target_']``, check it, and call it with the other keys.
 
     Raises:
-        ConfigError: if it cannot be imported, does not serve the contract of its group, or was read from a
-            folder and comes from a module that is not trusted. Then it is not called.
+        ConfigError: before the class is called, if it cannot be imported, does not implement the contract of
+            its group, or is named in the config of a folder and comes from a module that is not trusted.
     """
     path = node.get("_target_") if isinstance(node, Mapping) else None
     if not isinstance(path, str):

@@ -63,7 +63,10 @@ class OptionFile:
 
 
 def read_option(path: Path) -> OptionFile:
-    """Read a file of conf/. A key is described next to it, or else in the lines above it."""
+    """Read a file of conf/.
+
+    The description of a key is the comment next to it, or else the lines above it.
+    """
     own = yaml.safe_load(path.read_text())
     bases = [name for name in own.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
     inherited = read_option(path.with_name(f"{bases[0]}.yaml")) if bases else None
@@ -109,7 +112,7 @@ def shown(value: object) -> str:
 
 
 def rows(prefix: str, node: Json, reader: Any, comments: Mapping[str, str]) -> Iterator[str]:
-    """Yield a row for each key of ``node``, and for each key of the nodes in it that have a class."""
+    """Yield a row for each key of ``node``, and for each key of its values whose type is a dataclass."""
     hints = typing.get_type_hints(reader.__init__ if inspect.isclass(reader) else reader)
     for name, value in node.items():
         key = f"{prefix}.{name}"

@@ -1,4 +1,7 @@
-"""Keys of versions before 0.2.0: refused on a command line with the new name, read in old run folders."""
+"""Names of keys before version 0.2.0.
+
+On a command line they are an error, which gives the new name. In an old run folder they are read.
+"""
 
 from collections.abc import Mapping
 

@@ -29,7 +29,7 @@ class RunConfig:
     epochs: float | None
     global_batch_size: int
     micro_batch_size: int | Literal["auto"]
-    """``auto`` until the launch has chosen it: ranks always read a number."""
+    """``auto`` until the launch has chosen a number, which is what the ranks read."""
     seed: int
     dtype: Literal["fp32", "bf16", "fp8", "fp16"]
     loss_scale: LossScaling
@@ -98,7 +98,7 @@ class RunConfig:
 
     @property
     def rows_per_microbatch(self) -> int:
-        """``micro_batch_size``, or the smallest size as long as it is ``auto``."""
+        """``micro_batch_size``, or 1, the smallest size, as long as it is ``auto``."""
         return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
 
 
@@ -159,7 +159,7 @@ class ProfilerConfig:
 
 @dataclass(frozen=True)
 class PreflightConfig:
-    """``preflight.*``: what is computed or forecast in place of the run, and for which devices."""
+    """``preflight.*``: the checks and forecasts before or instead of the run, and their devices."""
 
     mode: Literal["check", "only", "plan", "rehearse", "prove"]
     devices: int | None
@@ -177,7 +177,7 @@ class PreflightConfig:
 
     @property
     def num_steps(self) -> int:
-        """``steps``, or its default: the loss after two updates shows the state of the optimizer, too."""
+        """``steps``, or 2. A proof has 3: the loss after two updates also shows the optimizer state."""
         return self.steps or (3 if self.mode == "prove" else 2)
 
 

@@ -68,7 +68,10 @@ class ConfigSources:
 
 
 def is_trusted(path: str, trusted: Iterable[str]) -> bool:
-    """Return whether a folder may name ``path``: it is in a module of this program or of ``trusted``."""
+    """Return whether a config that was read from a folder may name ``path``.
+
+    It may if ``path`` is in a module of ``_OURS`` or ``trusted``.
+    """
     return any(f"{path}.".startswith(f"{module}.") for module in (*_OURS, *trusted))
 
 

@@ -10,9 +10,9 @@ from components.contracts.configs import AdapterConfig, NoAdapter
 
 
 def objection(target: object, contract: type) -> str | None:
-    """Describe why ``target`` does not make an object that serves ``contract``. None means that it does.
+    """Return why ``target`` does not make an object that implements ``contract``, or None if it does.
 
-    It must be a class, or a function whose annotated result is one.
+    ``target`` must be a class, or a function whose annotated result is one.
     """
     if inspect.isclass(target):
         if is_protocol(target) or inspect.isabstract(target):
@@ -24,7 +24,7 @@ def objection(target: object, contract: type) -> str | None:
 
 
 def objection_to_result(hints: Mapping[str, object], contract: type) -> str | None:
-    """Describe why the result of a function with these annotations does not serve ``contract``, or None."""
+    """Return why the result of a function with these annotations does not implement ``contract``, or None."""
     if "return" not in hints:
         return "is not a class, nor a function with the annotation of its result"
     result = hints["return"]

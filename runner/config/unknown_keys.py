@@ -17,7 +17,7 @@ from runner.config.renamed_keys import RENAMED
 from runner.config.sources import did_you_mean
 
 MOST_LISTED = 12
-"""Number of keys above which a message does not list them all."""
+"""Maximum number of known keys that a message lists. If there are more, it lists none."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Counterpart:
     """KEY, or KEY=VALUE for a switch."""
     remark: str = ""
     values: Mapping[str, object] | None = None
-    """Our value for each of theirs, in lower case. None means that both have the same values."""
+    """Value of the tool in lower case -> value here. None means that both have the same values."""
 
 
 @cache
@@ -41,7 +41,7 @@ def documents() -> tuple[Any, Any, Any]:
 
 @cache
 def dictionary() -> dict[str, dict[str, Counterpart]]:
-    """Return, by tool, the options of other tools and what they are here."""
+    """Return, for each other tool, its options with their counterparts here."""
     return {
         tool: {word: read_row(row) for word, row in rows.items()} for tool, rows in documents()[0].items()
     }
@@ -67,7 +67,7 @@ def counterpart(word: str) -> str | None:
 
 
 def translations(words: Iterable[str]) -> str:
-    """Return what other tools' options among ``words`` are here, as one line, or "" if there are none."""
+    """Return one line with the names here of other tools' options among ``words``, or "" without any."""
     tables = dictionary().values()
     found = {word: next((rows[word].here for rows in tables if word in rows), "") for word in words}
     listed = ", ".join(f"{word} ({here})" for word, here in found.items() if here)

@@ -39,7 +39,7 @@ from runner.training.state import TrainState
 
 ASSUMED_GPU = "H100"
 LARGE_RATE = 1e-3
-"""Learning rate that is too large for most models with trained weights."""
+"""Learning rate that is too large for most pretrained models."""
 SLOW = 2.0
 """Time of a matrix product, relative to fp32, from which a dtype is called slow."""
 
@@ -156,7 +156,10 @@ class RunPreparation:
         return {"trained": trained, "base": experiment.model.content_hash() + self.drawn(experiment.model)}
 
     def drawn(self, model: ModelConfig) -> str:
-        """Return the seed of weights that a resume draws anew, as text; empty if they are read from files."""
+        """Return the seed as text if the weights of ``model`` are random, so that a resume draws them anew.
+
+        Otherwise the result is empty.
+        """
         return f", run.seed={self.experiment.run.seed}" if model.is_random_init else ""
 
     def resume_point(self, own: Path | None, identity: RunIdentity, data: Prepared) -> Path | None:
@@ -317,7 +320,7 @@ def check_launch(
 
 
 def inspect(launch: RunPreparation) -> tuple[RunPreparation, PreparedRun]:
-    """Run all checks that need no ranks, prepare the data, and choose ``run.micro_batch_size=auto``.
+    """Run all checks that need no ranks, prepare the data, and choose an ``auto`` micro-batch size.
 
     Raises:
         ConfigError: if a check fails, or the size is ``auto`` and the layout has no forecast.
@@ -349,7 +352,7 @@ def watched_metrics(experiment: Experiment) -> dict[str, str]:
 
 
 def with_assumed_gpu(experiment: Experiment) -> tuple[Experiment, tuple[str, ...]]:
-    """Name a GPU for a rehearsal on a machine without one; return the sentence to print, too."""
+    """Return ``experiment`` with a GPU for a rehearsal on a machine without one, and sentences to print."""
     ahead = experiment.preflight
     if ahead.mode != "rehearse" or ahead.device_name is not None or torch.cuda.is_available():
         return experiment, ()
@@ -358,7 +361,7 @@ def with_assumed_gpu(experiment: Experiment) -> tuple[Experiment, tuple[str, ...
 
 
 def slow_dtype(run: RunConfig, device: DeviceKind) -> tuple[str, ...]:
-    """Return the sentence to print if this CPU has no instructions for the matrix products of the run."""
+    """Return the sentence to print if matrix products in the run's dtype are slow on this CPU."""
     if device != "cpu" or run.dtype not in ("bf16", "fp16"):  # fp8 computes in fp32
         return ()
     slower = slowdown(DTYPES[run.dtype])
@@ -369,7 +372,7 @@ def slow_dtype(run: RunConfig, device: DeviceKind) -> tuple[str, ...]:
 
 
 def large_rate(experiment: Experiment, where: ConfigSources) -> tuple[str, ...]:
-    """Return the sentence to print if trained weights continue with a default rate for new ones."""
+    """Return the sentence to print if pretrained weights are trained at a default rate for random ones."""
     trains, rate = not experiment.run.evaluate_only, experiment.optimizer.lr
     if not trains or experiment.model.is_random_init or where.chosen("optimizer.lr") or rate < LARGE_RATE:
         return ()

@@ -5,7 +5,7 @@ import os
 DEFAULTS = {
     # cuBLAS: read at the first product, which may come before a run with run.deterministic=true.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # torch: rows of changing length fragment the memory of the GPU less.
+    # torch: rows of varying length fragment the GPU's memory less with this setting.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 

@@ -43,7 +43,7 @@ def newest_checkpoint(folder: Path, record: RunRecord) -> Path | None:
 
 
 def check_saved(record: RunRecord, saved: Path | None) -> None:
-    """Raise TrainingError if the last checkpoint is missing, with ``checkpoint.on_error=continue``."""
+    """Raise TrainingError if the last checkpoint is missing (with ``checkpoint.on_error=continue``)."""
     if saved is None:
         raise TrainingError("no checkpoint could be written, as the log says (checkpoint.on_error=continue).")
     if step_of(saved) != record.final_step:

@@ -86,7 +86,7 @@ def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRe
 
 
 def reference_cache(launch: RunPreparation, data: Prepared) -> ReferenceCache | None:
-    """Find the log-probabilities of the reference. None means that the run needs no cache of them."""
+    """Find the cache of the reference's log-probabilities. None means that the run does not need it."""
     run, source = launch.experiment.run, launch.reference
     if source.choice != "precomputed":
         return None

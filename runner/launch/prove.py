@@ -32,7 +32,7 @@ def print_proof(launch: RunPreparation) -> float:
 
     Raises:
         ConfigError: if the experiment is wrong, or no small version of it can be trained on CPU ranks.
-        TrainingError: if a rank fails, an error is above the bound, or the control is not found out.
+        TrainingError: if a rank fails, an error is above the bound, or that of the control is not.
     """
     launch.check_layout(launch.experiment.model.meta_model, launch.experiment.adapter)
     small, changed = shrink(launch)
@@ -86,7 +86,7 @@ def print_proof(launch: RunPreparation) -> float:
 
 
 def conclude(found: Sequence[Errors], rows: int, other: int) -> None:
-    """Raise TrainingError unless all runs but the last, the control, are equal to one process."""
+    """Raise TrainingError unless the last run, the control, differs from one process and no other does."""
     one_process, layout, control = found
     if control.equal:
         raise TrainingError(
@@ -157,7 +157,10 @@ def with_layout(launch: RunPreparation, layout: ParallelismSpec) -> tuple[RunPre
 
 
 def differences(name: str, old: Config, new: Json) -> Iterator[Json]:
-    """Yield a row for each key of ``new`` that is not as in ``old``. Lists follow from other keys."""
+    """Yield a row for each key of ``new`` whose value differs from ``old``.
+
+    Lists are left out, because they follow from other keys.
+    """
     for key, value in new.items():
         known, before = f"{name}.{key}", old.get(key)
         if isinstance(value, dict):

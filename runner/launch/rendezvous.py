@@ -23,10 +23,10 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_loopback_store(port: int = 0) -> dist.TCPStore:
-    """Host a store that only processes on this machine can connect to. Port 0 chooses a port that is free."""
+    """Host a store for processes on this machine only, at ``port`` or, if that is 0, at a free port."""
     listener = socket.create_server((LOOPBACK, port))
     port = listener.getsockname()[1]
-    # Without a socket of ours, the store would listen on all network interfaces. It closes this one.
+    # Without this socket, which the store closes, it would listen on all network interfaces.
     return dist.TCPStore(
         LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )

@@ -35,7 +35,7 @@ def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def announce(number: int) -> None:
-    """Print the request, unbuffered: a signal handler may have interrupted a write to the buffers."""
+    """Print the request without a buffer, in which the signal may have interrupted another write."""
     name = signal.Signals(number).name
     os.write(2, f"{name}: the run ends at the next safe point; a second one ends it now\n".encode())
 

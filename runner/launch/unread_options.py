@@ -1,4 +1,4 @@
-"""Options that only count if another option is set."""
+"""Options that have an effect only if another option is set."""
 
 import os
 from collections.abc import Callable

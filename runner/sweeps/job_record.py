@@ -46,12 +46,12 @@ class SweepJob:
         write_atomic(self.path, json.dumps(asdict(record), indent=2) + "\n")
 
     def mark_running(self, folder: Path | None = None) -> None:
-        """Record that the job runs, in the run folder ``folder`` if it exists already."""
+        """Record that the job is running, with its run folder ``folder`` if that exists already."""
         at = None if folder is None else str(folder)
         self.write(JobRecord(self.number, self.overrides, "running", folder=at))
 
     def is_first_with(self, audit: str) -> bool:
-        """Return whether no job of the sweep has asked this before with the same ``audit`` of its data."""
+        """Return whether no job of the sweep has called this before with the same ``audit`` of its data."""
         asked = self.sweep / "audits" / hashlib.sha256(audit.encode()).hexdigest()
         asked.parent.mkdir(parents=True, exist_ok=True)
         try:

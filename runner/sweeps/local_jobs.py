@@ -112,7 +112,7 @@ class LocalJobPool:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(max(deadline - time.monotonic(), 0))
                 if process.poll() is None:
-                    process.kill()  # its ranks go with it
+                    process.kill()  # its ranks end with it
                     process.wait()
             for running in self.running.values():
                 close_job(running, stopping=True)
@@ -153,7 +153,7 @@ def close_job(running: RunningJob, *, stopping: bool) -> None:
 
 
 def write_stderr(words: str) -> None:
-    """Write a line to stderr without its buffers, which a signal handler may have interrupted."""
+    """Write a line to stderr without its buffer, in which a signal may have interrupted another write."""
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{words}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""Early ends of unpromising runs: the pruner that a sweep leaves in its folder for its jobs."""
+"""Early ends of unpromising runs: the file in a sweep's folder from which jobs build their pruner."""
 
 import json
 import pkgutil

@@ -30,7 +30,7 @@ from runner.training.stop import PRUNED
 
 
 def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[Exception], int]) -> float:
-    """Run one job and return its loss, NaN without one.
+    """Run one job and return its loss, or NaN if it has none.
 
     ``explained`` prints a failure for the user and returns its exit code.
 

@@ -1,4 +1,4 @@
-"""Calling the hooks of a run. What one rank's hook asks for, and the failure of a hook, hold on all ranks."""
+"""Calling the hooks of a run. A request or a failure of a hook on one rank takes effect on all ranks."""
 
 import logging
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class Hooks:
     """The hooks of a run, called in their order on every rank.
 
     Args:
-        own: hooks of the program itself, which ask for the same on every rank.
+        own: hooks of the program itself, which make the same requests on every rank.
         chosen: the hooks of the configuration, by name.
     """
 
@@ -50,7 +50,7 @@ class Hooks:
         return {f"hook/{name}/{key}": tensor for key, tensor in self.chosen[name].tensors().items()}
 
     def call(self, event: str, *arguments: Any, **options: Any) -> None:
-        """Call the method ``event`` of every hook, then agree on what they ask for."""
+        """Call the method ``event`` of every hook, then share their requests between the ranks."""
         for name, hook in list(self.hooks):
             failure: Exception | None = None
             try:
@@ -65,7 +65,7 @@ class Hooks:
         self.stop |= "stop" in self.run.requests
 
     def take(self, request: Request) -> bool:
-        """Return whether a hook has asked for it since the last call."""
+        """Return whether a hook has made ``request`` since the last call."""
         asked = request in self.run.requests
         self.run.requests.discard(request)
         return asked
@@ -82,7 +82,7 @@ class Hooks:
             del self.chosen[name]
 
     def _agree(self) -> None:
-        """Let all ranks ask for what any rank asks for."""
+        """Add the requests of any rank to those of every rank."""
         agree = self.run.engine.max_over_ranks
         if agree(float(bool(self.run.requests))):
             asked = {request for request in get_args(Request) if agree(float(request in self.run.requests))}

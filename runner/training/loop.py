@@ -7,7 +7,7 @@ for every global batch:
     engine.finish_train_step(lr)
     log, evaluate and save if due; leave the loop if a stop was requested
 
-Hooks observe each of these, and may ask for an evaluation, a checkpoint or the end.
+Hooks observe these calls, and may request an evaluation, a checkpoint or the end of the training.
 """
 
 import logging
@@ -165,7 +165,10 @@ def train_step(t: TrainContext) -> None:
 
 
 def evaluate(t: TrainContext) -> None:
-    """Evaluate on all evaluation sets. If a stop interrupts the evaluation, nothing is recorded."""
+    """Evaluate on all evaluation sets.
+
+    If a stop interrupts the evaluation, nothing is recorded.
+    """
     if not t.eval_data:
         return
     with naming_step(f"evaluation at step {t.state.step}"):
@@ -182,7 +185,10 @@ def evaluate(t: TrainContext) -> None:
 
 
 def evaluate_first(t: TrainContext) -> None:
-    """Log the metrics of the initial weights. No decision of the run depends on them."""
+    """Log the metrics of the initial weights.
+
+    No decision of the run depends on them.
+    """
     if t.eval_data:
         with naming_step("evaluation before the first step"):
             means = eval_means(t)

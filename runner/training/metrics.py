@@ -84,7 +84,10 @@ class MetricsReporter:
         epoch: float | None,
         seconds: float,
     ) -> None:
-        """Count one step; write a row every ``log_every`` steps and for the last one. Every rank calls it."""
+        """Count one step; write a row every ``log_every`` steps and for the last one.
+
+        Every rank calls it.
+        """
         window = self.window
         window.steps += 1
         window.tokens += stats.num_tokens
@@ -168,7 +171,7 @@ def train_row(
     """
     row: Row = {
         "step": state.step,
-        # With one step in the interval, this is its loss, which may be infinite.
+        # If no loss of the interval is finite, this is the loss of its last step.
         "train/loss": state.interval_mean() if state.interval_steps else result.loss,
         "train/grad_norm": result.grad_norm,
         "train/lr": lr,

@@ -17,12 +17,12 @@ log = logging.getLogger("runner")
 
 @dataclass(kw_only=True)
 class BestMetric(Hook):
-    """A hook that records the best value of a metric, asks for its checkpoint and stops the run early."""
+    """A hook that records the best value of a metric, requests its checkpoint and stops the run early."""
 
     state: TrainState
     watched: WatchedMetric
     saves: bool
-    """Whether every checkpoint with the best value so far is saved."""
+    """Whether a checkpoint is saved whenever the value is the best so far."""
     patience: int | None
     """Evaluations without a better value after which the run ends. None means that it does not."""
 

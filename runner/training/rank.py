@@ -264,7 +264,7 @@ def build_loop(
             engine.max_over_ranks,
             requested,
             deadline,
-            # A first save is of fp32 weights and two moments (12 bytes), at 200 MB/s.
+            # Estimate for the first save: fp32 weights and two moments (12 bytes a parameter), at 200 MB/s.
             save_s=engine.describe()["trained_parameters"] * 12 / 200e6,
             prune=pruner_of(record.sweep) if place.rank == 0 else None,
         ),
@@ -281,7 +281,10 @@ def build_hooks(
     num_steps: int,
     resumed_from: Path | None,
 ) -> Hooks:
-    """Build the hooks of the run. An evaluation without training has none."""
+    """Build the hooks of the run.
+
+    An evaluation without training has none.
+    """
     run, stopping = experiment.run, experiment.early_stopping
     observed = HookRun(
         folder=folder,
@@ -347,7 +350,10 @@ def reporter(
     config: Config,
     record: RunRecord,
 ) -> MetricsReporter:
-    """Build the reporter. It prints and logs only with a ``console``, which only rank 0 has."""
+    """Build the reporter.
+
+    It prints and logs only with a ``console``, which only rank 0 has.
+    """
     sizes = matmul_sizes(experiment.model.meta_model, adapted=experiment.adapter is not None)
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     flops = partial(step_flops, sizes, forward_only_passes=source.forward_only_passes)

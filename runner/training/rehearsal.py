@@ -27,7 +27,7 @@ def rehearse_rank(folder: Path, request: Json) -> Json:
         parallelism=experiment.parallelism,
         model=experiment.model,
         optimizer=experiment.optimizer,
-        # Kernels in triton take real tensors. Those of torch compute the same and save more.
+        # Triton kernels need real tensors. Those of torch compute the same and save more for backward.
         options=replace(training_options(experiment, "cuda"), kernels="torch"),
         loss=experiment.stage,
         data=experiment.data.restore(request["data"]),

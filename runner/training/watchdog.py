@@ -17,7 +17,8 @@ from typing import Self
 from components.contracts.errors import FAILED, TrainingError
 
 GRACE_S = 10.0
-"""Seconds after which faulthandler's watchdog acts, if a thread that keeps the GIL blocks this one."""
+"""Seconds after the timeout at which faulthandler ends the process, if another thread holds the GIL and the
+watchdog's thread cannot run."""
 
 
 class Watchdog:

@@ -78,7 +78,7 @@ def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) 
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a file of ``tensors``; raises OSError, as every other writer, if the disk refuses."""
+    """Write a file of ``tensors``, or raise OSError, as other writers do, if the disk fails."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:

@@ -1,4 +1,4 @@
-"""One job of a sweep for a batch system: composed where the sweep was started, run on other nodes."""
+"""One job of a sweep for a batch system: composed by the process of the sweep, run on other nodes."""
 
 import os
 import time
@@ -39,7 +39,7 @@ class SlurmJob:
         return self.where.sweep_job
 
     def check(self, tasks: int | None, gpus: int) -> None:
-        """Check keys, batch sizes and the model's fit with the layout on the machine that starts the sweep.
+        """Check, on the machine that starts the sweep, keys, batch sizes and whether model and layout fit.
 
         Args:
             tasks: number of tasks, each of which is a rank. None means one task that starts its own ranks.

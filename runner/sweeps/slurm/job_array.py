@@ -71,7 +71,7 @@ class Queue:
 
 
 class JobArray:
-    """A watch over ``jobs`` that completes the outcome of each when it is over."""
+    """A monitor of ``jobs`` that completes the outcome of each job when it has ended."""
 
     def __init__(self, jobs: Sequence[SubmittedJob]) -> None:
         self.jobs, self.queue = {job.id: job for job in jobs}, Queue(jobs)
