@@ -86,7 +86,8 @@ class OptunaSweeper(Sweeper):
         make_sampler(self.sampler, self.sampler_options, self.seed, 0, space)
         examples = space.examples()
         first, *_ = [self.loader.load_sweep_config(self.config, example) for example in examples]
-        if make_pruner(self.pruner, self.pruner_options) is not None and not first.run.eval_every:
+        evaluates = first.run.eval_every or first.run.eval_every_epochs
+        if make_pruner(self.pruner, self.pruner_options) is not None and not evaluates:
             raise ConfigError(
                 f"hydra.sweeper.pruner: {self.pruner} needs evaluations during the run, and the only one "
                 "is at the end (run.eval_every=0); set run.eval_every, or hydra.sweeper.pruner=none."

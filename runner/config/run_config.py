@@ -244,7 +244,7 @@ def check_restart_source(run: RunConfig, checkpoint: CheckpointConfig) -> None:
 
 
 def seconds(value: float | str) -> float:
-    """Parse ``run.max_time``: seconds, ``HH:MM:SS``, or ``3h30m``.
+    """Parse ``run.max_time``: seconds, ``HH:MM:SS`` or SLURM's ``D-HH:MM:SS``, or ``3h30m``.
 
     Raises:
         ConfigError: if it has none of these forms, or is not above 0.
