@@ -26,7 +26,7 @@ from components.checkpoint.folder import (
 )
 from components.checkpoint.resume import RunIdentity
 from components.contracts.engine import Engine
-from components.contracts.errors import TrainingError
+from components.contracts.errors import ConfigError, TrainingError
 
 log = logging.getLogger(__name__)
 
@@ -106,11 +106,19 @@ class CheckpointManager:
     def update_state(self, state: State) -> None:
         """Write ``state`` into ``current`` if that is the checkpoint of its step; raises as ``save`` does."""
         if self.current == step_folder(self.folder, state.step):
-            self._attend(partial(self._on_nodes, partial(self._replace_state, self.current, state), None))
+            self._attend(partial(self._replace_state, self.current, state))
 
-    @staticmethod
-    def _replace_state(checkpoint: Path, state: State) -> None:
-        replace_meta(checkpoint, replace(read_meta(checkpoint), state=vars(state).copy()))
+    def _replace_state(self, checkpoint: Path, state: State) -> None:
+        found: list[CheckpointMeta] = []
+
+        def read() -> None:
+            try:
+                found.append(read_meta(checkpoint))
+            except ConfigError as error:
+                raise OSError(str(error)) from error
+
+        self._on_nodes(read, None)  # on a shared disk, no node may read while another one writes
+        self._on_nodes(lambda: replace_meta(checkpoint, replace(found[0], state=vars(state).copy())), None)
 
     def poll(self, engine: Engine) -> None:
         """Finish a background save that has ended on all ranks or failed on one; raises as ``save`` does.

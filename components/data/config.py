@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -142,6 +142,7 @@ class Data(ABC):
         encoder = self._encoder(kind, tokenizer)
         split_of = partial(Split, cache, packing, self.max_length, seed, self.share_prompt)
         train, held = self._train_split(encoder, cache, seed, split_of)
+        self.check_formats({part.outcome.format for part in train.parts})
         num_steps = self._count_steps(train, global_batch_size, max_steps, epochs)
         evaluated = self._eval_splits(encoder, cache, split_of) if held is None else {"eval": held}
         audit = Audit(
@@ -221,6 +222,9 @@ class Data(ABC):
             raise ConfigError(
                 "data.train_on_prompt: a score is that of a whole text; leave it out with stage=rm."
             )
+
+    def check_formats(self, formats: Collection[str]) -> None:  # noqa: B027  most data has no such option
+        """Raise ConfigError if an option is given that no source of these formats reads."""
 
     def cache(self) -> Path:
         """Create and return the cache folder: ``cache_dir``, else $RUNNER_CACHE, else ~/.cache/runner.

@@ -1,5 +1,6 @@
 """The sources of samples: files, data sets of the Hugging Face hub, and the embedded data."""
 
+import json
 import os
 import sys
 import sysconfig
@@ -96,7 +97,9 @@ class RecordSource(ABC):
 
     def content(self, cache: Path) -> list[str]:
         own = [] if self.convert is None else own_options(self.convert)
-        return [digest([asdict(self.options), self.max_samples, *own]), *self.files(cache)]
+        options = asdict(self.options)
+        del options["train_on_prompt"]  # an option of the encoder, too, which counts it
+        return [digest([options, self.max_samples, *own]), *self.files(cache)]
 
     def stamps(self) -> list[int]:
         """Return the modification times of those files whose content ``files`` does not read."""
@@ -145,9 +148,9 @@ class FileSource(RecordSource):
     def files(self, cache: Path) -> list[str]:
         path = Path(self.path).expanduser()
         found = matching_files(self.path)
-        # How a file in a folder or of a pattern is read depends on its name.
-        names = [str(file.relative_to(path)) if path.is_dir() else file.name for file in found]
-        names = [""] if found == [path] else names
+        # How a file of a pattern is read depends on its ending.
+        endings = ["" if file == path else "".join(file.suffixes[-2:]) for file in found]
+        names = [str(file.relative_to(path)) for file in found] if path.is_dir() else endings
         if self.streaming:
             return ["".join(path.suffixes[-2:]), *(f"{file} {file.stat().st_size}" for file in found)]
         try:
@@ -186,7 +189,13 @@ def own_options(function: Callable[..., object]) -> list[str]:
     package = __name__.partition(".")[0]
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == package]
     ours = {known.name for base in bases if is_dataclass(base) for known in fields(base)}
-    return [f"{own.name}={getattr(owner, own.name)!r}" for own in fields(kind) if own.name not in ours]
+    own = {known.name: getattr(owner, known.name) for known in fields(kind) if known.name not in ours}
+    return [json.dumps(own, sort_keys=True, default=_as_json)]
+
+
+def _as_json(value: object) -> object:
+    """Return a value that is equal in every process, unlike the text of a set or of an object."""
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else type(value).__qualname__
 
 
 def _only_first(source: RecordSource) -> str:

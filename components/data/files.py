@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -82,6 +82,17 @@ class RecordsData(Data):
                 f"data.mask_history: with stage={STAGES[kind]} there are no earlier turns to train on; "
                 "leave it out."
             )
+
+    def check_formats(self, formats: Collection[str]) -> None:
+        if {*formats} != {"segments"}:
+            return
+        given = {
+            "default_system": self.default_system is not None,
+            "mask_history": self.mask_history,
+            "chat_template_kwargs": bool(self.chat_template_kwargs),
+        }
+        for name in (name for name, unread in given.items() if unread):
+            raise ConfigError(f"data.{name}: no chat template renders segments; leave it out.")
 
     def record_options(self) -> RecordOptions:
         return RecordOptions(

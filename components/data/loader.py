@@ -20,12 +20,11 @@ from components.data.store.concat_store import ConcatTokens
 from components.data.store.indexed import IndexedTokens
 from components.data.store.reference_logps import ReferenceLogps
 from components.data.store.token_store import (
-    BAD_RECORDS,
     Bools,
     TokenSequences,
     TokenStore,
-    bad_record_line,
     digest,
+    list_bad_records,
 )
 from components.data.stream.chunks import Stream
 
@@ -247,13 +246,8 @@ class PreparedData:
         paths = {
             store.path: store.name for split in self.splits for store in split.stores if not store.indexed
         }
-        lines = [
-            bad_record_line(name, bad)
-            for path, name in paths.items()
-            for bad in TokenStore.open(Path(path)).outcome().bad
-        ]
-        if lines:
-            (folder / BAD_RECORDS).write_text("".join(lines))
+        stores = ((name, TokenStore.open(Path(path))) for path, name in paths.items())
+        list_bad_records(folder, ((name, bad) for name, store in stores for bad in store.outcome().bad))
 
     def write_samples(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write samples.json: the first training samples as pieces of text, each marked as target or not."""

@@ -17,7 +17,14 @@ from components.data.packing import Packing, PlanOptions, hold_out
 from components.data.plans import CachedPlans, count_steps
 from components.data.store.concat_store import ConcatTokens
 from components.data.store.indexed import IndexedTokens
-from components.data.store.token_store import Bools, FilterResult, TokenSequences, digest, file_digest
+from components.data.store.token_store import (
+    Bools,
+    FilterResult,
+    Ints,
+    TokenSequences,
+    digest,
+    file_digest,
+)
 from components.data.tokenize.encoder import Encoder
 
 
@@ -65,12 +72,15 @@ def held_out(parts: Sequence[SourceTokens], fraction: float, seed: int) -> Bools
     if not fraction:
         return np.zeros(sum(len(outcome.kept) for outcome in outcomes), np.bool_)
     starts = np.cumsum([0, *(outcome.num_records for outcome in outcomes)])
-    records = np.concatenate(
-        [start + outcome.records for start, outcome in zip(starts, outcomes, strict=False)]
-    )
+    records = np.concatenate([start + records_of(one) for start, one in zip(starts, outcomes, strict=False)])
     kept = np.zeros(starts[-1], np.bool_)
     kept[records] = np.concatenate([outcome.kept for outcome in outcomes])
     return hold_out(kept, fraction, seed)[records]
+
+
+def records_of(outcome: FilterResult) -> Ints:
+    """Return the index of the record of each sample."""
+    return np.arange(outcome.num_records) if outcome.records is None else outcome.records
 
 
 @dataclass(frozen=True)

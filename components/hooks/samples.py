@@ -38,6 +38,10 @@ class Samples(Hook):
         read_prompts(self.prompts, chat=self.strings == "chat")
 
     def begin(self, run: HookRun) -> None:
+        """Raise ConfigError on every rank if the chat template refuses a prompt."""
+        tokenizer = run.model.load_tokenizer()
+        for prompt in read_prompts(self.prompts, chat=self.strings == "chat"):
+            prompt.token_ids(tokenizer)
         if run.is_main:
             shutil.rmtree(self._scratch(run), ignore_errors=True)  # of a run that was killed
 

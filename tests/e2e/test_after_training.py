@@ -341,7 +341,7 @@ def test_a_prompt_is_all_of_its_record(single: Path) -> None:
     (question,) = read_prompts(str(path), chat=False)
     assert tokenizer.decode(question.token_ids(tokenizer)) == "c|system: b|user: a\nf|"
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ConfigError, match="does not render message 0, a system turn"):
+    with pytest.raises(ConfigError, match="does not render message 0, of the role system"):
         prompt.token_ids(tokenizer)
 
 

@@ -16,7 +16,7 @@ def renamed(record: Mapping[str, object], options: RecordOptions) -> Mapping[str
     fields = {ours: theirs for ours, theirs in options.columns.items() if ours not in MESSAGE_KEYS}
     named = set(fields.values())
     kept = {} if options.only_columns else {key: record[key] for key in record if key not in named}
-    given = {ours: record[theirs] for ours, theirs in fields.items() if theirs in record}
+    given = {ours: record[theirs] for ours, theirs in fields.items() if record.get(theirs) is not None}
     return {name: _renamed_messages(value, options) for name, value in (kept | given).items()}
 
 
@@ -25,6 +25,8 @@ def unnamed(record: Mapping[str, object], options: RecordOptions) -> list[str]:
     if options.only_columns:
         named = set(options.columns.values())
         return [name for name in record if name not in named]
+    if not options.columns:
+        return []
     of_messages = {ours: theirs for ours, theirs in options.columns.items() if ours in MESSAGE_KEYS}
     of_record = {ours: theirs for ours, theirs in options.columns.items() if ours not in MESSAGE_KEYS}
     found = list(_displaced(record, of_record))
@@ -39,7 +41,7 @@ def _displaced(fields: Mapping[str, object], columns: Mapping[str, str]) -> Iter
     """Yield the names that ``columns`` gives to other fields although ``fields`` has a value under them."""
     for ours, theirs in columns.items():
         has_own = ours not in columns.values() and fields.get(ours) not in (None, "", [], {})
-        if theirs in fields and has_own:
+        if fields.get(theirs) is not None and has_own:
             yield ours
 
 
@@ -64,6 +66,6 @@ def _renamed_messages(value: object, options: RecordOptions) -> object:
 def _renamed_message(message: Json, options: RecordOptions) -> Json:
     keys = {theirs: ours for ours, theirs in options.columns.items() if ours in MESSAGE_KEYS}
     kept = {name: value for name, value in message.items() if name not in keys}
-    out = kept | {keys[name]: value for name, value in message.items() if name in keys}
+    out = kept | {keys[name]: value for name, value in message.items() if name in keys and value is not None}
     role = out.get("role") or out.get("from")
     return {**out, "role": options.roles[role]} if isinstance(role, str) and role in options.roles else out

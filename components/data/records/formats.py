@@ -101,7 +101,6 @@ def _sample(record: Mapping[str, object], options: RecordOptions, origin: str) -
     if format == "text":
         return TextSample(read_string(record, "text", origin))
     if format == "segments":
-        _check_segments(options, origin)
         return _read_segments(record, origin)
     if format == "preference":
         return read_preference(record, options, origin)
@@ -114,18 +113,6 @@ def _sample(record: Mapping[str, object], options: RecordOptions, origin: str) -
     else:
         turns = read_turns(record, "messages" if format == "messages" else "conversations", origin)
     return _chat(turns, record, options, origin)
-
-
-def _check_segments(options: RecordOptions, origin: str) -> None:
-    given = {
-        "default_system": options.default_system is not None,
-        "mask_history": options.mask_history,
-        "chat_template_kwargs": bool(options.chat_template_kwargs),
-    }
-    if name := next((name for name, unread in given.items() if unread), None):
-        raise ConfigError(
-            f"data.{name}: {origin} has segments, which no chat template renders; leave it out."
-        )
 
 
 def _read_segments(record: Mapping[str, object], origin: str) -> SegmentsSample:

@@ -204,9 +204,11 @@ def _num_shared(chosen: list[Message], rejected: list[Message], origin: str) -> 
 def _after_system(record: Mapping[str, object], prompt: list[Message], origin: str) -> list[Message]:
     """Return ``prompt``, with the record's own system turn, if it has one, at its start."""
     own = system_turn(record, origin)
-    if own and prompt[0]["role"] == "system" and prompt[:1] != own:
+    if not own or prompt[0]["role"] != "system":
+        return [*own, *prompt]
+    if prompt[0]["content"] != own[0]["content"]:
         fail(origin, "field 'system' is not the system turn of 'chosen'", "Remove one of them.")
-    return prompt if prompt[:1] == own else [*own, *prompt]
+    return prompt
 
 
 def _whole_prompt(explicit: list[Message], shared: list[Message], origin: str) -> list[Message]:

@@ -299,7 +299,9 @@ def without_nulls(record: Record) -> Record:
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value[:1]):
+        return [_without_nulls(inner) for inner in value]
+    return value
 
 
 _READERS: dict[str, Callable[[Path, Reading], Iterator[Item]]] = {

@@ -109,7 +109,7 @@ class IndexedTokens:
             truncated=overlong & (not drop),
             stop_trained=None,
             num_supervised=np.maximum(self.lengths - 1, 0),
-            records=np.arange(len(unsupervised)),
+            records=None,
             num_records=len(unsupervised),
             left_out=Counter(
                 {"dropped": int(overlong.sum()) if drop else 0, "unsupervised": int(unsupervised.sum())}

@@ -5,7 +5,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -81,9 +81,15 @@ class BadRecord:
     reason: str
 
 
-def bad_record_line(source: str, bad: BadRecord) -> str:
-    """Return a line of ``BAD_RECORDS`` for a record of the source with this name."""
-    return json.dumps({"source": source, **asdict(bad)}) + "\n"
+def list_bad_records(folder: Path, records: Iterable[tuple[str, BadRecord]]) -> None:
+    """Add records, each with the name of its source, to ``BAD_RECORDS`` in ``folder`` unless it has them."""
+    lines = dict.fromkeys(json.dumps({"source": source, **asdict(bad)}) + "\n" for source, bad in records)
+    if not lines:
+        return
+    path = folder / BAD_RECORDS
+    known = set(path.read_text().splitlines(keepends=True)) if path.exists() else set()
+    with path.open("a") as file:
+        file.writelines(line for line in lines if line not in known)
 
 
 @dataclass(frozen=True)
@@ -171,8 +177,8 @@ class FilterResult:
     """Per sample: whether the token that ends its last assistant turn is a target. None means not known."""
     num_supervised: Ints
     """Per sequence: number of its targets."""
-    records: Ints
-    """Per sample: index of its record in the source."""
+    records: Ints | None
+    """Per sample: index of its record in the source. None means that every record is a sample."""
     num_records: int
     """Number of records, including those that are left out."""
     left_out: Counter[LeftOut]

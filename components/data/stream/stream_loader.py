@@ -16,7 +16,7 @@ from components.data.global_batch import GlobalBatch
 from components.data.packing import Plan
 from components.data.store.checked_files import read_json
 from components.data.store.concat_store import ConcatTokens
-from components.data.store.token_store import BAD_RECORDS, bad_record_line
+from components.data.store.token_store import list_bad_records
 from components.data.stream.chunks import COMPLETE, Chunk, Stream, chunk_name
 from components.data.stream.producer import FAILURE, Producer
 
@@ -159,11 +159,7 @@ class StreamLoader:
             log.warning("left out: %s: %s", record.origin, record.reason)
         if len(bad) > _NAMED:
             log.warning("left out: %d more records of chunk %d that cannot be read", len(bad) - _NAMED, chunk)
-        listed = self._folder.parent / BAD_RECORDS
-        known = set(listed.read_text().splitlines(keepends=True)) if listed.exists() else set()
-        lines = dict.fromkeys(bad_record_line(source, record) for source, record in bad)
-        with listed.open("a") as file:  # the first chunk is listed already, and others after a resume
-            file.writelines(line for line in lines if line not in known)
+        list_bad_records(self._folder.parent, bad)
 
 
 def _joined(parts: Sequence[GlobalBatch]) -> GlobalBatch:

@@ -52,7 +52,12 @@ class Prompt:
 
     def completed(self, completion: Json) -> Json:
         """Return the record with its completion; fields of the same names become ``record_NAME``."""
-        own = {f"record_{name}" if name in completion else name: self.record[name] for name in self.record}
+        own = {name: value for name, value in self.record.items() if name not in completion}
+        for name in completion.keys() & self.record.keys():
+            other = f"record_{name}"
+            while other in own:
+                other = f"record_{other}"
+            own[other] = self.record[name]
         return own | completion
 
 

@@ -1,5 +1,6 @@
 """Tokenise sources into token stores: in parallel if it pays, in constant memory, once per content."""
 
+import ast
 import ctypes
 import inspect
 import logging
@@ -275,10 +276,10 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _own_code(source: Source) -> str:
-    """Return the text of the user's modules that determine the samples of a source.
+    """Return the text of the user's modules that decide about the samples of a source.
 
-    These are the modules of its class and of its ``convert``, and those that they import at their top, unless
-    these are installed packages.
+    These are the module of its class or of its ``convert``, and those that it imports, unless they are
+    installed packages.
     """
     names = [type(source).__module__]
     if isinstance(source, RecordSource) and source.convert is not None:
@@ -291,19 +292,29 @@ def _own_code(source: Source) -> str:
         module, found[name] = sys.modules[name], ""
         with suppress(OSError):  # a module without a file of Python
             found[name] = inspect.getsource(module)
-        for value in vars(module).values():
-            of = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
-            names += [of] if isinstance(of, str) else []
+        names += _imports(found[name], module.__package__ or "")
     return "".join(text for _, text in sorted(found.items()))
 
 
+def _imports(text: str, package: str) -> Iterator[str]:
+    """Yield the names of what a module of ``package`` with this text may import, modules or not."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: 1 - node.level or None]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
+
+
 def _is_users(module: str) -> bool:
-    """Return whether a module belongs neither to this package nor to an installed one nor to Python."""
+    """Return whether a module is neither of this package nor of an installed one or of Python itself."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or module.partition(".")[0] == __name__.partition(".")[0]:
         return False
-    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return not any(Path(file).is_relative_to(folder) for folder in installed)
+    stdlib = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
+    return not installed and not any(Path(file).is_relative_to(folder) for folder in stdlib)
 
 
 @cache

@@ -41,6 +41,7 @@ def test_every_record_is_converted(tmp_path: Path) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Shouting(FilesData):
     end: str = "!"
+    words: frozenset[str] = frozenset("abc")
 
     def convert(self, record: Any) -> Any:
         return {"text": record["text"].upper() + self.end}
@@ -62,7 +63,7 @@ def test_its_options_are_part_of_the_content(tmp_path: Path) -> None:
 def test_a_module_that_it_imports_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_words.py").write_text("END = '!'\n\ndef shout(text):\n    return text + END\n")
     (tmp_path / "my_source.py").write_text(
-        "import json\nfrom my_words import shout\n\ndef convert(record):\n    return {'text': shout('a')}\n"
+        "import json\nfrom my_words import END\n\ndef convert(record):\n    return {'text': END}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     convert = importlib.import_module("my_source").convert

@@ -96,6 +96,13 @@ def test_every_turn_is_trained_on_or_some_are_not() -> None:
     "options", [{"default_system": "S"}, {"mask_history": True}, {"chat_template_kwargs": {"a": 1}}]
 )
 def test_segments_have_no_turns(options: dict[str, Any]) -> None:
-    record = {"segments": [{"text": "a", "label": True}]}
-    with pytest.raises(ConfigError, match=f"data.{next(iter(options))}: a:1 has segments"):
-        normalize(record, RecordOptions(format="segments", **options), "a:1")
+    data = FilesData(train="a.jsonl", **options)
+    data.check_formats({"segments", "messages"})
+    with pytest.raises(ConfigError, match=f"data.{next(iter(options))}: no chat template renders segments"):
+        data.check_formats({"segments"})
+
+
+def test_a_null_takes_no_place() -> None:
+    options = RecordOptions(format="messages", columns={"content": "text", "messages": "talk"})
+    record = {"messages": [{**U, "text": None}, A], "talk": None}
+    assert normalize(record, options, "a:1") == (ChatSample([U, A], None), [])

@@ -259,6 +259,12 @@ def test_or_is_named_and_left_out(
     assert [json.loads(line)["origin"].rpartition("/")[2] for line in listed] == ["texts.jsonl:31"]
 
 
+def test_no_bad_record_is_no_file(opened: Opened) -> None:
+    with closing(opened.loader()) as loader:
+        loader.microbatches(0)
+    assert not (opened.folder.parent / "bad_records.jsonl").exists()
+
+
 def test_its_identity_follows_its_limit_and_its_first_chunk(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:

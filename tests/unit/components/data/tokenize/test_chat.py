@@ -167,7 +167,7 @@ def test_reasoning_of_an_earlier_turn_that_the_template_drops(template: str, sto
     ("template", "message"),
     [
         pytest.param(COUNTS_CHARACTERS, "cannot be located", id="counts-characters"),
-        pytest.param(ONLY_LAST_TURNS, "does not render message 0, a system turn", id="only-last-turns"),
+        pytest.param(ONLY_LAST_TURNS, "does not render message 0, of the role system", id="only-last-turns"),
         pytest.param(FORGOTTEN_MARK, "around 1 of 3 assistant turns", id="forgotten-mark"),
         pytest.param(MISTRAL, "no system turn", id="raises"),
         pytest.param("{{- messages[0].nothing.at_all -}}", "refuses this conversation", id="undefined"),
@@ -274,11 +274,31 @@ def test_tools_and_calls() -> None:
 
 @pytest.mark.parametrize("key", ["tools", "tool_calls"])
 def test_template_without_a_place_for_tools_is_an_error(key: str) -> None:
-    call = {"type": "function", "function": {"name": "now", "arguments": {}}}
-    answer = {"role": "assistant", "content": "x", **({"tool_calls": [call]} if key == "tool_calls" else {})}
+    call = {"type": "function", "function": {"name": "Bye", "arguments": {}}}  # a word of the text
+    answer = {
+        "role": "assistant",
+        "content": "Bye",
+        **({"tool_calls": [call]} if key == "tool_calls" else {}),
+    }
     tokenizer = make_tokenizer("{# Neither tools nor tool_calls are written. #}" + CHATML)
     with pytest.raises(ConfigError, match=f"does not render {key}"):
         encode_chat([CHAT[1], answer], tokenizer, tools=[call] if key == "tools" else None)
+
+
+def test_tools_are_no_tool_calls() -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": {}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    tokenizer = make_tokenizer("{{- tools | tojson if tools -}}" + CHATML)
+    with pytest.raises(ConfigError, match="does not render tool_calls"):
+        encode_chat([CHAT[1], answer, CHAT[-1]], tokenizer, tools=[call])
+
+
+def test_the_text_of_a_turn_that_calls_tools_may_be_left_out() -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": {}}}
+    answer = {"role": "assistant", "content": "Let me look.", "tool_calls": [call]}
+    template = CHATML.replace("m.content", "(m.tool_calls | tojson if m.tool_calls else m.content)")
+    encoded = encode_chat([CHAT[1], answer], make_tokenizer(template))
+    assert "Let me look." not in make_tokenizer(template).decode(encoded.input_ids)
 
 
 def test_a_turn_that_a_template_rewrites_is_rendered() -> None:
