@@ -106,7 +106,10 @@ def measure(engine_name: str, ranks: int, parameters: int, folder: Path, turns: 
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Return the ratio of each turn except the first, so that a slower disk affects both of its values."""
+    """Return the ratio of each turn, without the first one, which allocates buffers.
+
+    Both values of a ratio are from the same turn, so a slow disk affects both.
+    """
     return [a / b for a, b in zip(over[1:], under[1:], strict=True)]
 
 

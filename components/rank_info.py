@@ -16,7 +16,7 @@ CORES = "RUNNER_CORES"
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 PORT = range(1, 2**16)
 FIRST_PORT, PORTS = 10_000, 20_000
-"""First port and number of ports, below the range that Linux assigns automatically."""
+"""First port and number of ports, below the ephemeral range of Linux."""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class CosineMinLR(Decay):
 class InverseSqrt(Scheduler):
     """``peak * sqrt(warmup_steps / step)``, at least ``min_lr`` (Vaswani et al., 2017).
 
-    Without a warmup it is ``peak / sqrt(step)``, as in Megatron; transformers then has a time scale of 10000.
+    Without a warmup it is ``peak / sqrt(step)``, as in Megatron; transformers would use ``timescale=10000``.
     """
 
     decay_steps: int | None = None

@@ -190,7 +190,7 @@ def check_encoding(words: Sequence[str]) -> None:
 
 
 def explained(error: Exception) -> int:
-    """Print one or two lines for a user's mistake, a traceback for any other error; return the exit code."""
+    """Print the message of a ConfigError or TrainingError, or else a traceback; return the exit code."""
     error = as_mistake(error)
     if not isinstance(error, ConfigError | TrainingError):
         traceback.print_exception(error)

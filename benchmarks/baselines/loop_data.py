@@ -46,7 +46,7 @@ class Step:
     positions: Ids = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     tokens: int = 0
-    """Number of useful tokens. A shared prompt counts for each of its answers."""
+    """Number of tokens in all sequences. A shared prompt counts once for each of its answers."""
 
     def add(self, sample: Sample, *, share_prompt: bool) -> None:
         """Add one sequence per answer.

@@ -158,7 +158,7 @@ def few_data(place: Place) -> tuple[str, ...]:
 # ---- tests
 
 MEMORY_TESTS = "tests/gpu/test_memory_cuda.py"
-"""Tests that fill the GPU, one after another."""
+"""Tests that fill the memory of the GPU and therefore run one at a time."""
 
 
 def tests(arguments: Sequence[str], place: Place, seconds: float) -> Facts:

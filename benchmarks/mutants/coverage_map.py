@@ -58,8 +58,9 @@ class CoverageMap:
     def tests(self, mutant: Mutant) -> list[str]:
         """Return the tests that may kill a mutant, in the order in which to run them.
 
-        If a fixture covers the line, all tests of its file may kill it: one of them runs the fixture for all.
-        Code that runs at import may be tested by every test that calls a function of its file.
+        If a fixture covers the line, every test of its file may kill the mutant, because coverage is recorded
+        only for the first test that uses a shared fixture. If the line runs at import, every test that runs
+        other code of the mutated file may kill it, or else every test of the files that import it.
         """
         path = mutant.path
         by_line = self.data.contexts_by_lineno(str(self.root / path)) or self.data.contexts_by_lineno(path)

@@ -55,7 +55,7 @@ class Tree:
             (folder / "shared").symlink_to(root.parent / "shared")
 
     def write(self, path: str, text: bytes) -> None:
-        """Replace a file and remove its bytecode, which Python keeps if size and second are the same."""
+        """Replace a file and delete its .pyc, which Python reuses if size and mtime in seconds are equal."""
         (self.path / path).write_bytes(text)
         Path(cache_from_source(self.path / path)).unlink(missing_ok=True)
 

@@ -49,7 +49,7 @@ class Column:
     engines: tuple[str, ...] = ("fsdp2", "megatron")
     """Engines that support it."""
     adapted: bool = False
-    """Whether an adapter is trained. Its initial values give no zero gradients."""
+    """Whether an adapter is trained. It starts with nonzero matrices, so that no gradient is zero."""
 
     @property
     def stage(self) -> str:

@@ -28,7 +28,7 @@ class StoredTensors:
         self._stored = {key: meta for key, meta in found if isinstance(meta, TensorStorageMetadata)}
 
     def shapes(self, kind: str) -> dict[str, torch.Size]:
-        """Return the shapes of the whole tensors ``<kind>/<name>`` by name."""
+        """Return the full (unsharded) shapes of the tensors ``<kind>/<name>``, by name."""
         prefix = f"{kind}/"
         names = (key.removeprefix(prefix) for key in self._stored if key.startswith(prefix))
         return {name: self._stored[prefix + name].size for name in names}

@@ -30,7 +30,7 @@ class CheckpointModel:
     seed: int
     init_from: str | None
     kind: str = "model"
-    """Beginning of the keys of the weights in the checkpoint, such as ``hook/ema``."""
+    """Prefix of the weights' keys in the checkpoint, such as ``hook/ema``."""
 
     def export_model(self, target: Path, dtype: torch.dtype) -> Path:
         """Write a model that was trained, fully or in part, to ``target``."""

@@ -1,4 +1,4 @@
-"""The plans of a split: the first process that opens a plan makes it and caches it for the others."""
+"""The plans of a split (order and packing per epoch): the first process to open one makes and caches it."""
 
 import logging
 from bisect import bisect_right

@@ -1,4 +1,4 @@
-"""The number of prompt tokens that the two sequences of a pair share, to compute them only once."""
+"""The number of prompt tokens that the two sequences of a pair share and that are computed only once."""
 
 import numpy as np
 

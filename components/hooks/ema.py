@@ -53,7 +53,7 @@ class EMA(Hook):
         self.saved = checkpoint
 
     def end(self, run: HookRun, *, completed: bool) -> None:
-        """Export the average in the last checkpoint of a complete run to ``ema``, as Hugging Face weights."""
+        """If the run completed, export the average from its last checkpoint to ``ema`` in the run folder."""
         if not completed or self.saved is None:
             return
         assert isinstance(run.model, ModelSpec)

@@ -26,7 +26,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 def check_values(config: PreTrainedConfig, prefix: str) -> None:
-    """Raise ConfigError if a number in ``config`` is out of its range; ``prefix`` stands before its name."""
+    """Raise ConfigError if a number in ``config`` is out of range, naming it with ``prefix`` in front."""
     names = {own: common for common, own in config.attribute_map.items()}
     for name, value in leaves(config.to_dict()):
         if not isinstance(value, int | float) or isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""One module per expert, with the parameter names of the files.
+"""One module per expert, with the parameter names used in Hugging Face files.
 
 transformers stacks the experts of a layer in two tensors (``experts.gate_up_proj`` ``[E, 2I, H]`` and
 ``experts.down_proj`` ``[E, H, I]``), but its files, other programs and adapters store each expert separately.

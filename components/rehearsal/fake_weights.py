@@ -1,4 +1,4 @@
-"""Initial weights of a rehearsal: shapes without values, so that no file is read and nothing is drawn."""
+"""Initial weights of a rehearsal: fake tensors, so no weights are read from files or drawn at random."""
 
 from dataclasses import fields
 from typing import Self

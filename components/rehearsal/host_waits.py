@@ -39,7 +39,7 @@ class Wait:
     """One place where the host waits for the device or blocks on a copy."""
 
     kind: str
-    """The operator, or ``copy to cuda`` and ``copy to cpu`` without ``non_blocking``."""
+    """The operator, or for a copy without ``non_blocking``: ``copy to cuda`` or ``copy to cpu``."""
     moment: str
     site: str
 

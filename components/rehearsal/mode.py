@@ -27,7 +27,7 @@ PLAIN = (FakeTensor, Tensor, torch.nn.Parameter)
 parts."""
 
 HELD_BY_AUTOGRAD = 4
-"""``use_count`` of a gradient in a dispatch mode if nothing but the backward pass holds it."""
+"""``use_count`` that a gradient has inside a dispatch mode if only the backward pass holds it."""
 
 
 class RehearsalMode(TorchDispatchMode):

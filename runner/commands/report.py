@@ -106,7 +106,10 @@ def entry(sweep: Path, record: JobRecord) -> Entry:
 
 
 def where_now(sweep: Path, folder: Path) -> Path:
-    """Return ``folder``, or its path next to the sweep if all outputs have been moved or copied."""
+    """Return ``folder``, or if it is gone, the same run next to ``sweep``, if it is there.
+
+    All outputs may have been moved or copied together.
+    """
     moved = sweep.parent.parent.joinpath(*folder.parts[-2:])
     return moved if not folder.is_dir() and moved.is_dir() else folder
 

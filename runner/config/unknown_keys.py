@@ -25,7 +25,7 @@ class Counterpart:
     """The name and the values that an option of another tool has here."""
 
     here: str
-    """KEY, or KEY=VALUE for a switch."""
+    """The equivalent here: KEY, or KEY=VALUE if the other tool's option is a flag or has one value here."""
     remark: str = ""
     values: Mapping[str, object] | None = None
     """Value of the tool in lower case -> value here. None means that both have the same values."""

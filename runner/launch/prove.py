@@ -1,4 +1,4 @@
-"""``preflight.mode=prove``: a small version of an experiment, in its layout and in one process."""
+"""``preflight.mode=prove``: compare a small version of an experiment in its layout and in one process."""
 
 import json
 import math

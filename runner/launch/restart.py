@@ -19,10 +19,10 @@ log = logging.getLogger("runner")
 
 
 def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> None:
-    """Call ``run_workers``, and again after each failure, at most ``max_restarts`` times.
+    """Call ``run_workers``, and call it again after each failure, at most ``max_restarts`` more times.
 
     Raises:
-        TrainingError: if the last start fails, or any start with a NonRetryableError.
+        TrainingError: if the last attempt fails, or any attempt raises a NonRetryableError.
     """
     for number in range(1, max_restarts + 1):
         try:

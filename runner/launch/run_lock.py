@@ -1,4 +1,4 @@
-"""The lock of a run folder, which keeps a second start from writing to it at the same time."""
+"""The lock of a run folder, which prevents the same run from being started twice at the same time."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""``run.deterministic=true``: equal runs give equal bits; operations that cannot do so raise an error."""
+"""``run.deterministic=true``: equal runs are bitwise equal; nondeterministic operations raise an error."""
 
 import os
 from collections.abc import Iterator

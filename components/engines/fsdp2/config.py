@@ -68,10 +68,11 @@ class FSDP2(FSDP2Layout):
 
         Raises:
             ConfigError: if the model has no decoder block, or, with ``tp`` above 1, no plan for tensor
-                parallelism; if ``cp``, ``tp`` or ``ep`` ranks cannot split the model or the adapter; if an
-                update needs all weights at once on several ranks, or whole weights with ``cpu_offload``; if
-                ``optimizer.groups`` do not match the trained weights; if ``recompute_num_layers`` or float8
-                is not possible; or if this machine cannot compile the model or run the requested kernels.
+                parallelism; if ``cp``, ``tp`` or ``ep`` ranks cannot split the model or the adapter; if, on
+                several ranks, an update needs all weights at once, or, with ``cpu_offload``, whole weights;
+                if ``optimizer.groups`` do not match the trained weights; if float8 or
+                ``recompute_num_layers`` is not possible; or if this machine cannot compile the model or run
+                the requested kernels.
         """
         check_optimizer(optimizer, world_size, offloads=self.cpu_offload)
         if optimizer.groups:

@@ -59,7 +59,8 @@ def describe_adapter(adapter: LoRA, model: PreTrainedModel) -> "LoraConfig":
 def inject(model: PreTrainedModel, config: "LoraConfig", *, is_pissa: bool) -> None:
     """Add the adapter to the layers of ``model`` (on the meta device), and freeze the model.
 
-    With ``is_pissa`` they also get the initial factors as a second, frozen adapter, which they subtract.
+    With ``is_pissa``, each adapted layer also gets its initial factors as a second, frozen adapter, whose
+    output it subtracts.
     """
     from peft import inject_adapter_in_model  # here, because it takes seconds
     from peft.tuners.lora import LoraLayer

@@ -36,9 +36,9 @@ def check(model: PreTrainedModel, *, ep: int, tp: int, ranks: int, adapter: LoRA
 def check_expert_adapter(
     adapter: LoRA, model: PreTrainedModel, experts: ExpertList, *, tp: int, ep: int, shards: int
 ) -> None:
-    """Raise ConfigError if an adapter of experts cannot be split over ``tp`` or ``shards``.
+    """Raise ConfigError if ``tp``, ``shards`` or ``modules_to_save`` does not suit an adapter of experts.
 
-    ``shards`` need not divide the number of experts of a rank.
+    ``shards`` must divide the number of experts of a rank or their ``moe_intermediate_size``.
     """
     if tp > 1:
         raise ConfigError(

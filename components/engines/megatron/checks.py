@@ -220,7 +220,10 @@ def check_optimizer(layout: Layout, optimizer: Optimizer) -> None:
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuse a model that was not compared with transformers: it could train wrongly without an error."""
+    """Raise ConfigError unless this engine's version of the model was compared with that of transformers.
+
+    A model that was not compared could train wrongly without an error.
+    """
     config, kind = model.config, model.config.model_type
     instead = "use parallelism=fsdp2 or parallelism=single."
     # Compare the module, because a user's own code may also have the model type llama.

@@ -1,4 +1,4 @@
-"""One job of a sweep for a batch system: composed by the process of the sweep, run on other nodes."""
+"""One job of a sweep on SLURM: the sweep's process composes its config, and other nodes run it."""
 
 import os
 import time

@@ -81,7 +81,7 @@ class Pass:
     """Whether every stage reduces its gradients during the backward pass of the last micro-batch."""
     neftune: NEFTune = NO_NOISE
     factor: float = 1.0
-    """Factor of the loss in the backward pass."""
+    """Factor by which the loss is multiplied in the backward pass."""
 
 
 def run_schedule(
