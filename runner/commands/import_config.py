@@ -1,7 +1,8 @@
 """``python -m runner.import_config TOOL FILE [ranks=N] [stage=STAGE]``: another tool's run as a command.
 
 TOOL         llamafactory, axolotl or trl
-FILE         its YAML or JSON, or, for trl, a text with its command line: ``accelerate launch sft.py --a 1``
+FILE         its YAML or JSON, or, for trl, a text with its command line: ``accelerate launch sft.py --a 1``,
+             with the file of --config, if it has one
 ranks=N      number of GPUs that the configuration was written for; default: that of its launcher, else 1
 stage=STAGE  default: the stage that FILE or the name of the script implies
 
@@ -79,11 +80,20 @@ def read(tool: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     kinds = [".yaml", ".yml", ".json", *([".txt", ".sh"] if tool == "trl" else [])]
     if path.suffix not in kinds:
         raise ConfigError(f"{path}: is not a configuration of {tool}; give a file {', '.join(kinds)}.")
+    if path.suffix not in (".txt", ".sh"):
+        return read_options(path), {}
     try:
-        text = path.read_text()
-        if path.suffix in (".txt", ".sh"):
-            return command_line(text, path)
-        node = yaml.safe_load(text)
+        return command_line(path.read_text(), path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path.") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: cannot be parsed ({error}); correct it.") from error
+
+
+def read_options(path: Path) -> dict[str, Any]:
+    """Return the options of a YAML or JSON file, or raise ConfigError if it cannot be read."""
+    try:
+        node = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path.") from error
     except (ValueError, yaml.YAMLError) as error:
@@ -91,7 +101,7 @@ def read(tool: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise ConfigError(f"{path}: cannot be parsed ({reason}); correct it.") from error
     if not isinstance(node, dict):
         raise ConfigError(f"{path}: must be a mapping of options to values.")
-    return {str(key).replace("-", "_"): value for key, value in node.items()}, {}
+    return {str(key).replace("-", "_"): value for key, value in node.items()}
 
 
 def command_line(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -111,6 +121,9 @@ def command_line(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]
         raise ConfigError(f"{path}: {stray} is not --OPTION; give the command line of one training script.")
     for name in {*LAUNCHED} & {*launcher}:
         found["ranks"] = str(launcher[name])
+    if "config" in options:  # TRL's file of options, which those of the command line override
+        named = Path(expand_home("config", str(options.pop("config"))))
+        options = read_options(named if named.is_file() else path.parent / named) | options
     if "config_file" in launcher:
         options["fsdp_config"] = launcher["config_file"]
     return options, found

@@ -382,6 +382,9 @@ def hub_dataset(work: Translation) -> None:
         ConfigError: if ``dataset_name`` is missing.
     """
     name = work.take("dataset_name")
+    if name is None and "datasets" in work.given:
+        hub_datasets(work)
+        return
     if name is None:
         raise ConfigError("dataset_name: the configuration names no data; add it, or the path of a file.")
     split = work.take("dataset_test_split") or "test"
@@ -397,6 +400,28 @@ def hub_dataset(work: Translation) -> None:
             work.checks["data.eval"] = f"{name} has no file of {split}; name one, or give data.eval_fraction"
     else:
         work.skip("dataset_test_split", "eval_strategy is no")
+    if not work.left.get("packing"):
+        work.skip("packing_strategy", "packing is false")
+
+
+def hub_datasets(work: Translation) -> None:
+    """Translate TRL's mixture ``datasets``, all of whose samples are in every epoch."""
+    sources = listed(work.take("datasets"))
+    if not all(isinstance(item, dict) and "path" in item for item in sources):
+        raise ConfigError("datasets: must be a list of mappings with a path; correct it.")
+    paths = [path for item in sources for path in files_of(item)]
+    work.words |= {"data": "files", "data.sources": [{"path": path} for path in paths]}
+    for key, theirs, default in (("split", "split", "train"), ("subset", "name", None)):
+        found = [item.get(theirs) or default for item in sources]
+        if any(other != found[0] for other in found):
+            work.missing[f"datasets: {theirs}"] = f"data.{key} holds for all sources; convert the others"
+        elif found[0] != default and all(path.startswith("hub:") for path in paths):
+            work.words[f"data.{key}"] = found[0]
+    for item in sources:
+        for name in {*item} - {"path", "split", "name", "data_files", "columns"}:
+            work.missing[f"datasets: {name}={item[name]}"] = "use the options of data, see docs/data.md"
+    held_out(work, "test_split_size")
+    work.skip("dataset_test_split", "datasets has no test split of its own")
     if not work.left.get("packing"):
         work.skip("packing_strategy", "packing is false")
 

@@ -341,6 +341,28 @@ def test_reward_models_of_other_tools(imported: Run) -> None:
     check(imported("llamafactory", "model_name_or_path: m\nstage: rm\ndataset: pairs"), target)
 
 
+def test_a_command_of_trl_with_a_file_of_options(imported: Run, tmp_path: Path) -> None:
+    options = "model_name_or_path: x\ndataset_name: org/a\nlearning_rate: 2.0e-5\nmax_steps: 7\n"
+    (tmp_path / "sft.yaml").write_text(options)
+    answer = imported("trl", "trl sft --config sft.yaml --learning_rate 1e-5", suffix=".sh")
+    check(answer, {"model.path": "x", "optimizer.lr": 1e-5, "run.max_steps": 7, "data.train": "hub:org/a"})
+    missing = imported("trl", "trl sft --config other.yaml", suffix=".sh")
+    assert (missing.code, "other.yaml: cannot be read" in missing.err) == (2, True)
+
+
+def test_a_mixture_of_trl(imported: Run) -> None:
+    text = (
+        "model_name_or_path: x\nlearning_rate: 1e-5\ntest_split_size: 0.1\ndatasets:\n"
+        "  - {path: org/a, name: chat, split: test, columns: [messages], data_dir: d}\n"
+        "  - {path: json, name: chat, data_files: [b.jsonl]}\n"
+    )
+    answer = imported("trl", text, "stage=sft")
+    sources = [{"path": "hub:org/a"}, {"path": "b.jsonl"}]
+    check(answer, {"data.sources": sources, "data.eval_fraction": 0.1})
+    assert "#   datasets: data_dir=d: use the options of data" in answer.out
+    assert "#   datasets: split: data.split holds for all sources" in answer.out
+
+
 def test_what_an_entry_of_axolotl_loses_is_listed(imported: Run) -> None:
     entry = (
         "{path: a.jsonl, type: chat_template, roles_to_train: [assistant, tool], train_on_eos: last, "
